@@ -1,0 +1,219 @@
+"""Load, merge and check configuration: TOML presets and files, then dotted overrides.
+
+Each section's class stands beside the code that it configures; this module only knows where they
+are. It reads no environment variable and coerces no type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from planish.errors import ConfigError
+
+SECTIONS: dict[str, str] = {
+    "run": "planish.config:RunConfig",
+    "model": "planish.models.config:ModelConfig",
+    "curate": "planish.curate.config:CurateConfig",
+    "sft": "planish.sft.config:SftConfig",
+    "rollout": "planish.rollout.config:RolloutConfig",
+    "reward": "planish.reward.config:RewardConfig",
+    "algorithm": "planish.algorithms:algorithm_config",
+    "train": "planish.train.config:TrainConfig",
+    "evaluate": "planish.evaluate.config:EvaluateConfig",
+}
+"""Section name to `module:class`, or to `module:function` that picks a class from the raw table."""
+
+CHECKS: tuple[str, ...] = ("planish.prepare.checks:check_config",)
+"""`module:function` of checks that look across sections; each returns a list of faults."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, docstrings as descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class RunConfig(Section):
+    """What belongs to the whole run."""
+
+    seed: int = 0
+    """Seed of every random choice of the run; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
+
+
+def _resolve(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
+    """Return the class of `section`; the table `raw` decides where several exist.
+
+    Raises:
+        ConfigError: no such section; the nearest name is given.
+    """
+    if section not in SECTIONS:
+        raise ConfigError(
+            f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
+            f"{_nearest(section, SECTIONS)}"
+        )
+    found = _resolve(SECTIONS[section])
+    if isinstance(found, type):
+        return found
+    picker: Callable[[Mapping[str, Any]], type[Section]] = found
+    return picker(raw)
+
+
+def _nearest(key: str, valid: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) -> SectionT:
+    """Validate one raw table as `cls`; all faults are told at once.
+
+    Raises:
+        ConfigError: names each key, the value seen and the nearest valid key.
+    """
+    try:
+        return cls.model_validate(dict(raw))
+    except ValidationError as error:
+        faults = [_fault(section, item, cls) for item in error.errors()]
+        raise ConfigError("; ".join(faults)) from None
+
+
+def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
+    path = ".".join([section, *(str(part) for part in item["loc"])])
+    value = item.get("input")
+    if item["type"] == "extra_forbidden":
+        hint = _nearest(str(item["loc"][-1]), cls.model_fields) or (
+            f"; valid keys are {sorted(cls.model_fields)}"
+        )
+        return f"`{path}` is not a known key, got {value!r}{hint}"
+    if item["type"] == "value_error":
+        return f"`{path}`: {item['ctx']['error']}"
+    return f"`{path}`: {item['msg']}, got {value!r}"
+
+
+def parse_toml(text: str, *, name: str) -> dict[str, dict[str, Any]]:
+    """Parse TOML made of tables only.
+
+    Raises:
+        ConfigError: not TOML, or a key outside a table.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"`{name}` must be valid TOML: {error}") from None
+    for key, value in tables.items():
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"`{name}` must hold tables only, got `{key} = {value!r}` outside a table"
+            )
+    return tables
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that ship with the package, sorted."""
+    folder = resources.files("planish") / "presets"
+    return sorted(p.name[: -len(".toml")] for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_preset(name: str) -> dict[str, dict[str, Any]]:
+    """Return the raw tables of a shipped preset.
+
+    Raises:
+        ConfigError: no preset of that name.
+    """
+    names = preset_names()
+    if name not in names:
+        raise ConfigError(
+            f"a preset must be one of {names}, got {name!r}{_nearest(name, names)}"
+        )
+    text = (resources.files("planish") / "presets" / f"{name}.toml").read_text("utf-8")
+    return parse_toml(text, name=f"preset {name}")
+
+
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """Split `section.key=value`; the value is a TOML value, or else a plain string.
+
+    Example:
+        >>> parse_override("train.learning_rate=1e-6")
+        ('train', 'learning_rate', 1e-06)
+    """
+    path, equals, value = text.strip().removeprefix("--").partition("=")
+    section, dot, key = path.partition(".")
+    if not (equals and dot and key):
+        raise ConfigError(f"an override must read `section.key=value`, got {text!r}")
+    try:
+        return section, key, tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return section, key, value
+
+
+def merge(
+    *layers: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Merge raw tables, later layers and then overrides winning key by key.
+
+    An override of `a.b.c` reaches into nested tables.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, table in layer.items():
+            merged.setdefault(section, {}).update(table)
+    for text in overrides:
+        section, key, value = parse_override(text)
+        target = merged.setdefault(section, {})
+        *path, last = key.split(".")
+        for part in path:
+            nested = dict(target.get(part, {}))
+            target[part] = nested
+            target = nested
+        target[last] = value
+    return merged
+
+
+def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Validate every section and the checks across them; return plain JSON values, defaults filled in.
+
+    Raises:
+        ConfigError: every fault of every section in one message.
+    """
+    faults: list[str] = []
+    resolved: dict[str, dict[str, Any]] = {}
+    parsed: dict[str, Section] = {}
+    for section in sorted({*SECTIONS, *raw}):
+        table = raw.get(section, {})
+        try:
+            parsed[section] = parse_section(
+                section_class(section, table), table, section=section
+            )
+            resolved[section] = parsed[section].model_dump(mode="json")
+        except ConfigError as error:
+            faults.append(str(error))
+    if not faults:
+        for check in CHECKS:
+            faults.extend(_resolve(check)(parsed))
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return resolved
+
+
+def config_sha256(resolved: Mapping[str, Any]) -> str:
+    """Return the sha256 of the canonical JSON of a resolved configuration."""
+    canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

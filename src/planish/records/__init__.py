@@ -1,0 +1,1 @@
+"""Records that cross a process boundary: numpy and pyarrow, no torch."""

@@ -1,0 +1,113 @@
+"""Where each record of a run lives under its root URI: the only place that spells these paths."""
+
+from __future__ import annotations
+
+
+def run_file(root: str) -> str:
+    """Resolved configuration and identity of the run."""
+    return f"{root}/run.json"
+
+
+def lock_file(root: str) -> str:
+    """Who runs on this root now."""
+    return f"{root}/lock.json"
+
+
+def stop_file(root: str) -> str:
+    """Operators write this object to end a run after the iteration in progress."""
+    return f"{root}/stop.json"
+
+
+def chain_file(root: str, index: int) -> str:
+    """First iteration and length of the `index`-th run of a chain on this root."""
+    return f"{root}/runs/{index:05d}.json"
+
+
+def prompts(root: str) -> str:
+    """Training prompts."""
+    return f"{root}/prompts/train"
+
+
+def evaluation_prompts(root: str) -> str:
+    """Held-out prompts."""
+    return f"{root}/prompts/evaluation"
+
+
+def traces(root: str) -> str:
+    """Worked solutions for the supervised cold start."""
+    return f"{root}/prompts/traces"
+
+
+def curation_report(root: str) -> str:
+    """Counts in and out per filter, with examples (Markdown)."""
+    return f"{root}/prompts/report.md"
+
+
+def iteration(root: str, number: int) -> str:
+    """Folder of one iteration; numbers start at 1."""
+    return f"{root}/iterations/{number:05d}"
+
+
+def stopped_file(root: str, number: int) -> str:
+    """Present when the stop file was seen before this iteration began."""
+    return f"{iteration(root, number)}/stopped.json"
+
+
+def rollouts(root: str, number: int, shard: int) -> str:
+    """Kept rollouts of one shard of one iteration."""
+    return f"{iteration(root, number)}/rollouts/{shard:02d}"
+
+
+def surplus(root: str, number: int, shard: int) -> str:
+    """Qualified groups of a shard that the batch had no room for."""
+    return f"{iteration(root, number)}/surplus/{shard:02d}"
+
+
+def rewards(root: str, number: int) -> str:
+    """Rewards of all shards' rollouts, rows in shard order."""
+    return f"{iteration(root, number)}/rewards"
+
+
+def update(root: str, number: int) -> str:
+    """Scalars of the update (`update/1`)."""
+    return f"{iteration(root, number)}/update.json"
+
+
+def state(root: str, step: int) -> str:
+    """Sharded train state after `step` optimizer steps."""
+    return f"{root}/states/step-{step:08d}"
+
+
+def policy(root: str, version: int) -> str:
+    """Export that engines load."""
+    return f"{root}/policies/{version:05d}"
+
+
+def evaluation(root: str, version: int) -> str:
+    """Evaluation of one policy version (`eval/1` and its rollouts)."""
+    return f"{root}/evals/{version:05d}"
+
+
+def logs(root: str) -> str:
+    """Timing and outcome of each stage attempt; never part of a digest."""
+    return f"{root}/logs"
+
+
+def stage_log(root: str, stage: str, iteration_number: int, shard: int) -> str:
+    """Timing and outcome of the newest attempt of one task."""
+    return f"{logs(root)}/{iteration_number:05d}-{stage}-{shard:02d}.json"
+
+
+def failed_file(root: str, stage: str, iteration_number: int, shard: int) -> str:
+    """Marks a task that failed for a reason that no retry mends."""
+    return f"{root}/failed/{iteration_number:05d}-{stage}-{shard:02d}.json"
+
+
+def alerts(root: str) -> str:
+    """Anomaly alerts that were raised while the run was alive."""
+    return f"{root}/alerts"
+
+
+def report(root: str) -> str:
+    """Final report: report.html, report.md, summary.json."""
+    return f"{root}/report"

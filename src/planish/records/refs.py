@@ -1,0 +1,87 @@
+"""Refs: the small JSON files that KFP carries in place of data.
+
+A pinned URI (`<uri>#sha256=<digest>`) is a Ref as one string, for pipeline parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish.errors import RecordError
+
+Scalar = str | int | float
+
+_PIN = re.compile(r"^(?P<uri>[^#]+)#sha256=(?P<digest>[0-9a-f]{64})$")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Where a record set, a policy or a train state lies, and what its manifest must hash to.
+
+    Example:
+        >>> ref = Ref("policy/1", "file:///runs/a/policies/00001", "0" * 64, {"policy_version": 1})
+        >>> Ref.from_json(ref.to_json()) == ref
+        True
+    """
+
+    schema: str
+    """Name and major version of what lies there, e.g. `rollouts/1`."""
+    uri: str
+    """Folder of the manifest, without a slash at the end."""
+    manifest_sha256: str
+    """64 hex digits: sha256 of the bytes of `manifest.json`."""
+    attributes: dict[str, Scalar] = field(default_factory=dict)
+    """A few scalars for the eyes of people: step, policy_version, rows."""
+
+    def to_json(self) -> str:
+        """Return canonical JSON."""
+        return json.dumps(
+            {
+                "schema": self.schema,
+                "uri": self.uri,
+                "manifest_sha256": self.manifest_sha256,
+                "attributes": self.attributes,
+            },
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Ref:
+        """Parse a Ref.
+
+        Raises:
+            RecordError: not JSON, or a field is missing or of the wrong type.
+        """
+        try:
+            raw: Any = json.loads(text)
+            ref = cls(raw["schema"], raw["uri"], raw["manifest_sha256"], dict(raw["attributes"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(
+                f"a Ref must be JSON with schema, uri, manifest_sha256 and attributes, got "
+                f"{text[:200]!r} ({error}); the stage that wrote it has failed"
+            ) from None
+        if not all(isinstance(v, str) for v in (ref.schema, ref.uri, ref.manifest_sha256)):
+            raise RecordError(f"the fields of a Ref must be text, got {text[:200]!r}")
+        return ref
+
+    def pin(self) -> str:
+        """Return `<uri>#sha256=<digest>`."""
+        return f"{self.uri}#sha256={self.manifest_sha256}"
+
+
+def parse_pin(pin: str) -> tuple[str, str]:
+    """Split a pinned URI into (uri, manifest sha256).
+
+    Raises:
+        RecordError: not of the form `<uri>#sha256=<64 hex digits>`.
+    """
+    match = _PIN.match(pin)
+    if match is None:
+        raise RecordError(
+            f"a pinned URI must read `<uri>#sha256=<64 hex digits>`, got {pin!r}; "
+            "it comes from the stage before this one"
+        )
+    return match["uri"], match["digest"]

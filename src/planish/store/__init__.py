@@ -1,0 +1,1 @@
+"""Bytes by URI: local file systems and S3."""
