@@ -51,7 +51,7 @@ class RunConfig(Section):
     """What belongs to the whole run."""
 
     seed: int = 0
-    """Seed of every random choice of the run; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
+    """Seed of every random choice; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
 
 
 def _resolve(reference: str) -> Any:
@@ -140,9 +140,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     """
     names = preset_names()
     if name not in names:
-        raise ConfigError(
-            f"a preset must be one of {names}, got {name!r}{_nearest(name, names)}"
-        )
+        raise ConfigError(f"a preset must be one of {names}, got {name!r}{_nearest(name, names)}")
     text = (resources.files("planish") / "presets" / f"{name}.toml").read_text("utf-8")
     return parse_toml(text, name=f"preset {name}")
 
@@ -188,7 +186,7 @@ def merge(
 
 
 def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Validate every section and the checks across them; return plain JSON values, defaults filled in.
+    """Validate every section and the checks across them; return plain JSON with defaults.
 
     Raises:
         ConfigError: every fault of every section in one message.
@@ -199,9 +197,7 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     for section in sorted({*SECTIONS, *raw}):
         table = raw.get(section, {})
         try:
-            parsed[section] = parse_section(
-                section_class(section, table), table, section=section
-            )
+            parsed[section] = parse_section(section_class(section, table), table, section=section)
             resolved[section] = parsed[section].model_dump(mode="json")
         except ConfigError as error:
             faults.append(str(error))

@@ -1,0 +1,75 @@
+# Every target sets up what it needs; run any of them in a fresh checkout.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test check servers bench studies golden compile images tools clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+PRESET ?= dapo-tiny
+DATASET ?=
+ROOT ?=
+CHECK ?=
+ARGS ?=
+# One torch thread per process: at these sizes a second one only gets in the way.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+# Byte code must be kept: importing torch and transformers without it takes three times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, DATASET, ROOT)
+	@$(BIN)/python -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --root '$(ROOT)' $(ARGS)
+
+test: $(VENV)/.installed tools servers  ## everything that this machine can run
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered $(ARGS)
+
+check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: under three minutes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m 'not slow and not server and not gpu and not cluster' tests/unit tests/contract $(ARGS)
+
+servers:  ## build the test servers from their Go modules into .cache/bin
+	tests/servers/build.sh minio
+
+tools:  ## Debian packages that the tests use, where this machine lets us install them
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
+	  && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+	  || echo 'chromium is missing: the tests that look at the report will be skipped'
+
+bench: $(VENV)/.installed  ## measure; results go to tests/benchmarks/results
+	$(BIN)/python -m tests.benchmarks.bench_rollout $(ARGS)
+	$(BIN)/python -m tests.benchmarks.bench_train $(ARGS)
+
+studies: $(VENV)/.installed  ## experiments of many runs (tens of minutes)
+	$(BIN)/python -m tests.benchmarks.studies $(ARGS)
+
+golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the review
+	$(BIN)/python -m tests.golden.write
+	$(BIN)/python -m pipelines.compile
+
+compile: $(VENV)/.installed  ## compile the pipelines; CHECK=1 fails when the golden YAML differs
+	$(BIN)/python -m pipelines.compile $(if $(CHECK),--check) $(ARGS)
+
+images:  ## build the container images with docker
+	for file in images/*.Dockerfile; do \
+	  name=$$(basename "$$file" .Dockerfile); \
+	  docker build -f "$$file" -t "planish/$$name:$$(sed -nE 's/^__version__ = "(.*)"/\1/p' src/planish/__init__.py)" . || exit 1; \
+	done
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) .cache runs dist
