@@ -1,0 +1,84 @@
+"""Countdown: reach a target with each given number used exactly once, by `+ - * /`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+from planish.verifiers.expressions import ExpressionError, evaluate
+from planish.verifiers.math_answer import TAIL_CHARS, extract_answer
+from planish.verifiers.verdict import (
+    Verdict,
+    VerifierOptions,
+    failed,
+    not_found,
+    right,
+    wrong,
+)
+
+MAX_NUMBERS = 10
+"""Most numbers of one task."""
+
+
+@dataclass(frozen=True)
+class CountdownTask:
+    """Ground truth of one countdown prompt.
+
+    Example:
+        >>> parse_countdown('{"numbers": [3, 5, 9], "target": 24}').target
+        24
+    """
+
+    numbers: tuple[int, ...]
+    """Each must be used exactly once."""
+    target: int
+    """Value of the expression that is asked for."""
+
+
+def parse_countdown(answer: str) -> CountdownTask | None:
+    """Read a ground truth `{"numbers": [...], "target": n}`; None when it is not one."""
+    try:
+        raw = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or set(raw) != {"numbers", "target"}:
+        return None
+    numbers, target = raw["numbers"], raw["target"]
+    if not isinstance(numbers, list) or not 2 <= len(numbers) <= MAX_NUMBERS:
+        return None
+    if not all(type(value) is int and 0 <= value < 10**6 for value in [*numbers, target]):
+        return None
+    return CountdownTask(tuple(numbers), target)
+
+
+def countdown_answer(numbers: list[int], target: int) -> str:
+    """Write the ground truth that `parse_countdown` reads."""
+    return json.dumps({"numbers": numbers, "target": target}, sort_keys=True)
+
+
+def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Verdict:
+    """Evaluate the expression of the response exactly.
+
+    The expression is what follows the last `Answer:` (or is boxed), else the last line that is not
+    empty. `expression=value` is accepted when the value is the target.
+    """
+    task = parse_countdown(answer)
+    if task is None:
+        return failed()
+    found = extract_answer(response)
+    if found is None:
+        lines = [line.strip() for line in response[-TAIL_CHARS:].splitlines()]
+        found = next((line for line in reversed(lines) if line), None)
+    if found is None:
+        return not_found()
+    expression, equals, claimed = found.strip("$ ").partition("=")
+    try:
+        parsed = evaluate(expression, signs=False)
+        agrees = not equals or evaluate(claimed).value == task.target
+    except ExpressionError:
+        return wrong(found)
+    uses_each_once = Counter(parsed.operands) == Counter(Fraction(n) for n in task.numbers)
+    reached = parsed.value == task.target and agrees and uses_each_once
+    return right(found) if reached else wrong(found)

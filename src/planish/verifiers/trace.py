@@ -1,0 +1,32 @@
+"""Worked column traces: the answer is what follows the last `=` of the response."""
+
+from __future__ import annotations
+
+from planish.verifiers.math_answer import TAIL_CHARS, as_integer
+from planish.verifiers.verdict import (
+    Verdict,
+    VerifierOptions,
+    failed,
+    not_found,
+    right,
+    wrong,
+)
+
+_WHOLE_NUMBERS = VerifierOptions(accept_integral_decimals=False)
+
+
+def verify_trace(response: str, answer: str, options: VerifierOptions) -> Verdict:
+    """Compare the integer after the last `=`; a response without `=` holds no answer.
+
+    Example:
+        >>> verify_trace("8+4+0=12;4+2+1=7=72", "72", VerifierOptions()).accuracy
+        1.0
+    """
+    wanted = as_integer(answer.strip(), _WHOLE_NUMBERS)
+    if wanted is None:
+        return failed()
+    _, equals, found = response[-TAIL_CHARS:].rpartition("=")
+    found = found.strip(" \t\r\n")
+    if not equals or not found:
+        return not_found()
+    return right(found) if as_integer(found, _WHOLE_NUMBERS) == wanted else wrong(found)

@@ -1,0 +1,73 @@
+"""What a verifier says about one response, and what it may be told.
+
+Deliberately without rewards: a verdict is 0 or 1, the reward stage makes numbers that train of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_EXTRACTED_CHARS = 300
+"""Longest `extracted` text that is kept for audits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Outcome of one verification.
+
+    Example:
+        >>> Verdict(accuracy=1.0, extracted="72").invalid
+        False
+    """
+
+    accuracy: float
+    """1.0 when the response is equivalent to the answer, else 0.0."""
+    extracted: str = ""
+    """The answer as the verifier saw it; valid UTF-8, at most 300 characters."""
+    invalid: bool = False
+    """No answer could be found in the response."""
+    timeout: bool = False
+    """The comparison did not end in time; `error` is set too."""
+    error: bool = False
+    """The verifier itself failed (timeout, crash, unusable ground truth): accuracy is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierOptions:
+    """What the caller may change about the rules."""
+
+    accept_integral_decimals: bool = True
+    """`5.0` equals 5."""
+    timeout_seconds: float = 10.0
+    """Limit of one comparison in the child process."""
+
+
+Verifier = Callable[[str, str, VerifierOptions], Verdict]
+"""(response, answer, options) -> Verdict."""
+
+
+def clean_text(text: str) -> str:
+    """Return `text` as valid UTF-8 of bounded length: lone surrogates become `?`."""
+    kept = text[:MAX_EXTRACTED_CHARS]
+    return kept.encode("utf-8", "replace").decode("utf-8")
+
+
+def wrong(extracted: str = "") -> Verdict:
+    """Return the verdict on an answer that was found and is not right."""
+    return Verdict(accuracy=0.0, extracted=clean_text(extracted))
+
+
+def right(extracted: str) -> Verdict:
+    """Return the verdict on a right answer."""
+    return Verdict(accuracy=1.0, extracted=clean_text(extracted))
+
+
+def not_found() -> Verdict:
+    """Return the verdict on a response that holds no answer."""
+    return Verdict(accuracy=0.0, invalid=True)
+
+
+def failed(extracted: str = "", *, timeout: bool = False) -> Verdict:
+    """Return the verdict when the verifier itself failed."""
+    return Verdict(accuracy=0.0, extracted=clean_text(extracted), timeout=timeout, error=True)
