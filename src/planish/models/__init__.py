@@ -1,0 +1,1 @@
+"""Policies: built from scratch, loaded from the store, a folder or a hub, and saved."""

@@ -1,0 +1,68 @@
+"""Configuration of the policy: a pretrained model by name, or a small one built from scratch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from planish.config import Section
+
+NUM_SPECIAL_TOKENS = 4
+"""pad, bos, eos and unk come before the alphabet."""
+
+
+class ModelConfig(Section):
+    """Which policy a run starts from; the sizes count only while `path` is empty."""
+
+    path: str = ""
+    """Hub id or folder of a pretrained causal language model; empty builds one from scratch."""
+    revision: str = "main"
+    """Branch, tag or commit on the hub; only for a hub id."""
+    chat_template: str = ""
+    """Jinja chat template for a pretrained tokenizer that has none; empty keeps its own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights as saved and as rollout engines run them."""
+    num_layers: int = Field(default=2, ge=1)
+    """Decoder layers."""
+    hidden_size: int = Field(default=64, ge=1)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(default=192, ge=1)
+    """Width of the gated feed-forward layer."""
+    num_heads: int = Field(default=2, ge=1)
+    """Query heads."""
+    num_kv_heads: int = Field(default=1, ge=1)
+    """Key and value heads; must divide `num_heads`."""
+    head_dim: int = Field(default=32, ge=2)
+    """Width of one head; even, because of the rotary embedding."""
+    initializer_range: float = Field(default=0.08, gt=0.0)
+    """Standard deviation of the initial weights."""
+    max_model_tokens: int = Field(default=1024, ge=2)
+    """Longest prompt plus response that positions are defined for, tokens."""
+    alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=;:.,()% \n"
+    """Characters of the character-level tokenizer; any other character becomes `<unk>`."""
+
+    @field_validator("alphabet")
+    @classmethod
+    def _each_character_once(cls, alphabet: str) -> str:
+        twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+        if twice or not alphabet:
+            raise ValueError(
+                f"must hold at least one character, and each only once, got {alphabet!r} "
+                f"(repeated: {twice}); remove the repeats"
+            )
+        return alphabet
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelConfig:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                "`num_kv_heads` must divide `num_heads` and `head_dim` must be even, got "
+                f"{self.num_kv_heads}, {self.num_heads} and {self.head_dim}"
+            )
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the from-scratch tokenizer."""
+        return NUM_SPECIAL_TOKENS + len(self.alphabet)

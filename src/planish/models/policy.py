@@ -1,0 +1,262 @@
+"""Policies: a causal language model, its tokenizer and its version, as Hugging Face folders.
+
+A saved policy is a folder that `AutoModelForCausalLM.from_pretrained` opens, with a manifest
+written last. Weights are safetensors only; no model brings its own code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.errors import ConfigError, RecordError
+from planish.models.config import ModelConfig
+from planish.records.io import fetch_files, read_manifest, write_files
+from planish.records.refs import Ref, Scalar, parse_pin
+from planish.tokens import Tokenizer, character_tokenizer, load_tokenizer
+
+SCHEMA = "policy/1"
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_ARCHITECTURE = re.compile(r"[A-Za-z0-9]+ForCausalLM")
+
+
+@dataclass
+class Policy:
+    """A policy in memory."""
+
+    model: Any
+    """Causal LM of transformers (untyped, hence Any), in evaluation mode."""
+    tokenizer: Tokenizer
+    """Its tokenizer and chat template."""
+    version: int = 0
+    """`policy_version`: the iteration after which it was exported, 0 before the first."""
+    folder: Path | None = None
+    """Where it was read from; None when it was built in memory."""
+
+
+def build_policy(config: ModelConfig, seed: int) -> Policy:
+    """Build an untrained Qwen3-style policy; the same seed gives the same weights.
+
+    Args:
+        config: sizes, alphabet and type.
+        seed: of the initial weights; the global random state is left as it was.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = character_tokenizer(config.alphabet)
+    model_config = Qwen3Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        initializer_range=config.initializer_range,
+        max_position_embeddings=config.max_model_tokens,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.backend.bos_token_id,
+        eos_token_id=tokenizer.eos_token_ids[0],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(model_config)
+    model = model.to(DTYPES[config.dtype]).eval()
+    model.config.dtype = DTYPES[config.dtype]
+    return Policy(model=model, tokenizer=tokenizer)
+
+
+def load_policy(
+    pin: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Policy:
+    """Load a saved policy and check every file of it against its manifest.
+
+    Args:
+        pin: `<uri>#sha256=<digest>`.
+        dtype: of the weights in memory; None keeps the saved one.
+        device: where the model goes.
+
+    Raises:
+        RecordError: damaged, or not a policy.
+        ObjectMissing: nothing there.
+    """
+    uri, digest = parse_pin(pin)
+    folder = fetch_files(uri, sha256=digest, schema=SCHEMA)
+    version = read_manifest(uri, sha256=digest).attributes.get("policy_version")
+    if not isinstance(version, int):
+        raise RecordError(
+            f"a policy's manifest must hold `policy_version` as an integer, got {version!r} at "
+            f"{uri!r}; export the policy again"
+        )
+    model = load_model(folder, dtype=dtype).to(device)
+    return Policy(model=model, tokenizer=load_tokenizer(folder), version=version, folder=folder)
+
+
+def load_model(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
+    """Load the causal LM of a checked local folder, in evaluation mode.
+
+    Only the class that config.json names is imported: the automatic classes cost seconds more.
+
+    Raises:
+        ConfigError: unreadable config.json, unknown architecture, or weights that do not fit.
+    """
+    model_class = _model_class(read_model_config(folder))
+    try:
+        model = model_class.from_pretrained(
+            str(folder),
+            dtype="auto" if dtype is None else dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"a model folder must hold a causal language model that transformers opens, got "
+            f"{str(folder)!r} ({type(error).__name__}: {str(error)[:300]}); check its config.json "
+            "and *.safetensors"
+        ) from None
+    return model.eval()
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a model folder.
+
+    Raises:
+        ConfigError: missing, or not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"a model folder must hold config.json, got none in {str(folder)!r}; give the folder "
+            "that `save_pretrained` wrote"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} must be JSON, got {error}; download it again") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{str(path)!r} must hold a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def _model_class(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    names = config.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else None
+    found = None
+    if isinstance(name, str) and _ARCHITECTURE.fullmatch(name):
+        found = getattr(transformers, name, None)
+    if found is None:
+        raise ConfigError(
+            "`architectures` in config.json must name a causal language model that this version of "
+            f"transformers ({transformers.__version__}) knows, such as 'Qwen3ForCausalLM', got "
+            f"{names!r}; choose another model: code that comes with a model is never run"
+        )
+    return found
+
+
+def save_policy(
+    uri: str,
+    policy: Policy,
+    *,
+    version: int,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Scalar],
+) -> Ref:
+    """Write a policy from memory: model, generation config and tokenizer, then the manifest.
+
+    Args:
+        uri: folder of the policy.
+        policy: what to write; its weights keep their type.
+        version: `policy_version` to write down.
+        parents: name to manifest sha256.
+        attributes: further attributes of the manifest, such as `config_sha256`.
+
+    Returns:
+        Ref of schema `policy/1`.
+    """
+    with tempfile.TemporaryDirectory(prefix="planish-policy-") as name:
+        folder = Path(name)
+        policy.model.config.architectures = [type(policy.model).__name__]
+        policy.model.config.save_pretrained(folder)
+        if policy.model.generation_config is not None:
+            policy.model.generation_config.eos_token_id = list(policy.tokenizer.eos_token_ids)
+            policy.model.generation_config.save_pretrained(folder)
+        policy.tokenizer.save(folder)
+        return _write(uri, folder, policy.model.state_dict(), version, parents, attributes)
+
+
+def export_policy(
+    uri: str,
+    weights: Mapping[str, Tensor],
+    source: Path,
+    *,
+    version: int,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Scalar],
+) -> Ref:
+    """Write new weights with the configuration and tokenizer of an earlier policy.
+
+    Args:
+        uri: folder of the policy.
+        weights: every tensor by its Hugging Face name, whole; cast to the type of `source`.
+        source: local folder of the policy that training began with.
+        version: `policy_version` to write down.
+        parents: name to manifest sha256.
+        attributes: further attributes of the manifest.
+
+    Returns:
+        Ref of schema `policy/1`.
+    """
+    with tempfile.TemporaryDirectory(prefix="planish-policy-") as name:
+        folder = Path(name)
+        for path in _other_files(source):
+            (folder / path.name).write_bytes(path.read_bytes())
+        return _write(uri, folder, weights, version, parents, attributes)
+
+
+def _other_files(source: Path) -> list[Path]:
+    """Return what a policy holds beside weights and manifest."""
+    weights = (".safetensors", ".safetensors.index.json")
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if path.is_file() and path.name != "manifest.json" and not path.name.endswith(weights)
+    ]
+
+
+def _write(
+    uri: str,
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    version: int,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Scalar],
+) -> Ref:
+    """Add the weights to `folder` and write it as a file set."""
+    from huggingface_hub import save_torch_state_dict
+
+    config = read_model_config(folder)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
+    state = {
+        key: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        for key, tensor in sorted(weights.items())
+        if key != tied
+    }
+    save_torch_state_dict(state, folder, metadata={"format": "pt"})
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    facts = {**attributes, "policy_version": version, "dtype": dtype, "layout": "hf"}
+    return write_files(uri, SCHEMA, files, parents=parents, attributes=facts)
