@@ -1,0 +1,147 @@
+"""Advantages and returns: group-relative, generalised advantage estimation, Monte-Carlo.
+
+Deliberately without any loss and without state.
+
+Source: GRPO arXiv 2402.03300 section 4.1; DAPO arXiv 2503.14476 section 2; generalised advantage
+estimation arXiv 1506.02438.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from planish.algorithms.masked import hidden, last_column, masked_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+StdKind = Literal["sample", "population"]
+
+
+def group_advantages(
+    rewards: Tensor,
+    group_index: Tensor,
+    *,
+    std: StdKind = "sample",
+    epsilon: float = 1e-6,
+    in_stats: Tensor | None = None,
+) -> Tensor:
+    """Normalise each reward by the mean and standard deviation of its group.
+
+    Args:
+        rewards: [R] float32, one scalar per rollout.
+        group_index: [R] int, rows of one group share a value; groups need not be contiguous.
+        std: divide the squares by n - 1 ("sample") or by n ("population").
+        epsilon: added to the standard deviation.
+        in_stats: [R] bool, rows that count in mean and deviation; all when None.
+
+    Returns:
+        [R] float32. A group of equal rewards gives exactly 0, a group of one its own reward.
+
+    Source: DAPO, arXiv 2503.14476, equation 9.
+    """
+    inverse = group_index.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+    exact = rewards.double()
+    counted = (rewards == rewards) if in_stats is None else in_stats
+    weight = counted.double()
+    num_groups = int(inverse.max()) + 1 if len(rewards) else 0
+    empty = exact.new_zeros(num_groups)
+
+    def per_group(x: Tensor) -> Tensor:
+        return empty.index_add(0, inverse, x)
+
+    size = per_group(weight)
+    mean = per_group(hidden(exact, counted)) / size.clamp(min=1)
+    centred = exact - mean[inverse]
+    freedom = size - 1 if std == "sample" else size
+    deviation = (per_group(hidden(centred**2, counted)) / freedom.clamp(min=1)).sqrt()
+    scaled = centred / (deviation[inverse] + epsilon)
+    # Rounding makes equal rewards differ from their mean: without this test 0 / 0 + noise trains.
+    low = empty.index_reduce(0, inverse, exact, "amin", include_self=False)
+    high = empty.index_reduce(0, inverse, exact, "amax", include_self=False)
+    scaled = scaled.masked_fill((low == high)[inverse], 0.0)
+    alone = per_group(exact.new_ones(len(exact)))[inverse] == 1
+    return exact.where(alone, scaled).to(rewards.dtype)
+
+
+def spread(per_row: Tensor, mask: Tensor) -> Tensor:
+    """Give every masked token of a row the row's scalar: [B] and [B, S] -> [B, S]."""
+    return hidden(per_row.unsqueeze(1).expand(mask.shape), mask)
+
+
+def terminal_rewards(reward: Tensor, mask: Tensor, is_finished: Tensor) -> Tensor:
+    """Put each row's reward on its last masked token.
+
+    Args:
+        reward: [B] float32.
+        mask: [B, S] bool, response tokens.
+        is_finished: [B] bool; an unfinished row gets no reward, whatever a verifier would say.
+
+    Returns:
+        [B, S] float32. A row with an empty mask stays 0.
+    """
+    paid = reward * is_finished * (mask != 0).any(1)
+    column = last_column(mask).unsqueeze(1)
+    return paid.new_zeros(mask.shape).scatter(1, column, paid.unsqueeze(1))
+
+
+def last_value(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the value at each row's last masked token, [B]; 0 for rows with an empty mask."""
+    picked = values.gather(1, last_column(mask).unsqueeze(1)).squeeze(1)
+    return hidden(picked, (mask != 0).any(1))
+
+
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+    bootstrap: Tensor | None = None,
+) -> Tensor:
+    """Generalised advantage estimation that steps over holes in the mask.
+
+    Args:
+        token_rewards: [B, S] float32.
+        values: [B, S] float32, of the state before each token.
+        mask: [B, S] bool; other tokens carry the recursion on unchanged.
+        gamma: discount.
+        lam: decay of the estimator, one for all or [B].
+        bootstrap: [B] float32, value after the last token; 0 for finished rows (the default).
+
+    Returns:
+        [B, S] float32, 0 outside the mask. The return target of the same decay is advantage +
+        value.
+
+    Source: arXiv 1506.02438, equations 11 and 16.
+    """
+    rewards, values, kept = hidden(token_rewards, mask), hidden(values, mask), mask != 0
+    result = values.new_zeros(values.shape)
+    running = values.new_zeros(values.shape[0])
+    following = running if bootstrap is None else bootstrap.to(values.dtype)
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        running = (delta + gamma * lam * running).where(kept[:, t], running)
+        following = values[:, t].where(kept[:, t], following)
+        result[:, t] = running.where(kept[:, t], 0.0)
+    return result
+
+
+def monte_carlo_returns(token_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Sum the rewards from each token to the end of its row (gamma 1), 0 outside the mask."""
+    rewards = hidden(token_rewards, mask)
+    return hidden(rewards.flip(1).cumsum(1).flip(1), mask)
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Return 1 - Var(returns - values) / Var(returns) over the mask; NaN when Var(returns) is 0.
+
+    Population variances. The caller logs 0 and `ev_undefined` in place of NaN.
+    """
+
+    def variance(x: Tensor) -> Tensor:
+        return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+    total = variance(returns)
+    return (1 - variance(returns - values) / total).where(total > 0, float("nan"))

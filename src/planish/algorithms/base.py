@@ -1,0 +1,164 @@
+"""What an algorithm is given and what it gives back: batches, losses and their denominators.
+
+The trainer knows no algorithm by name. It hands over a `TrainBatch`, gets masks and advantages,
+and then calls a loss whose denominators are fixed for the whole optimizer step, so that the split
+into micro-batches and ranks changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from planish.config import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Sequences (prompt, then response) from column 0, padded on the right; lives in memory only.
+
+    Column `t` of every per-token field belongs to token `input_ids[:, t]`: `old_logprobs[:, t]` is
+    the log-probability of that token given the tokens before it. Column 0 is never in a mask.
+
+    Example:
+        A prompt of two tokens and a response of three has `policy_mask` `[0, 0, 1, 1, 1]`; its
+        first response token is predicted from the hidden state at column 1.
+    """
+
+    input_ids: Tensor
+    """[B, S] int64."""
+    position_ids: Tensor
+    """[B, S] int64, 0 on padding."""
+    attention_mask: Tensor
+    """[B, S] bool, True on real tokens."""
+    policy_mask: Tensor
+    """[B, S] bool, tokens in the policy loss."""
+    value_mask: Tensor
+    """[B, S] bool, tokens in the value loss."""
+    rollout_logprobs: Tensor
+    """[B, S] float32, from the engine that sampled; 0 outside responses."""
+    old_logprobs: Tensor
+    """[B, S] float32, from the trainer at the start of the iteration."""
+    values: Tensor
+    """[B, S] float32, of the state before each token; 0 outside the masks."""
+    advantages: Tensor
+    """[B, S] float32, 0 outside the masks."""
+    returns: Tensor
+    """[B, S] float32, 0 outside the masks."""
+    reward: Tensor
+    """[B] float32, the shaped scalar that trains."""
+    accuracy: Tensor
+    """[B] float32, 0 or 1."""
+    group_index: Tensor
+    """[B] int32, rows of one prompt share a value."""
+    is_truncated: Tensor
+    """[B] bool, reached the overall maximum length without an end token."""
+    is_finished: Tensor
+    """[B] bool, ended by a stop token or by the overall maximum length."""
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def take(self, rows: Tensor, *, num_columns: int | None = None) -> TrainBatch:
+        """Return the given rows, cut to the first `num_columns` columns.
+
+        Args:
+            rows: [K] int64 row numbers.
+            num_columns: columns to keep; None keeps all. Only padding may be cut.
+        """
+        picked = {f.name: getattr(self, f.name).index_select(0, rows) for f in fields(self)}
+        if num_columns is not None:
+            for name, value in picked.items():
+                if value.dim() == 2:
+                    picked[name] = value[:, :num_columns]
+        return TrainBatch(**picked)
+
+    def to(self, device: Any) -> TrainBatch:
+        """Return the batch on another device."""
+        return TrainBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def updated(self, **changes: Tensor) -> TrainBatch:
+        """Return a copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What one optimizer step divides by: sums over all its micro-batches and all ranks.
+
+    Example:
+        >>> Denominators({"tokens": 100.0}, {"tokens": 1600.0}, 16).minibatch["tokens"]
+        100.0
+    """
+
+    minibatch: Mapping[str, float]
+    """`Algorithm.counts` of the mini-batch."""
+    batch: Mapping[str, float]
+    """`Algorithm.counts` of the whole rollout batch."""
+    num_minibatches: int
+    """Optimizer steps that share the rollout batch."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A micro-batch's part of the loss, and what is to be logged about it."""
+
+    loss: Tensor
+    """Scalar with gradient; the parts of all micro-batches and ranks add up to the loss."""
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Metric to (sum, count); summed before the division, left out where the count is 0."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Metric to the largest value seen."""
+
+
+class LossFn(Protocol):
+    """The loss that a trainer calls on each micro-batch; denominators are already bound."""
+
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, values: Tensor | None, batch: TrainBatch
+    ) -> LossOutput:
+        """Return the part of the loss that belongs to one micro-batch.
+
+        Args:
+            logprobs: [B, S] float32 under the current policy, 0 outside `batch.policy_mask`.
+            entropy: [B, S] float32 of the distribution at each token, no gradient.
+            values: [B, S] float32 of the current critic; None for algorithms without one.
+            batch: the micro-batch.
+        """
+
+
+class Algorithm(Protocol):
+    """One published recipe: masks and advantages, then a loss with its denominators."""
+
+    config_class: ClassVar[type[Section]]
+    """Class of the `[algorithm]` table; its field `name` is the key in `ALGORITHMS`."""
+    needs_values: ClassVar[bool]
+    """True where the trainer must also run a critic."""
+
+    @classmethod
+    def from_table(cls, raw: Mapping[str, Any]) -> Self:
+        """Build from the raw `[algorithm]` table.
+
+        Raises:
+            ConfigError: unknown key or wrong value.
+        """
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Return the whole rollout batch with masks, advantages and returns filled in."""
+
+    def counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Return what the loss divides by; counts of disjoint batches add up."""
+
+    def loss(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        values: Tensor | None,
+        batch: TrainBatch,
+        denominators: Denominators,
+    ) -> LossOutput:
+        """Return one micro-batch's part of the loss; see `LossFn`."""

@@ -1,0 +1,146 @@
+"""The critic-less recipe that DAPO and GRPO share: group-relative advantages, clipped surrogate.
+
+Each published algorithm is a file that pins the constants of `GroupPolicyConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from planish.algorithms.advantages import StdKind, group_advantages, spread
+from planish.algorithms.base import Denominators, LossOutput, TrainBatch
+from planish.algorithms.losses import Aggregation, aggregate, clipped_surrogate, policy_ratio
+from planish.algorithms.masked import hidden
+from planish.algorithms.mismatch import Correction, correction_weights
+from planish.config import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GroupPolicyConfig(Section):
+    """Constants of a critic-less clipped policy update."""
+
+    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0.0)
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """Bounds the loss of tokens with negative advantage; None is off, as published."""
+    aggregation: Aggregation = "token-mean"
+    """How the losses of tokens become one number."""
+    norm_tokens: int | None = Field(default=None, ge=1)
+    """Maximum response length in tokens; needed by aggregation `seq-sum-norm` only."""
+    std: StdKind = "sample"
+    """Standard deviation of a group: n - 1 ("sample") or n ("population")."""
+    advantage_epsilon: float = Field(default=1e-6, ge=0.0)
+    """Added to the standard deviation of a group."""
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss (DAPO section 3.4); off in the full recipe."""
+    exclude_truncated_from_stats: bool = False
+    """Leave truncated responses out of the mean and deviation of their group too."""
+    correction: Correction = "off"
+    """Importance weights for tokens whose engine differs from the trainer; `bypass` takes the
+    engine's log-probabilities as those of the old policy."""
+    correction_min: float = Field(default=0.0, ge=0.0)
+    """Lower end of the band of the two mask modes."""
+    correction_max: float = Field(default=2.0, gt=0.0)
+    """Cap, or upper end of the band."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> GroupPolicyConfig:
+        if self.aggregation == "seq-sum-norm" and self.norm_tokens is None:
+            raise ValueError("`norm_tokens` must be given for aggregation 'seq-sum-norm', got None")
+        if self.correction_min > self.correction_max:
+            raise ValueError(
+                "`correction_min` must not exceed `correction_max`, got "
+                f"{self.correction_min} > {self.correction_max}"
+            )
+        return self
+
+
+def fill_group_advantages(batch: TrainBatch, config: GroupPolicyConfig) -> TrainBatch:
+    """Return the batch with policy mask and group-relative advantages filled in.
+
+    Args:
+        batch: the whole rollout batch, all members of each group.
+        config: constants of the algorithm.
+    """
+    mask = batch.policy_mask
+    whole = batch.is_truncated.logical_not()
+    per_row = group_advantages(
+        batch.reward,
+        batch.group_index,
+        std=config.std,
+        epsilon=config.advantage_epsilon,
+        in_stats=whole if config.exclude_truncated_from_stats else None,
+    )
+    if config.overlong_filtering:
+        mask = mask & whole.unsqueeze(1)
+    if config.correction == "bypass":
+        batch = batch.updated(old_logprobs=batch.rollout_logprobs)
+    return batch.updated(policy_mask=mask, advantages=spread(per_row, mask))
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: TrainBatch,
+    denominators: Denominators,
+    config: GroupPolicyConfig,
+) -> LossOutput:
+    """Return one micro-batch's part of the clipped policy loss, with its metrics.
+
+    Args:
+        logprobs: [B, S] float32 under the current policy.
+        entropy: [B, S] float32.
+        batch: the micro-batch, old log-probabilities and advantages filled in.
+        denominators: of the optimizer step.
+        config: constants of the algorithm.
+    """
+    mask = batch.policy_mask
+    new, old = hidden(logprobs, mask), hidden(batch.old_logprobs, mask)
+    advantages = hidden(batch.advantages, mask)
+    ratio = policy_ratio(new, old)
+    losses = clipped_surrogate(
+        ratio,
+        advantages,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+    if config.correction not in ("off", "bypass"):
+        losses = losses * correction_weights(
+            old,
+            batch.rollout_logprobs,
+            mask,
+            mode=config.correction,
+            minimum=config.correction_min,
+            maximum=config.correction_max,
+        )
+    loss = aggregate(losses, mask, config.aggregation, denominators, norm_tokens=config.norm_tokens)
+    metrics = _clip_metrics(ratio.detach(), advantages, old, mask, config)
+    count = mask.sum()
+    metrics["entropy"] = (hidden(entropy.detach(), mask).sum(), count)
+    metrics["approx_kl"] = ((old - new.detach()).sum(), count)
+    error = hidden((ratio.detach() - 1).abs(), mask).max()
+    return LossOutput(loss, metrics, {"ratio_error_max": error})
+
+
+def _clip_metrics(
+    ratio: Tensor, advantages: Tensor, old: Tensor, mask: Tensor, config: GroupPolicyConfig
+) -> dict[str, tuple[Tensor, Tensor]]:
+    count = mask.sum()
+    above = mask & (advantages > 0) & (ratio > 1 + config.clip_high)
+    below = mask & (advantages < 0) & (ratio < 1 - config.clip_low)
+    metrics = {
+        "clipfrac_high": (above.sum(), count),
+        "clipfrac_low": (below.sum(), count),
+        "mean_upclipped_prob": (hidden(old.exp(), above).sum(), above.sum()),
+    }
+    if config.dual_clip is not None:
+        bounded = mask & (advantages < 0) & (ratio > config.dual_clip)
+        metrics["clipfrac_dual"] = (bounded.sum(), count)
+    return metrics

@@ -1,0 +1,53 @@
+"""Sums, means and whitening over masks; what lies under a mask's zeros can never leak.
+
+Each function first replaces masked entries by 0, so NaN and infinity in padding have no effect on
+values or gradients. Half precision is widened to float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def hidden(x: Tensor, mask: Tensor) -> Tensor:
+    """Return `x` in float32 or wider, with 0 wherever `mask` is 0."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    return wide.masked_fill(mask == 0, 0.0)
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum `x` over the entries whose mask is not 0; over all dimensions when `dim` is None."""
+    return hidden(x, mask).sum() if dim is None else hidden(x, mask).sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Average `x` over the entries whose mask is not 0; an empty mask gives 0."""
+    kept = mask != 0
+    count = kept.sum() if dim is None else kept.sum(dim)
+    return masked_sum(x, mask, dim) / count.clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale `x` to mean 0 and sample variance 1 over the mask.
+
+    Returns:
+        Same shape, 0 outside the mask. Fewer than two entries give zeros.
+    """
+    count = (mask != 0).sum()
+    centred = x - masked_mean(x, mask)
+    variance = masked_sum(centred * centred, mask) / (count - 1).clamp(min=1)
+    scaled = centred * (variance + 1e-8).rsqrt()
+    return hidden(scaled if int(count) > 1 else centred, mask)
+
+
+def last_column(mask: Tensor) -> Tensor:
+    """Return the column of the last 1 in each row, [B] int64; 0 for rows without a 1.
+
+    Holes in the mask are fine: it is never "length - 1".
+    """
+    columns = (mask != 0).long().cumsum(1)
+    # The first column where the running count reaches its total is the last 1 of the row.
+    return (columns == columns[:, -1:]).long().argmax(1) * (columns[:, -1] > 0)

@@ -1,0 +1,88 @@
+"""How far the policy that sampled is from the one that trains: metrics, and weights to correct it.
+
+The engine and the trainer compute the same network with other kernels, and sometimes with other
+weights. The metrics are always logged; the correction is off unless it is configured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from planish.algorithms.losses import LOG_RATIO_LIMIT, kl_estimate
+from planish.algorithms.masked import hidden, masked_mean, masked_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Correction = Literal[
+    "off", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "bypass"
+]
+
+
+def correction_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    mode: Correction,
+    minimum: float = 0.0,
+    maximum: float = 2.0,
+) -> Tensor:
+    """Return the weight of each token's policy loss, without gradient.
+
+    Args:
+        old_logprobs: [B, S] float32, trainer's.
+        rollout_logprobs: [B, S] float32, engine's.
+        mask: [B, S] bool, tokens of the loss.
+        mode: `*_truncate` caps the weight at `maximum`; `*_mask` drops what lies outside
+            [minimum, maximum]; `sequence_*` judges by the product over the response, and
+            `sequence_mask` then weighs each token by its own ratio. `off` and `bypass` give 1.
+        minimum: lower end of the band of the two mask modes.
+        maximum: cap, or upper end of the band.
+
+    Returns:
+        [B, S] float32.
+    """
+    difference = hidden(old_logprobs - rollout_logprobs, mask).detach()
+    token = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if mode in ("off", "bypass"):
+        return token.new_ones(token.shape)
+    if mode == "token_truncate":
+        return token.clamp(max=maximum)
+    if mode == "token_mask":
+        return token.where((token >= minimum) & (token <= maximum), 0.0)
+    sequence = difference.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if mode == "sequence_truncate":
+        return sequence.clamp(max=maximum).expand(token.shape)
+    return token.where((sequence >= minimum) & (sequence <= maximum), 0.0)
+
+
+def mismatch_metrics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """Measure the difference between engine and trainer on the tokens of a batch.
+
+    Returns:
+        Nothing for an empty mask, else: mean and maximum of the absolute difference of
+        log-probabilities and of probabilities; `mismatch_k3`, the divergence of the trainer's from
+        the engine's distribution; `mismatch_ppl_ratio`, trainer's over engine's perplexity; and
+        `mismatch_effective_samples`, (sum w)^2 / (n sum w^2) of the importance weights.
+    """
+    count = int((mask != 0).sum())
+    if count == 0:
+        return {}
+    old, engine = hidden(old_logprobs, mask), hidden(rollout_logprobs, mask)
+    by_log = (old - engine).abs()
+    by_probability = hidden((old.exp() - engine.exp()).abs(), mask)
+    weights = hidden((old - engine).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), mask)
+    metrics = {
+        "mismatch_logprob_mean": masked_mean(by_log, mask),
+        "mismatch_logprob_max": by_log.max(),
+        "mismatch_probability_mean": masked_mean(by_probability, mask),
+        "mismatch_probability_max": by_probability.max(),
+        "mismatch_k3": masked_mean(kl_estimate(engine, old, "k3"), mask),
+        "mismatch_ppl_ratio": masked_mean(engine - old, mask).exp(),
+        "mismatch_effective_samples": masked_sum(weights, mask) ** 2
+        / (count * masked_sum(weights**2, mask)),
+    }
+    return {name: float(value) for name, value in metrics.items()}
