@@ -1,0 +1,197 @@
+"""Sets of plain files (policies, evaluations): the same manifest, any files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planish.errors import RecordError
+from planish.records.manifest import (
+    MANIFEST,
+    Manifest,
+    Shard,
+    is_file_name,
+    manifest_uri,
+    read_manifest,
+    seal,
+)
+from planish.records.refs import Ref
+from planish.store import Store, open_store
+
+_CACHE_KEEPS = 3
+"""Fetched folders that stay whatever their age."""
+_CACHE_SECONDS = 3600.0
+"""Older fetched folders go once they have not been asked for this long."""
+
+
+def write_files(
+    uri: str,
+    schema: str,
+    files: Mapping[str, Path | bytes],
+    *,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Any],
+) -> Ref:
+    """Write a set of files: the files first, their manifest last.
+
+    Args:
+        uri: folder of the set.
+        schema: name and major version, e.g. `policy/1`.
+        files: path below the folder -> local file or bytes.
+        parents: name of each input to the sha256 of its manifest.
+        attributes: JSON values without URIs, times or host names.
+
+    Raises:
+        RecordError: a name leaves the folder, or an attribute is not JSON.
+    """
+    bad = sorted(name for name in files if not is_file_name(name))
+    if bad:
+        raise RecordError(
+            f"names of files must be paths below their set and not `{MANIFEST}`, got {bad}"
+        )
+    shards = [_describe(name, files[name]) for name in sorted(files)]
+    manifest, data = seal(schema, 0, shards, parents, attributes)
+    publish(uri, data, files)
+    return manifest.ref(uri)
+
+
+def _describe(name: str, content: Path | bytes) -> Shard:
+    if isinstance(content, bytes):
+        return Shard(name, 0, len(content), hashlib.sha256(content).hexdigest())
+    size, digest = hash_file(content)
+    return Shard(name, 0, size, digest)
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Return (bytes, sha256) of a local file."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> None:
+    """Put files and then their manifest in place, leaving nothing else in the folder.
+
+    The manifest of another set in the same place goes first, so that no reader ever sees it
+    beside files that are not its own.
+    """
+    store = open_store(uri)
+    base = uri.rstrip("/")
+    place = manifest_uri(uri)
+    present = store.list(base)
+    if place in present and store.read(place) != manifest:
+        store.delete(place)
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            store.write(f"{base}/{name}", content)
+        else:
+            store.write_file(f"{base}/{name}", content)
+    kept = {place, *(f"{base}/{name}" for name in files)}
+    for stale in present:
+        if stale not in kept:
+            store.delete(stale)
+    store.write(place, manifest)
+
+
+def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = None) -> Path:
+    """Return a local folder with the files of a set, each verified; do not write into it.
+
+    For `file://` it is the folder of the set itself, for other stores a copy that later calls in
+    any process of this user share.
+
+    Args:
+        uri: folder of the set.
+        sha256: what its manifest must hash to.
+        schema: what its schema must be.
+
+    Raises:
+        ObjectMissing: no finished set there.
+        RecordError: a file is missing, damaged or not in the manifest.
+    """
+    manifest = read_manifest(uri, sha256=sha256)
+    if schema is not None and manifest.schema != schema:
+        raise RecordError(
+            f"`{uri}` must hold {schema}, got {manifest.schema}; pass the URI of another set"
+        )
+    store = open_store(uri)
+    folder = store.local_path(uri)
+    if folder is None:
+        return _fetch(store, uri, manifest)
+    _verify(folder, manifest, uri)
+    return folder
+
+
+def _verify(folder: Path, manifest: Manifest, uri: str) -> None:
+    faults = []
+    for shard in manifest.shards:
+        path = folder / shard.name
+        if not path.is_file():
+            faults.append(f"`{shard.name}` is missing")
+            continue
+        seen = path.stat().st_size
+        if seen != shard.bytes:
+            faults.append(f"`{shard.name}` must have {shard.bytes} bytes, got {seen}")
+        elif hash_file(path)[1] != shard.sha256:
+            faults.append(f"`{shard.name}` must have the sha256 {shard.sha256}, got another")
+    # A loader would pick up an unlisted file (say, weights of another format) without a check.
+    known = {shard.name for shard in manifest.shards} | {MANIFEST}
+    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    faults += [
+        f"`{name}` is not in the manifest"
+        for name in sorted(found - known)
+        if not Path(name).name.startswith(".")
+    ]
+    if faults:
+        raise RecordError(
+            f"`{uri}` is damaged: {'; '.join(faults[:8])}; "
+            "remove the set and run the stage that writes it again"
+        )
+
+
+def _cache_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"planish-{os.getuid()}" / "fetched"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    owner = folder.parent.stat()
+    if owner.st_uid != os.getuid() or folder.parent.is_symlink():
+        raise RecordError(
+            f"`{folder.parent}` must belong to this user, got user {owner.st_uid}; remove it"
+        )
+    folder.parent.chmod(0o700)
+    return folder
+
+
+def _fetch(store: Store, uri: str, manifest: Manifest) -> Path:
+    cache = _cache_folder()
+    target = cache / manifest.sha256
+    if target.is_dir():
+        with contextlib.suppress(RecordError):
+            _verify(target, manifest, uri)
+            os.utime(target)
+            return target
+        shutil.rmtree(target, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
+        part = Path(name) / "files"
+        part.mkdir()
+        for shard in manifest.shards:
+            (part / shard.name).parent.mkdir(parents=True, exist_ok=True)
+            store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
+        _verify(part, manifest, uri)
+        # Another process may have been faster; its folder holds the same verified bytes.
+        with contextlib.suppress(OSError):
+            part.rename(target)
+    _prune(cache, target)
+    return target
+
+
+def _prune(cache: Path, current: Path) -> None:
+    folders = sorted(cache.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)
+    for folder in folders[_CACHE_KEEPS:]:
+        if folder != current and time.time() - folder.stat().st_mtime > _CACHE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

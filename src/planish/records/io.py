@@ -1,0 +1,151 @@
+"""Write and read record sets: shards first, manifest last; readers verify every digest.
+
+A set is immutable: a stage that runs again writes equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from planish.errors import ObjectMissing, RecordError
+from planish.records.files import fetch_files, publish, write_files
+from planish.records.manifest import Manifest, Shard, read_manifest, seal
+from planish.records.parquet import decode, encode, join, row_group_bounds
+from planish.records.refs import Ref
+from planish.records.schema import Record, RecordT
+from planish.store import Store, open_store
+
+__all__ = [
+    "Manifest",
+    "fetch_files",
+    "finished",
+    "read_manifest",
+    "read_set",
+    "write_files",
+    "write_set",
+]
+
+ROW_GROUPS_PER_SHARD = 32
+"""A shard ends after this many row groups: about 32 million numbers."""
+
+
+def write_set(
+    uri: str, record: Record, *, parents: Mapping[str, str], attributes: Mapping[str, Any]
+) -> Ref:
+    """Write a record set: shards first, the manifest last.
+
+    Args:
+        uri: folder of the set.
+        record: what to write; it is validated.
+        parents: name of each input to the sha256 of its manifest.
+        attributes: JSON values that say what this set is: config_sha256, iteration, seed ...
+            No URI, time or host name, so that equal runs have equal digests.
+
+    Returns:
+        The Ref of the set; its attributes are the scalar `attributes` and `num_rows`.
+
+    Raises:
+        RecordError: the record breaks a rule of its schema.
+    """
+    record.validate()
+    columns = record.columns()
+    bounds = row_group_bounds(columns, record.group_starts())
+    files: dict[str, bytes] = {}
+    shards: list[Shard] = []
+    for number, start in enumerate(range(0, max(1, len(bounds) - 1), ROW_GROUPS_PER_SHARD)):
+        piece = bounds[start : start + ROW_GROUPS_PER_SHARD + 1]
+        data = encode(columns, record.COLUMNS, piece)
+        name = f"shard-{number:05d}.parquet"
+        files[name] = data
+        digest = hashlib.sha256(data).hexdigest()
+        shards.append(Shard(name, piece[-1] - piece[0], len(data), digest))
+    manifest, text = seal(record.SCHEMA, record.num_rows, shards, parents, attributes)
+    publish(uri, text, files)
+    return manifest.ref(uri)
+
+
+def read_set(cls: type[RecordT], uri: str, *, sha256: str | None = None) -> RecordT:
+    """Read a record set and check its schema, digests and every rule of the record.
+
+    Args:
+        cls: `PromptSet`, `RolloutSet` ...
+        uri: folder of the set.
+        sha256: what its manifest must hash to.
+
+    Raises:
+        ObjectMissing: no finished set there.
+        RecordError: of another schema or version, or damaged.
+    """
+    manifest = read_manifest(uri, sha256=sha256)
+    _check_schema(cls.SCHEMA, manifest.schema, uri)
+    store = open_store(uri)
+    parts = [_read_shard(store, uri, shard, cls) for shard in manifest.shards]
+    if not parts:
+        raise RecordError(
+            f"`{uri}` must have at least one shard, got none; "
+            "remove the set and run its stage again"
+        )
+    record: RecordT = cls.from_columns(join(parts, cls.COLUMNS))
+    record.validate()
+    return record
+
+
+def _check_schema(wanted: str, seen: str, uri: str) -> None:
+    if wanted == seen:
+        return
+    name, _, major = wanted.partition("/")
+    if seen.partition("/")[0] == name:
+        raise RecordError(
+            f"`{uri}` must hold version {major} of {name}, got {seen}; "
+            "read it with the release that wrote it"
+        )
+    raise RecordError(f"`{uri}` must hold {wanted}, got {seen}; pass the URI of another set")
+
+
+def _read_shard(store: Store, uri: str, shard: Shard, cls: type[RecordT]) -> dict[str, Any]:
+    place = f"{uri.rstrip('/')}/{shard.name}"
+    remedy = "remove the set and run its stage again"
+    try:
+        data = store.read(place)
+    except ObjectMissing:
+        raise RecordError(
+            f"`{place}` must be there, since its manifest names it, but is missing; {remedy}"
+        ) from None
+    if len(data) != shard.bytes:
+        raise RecordError(f"`{place}` must have {shard.bytes} bytes, got {len(data)}; {remedy}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != shard.sha256:
+        raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {remedy}")
+    columns = decode(data, cls.COLUMNS, name=place)
+    rows = len(columns[cls.COLUMNS[0].name])
+    if rows != shard.rows:
+        raise RecordError(f"`{place}` must have {shard.rows} rows, got {rows}; {remedy}")
+    return columns
+
+
+def finished(
+    uri: str, schema: str, *, parents: Mapping[str, str], config_sha256: str
+) -> Ref | None:
+    """Return the Ref of a set that an earlier attempt has finished from the same inputs.
+
+    Args:
+        uri: folder of the set.
+        schema: name and major version it must have.
+        parents: name of each input to the sha256 of its manifest.
+        config_sha256: digest of the resolved configuration.
+
+    Returns:
+        None when there is no set, or one made from other inputs.
+    """
+    try:
+        manifest = read_manifest(uri)
+    except ObjectMissing:
+        return None
+    same = (
+        manifest.schema == schema
+        and manifest.parents == dict(parents)
+        and manifest.attributes.get("config_sha256") == config_sha256
+    )
+    return manifest.ref(uri) if same else None

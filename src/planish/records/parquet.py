@@ -1,0 +1,222 @@
+"""Columns to the bytes of a Parquet file and back; equal columns give equal bytes.
+
+One list column is exactly one `Ragged`. Knows neither stores nor manifests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from planish.errors import RecordError
+from planish.records.ragged import Array, Ragged
+from planish.records.schema import Column, ColumnData, Kind
+
+ROW_GROUP_CELLS = 1 << 20
+"""A row group ends with the first whole group that brings it to this many numbers."""
+
+_SCALARS: dict[str, pa.DataType] = {
+    "int32": pa.int32(),
+    "int8": pa.int8(),
+    "float32": pa.float32(),
+    "bool": pa.bool_(),
+    "text": pa.string(),
+}
+
+
+def _list_of(value: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", value, nullable=False))
+
+
+def arrow_type(kind: Kind) -> pa.DataType:
+    """Return the Arrow type of a cell of `kind`."""
+    if kind == "messages":
+        return _list_of(
+            pa.struct(
+                [
+                    pa.field("role", pa.string(), nullable=False),
+                    pa.field("content", pa.string(), nullable=False),
+                ]
+            )
+        )
+    if kind.startswith("list<"):
+        return _list_of(_SCALARS[kind[len("list<") : -1]])
+    return _SCALARS[kind]
+
+
+def arrow_schema(specs: Sequence[Column]) -> pa.Schema:
+    """Return the Arrow schema of `specs`; no column may hold nulls."""
+    return pa.schema([pa.field(c.name, arrow_type(c.kind), nullable=False) for c in specs])
+
+
+def row_group_bounds(columns: Mapping[str, ColumnData], starts: Array) -> list[int]:
+    """Return the rows at which row groups begin, and the number of rows at the end.
+
+    Args:
+        columns: the data of the columns, R rows each.
+        starts: [R] bool, rows at which a row group may begin.
+
+    Example:
+        >>> row_group_bounds({"n": np.zeros(3, np.int8)}, np.array([True, True, False]))
+        [0, 3]
+    """
+    cells = np.zeros(len(starts), dtype=np.int64)
+    for data in columns.values():
+        cells += data.lengths if isinstance(data, Ragged) else 1
+    total = np.cumsum(cells)
+    candidates = np.flatnonzero(starts)
+    bounds, done = [0], 0
+    while True:
+        # The first allowed row whose predecessors bring the row group to its size.
+        full = candidates[candidates > bounds[-1]]
+        full = full[total[full - 1] - done >= ROW_GROUP_CELLS] if len(full) else full
+        if not len(full):
+            break
+        bounds.append(int(full[0]))
+        done = int(total[full[0] - 1])
+    return [*bounds, len(starts)] if len(starts) else [0]
+
+
+def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: list[int]) -> bytes:
+    """Return one Parquet file; every writer setting is fixed here.
+
+    Args:
+        columns: the data of all columns of `specs`.
+        specs: names and kinds, in file order.
+        bounds: rows at which the row groups of this file begin, then the row after the last.
+    """
+    sink = pa.BufferOutputStream()
+    schema = arrow_schema(specs)
+    writer = pq.ParquetWriter(
+        sink,
+        schema,
+        version="2.6",
+        data_page_version="1.0",
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=[c.name for c in specs if c.kind == "text"],
+        write_statistics=False,
+        use_byte_stream_split=False,
+        use_compliant_nested_type=True,
+        store_schema=False,
+        write_batch_size=1024,
+        data_page_size=1 << 20,
+        dictionary_pagesize_limit=1 << 20,
+        max_rows_per_page=20_000,
+        write_page_index=False,
+        write_page_checksum=False,
+        use_content_defined_chunking=False,
+    )
+    with writer:
+        for start, stop in itertools.pairwise(bounds):
+            arrays = [_to_arrow(columns[c.name], c.kind, start, stop) for c in specs]
+            table = pa.Table.from_arrays(arrays, schema=schema)
+            writer.write_table(table, row_group_size=max(1, stop - start))
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _to_arrow(data: ColumnData, kind: Kind, start: int, stop: int) -> pa.Array:
+    if isinstance(data, Ragged):
+        rows = data.slice(start, stop)
+        return pa.ListArray.from_arrays(
+            pa.array(rows.offsets, pa.int32()), pa.array(rows.values), type=arrow_type(kind)
+        )
+    return pa.array(data[start:stop], arrow_type(kind))
+
+
+def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]:
+    """Read one Parquet file into columns.
+
+    Args:
+        data: the file.
+        specs: names and kinds that it must have, no more and no fewer.
+        name: what to call the file in errors.
+
+    Raises:
+        RecordError: not Parquet, or its columns are not those of `specs`.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        _check_schema(file.schema_arrow, specs, name)
+        table = file.read(use_threads=False).combine_chunks()
+        return {c.name: _from_arrow(table.column(c.name), c, name) for c in specs}
+    except (pa.ArrowException, OSError) as error:
+        raise RecordError(
+            f"`{name}` must be a sound Parquet file, got {str(error)[:200]!r}; "
+            "remove the set and run its stage again"
+        ) from None
+
+
+def _check_schema(seen: pa.Schema, specs: Sequence[Column], name: str) -> None:
+    faults = []
+    for spec in specs:
+        position = seen.get_field_index(spec.name)
+        if position < 0:
+            faults.append(f"column `{spec.name}` is missing")
+        elif not _same_type(seen.field(position).type, arrow_type(spec.kind)):
+            faults.append(
+                f"column `{spec.name}` must be {spec.kind}, got {seen.field(position).type}"
+            )
+    known = {spec.name for spec in specs}
+    faults += [f"column `{extra}` is not known" for extra in seen.names if extra not in known]
+    if faults:
+        raise RecordError(f"`{name}`: {'; '.join(faults)}; the set was written for another schema")
+
+
+def _same_type(seen: pa.DataType, wanted: pa.DataType) -> bool:
+    """Compare types without the names and null flags of list elements."""
+    if pa.types.is_list(wanted):
+        return pa.types.is_list(seen) and _same_type(seen.value_type, wanted.value_type)
+    if pa.types.is_struct(wanted):
+        return pa.types.is_struct(seen) and {f.name: f.type for f in seen} == {
+            f.name: f.type for f in wanted
+        }
+    return bool(seen == wanted)
+
+
+def _from_arrow(column: pa.ChunkedArray, spec: Column, name: str) -> Any:
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else _none(spec.kind)
+    nulls = array.null_count
+    if spec.kind.startswith("list<"):
+        values = array.flatten()
+        nulls += values.null_count
+    if nulls:
+        raise RecordError(
+            f"`{name}`: column `{spec.name}` must hold no nulls, got {nulls}; "
+            "the set was not written by this program"
+        )
+    if spec.kind.startswith("list<"):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        return Ragged(_owned(values.to_numpy()), offsets - offsets[0])
+    if spec.kind in {"text", "messages"}:
+        return array.to_pylist()
+    return _owned(array.to_numpy(zero_copy_only=False))
+
+
+def _none(kind: Kind) -> pa.Array:
+    return pa.array([], arrow_type(kind))
+
+
+def _owned(array: Array) -> Array:
+    """Copy, so that the result is writable and keeps no file in memory."""
+    return np.array(array)
+
+
+def join(parts: Sequence[dict[str, Any]], specs: Sequence[Column]) -> dict[str, Any]:
+    """Put the rows of several files one after another; at least one part."""
+    joined: dict[str, Any] = {}
+    for spec in specs:
+        columns = [part[spec.name] for part in parts]
+        if spec.kind.startswith("list<"):
+            joined[spec.name] = Ragged.concat(columns)
+        elif spec.kind in {"text", "messages"}:
+            joined[spec.name] = [value for column in columns for value in column]
+        else:
+            joined[spec.name] = np.concatenate(columns)
+    return joined

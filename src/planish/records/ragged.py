@@ -1,0 +1,140 @@
+"""Ragged arrays: the rows of a list column as one array of values and one of offsets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of different lengths; row `r` is `values[offsets[r]:offsets[r + 1]]`.
+
+    Example:
+        >>> ragged = Ragged.from_lists([[1, 2, 3], [], [4]], np.int32)
+        >>> ragged.row(2).tolist(), ragged.lengths.tolist()
+        ([4], [3, 0, 1])
+    """
+
+    values: Array
+    """[N], any numeric dtype: all rows one after another."""
+    offsets: npt.NDArray[np.int64]
+    """[R + 1] int64, from 0 to N, never decreasing."""
+
+    @classmethod
+    def from_lists(cls, rows: Iterable[Sequence[float] | Array], dtype: npt.DTypeLike) -> Ragged:
+        """Put rows one after another."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        lengths = np.fromiter((len(a) for a in arrays), dtype=np.int64, count=len(arrays))
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+        return cls(values, _offsets(lengths))
+
+    @classmethod
+    def empty(cls, dtype: npt.DTypeLike) -> Ragged:
+        """Return an array of no rows."""
+        return cls(np.empty(0, dtype=dtype), np.zeros(1, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __eq__(self, other: object) -> bool:
+        """Same dtype, same rows; NaN equals NaN."""
+        if not isinstance(other, Ragged):
+            return NotImplemented
+        return (
+            self.values.dtype == other.values.dtype
+            and np.array_equal(self.offsets, other.offsets)
+            and np.array_equal(self.values, other.values, equal_nan=self.values.dtype.kind == "f")
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def row(self, index: int) -> Array:
+        """Return row `index` as a view, 0 <= index < R."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"a row index must be in 0..{len(self) - 1}, got {index}")
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[R] int64."""
+        return np.diff(self.offsets)
+
+    def take(self, indices: Sequence[int] | Array) -> Ragged:
+        """Return the rows `indices` in that order; rows may repeat.
+
+        Args:
+            indices: [K] int, each in 0..R-1, or [R] bool.
+        """
+        rows = np.asarray(indices)
+        rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.int64)
+        if len(rows) and not (rows.min() >= 0 and rows.max() < len(self)):
+            raise IndexError(
+                f"row indices must be in 0..{len(self) - 1}, got {rows.min()}..{rows.max()}"
+            )
+        lengths = self.lengths[rows]
+        offsets = _offsets(lengths)
+        # Position k of the result lies at (start of its source row) + (k - start of its row).
+        shift = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        return Ragged(self.values[np.arange(offsets[-1]) + shift], offsets)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Return rows start..stop-1; the values are a view."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    @staticmethod
+    def concat(items: Sequence[Ragged]) -> Ragged:
+        """Put the rows of all items one after another; at least one item, equal dtypes."""
+        if not items:
+            raise ValueError("`items` must not be empty; use `Ragged.empty(dtype)` instead")
+        dtypes = {str(item.values.dtype) for item in items}
+        if len(dtypes) > 1:
+            raise ValueError(f"`items` must have one dtype, got {sorted(dtypes)}")
+        lengths = np.concatenate([item.lengths for item in items])
+        return Ragged(np.concatenate([item.values for item in items]), _offsets(lengths))
+
+    def to_lists(self) -> list[list[Any]]:
+        """Return the rows as lists of Python numbers."""
+        flat = self.values.tolist()
+        bounds = self.offsets.tolist()
+        return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+
+    def faults(self, name: str, *, rows: int, dtype: npt.DTypeLike) -> list[str]:
+        """Return what is wrong with this array as column `name`; empty when sound."""
+        found = []
+        if self.values.ndim != 1 or self.values.dtype != np.dtype(dtype):
+            found.append(
+                f"`{name}` values must be [N] {np.dtype(dtype)}, got "
+                f"{list(self.values.shape)} {self.values.dtype}"
+            )
+        if self.offsets.ndim != 1 or self.offsets.dtype != np.int64 or not len(self.offsets):
+            return [
+                *found,
+                f"`{name}` offsets must be [R + 1] int64, got "
+                f"{list(self.offsets.shape)} {self.offsets.dtype}",
+            ]
+        if len(self) != rows:
+            found.append(f"`{name}` must have {rows} rows, got {len(self)}")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
+            found.append(
+                f"`{name}` offsets must run from 0 to {len(self.values)}, got "
+                f"{self.offsets[0]} to {self.offsets[-1]}"
+            )
+        falling = np.flatnonzero(np.diff(self.offsets) < 0)
+        if len(falling):
+            found.append(f"`{name}` offsets must not decrease, got a fall after row {falling[0]}")
+        return found
+
+
+def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

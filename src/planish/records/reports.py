@@ -1,0 +1,163 @@
+"""Reports: single JSON files of scalars, written by train and evaluate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from planish.errors import RecordError
+from planish.store import open_store
+
+_LIMIT_BYTES = 256 << 20
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+Scalars = dict[str, float]
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one iteration of training measured.
+
+    Example:
+        >>> report = UpdateReport({"loss": 0.5}, [{"grad_norm": 1.0}], {"iteration": 1})
+        >>> parse_report(UpdateReport, report_bytes(report), "here") == report
+        True
+    """
+
+    SCHEMA: ClassVar[str] = "update/1"
+    PARTS: ClassVar[tuple[str, ...]] = ("scalars", "minibatches", "attributes")
+
+    scalars: Scalars
+    """Metric name to value over the whole iteration; NaN and infinities survive the file."""
+    minibatches: list[Scalars] = field(default_factory=list)
+    """One entry per optimizer step, in order."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """JSON values: iteration, step, config_sha256 ..."""
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """What one evaluation of one policy measured.
+
+    Example:
+        >>> report = EvalReport({"accuracy": 0.5}, {"sums": {"accuracy": 0.5}}, {})
+        >>> parse_report(EvalReport, report_bytes(report), "here") == report
+        True
+    """
+
+    SCHEMA: ClassVar[str] = "eval/1"
+    PARTS: ClassVar[tuple[str, ...]] = ("scalars", "sources", "attributes")
+
+    scalars: Scalars
+    """Metric name to value over all prompts."""
+    sources: dict[str, Scalars] = field(default_factory=dict)
+    """Source of the prompts to its own scalars."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """JSON values: policy_version, seed, config_sha256 ..."""
+
+
+ReportT = TypeVar("ReportT", UpdateReport, EvalReport)
+
+
+def report_bytes(report: UpdateReport | EvalReport) -> bytes:
+    """Return the bytes on disk: sorted keys, non-finite numbers as text.
+
+    Raises:
+        RecordError: a value is not a number, or an attribute is not JSON.
+    """
+    raw: dict[str, Any] = {"schema": report.SCHEMA, "attributes": report.attributes}
+    for part in report.PARTS[:2]:
+        raw[part] = _encode(getattr(report, part), part)
+    try:
+        text = json.dumps(raw, sort_keys=True, indent=2, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(
+            f"attributes of a report must be finite JSON values, "
+            f"got {report.attributes!r:.300} ({error})"
+        ) from None
+    return (text + "\n").encode("ascii")
+
+
+def _encode(value: Any, place: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encode(item, f"{place}[{n}]") for n, item in enumerate(value)]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RecordError(f"`{place}` of a report must be a number, got {value!r:.80}") from None
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return number
+
+
+def write_report(uri: str, report: UpdateReport | EvalReport) -> str:
+    """Write a report as one object and return the sha256 of its bytes."""
+    data = report_bytes(report)
+    open_store(uri).write(uri, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_report(cls: type[ReportT], uri: str, *, sha256: str | None = None) -> ReportT:
+    """Read a report.
+
+    Raises:
+        ObjectMissing: no object there.
+        RecordError: not a report of this schema, or its digest is not `sha256`.
+    """
+    data = open_store(uri).read(uri, 0, _LIMIT_BYTES)
+    seen = hashlib.sha256(data).hexdigest()
+    if sha256 is not None and seen != sha256:
+        raise RecordError(
+            f"`{uri}` must have the sha256 {sha256}, got {seen}; it was written again"
+        )
+    return parse_report(cls, data, uri)
+
+
+def parse_report(cls: type[ReportT], data: bytes, name: str) -> ReportT:
+    """Parse the bytes of a report, trusting nothing in them.
+
+    Raises:
+        RecordError: not a report of this schema.
+    """
+    try:
+        raw: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"`{name}` must be JSON, got {data[:80]!r} ({error})") from None
+    if not isinstance(raw, dict) or raw.get("schema") != cls.SCHEMA:
+        seen = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
+        raise RecordError(f"`{name}` must be a report of schema {cls.SCHEMA}, got {seen!r:.80}")
+    empty: UpdateReport | EvalReport = cls({})
+    part = empty.PARTS[1]
+    if raw.keys() != {"schema", *empty.PARTS}:
+        raise RecordError(
+            f"`{name}` must have the fields {sorted(['schema', *empty.PARTS])}, "
+            f"got {sorted(raw)!s:.200}"
+        )
+    details = raw[part]
+    if not isinstance(raw["attributes"], dict) or type(details) is not type(getattr(empty, part)):
+        raise RecordError(f"`{name}`: `attributes` or `{part}` has the wrong type")
+    if isinstance(details, list):
+        decoded: Any = [_scalars(item, name) for item in details]
+    else:
+        decoded = {key: _scalars(item, name) for key, item in details.items()}
+    return cls(_scalars(raw["scalars"], name), decoded, raw["attributes"])
+
+
+def _scalars(raw: Any, name: str) -> Scalars:
+    if not isinstance(raw, dict):
+        raise RecordError(f"`{name}`: scalars must be an object, got {raw!r:.80}")
+    found = {}
+    for key, value in raw.items():
+        number = _NON_FINITE.get(value, value) if isinstance(value, str) else value
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise RecordError(f"`{name}`: `{key}` must be a number, got {value!r:.80}")
+        found[key] = float(number)
+    return found

@@ -1,0 +1,325 @@
+"""Rollouts: sampled responses with their log-probabilities, grouped by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from planish.errors import RecordError
+from planish.records.ragged import Array, Ragged
+from planish.records.schema import (
+    Column,
+    ColumnData,
+    Kind,
+    column_faults,
+    hex_id_faults,
+    raise_faults,
+    records_equal,
+)
+
+_MAX_LOGPROB = 1e-3
+"""Room for rounding in engines that compute log-probabilities in half precision."""
+
+
+class FinishReason(IntEnum):
+    """Why the sampling of a response ended."""
+
+    STOP = 0
+    LENGTH = 1
+    WINDOW = 2
+    ABORT = 3
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutSet:
+    """One row per rollout, sorted by (group_index, sample_index), at least one in each group.
+
+    In memory the prompt's tokens are kept once per group; on disk every row carries them, so that
+    each row can be read alone (compression makes the repetition almost free).
+
+    Example:
+        >>> rollouts = RolloutSet(
+        ...     group_index=np.zeros(2, np.int32), sample_index=np.arange(2, dtype=np.int32),
+        ...     prompt_tokens=Ragged.from_lists([[7, 8]], np.int32),
+        ...     response_tokens=Ragged.from_lists([[5, 1], [6]], np.int32),
+        ...     rollout_logprobs=Ragged.from_lists([[-0.5, -0.1], [-2.0]], np.float32),
+        ...     policy_version=Ragged.from_lists([[3, 3], [3]], np.int32),
+        ...     window_start=np.zeros(2, np.int32),
+        ...     finish=np.array([FinishReason.STOP, FinishReason.LENGTH], np.int8),
+        ...     rollout_id=["00112233aabbccdd-000", "00112233aabbccdd-001"],
+        ...     prompt_id=["00112233aabbccdd"] * 2, response=["5", "6"], answer=["5"] * 2,
+        ...     verifier=["math"] * 2)
+        >>> rollouts.validate(), rollouts.num_rows, rollouts.num_groups
+        (None, 2, 1)
+    """
+
+    SCHEMA: ClassVar[str] = "rollouts/1"
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column("group_index", "int32", "0..G-1, not decreasing"),
+        Column("sample_index", "int32", "position in the group"),
+        Column("prompt_tokens", "list<int32>", "after the chat template; equal within a group"),
+        Column("response_tokens", "list<int32>", "with the end token when it was sampled"),
+        Column("rollout_logprobs", "list<float32>", "natural log, under the sampling policy"),
+        Column("policy_version", "list<int32>", "version that sampled the token"),
+        Column("window_start", "int32", "first response token sampled in this iteration"),
+        Column("finish", "int8", "0 STOP, 1 LENGTH, 2 WINDOW, 3 ABORT"),
+        Column("rollout_id", "text", "<prompt_id>-<sample_index in 3 digits>"),
+        Column("prompt_id", "text", "16 hex digits; equal within a group"),
+        Column("response", "text", "decoded response"),
+        Column("answer", "text", "ground truth"),
+        Column("verifier", "text", "key of the verifier table"),
+    )
+
+    group_index: npt.NDArray[np.int32]
+    """[R] int32, 0..G-1, not decreasing."""
+    sample_index: npt.NDArray[np.int32]
+    """[R] int32, increasing within a group; a group may be incomplete."""
+    prompt_tokens: Ragged
+    """[G] rows of int32, after the chat template."""
+    response_tokens: Ragged
+    """[R] rows of int32, with the end token when it was sampled."""
+    rollout_logprobs: Ragged
+    """[R] rows of float32, natural log of each token under the policy that sampled it, at
+    temperature 1, before top-k and top-p."""
+    policy_version: Ragged
+    """[R] rows of int32, the version that sampled the token."""
+    window_start: npt.NDArray[np.int32]
+    """[R] int32, index in the response of the first token sampled in this iteration."""
+    finish: npt.NDArray[np.int8]
+    """[R] int8, a `FinishReason`."""
+    rollout_id: list[str]
+    """[R] `<prompt_id>-<sample_index in 3 digits>`."""
+    prompt_id: list[str]
+    """[R] 16 hex digits, equal within a group."""
+    response: list[str]
+    """[R] decoded responses: untrusted text."""
+    answer: list[str]
+    """[R] ground truth."""
+    verifier: list[str]
+    """[R] keys of the verifier table."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rollouts R."""
+        return len(self.group_index)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups G."""
+        return len(self.prompt_tokens)
+
+    @classmethod
+    def empty(cls) -> RolloutSet:
+        """Return a set of no rollouts."""
+        none = {k.name: _empty_column(k.kind) for k in cls.COLUMNS}
+        return cls(**none)
+
+    def columns(self) -> dict[str, ColumnData]:
+        """Return the data of every column, prompt tokens repeated for each row of a group."""
+        found: dict[str, ColumnData] = {c.name: getattr(self, c.name) for c in self.COLUMNS}
+        found["prompt_tokens"] = self.prompt_tokens.take(self.group_index)
+        return found
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> RolloutSet:
+        """Build the set from its columns.
+
+        Raises:
+            RecordError: the rows of a group do not agree on their prompt.
+        """
+        group_index: Array = columns["group_index"]
+        repeated: Ragged = columns["prompt_tokens"]
+        starts = _starts(group_index)
+        prompts = repeated.take(starts)
+        groups = np.cumsum(starts) - 1
+        if not np.array_equal(prompts.lengths[groups], repeated.lengths) or not np.array_equal(
+            prompts.take(groups).values, repeated.values
+        ):
+            raise RecordError(
+                f"{cls.SCHEMA}: `prompt_tokens` must be equal in all rows of a group; "
+                "the set was not written by this program"
+            )
+        return cls(**{**columns, "prompt_tokens": prompts})
+
+    def group_starts(self) -> Array:
+        """Return [R] bool, True at the first row of each group."""
+        return _starts(self.group_index)
+
+    def take_rows(self, indices: Sequence[int] | Array) -> RolloutSet:
+        """Return rows in ascending order of position; groups without rows vanish, others renumber.
+
+        Args:
+            indices: [K] int without repeats, or [R] bool.
+        """
+        rows = np.asarray(indices)
+        rows = np.flatnonzero(rows) if rows.dtype == np.bool_ else np.sort(rows.astype(np.int64))
+        groups, group_index = np.unique(self.group_index[rows], return_inverse=True)
+        return self._take(rows, groups, group_index.astype(np.int32))
+
+    def take_groups(self, indices: Sequence[int] | Array) -> RolloutSet:
+        """Return whole groups in the order of `indices`, renumbered from 0.
+
+        Args:
+            indices: [K] int without repeats, each in 0..G-1, or [G] bool.
+        """
+        groups = np.asarray(indices)
+        groups = np.flatnonzero(groups) if groups.dtype == np.bool_ else groups.astype(np.int64)
+        first = np.searchsorted(self.group_index, groups, side="left")
+        counts = np.searchsorted(self.group_index, groups, side="right") - first
+        bounds = np.cumsum(counts) - counts
+        rows = np.arange(counts.sum()) + np.repeat(first - bounds, counts)
+        group_index = np.repeat(np.arange(len(groups), dtype=np.int32), counts)
+        return self._take(rows, groups, group_index)
+
+    def _take(self, rows: Array, groups: Array, group_index: Array) -> RolloutSet:
+        taken: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens.take(groups),
+            "group_index": group_index,
+        }
+        for column in self.COLUMNS:
+            if column.name in taken:
+                continue
+            data = getattr(self, column.name)
+            if isinstance(data, Ragged):
+                taken[column.name] = data.take(rows)
+            elif isinstance(data, list):
+                taken[column.name] = [data[row] for row in rows]
+            else:
+                taken[column.name] = data[rows]
+        return RolloutSet(**taken)
+
+    @staticmethod
+    def concat(sets: Sequence[RolloutSet]) -> RolloutSet:
+        """Put the groups of all sets one after another, renumbering group_index."""
+        if not sets:
+            return RolloutSet.empty()
+        joined: dict[str, Any] = {}
+        for column in RolloutSet.COLUMNS:
+            parts = [getattr(s, column.name) for s in sets]
+            if isinstance(parts[0], Ragged):
+                joined[column.name] = Ragged.concat(parts)
+            elif isinstance(parts[0], list):
+                joined[column.name] = [value for part in parts for value in part]
+            else:
+                joined[column.name] = np.concatenate(parts)
+        shift = np.cumsum([0, *[s.num_groups for s in sets[:-1]]])
+        joined["group_index"] = np.concatenate(
+            [s.group_index + np.int32(by) for s, by in zip(sets, shift, strict=True)]
+        )
+        return RolloutSet(**joined)
+
+    def validate(self) -> None:
+        """Check every rule of the schema.
+
+        Raises:
+            RecordError: with every fault.
+        """
+        kinds: dict[str, Kind] = {c.name: c.kind for c in self.COLUMNS}
+        del kinds["prompt_tokens"]
+        data: dict[str, object] = {name: getattr(self, name) for name in kinds}
+        faults = self.prompt_tokens.faults(
+            "prompt_tokens", rows=self.num_groups, dtype=np.int32
+        ) + column_faults(data, kinds, self.num_rows)
+        if not faults:
+            faults = [*self._order_faults(), *self._token_faults(), *self._id_faults()]
+        raise_faults(self.SCHEMA, faults, remedy="the rollout stage writes this set")
+
+    def _order_faults(self) -> list[str]:
+        faults = []
+        present = np.unique(self.group_index)
+        if not np.array_equal(present, np.arange(self.num_groups)):
+            faults.append(
+                f"`group_index` must hold each of 0..{self.num_groups - 1} and no other, got "
+                f"{len(present)} values in {present.min(initial=0)}..{present.max(initial=0)}"
+            )
+        group_step = np.diff(self.group_index)
+        if (group_step < 0).any():
+            faults.append(
+                f"`group_index` must not decrease, got a fall after row "
+                f"{np.flatnonzero(group_step < 0)[0]}"
+            )
+        stuck = np.flatnonzero((group_step == 0) & (np.diff(self.sample_index) <= 0))
+        if len(stuck) or (self.sample_index < 0).any():
+            faults.append(
+                "`sample_index` must be 0 or more and increase within a group, got "
+                f"{self.sample_index[stuck[0] : stuck[0] + 2].tolist()} after row {stuck[0]}"
+                if len(stuck)
+                else f"`sample_index` must be 0 or more, got {self.sample_index.min()}"
+            )
+        return faults
+
+    def _token_faults(self) -> list[str]:
+        faults = []
+        lengths = self.response_tokens.lengths
+        for name in ("rollout_logprobs", "policy_version"):
+            wrong = np.flatnonzero(getattr(self, name).lengths != lengths)
+            faults += [
+                f"`{name}` must have one value per response token, got "
+                f"{getattr(self, name).lengths[row]} for {lengths[row]} tokens in row {row}"
+                for row in wrong
+            ]
+        for name in ("prompt_tokens", "response_tokens", "policy_version"):
+            lowest = getattr(self, name).values.min(initial=0)
+            if lowest < 0:
+                faults.append(f"`{name}` must be 0 or more, got {lowest}")
+        logprobs = self.rollout_logprobs.values
+        bad = ~(np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB))
+        if bad.any():
+            faults.append(
+                f"`rollout_logprobs` must be finite and 0 or less, got "
+                f"{logprobs[bad][0]} ({bad.sum()} values)"
+            )
+        beyond = np.flatnonzero((self.window_start < 0) | (self.window_start > lengths))
+        faults += [
+            f"`window_start` must be in 0..response length, got {self.window_start[row]} for "
+            f"{lengths[row]} tokens in row {row}"
+            for row in beyond
+        ]
+        unknown = np.flatnonzero((self.finish < 0) | (self.finish > max(FinishReason)))
+        faults += [
+            f"`finish` must be in 0..{max(FinishReason)}, got {self.finish[row]} in row {row}"
+            for row in unknown
+        ]
+        return faults
+
+    def _id_faults(self) -> list[str]:
+        faults = hex_id_faults("prompt_id", self.prompt_id)
+        for row, (rollout, prompt, sample) in enumerate(
+            zip(self.rollout_id, self.prompt_id, self.sample_index.tolist(), strict=True)
+        ):
+            if rollout != f"{prompt}-{sample:03d}":
+                faults.append(
+                    f"`rollout_id` must be {f'{prompt}-{sample:03d}'!r}, "
+                    f"got {rollout!r:.60} in row {row}"
+                )
+        starts = _starts(self.group_index)
+        ids = np.asarray(self.prompt_id, dtype=np.str_)
+        if self.num_rows and (ids[1:] != ids[:-1])[~starts[1:]].any():
+            faults.append("`prompt_id` must be equal in all rows of a group")
+        return faults
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RolloutSet):
+            return NotImplemented
+        return self.prompt_tokens == other.prompt_tokens and records_equal(
+            self.columns(), other.columns()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _empty_column(kind: Kind) -> Any:
+    if kind.startswith("list<"):
+        return Ragged.empty(kind[len("list<") : -1])
+    return [] if kind == "text" else np.empty(0, dtype=kind)
+
+
+def _starts(group_index: Array) -> npt.NDArray[np.bool_]:
+    starts = np.ones(len(group_index), dtype=np.bool_)
+    starts[1:] = group_index[1:] != group_index[:-1]
+    return starts

@@ -1,0 +1,190 @@
+"""Objects as files of a local or mounted file system, replaced atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from planish.errors import (
+    AccessRefused,
+    ConfigError,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    StoreUnavailable,
+)
+from planish.store.base import parse_uri
+
+TEMPORARY = ".planish-tmp-"
+"""Names of files that are being written begin so; `list` leaves them out."""
+
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+class FileStore:
+    """`file:///folder/...`: each object is one file."""
+
+    def read(self, uri: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return at most `length` bytes from byte `start`."""
+        with _told(uri), open(self._path(uri), "rb") as file:
+            file.seek(start)
+            return file.read() if length is None else file.read(length)
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Put an object in place as a whole."""
+        self._place(uri, lambda temporary: _write_bytes(temporary, data), os.replace)
+
+    def create(self, uri: str, data: bytes) -> None:
+        """Write an object only if there is none yet."""
+        try:
+            self._place(uri, lambda temporary: _write_bytes(temporary, data), _link)
+        except FileExistsError:
+            raise ObjectExists(
+                f"`{uri}` must not exist yet; another process has created it"
+            ) from None
+
+    def write_file(self, uri: str, path: Path) -> None:
+        """Write an object from a local file of any size."""
+        self._place(uri, lambda temporary: _copy(path, temporary), os.replace)
+
+    def read_file(self, uri: str, path: Path) -> None:
+        """Copy an object of any size to a local file."""
+        with _told(uri):
+            _copy(self._path(uri), path)
+
+    def size(self, uri: str) -> int:
+        """Return the number of bytes of an object."""
+        path = self._path(uri)
+        with _told(uri):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a folder")
+            return path.stat().st_size
+
+    def exists(self, uri: str) -> bool:
+        """Return whether there is an object."""
+        with _told(uri):
+            return self._path(uri).is_file()
+
+    def list(self, prefix_uri: str) -> list[str]:
+        """Return the URIs of all objects below a folder, sorted."""
+        folder = self._path(prefix_uri)
+        found: list[str] = []
+        with _told(prefix_uri):
+            for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
+                base = "file://" + parent.rstrip("/")
+                found += [f"{base}/{n}" for n in names if not n.startswith(TEMPORARY)]
+        return sorted(found)
+
+    def delete(self, uri: str) -> None:
+        """Remove an object; an absent one is no error."""
+        with _told(uri), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._path(uri).unlink()
+
+    def local_path(self, uri: str) -> Path:
+        """Return where the object or folder lies."""
+        return self._path(uri)
+
+    def _path(self, uri: str) -> Path:
+        address = parse_uri(uri)
+        if address.scheme != "file":
+            raise ConfigError(f"a file store needs a file URI, got {uri!r}")
+        return Path("/" + address.key)
+
+    def _place(
+        self, uri: str, fill: Callable[[Path], None], publish: Callable[[Path, Path], None]
+    ) -> None:
+        path = self._path(uri)
+        with _told(uri):
+            _make_folder(path.parent, uri)
+            temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+            try:
+                fill(temporary)
+                publish(temporary, path)
+                _sync_folder(path.parent)
+            except IsADirectoryError:
+                raise StoreError(f"`{uri}` must not be a folder; remove it first") from None
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    temporary.unlink()
+
+
+def _make_folder(folder: Path, uri: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise StoreError(
+            f"`{uri}` must lie below folders, but part of its path is a file; remove that file"
+        ) from None
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy(source: Path, target: Path) -> None:
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        shutil.copyfileobj(reader, writer, 8 << 20)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Some mounted file systems have no hard links: claim the name first, then fill it.
+        with open(path, "xb"):
+            pass
+        os.replace(temporary, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that can not sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
+        raise error
+
+
+@contextlib.contextmanager
+def _told(uri: str) -> Iterator[None]:
+    """Turn the operating system's errors into ours; FileExistsError passes."""
+    try:
+        yield
+    except (FileExistsError, StoreError):
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _MISSING:
+            raise ObjectMissing(
+                f"`{uri}` must be an object, but there is none ({reason})"
+            ) from None
+        if error.errno in _REFUSED:
+            raise AccessRefused(
+                f"`{uri}` must be readable and writable by this user, got {reason!r}; "
+                "mend the permissions of the folder"
+            ) from None
+        if error.errno in _TRANSIENT:
+            raise StoreUnavailable(f"`{uri}` can not be reached now ({reason})") from None
+        raise StoreError(f"`{uri}`: {reason}") from None
