@@ -15,6 +15,7 @@
         LayoutMismatch                 tensors do not cover what the new layout needs
       EngineError                      a rollout engine failed
         EngineBusy                     the call needs an engine with nothing in flight
+        NotSupported                   this engine lacks an optional ability
       VerifierFailure                  too many verifier errors in one batch
       PeerLost                         a rank did not answer in time
 
@@ -74,6 +75,10 @@ class EngineError(PlanishError):
 
 class EngineBusy(EngineError):
     """The call needs an engine with nothing in flight."""
+
+
+class NotSupported(EngineError):
+    """This engine lacks an optional ability."""
 
 
 class VerifierFailure(PlanishError):

@@ -1,0 +1,401 @@
+"""The part that all engines share: states, queue, threads, `generate`.
+
+An engine never decides how long a response may become in the end, and never filters: partial
+responses, retries and groups belong to the driver.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from planish.engines.protocol import PauseMode
+from planish.engines.requests import (
+    Capabilities,
+    EngineState,
+    FinishReason,
+    ModelRef,
+    Output,
+    Request,
+    ShardSpec,
+    WeightUpdate,
+)
+from planish.engines.turn_lock import TurnLock
+from planish.engines.weights import WeightSource
+from planish.errors import ConfigError, EngineBusy, EngineError, NotSupported, PlanishError
+
+logger = logging.getLogger(__name__)
+
+
+class BaseEngine(ABC):
+    """States, queue, locking and `generate` over eight hooks that each engine fills in.
+
+    Work is done inside `poll`, `pause` and `generate` by the calling thread; there is no thread of
+    our own, so that equal calls give equal schedules and bit-equal outputs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = TurnLock()
+        self._arrived = threading.Event()
+        self._state = EngineState.NEW
+        self._version = 0
+        self._order = itertools.count()
+        self._queue: list[tuple[int, int, Request]] = []
+        self._alive: set[str] = set()
+        self._arrivals: dict[str, float] = {}
+        self._finished: list[Output] = []
+
+    # Hooks of an engine; all run under the lock.
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this engine can do with this model."""
+
+    @abstractmethod
+    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+        """Load and return the policy version."""
+
+    @abstractmethod
+    def _check(self, request: Request) -> str:
+        """Return why this request can not be served; "" when it can."""
+
+    @abstractmethod
+    def _free_rows(self) -> int:
+        """Return how many requests may start now."""
+
+    @abstractmethod
+    def _admit(self, requests: Sequence[Request]) -> list[Output]:
+        """Start requests; return those that failed at once."""
+
+    @abstractmethod
+    def _num_running(self) -> int:
+        """Return how many requests have started and not ended."""
+
+    @abstractmethod
+    def _advance(self) -> list[Output]:
+        """Generate one token for each running request; return the finished ones."""
+
+    @abstractmethod
+    def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
+        """End running requests with ABORT."""
+
+    @abstractmethod
+    def _replace_weights(
+        self, source: WeightSource, version: int, keep_cache: bool
+    ) -> WeightUpdate:
+        """Swap weights, all or none, and compute caches again unless `keep_cache`."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Free everything."""
+
+    # The shared part.
+
+    @property
+    def state(self) -> EngineState:
+        """Where in its life the engine is."""
+        return self._state
+
+    def start(self, model: ModelRef, source: WeightSource | None = None) -> None:
+        """Load the model.
+
+        Raises:
+            EngineBusy: the engine has been started before.
+            EngineError: the model can not be served; the engine is FAILED.
+        """
+        with self._lock:
+            if self._state is not EngineState.NEW:
+                raise EngineBusy(
+                    f"`start` needs a new engine, got one that is {self._state}; open another one"
+                )
+            with self._failing():
+                self._version = self._load(model, source)
+            self._state = EngineState.READY
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all or none; while paused they wait.
+
+        Raises:
+            ConfigError: an empty prompt.
+            EngineError: an id that is alive already, or not started.
+            NotSupported: `want_routing` from an engine that has none.
+        """
+        with self._lock:
+            self._expect("submit", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+            seen: set[str] = set()
+            for request in requests:
+                self._refuse(request, seen)
+                seen.add(request.request_id)
+            now = time.monotonic()
+            for request in requests:
+                self._alive.add(request.request_id)
+                fault = self._check(request)
+                if fault:
+                    self._finished.append(self._failed(request, fault))
+                    continue
+                self._arrivals[request.request_id] = now
+                heapq.heappush(self._queue, (-request.priority, next(self._order), request))
+            self._settle()
+        self._arrived.set()
+
+    def _refuse(self, request: Request, seen: set[str]) -> None:
+        if not request.prompt_ids:
+            raise ConfigError(
+                f"`prompt_ids` must hold at least one token, got none in {request.request_id!r}; "
+                "the chat template of this policy gives empty prompts"
+            )
+        if request.request_id in self._alive or request.request_id in seen:
+            raise EngineError(
+                f"a request id must be unique while it is alive, got {request.request_id!r} "
+                "again; collect its output or abort it first"
+            )
+        if request.sampling.want_routing and not self.capabilities.routing:
+            raise NotSupported(
+                f"`want_routing` needs an engine that returns routing, got it in "
+                f"{request.request_id!r}; use an engine with the capability `routing`"
+            )
+
+    def poll(self, timeout: float) -> list[Output]:
+        """Work until an output is there or `timeout` seconds are over; return all outputs.
+
+        At least one step is made when there is work, even at timeout 0.
+
+        Raises:
+            EngineError: the engine failed; its requests are lost.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                self._expect("poll", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+                self._arrived.clear()
+                if self._state is EngineState.RUNNING and not self._finished:
+                    self._turn(admit=True)
+                if self._finished:
+                    return self._collect()
+                waits = self._state is not EngineState.RUNNING
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return []
+            if waits:
+                self._arrived.wait(left)
+
+    def generate(self, requests: Sequence[Request]) -> list[Output]:
+        """Submit, work until all are done, and return outputs in the order of the requests.
+
+        Raises:
+            EngineBusy: the engine is paused.
+            EngineError: the engine failed.
+        """
+        if self._state is EngineState.PAUSED:
+            raise EngineBusy("`generate` needs an engine that works, got a paused one; resume it")
+        self.submit(requests)
+        wanted = {request.request_id for request in requests}
+        done: dict[str, Output] = {}
+        while len(done) < len(wanted):
+            outputs = self.poll(1.0)
+            done.update((o.request_id, o) for o in outputs if o.request_id in wanted)
+            others = [o for o in outputs if o.request_id not in wanted]
+            if others:
+                with self._lock:
+                    self._alive.update(o.request_id for o in others)
+                    self._finished.extend(others)
+                time.sleep(0.001)
+        return [done[request.request_id] for request in requests]
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Output]:
+        """Take requests back and return them with the tokens so far; None takes all.
+
+        Outputs that are finished and not yet polled stay where they are; unknown ids are ignored.
+        """
+        with self._lock:
+            self._expect("abort", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+            return self._abort(request_ids)
+
+    def _abort(self, request_ids: Collection[str] | None) -> list[Output]:
+        ids = self._alive if request_ids is None else self._alive & set(request_ids)
+        outputs = [self._never_started(r) for _, _, r in sorted(self._queue) if r.request_id in ids]
+        self._queue = [item for item in self._queue if item[2].request_id not in ids]
+        heapq.heapify(self._queue)
+        outputs.extend(self._withdraw(ids - {o.request_id for o in outputs}))
+        for output in outputs:
+            self._alive.discard(output.request_id)
+            self._arrivals.pop(output.request_id, None)
+        self._settle()
+        return outputs
+
+    def pause(self, mode: PauseMode) -> list[Output]:
+        """Stop work; what is returned depends on `mode`.
+
+        Args:
+            mode: `abort` gives everything back with its tokens so far; `wait` finishes what runs
+                and keeps the queue; `keep` freezes requests in place.
+
+        Raises:
+            NotSupported: `keep` with an engine that can not.
+        """
+        with self._lock:
+            self._expect("pause", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+            if mode == "keep" and not self.capabilities.pause_keep:
+                raise NotSupported("this engine has no `keep`; pause with `abort` and submit again")
+            outputs: list[Output] = []
+            if mode == "abort":
+                outputs = self._abort(None)
+            elif mode == "wait":
+                while self._num_running():
+                    self._turn(admit=False)
+                outputs = self._collect()
+            self._state = EngineState.PAUSED
+            return outputs
+
+    def resume(self) -> None:
+        """Go on after a pause.
+
+        Raises:
+            EngineError: the engine is not paused.
+        """
+        with self._lock:
+            self._expect("resume", EngineState.PAUSED)
+            self._state = EngineState.READY
+            self._settle()
+        self._arrived.set()
+
+    def update_weights(
+        self, source: WeightSource, version: int, *, keep_cache: bool = False
+    ) -> WeightUpdate:
+        """Change the weights; a failed read leaves the old ones in place.
+
+        Args:
+            source: the new weights by canonical names.
+            version: policy version from now on; not below the present one.
+            keep_cache: keep the cache of frozen requests as the old weights computed it.
+
+        Raises:
+            EngineBusy: requests run or wait, and the engine is not paused.
+            EngineError: names or shapes do not fit, or the version goes back.
+        """
+        with self._lock:
+            if self._state is not EngineState.PAUSED:
+                self._expect("update_weights", EngineState.READY, EngineState.RUNNING)
+                if self._state is EngineState.RUNNING:
+                    raise EngineBusy(
+                        f"`update_weights` needs an engine with nothing in flight, got "
+                        f"{len(self._alive)} requests; pause it first"
+                    )
+            if version < self._version:
+                raise EngineError(
+                    f"`version` must not go back, got {version} after {self._version}; open a "
+                    "new engine for an older policy"
+                )
+            report = self._replace_weights(source, version, keep_cache)
+            self._version = version
+            logger.info("updated version=%d seconds=%.3f", version, report.seconds)
+            return report
+
+    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+        """Return log-probabilities at temperature 1 of the tokens after the first n.
+
+        Args:
+            sequences: pairs (tokens, n), n >= 1.
+
+        Raises:
+            NotSupported: the engine has no scoring.
+        """
+        raise NotSupported("this engine can not score; score with the trainer")
+
+    def sleep(self, level: int = 1) -> None:
+        """Free device memory, where the engine can."""
+        raise NotSupported("this engine can not sleep; close it and open another one")
+
+    def wake(self) -> None:
+        """Take device memory back, where the engine can."""
+        raise NotSupported("this engine can not sleep; there is nothing to wake")
+
+    def version(self) -> int:
+        """Return the policy version of the weights."""
+        return self._version
+
+    def layout(self) -> list[ShardSpec]:
+        """Return which boxes of which tensors each rank holds."""
+        return []
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since the start."""
+        return {"queued": len(self._queue), "running": self._num_running(), "state": self._state}
+
+    def close(self) -> None:
+        """Free everything; requests in flight are lost. May be called twice."""
+        with self._lock:
+            if self._state is EngineState.CLOSED:
+                return
+            self._state = EngineState.CLOSED
+            self._queue, self._finished = [], []
+            self._alive = set()
+            self._release()
+        self._arrived.set()
+
+    def __enter__(self) -> BaseEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside the lock.
+
+    def _turn(self, *, admit: bool) -> None:
+        """Start what fits, then make one step."""
+        with self._failing():
+            if admit and self._queue:
+                free = min(self._free_rows(), len(self._queue))
+                if free:
+                    batch = [heapq.heappop(self._queue)[2] for _ in range(free)]
+                    self._finished.extend(self._admit(batch))
+            if self._num_running():
+                self._finished.extend(self._advance())
+        self._settle()
+
+    def _collect(self) -> list[Output]:
+        outputs, self._finished = self._finished, []
+        for output in outputs:
+            self._alive.discard(output.request_id)
+            self._arrivals.pop(output.request_id, None)
+        return outputs
+
+    def _settle(self) -> None:
+        """Set READY or RUNNING by what is left to do."""
+        if self._state in (EngineState.READY, EngineState.RUNNING):
+            busy = bool(self._queue) or self._num_running() > 0
+            self._state = EngineState.RUNNING if busy else EngineState.READY
+
+    def _expect(self, call: str, *states: EngineState) -> None:
+        if self._state not in states:
+            raise EngineError(
+                f"`{call}` needs an engine that is {' or '.join(states)}, got {self._state}"
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Mark the engine FAILED when anything rises."""
+        try:
+            yield
+        except PlanishError:
+            self._state = EngineState.FAILED
+            raise
+        except Exception as error:
+            self._state = EngineState.FAILED
+            raise EngineError(
+                f"the engine failed: {type(error).__name__}: {error}; close it and open another"
+            ) from error
+
+    def _failed(self, request: Request, fault: str) -> Output:
+        return Output(request.request_id, [], [], [], FinishReason.ERROR, stats={"error": fault})
+
+    def _never_started(self, request: Request) -> Output:
+        return Output(request.request_id, [], [], [], FinishReason.ABORT)

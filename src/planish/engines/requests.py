@@ -1,0 +1,205 @@
+"""What goes into an engine and what comes out: token ids only, never text.
+
+Deliberately left out: prompts as messages, groups as objects, rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from planish.errors import ConfigError
+
+
+class FinishReason(StrEnum):
+    """Why an engine ended a response."""
+
+    STOP = "stop"
+    """An end or stop token was sampled; it is the last token of the output."""
+    LENGTH = "length"
+    """The token budget of this call, or the model's maximum, is used up."""
+    ABORT = "abort"
+    """Taken back by the driver; the tokens so far are returned."""
+    ERROR = "error"
+    """This request failed alone (too long a prompt, non-finite logits)."""
+
+
+class EngineState(StrEnum):
+    """Life of an engine: new -> ready <-> running -> paused -> ready; any -> failed, closed."""
+
+    NEW = "new"
+    READY = "ready"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample one response.
+
+    Example:
+        >>> Sampling(max_new_tokens=8, temperature=0.0).temperature
+        0.0
+    """
+
+    max_new_tokens: int
+    """Budget of this call in tokens, >= 1."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this; 0 < top_p <= 1."""
+    top_k: int = 0
+    """Sample from so many likeliest tokens; 0 is off."""
+    min_new_tokens: int = 0
+    """No end or stop token before this many response tokens, those of the prefix included."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the end tokens of the model."""
+    ignore_eos: bool = False
+    """Go on past the end tokens of the model."""
+    seed: int = 0
+    """Noise of response position t is a hash of (seed, t), whatever the windows."""
+    want_routing: bool = False
+    """Return the experts that each token was sent to."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.max_new_tokens < 1:
+            faults.append(f"`max_new_tokens` must be at least 1, got {self.max_new_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            faults.append(f"`temperature` must be finite and >= 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            faults.append(f"`top_p` must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0 or self.min_new_tokens < 0:
+            faults.append(
+                f"`top_k` and `min_new_tokens` must be >= 0, got {self.top_k} and "
+                f"{self.min_new_tokens}"
+            )
+        if faults:
+            raise ConfigError("; ".join(faults) + "; the driver sets the sampling of a request")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate, or to continue.
+
+    Example:
+        >>> Request("a-000", "a", (1, 2, 3), Sampling(max_new_tokens=4)).response_prefix
+        ()
+    """
+
+    request_id: str
+    """Unique among the requests that are alive."""
+    group_id: str
+    """Requests of one prompt share it; engines may share work between them."""
+    prompt_ids: tuple[int, ...]
+    """Prompt after the chat template, at least one token."""
+    sampling: Sampling
+    """How to sample."""
+    response_prefix: tuple[int, ...] = ()
+    """Response tokens of earlier windows; never tokenised again."""
+    priority: int = 0
+    """Higher starts first; equal priorities start in the order of submission."""
+    meta: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The driver's own notes; no engine reads them."""
+
+
+@dataclass
+class Output:
+    """What one request gave; the three lists have equal length.
+
+    Example:
+        >>> Output("a-000", [5, 2], [-0.1, -0.7], [3, 3], FinishReason.STOP, 2).num_tokens
+        2
+    """
+
+    request_id: str
+    """Id of the request."""
+    token_ids: list[int]
+    """New tokens of this call; the stop token included."""
+    logprobs: list[float]
+    """Natural log of each token's probability in the distribution that it was sampled from
+    (after temperature, top-k and top-p); at temperature 0 that of temperature 1."""
+    versions: list[int]
+    """Policy version that sampled each token; never decreasing."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    stop_token_id: int | None = None
+    """The token that ended it, for STOP."""
+    routing: np.ndarray | None = None
+    """[tokens, layers, experts per token]; -1 where unknown."""
+    stats: dict[str, Any] = field(default_factory=dict)
+    """queue_seconds, prefill_seconds, decode_seconds, cached_tokens, preemptions; `error` text."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do beyond the common part."""
+
+    max_model_len: int
+    """Longest prompt + response in tokens."""
+    seed_split_exact: bool
+    """A response generated in windows equals the same response generated at once."""
+    pause_keep: bool = False
+    """`pause("keep")` freezes requests in place."""
+    score: bool = False
+    """`score` gives log-probabilities of given tokens."""
+    sleep: bool = False
+    """`sleep` frees device memory."""
+    moe: bool = False
+    """The model has experts."""
+    routing: bool = False
+    """Outputs may hold the experts of each token."""
+    layouts: tuple[str, ...] = ("full",)
+    """How weights may be split: `full` or names of parallel axes."""
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """Which model an engine serves: a pinned policy, or one that is already in memory."""
+
+    pin: str = ""
+    """Pinned URI of a `policy/1` export."""
+    policy: Any = None
+    """A loaded `planish.models.policy.Policy`; the engine takes it over."""
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """One box of one tensor that a rank holds, by its canonical Hugging Face name."""
+
+    rank: int
+    """Process."""
+    role: str
+    """`full`, `attention` or `expert`."""
+    name: str
+    """Canonical name of the tensor."""
+    index: tuple[slice, ...]
+    """Box inside the whole tensor."""
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """What a change of weights did."""
+
+    version: int
+    """Policy version from now on."""
+    num_tensors: int
+    """Tensors that were read."""
+    num_bytes: int
+    """Their size."""
+    num_recomputed_tokens: int
+    """Cached tokens of frozen requests that were computed again."""
+    seconds: float
+    """Wall time."""
