@@ -23,6 +23,7 @@ MINIMAL_CHAT_TEMPLATE = (
 )
 """One token more than the text: a tiny model spends its context on the task."""
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -126,6 +127,9 @@ def load_tokenizer(folder: Path, *, chat_template: str = "") -> Tokenizer:
         ConfigError: no readable tokenizer, no end token or no chat template.
     """
     try:
+        if not any((folder / name).is_file() for name in _VOCABULARIES):
+            # transformers would hand out an empty tokenizer of the model's family.
+            raise FileNotFoundError(f"none of {', '.join(_VOCABULARIES)}")
         backend = _backend_class(folder).from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )

@@ -27,6 +27,7 @@ SCHEMA = "policy/1"
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9]+ForCausalLM")
 
 
@@ -111,21 +112,33 @@ def load_model(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     Raises:
         ConfigError: unreadable config.json, unknown architecture, or weights that do not fit.
     """
+    from safetensors import SafetensorError
+    from transformers.utils.logging import disable_progress_bar
+
     model_class = _model_class(read_model_config(folder))
+    disable_progress_bar()
     try:
-        model = model_class.from_pretrained(
+        model, report = model_class.from_pretrained(
             str(folder),
+            output_loading_info=True,
             dtype="auto" if dtype is None else dtype,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+    except (*_LOADING_ERRORS, SafetensorError) as error:
         raise ConfigError(
             f"a model folder must hold a causal language model that transformers opens, got "
             f"{str(folder)!r} ({type(error).__name__}: {str(error)[:300]}); check its config.json "
             "and *.safetensors"
         ) from None
+    absent = sorted(str(key) for key in report["missing_keys"])
+    if absent:
+        # transformers would fill them with noise and only warn.
+        raise ConfigError(
+            f"the weights of a model must be complete, got none for {absent[:4]} ({len(absent)} "
+            f"tensors) in {str(folder)!r}; download or export it again"
+        )
     return model.eval()
 
 

@@ -1,0 +1,162 @@
+"""Pretrained models by folder and by hub id, and every way in which a name can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from planish.errors import ConfigError
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy, save_policy
+from planish.models.pretrained import find_folder, load_pretrained
+from planish.tokens import MINIMAL_CHAT_TEMPLATE
+
+TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained") / "model"
+    policy = build_policy(TINY, seed=2)
+    save_policy(f"file://{folder}", policy, version=0, parents={}, attributes={})
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def model_folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_folder_gives_model_and_tokenizer(model_folder, prefix):
+    policy = load_pretrained(f"{prefix}{model_folder}")
+    expected = build_policy(TINY, seed=2)
+    for name, tensor in expected.model.state_dict().items():
+        assert torch.equal(policy.model.state_dict()[name], tensor), name
+    assert policy.tokenizer.encode_prompt([{"role": "user", "content": "1"}]) == [1, 5]
+    assert policy.version == 0
+
+
+def test_imported_policy_saves_without_a_trace_of_its_old_place(model_folder, tmp_path):
+    policy = load_pretrained(str(model_folder), dtype=torch.bfloat16)
+    uri = f"file://{tmp_path}/saved"
+    ref = save_policy(uri, policy, version=0, parents={}, attributes={})
+    assert ref.attributes["dtype"] == "bfloat16"
+    for path in (tmp_path / "saved").iterdir():
+        assert str(model_folder).encode() not in path.read_bytes(), path.name
+
+
+def test_chat_template_of_the_configuration_fills_a_gap(model_folder):
+    (model_folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"set `model\.chat_template`"):
+        load_pretrained(str(model_folder))
+    policy = load_pretrained(str(model_folder), chat_template=MINIMAL_CHAT_TEMPLATE)
+    assert policy.tokenizer.encode_prompt([{"role": "user", "content": "1"}]) == [1, 5]
+
+
+def test_pickled_weights_are_never_loaded(model_folder):
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(ConfigError, match=r"got only pickled weights \['pytorch_model.bin'\]"):
+        load_pretrained(str(model_folder))
+
+
+def test_folder_without_weights_is_refused(model_folder):
+    (model_folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"must hold \*\.safetensors, got no weights"):
+        load_pretrained(str(model_folder))
+
+
+def test_folder_without_configuration_is_refused(model_folder):
+    (model_folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"must hold config\.json, got none"):
+        load_pretrained(str(model_folder))
+
+
+def test_folder_without_tokenizer_is_refused(model_folder):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model_folder / name).unlink()
+    with pytest.raises(ConfigError, match="must hold a tokenizer"):
+        load_pretrained(str(model_folder))
+
+
+def test_code_that_comes_with_a_model_is_never_run(model_folder, tmp_path):
+    mark = tmp_path / "ran"
+    (model_folder / "modeling_own.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    path = model_folder / "config.json"
+    config = json.loads(path.read_text())
+    config.update(
+        model_type="own",
+        architectures=["OwnForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    )
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="code that comes with a model is never run"):
+        load_pretrained(str(model_folder))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["../model", "/tmp/../etc", "file:///a/../b", "a/../b", "", "..", "a\0b"]
+)
+def test_names_that_climb_out_are_refused(path):
+    with pytest.raises(ConfigError, match=r"a hub id or a folder without `\.\.`"):
+        find_folder(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/no/such/folder", "./none", "a/b/c", "bad name", "file:///none", "s3://bucket/model"]
+)
+def test_missing_folders_and_impossible_hub_ids_are_refused(path):
+    with pytest.raises(ConfigError, match="must be an existing folder or a hub id"):
+        find_folder(path)
+
+
+def run_apart(code, tmp_path, **environment):
+    """Run code in a process of its own: the hub reads its settings when it is imported."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
+    settings = {**kept, "HF_HOME": str(tmp_path / "hf"), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=120
+    )
+
+
+FETCH = """
+from planish.errors import ConfigError
+from planish.models.pretrained import find_folder
+try:
+    print("found", find_folder("someone/model"))
+except ConfigError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.parametrize(
+    "environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}]
+)
+def test_hub_id_without_a_network_fails_at_once_and_says_what_to_do(tmp_path, environment):
+    start = time.monotonic()
+    done = run_apart(FETCH, tmp_path, **environment)
+    assert done.stdout.startswith("refused"), done.stderr
+    assert "'someone/model'; the hub can not be reached and the cache has no copy" in done.stdout
+    assert "give its folder as `model.path`" in done.stdout
+    assert time.monotonic() - start < 60.0
+
+
+def test_cached_hub_id_opens_without_a_network(model_folder, tmp_path):
+    cache = tmp_path / "hf" / "hub" / "models--someone--model"
+    commit = "a" * 40
+    shutil.copytree(model_folder, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    done = run_apart(FETCH, tmp_path, HF_HUB_OFFLINE="1")
+    assert done.stdout.split()[0] == "found", done.stdout + done.stderr
+    assert done.stdout.strip().endswith(commit)
