@@ -27,6 +27,7 @@ _SCALARS: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "text": pa.string(),
 }
+_DTYPES = {_SCALARS[name]: np.dtype(name) for name in ("int32", "int8", "float32")}
 
 
 def _list_of(value: pa.DataType) -> pa.DataType:
@@ -121,13 +122,45 @@ def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: l
     return data
 
 
-def _to_arrow(data: ColumnData, kind: Kind, start: int, stop: int) -> pa.Array:
+def _to_arrow(data: Any, kind: Kind, start: int, stop: int) -> pa.Array:
+    """Build from buffers: `pa.array` would import pandas, which takes longer than our work."""
     if isinstance(data, Ragged):
         rows = data.slice(start, stop)
-        return pa.ListArray.from_arrays(
-            pa.array(rows.offsets, pa.int32()), pa.array(rows.values), type=arrow_type(kind)
+        return _list_array(rows.offsets, _numbers(rows.values), arrow_type(kind))
+    part = data[start:stop]
+    if kind == "text":
+        return _texts(part)
+    if kind == "messages":
+        flat = [message for messages in part for message in messages]
+        fields = [_texts([m["role"] for m in flat]), _texts([m["content"] for m in flat])]
+        offsets = np.cumsum([0, *(len(messages) for messages in part)], dtype=np.int64)
+        cells = pa.StructArray.from_arrays(fields, fields=list(arrow_type(kind).value_type))
+        return _list_array(offsets, cells, arrow_type(kind))
+    return _numbers(part)
+
+
+def _list_array(offsets: Array, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    buffer = pa.py_buffer(offsets.astype(np.int32))
+    return pa.Array.from_buffers(kind, len(offsets) - 1, [None, buffer], children=[values])
+
+
+def _texts(values: Sequence[str]) -> pa.Array:
+    data = [value.encode("utf-8") for value in values]
+    offsets = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
+    if offsets[-1] >= 1 << 31:
+        raise RecordError(
+            f"the text of one row group must be under 2 GiB, got {offsets[-1]} bytes; "
+            "shorten the responses"
         )
-    return pa.array(data[start:stop], arrow_type(kind))
+    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(b"".join(data))]
+    return pa.Array.from_buffers(pa.string(), len(values), buffers)
+
+
+def _numbers(values: Array) -> pa.Array:
+    is_bool = values.dtype == np.bool_
+    packed = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)
+    kind = pa.bool_() if is_bool else pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(packed)])
 
 
 def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]:
@@ -181,7 +214,7 @@ def _same_type(seen: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 def _from_arrow(column: pa.ChunkedArray, spec: Column, name: str) -> Any:
-    array = pa.concat_arrays(column.chunks) if column.num_chunks else _none(spec.kind)
+    array = pa.concat_arrays(column.chunks)
     nulls = array.null_count
     if spec.kind.startswith("list<"):
         values = array.flatten()
@@ -192,20 +225,22 @@ def _from_arrow(column: pa.ChunkedArray, spec: Column, name: str) -> Any:
             "the set was not written by this program"
         )
     if spec.kind.startswith("list<"):
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        return Ragged(_owned(values.to_numpy()), offsets - offsets[0])
+        offsets = _from_numbers(array.offsets).astype(np.int64)
+        return Ragged(_from_numbers(values), offsets - offsets[0])
     if spec.kind in {"text", "messages"}:
         return array.to_pylist()
-    return _owned(array.to_numpy(zero_copy_only=False))
+    return _from_numbers(array)
 
 
-def _none(kind: Kind) -> pa.Array:
-    return pa.array([], arrow_type(kind))
-
-
-def _owned(array: Array) -> Array:
-    """Copy, so that the result is writable and keeps no file in memory."""
-    return np.array(array)
+def _from_numbers(array: pa.Array) -> Array:
+    """Copy out of the buffer: writable, keeps no file in memory, does not import pandas."""
+    buffer = array.buffers()[1]
+    first, last = array.offset, array.offset + len(array)
+    if array.type == pa.bool_():
+        bits = np.frombuffer(buffer, np.uint8) if buffer else np.empty(0, np.uint8)
+        return np.unpackbits(bits, bitorder="little")[first:last].astype(np.bool_)
+    dtype = _DTYPES[array.type]
+    return np.frombuffer(buffer, dtype)[first:last].copy() if buffer else np.empty(0, dtype)
 
 
 def join(parts: Sequence[dict[str, Any]], specs: Sequence[Column]) -> dict[str, Any]:
