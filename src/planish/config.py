@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planish.errors import ConfigError
 
@@ -50,7 +50,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 class RunConfig(Section):
     """What belongs to the whole run."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**53)
     """Seed of every random choice; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
 
 

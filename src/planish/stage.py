@@ -13,11 +13,10 @@ import logging
 import math
 import os
 import sys
-import time
 import traceback
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,11 +28,14 @@ from planish.errors import (
     ObjectMissing,
     PlanishError,
     RecordError,
+    StoreError,
     exit_code,
 )
 from planish.records import layout
 from planish.records.refs import Ref
+from planish.stage_log import StageLog
 from planish.store import open_store
+from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -125,26 +127,6 @@ def read_ref(artifact: Artifact) -> Ref:
         ) from None
 
 
-def read_json(uri: str) -> Any:
-    """Return the JSON value at `uri`.
-
-    Raises:
-        ObjectMissing: nothing there.
-        RecordError: not JSON.
-    """
-    data = open_store(uri).read(uri)
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise RecordError(f"`{uri}` must be JSON, got {data[:80]!r} ({error})") from None
-
-
-def write_json(uri: str, value: Any) -> None:
-    """Write `value` as canonical JSON."""
-    text = json.dumps(value, sort_keys=True, indent=1, allow_nan=False)
-    open_store(uri).write(uri, text.encode())
-
-
 def load_run(root: str, digest: str) -> dict[str, Any]:
     """Load `run.json` and check that its configuration has the given digest.
 
@@ -190,27 +172,6 @@ def mark_stopped(root: str, iteration: int) -> bool:
         logger.debug("stop already marked iteration=%d", iteration)
     logger.info("stopped iteration=%d", iteration)
     return True
-
-
-class _StageLog:
-    """Writes the state of one task attempt under the run root; no failure of it stops the work."""
-
-    def __init__(self, root: str, stage: str, iteration: int, shard: int) -> None:
-        self.uri = layout.stage_log(root, stage, iteration, shard)
-        self.entry: dict[str, Any] = {
-            "stage": stage,
-            "iteration": iteration,
-            "shard": shard,
-            "start_seconds": time.time(),
-        }
-
-    def write(self, state: str, **facts: Any) -> None:
-        now = time.time()
-        self.entry.update(state=state, seconds=now - self.entry["start_seconds"], **facts)
-        try:
-            write_json(self.uri, self.entry)
-        except (PlanishError, OSError) as error:
-            logger.warning("stage log not written uri=%s error=%s", self.uri, error)
 
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -268,6 +229,43 @@ def _mark_failure(context: Context, run_id: str, error: BaseException) -> None:
         logger.warning("failure marker not written uri=%s error=%s", uri, problem)
 
 
+def _attempt(
+    work: Callable[[Context], Outcome],
+    context: Context,
+    outputs: Mapping[str, Artifact],
+    log: StageLog,
+    *,
+    checked: bool,
+) -> Outcome:
+    run_id = os.environ.get("RUN_ID", "")
+    stage, iteration = context.stage, context.iteration
+    try:
+        if checked:
+            run = load_run(context.root, context.config_sha256)
+            context = replace(context, config=run["config"], run=run)
+            _refuse_known_failure(context, run_id)
+            log.write("running")
+        outcome = work(context)
+        outcome.metrics = finite_metrics(outcome.metrics)
+        _write_outputs(outcome, outputs)
+        log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
+        return outcome
+    except PlanishError as error:
+        code = exit_code(error)
+        logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
+        if isinstance(error, StoreError):
+            log.give_up()
+        log.write("failed", error=str(error), exit_code=code)
+        if code == EXIT_CONFIG:
+            _mark_failure(context, run_id, error)
+        raise SystemExit(code) from None
+    except Exception as error:
+        # Programs that schedule us see only the exit code: the log must hold the traceback.
+        logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, traceback.format_exc())
+        log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
+        raise SystemExit(1) from None
+
+
 def execute(
     stage: str,
     work: Callable[[Context], Outcome],
@@ -293,32 +291,12 @@ def execute(
         SystemExit: 2 wrong configuration (must not be retried), 75 transient, 1 anything else.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
+    logging.getLogger("planish").setLevel(logging.INFO)
     root = root.rstrip("/")
-    run_id = os.environ.get("RUN_ID", "")
-    log = _StageLog(root, stage, iteration, shard)
+    log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
-    try:
-        if config_sha256 is not None:
-            run = load_run(root, config_sha256)
-            context = Context(root, stage, iteration, shard, run["config"], config_sha256, run)
-            _refuse_known_failure(context, run_id)
-            log.write("running")
-        outcome = work(context)
-        outcome.metrics = finite_metrics(outcome.metrics)
-        _write_outputs(outcome, outputs)
-        log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
-    except PlanishError as error:
-        code = exit_code(error)
-        logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
-        log.write("failed", error=str(error), exit_code=code)
-        if code == EXIT_CONFIG:
-            _mark_failure(context, run_id, error)
-        raise SystemExit(code) from None
-    except Exception as error:
-        # Programs that schedule us see only the exit code: the log must hold the traceback.
-        logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, traceback.format_exc())
-        log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
-        raise SystemExit(1) from None
+    with log:
+        outcome = _attempt(work, context, outputs, log, checked=config_sha256 is not None)
     logger.info(
         "done stage=%s iteration=%d shard=%d seconds=%.2f already_done=%s",
         *(stage, iteration, shard, log.entry["seconds"], outcome.already_done),

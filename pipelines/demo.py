@@ -1,0 +1,270 @@
+"""Run the post-training pipeline on this machine and show what happens, one line a stage.
+
+The pipeline is the one that a cluster runs, driven by kfp's local runner in a child process whose
+chatter goes to a log file; this module watches the run root, prints, and measures the control.
+
+    python -m pipelines.demo --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipelines.local import run_parameters
+from planish.errors import PlanishError
+from planish.records import layout
+from planish.store import open_store
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+POLL_SECONDS = 0.3
+LEARNING_STAGES = ("rollout", "reward", "train", "checkpoint")
+"""Stages whose seconds the control may spend on supervised training instead."""
+
+FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "curate": (
+        ("prompts_train", "prompts", "{:.0f}"),
+        ("prompts_evaluation", "held out", "{:.0f}"),
+    ),
+    "sft": (("steps", "steps", "{:.0f}"), ("accuracy", "accuracy", "{:.3f}")),
+    "rollout": (
+        ("accuracy", "accuracy", "{:.3f}"),
+        ("ds/kept_frac", "kept", "{:.0%}"),
+        ("response_length_mean", "tokens each", "{:.1f}"),
+    ),
+    "reward": (("reward_mean", "reward", "{:+.3f}"), ("accuracy_mean", "accuracy", "{:.3f}")),
+    "train": (
+        ("loss", "loss", "{:+.4f}"),
+        ("entropy", "entropy", "{:.3f}"),
+        ("clipfrac_high", "clipped high", "{:.2%}"),
+        ("grad_norm", "grad norm", "{:.2f}"),
+    ),
+    "evaluate": (
+        ("accuracy_before", "avg@n before", "{:.3f}"),
+        ("accuracy_after", "after", "{:.3f}"),
+    ),
+}
+"""Stage to (metric, words, format): what its progress line tells."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One ended task attempt, read from its stage log."""
+
+    stage: str
+    iteration: int
+    shard: int
+    state: str
+    start_seconds: float
+    seconds: float
+    metrics: Mapping[str, float]
+    already_done: bool
+    error: str
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What makes the task unique in a run."""
+        return (self.iteration, self.stage, self.shard)
+
+
+def read_tasks(root: str, since: float) -> list[Task]:
+    """Return the ended attempts that began after `since` (Unix seconds), in order of their end."""
+    store = open_store(root)
+    tasks = []
+    for uri in store.list(layout.logs(root) + "/"):
+        if not uri.endswith(".json"):
+            continue
+        try:
+            entry: dict[str, Any] = json.loads(store.read(uri))
+        except (ValueError, OSError):
+            continue  # it is being replaced at this very moment: the next look sees it
+        if entry["state"] == "running" or entry["start_seconds"] < since:
+            continue
+        tasks.append(
+            Task(
+                stage=entry["stage"],
+                iteration=entry["iteration"],
+                shard=entry["shard"],
+                state=entry["state"],
+                start_seconds=entry["start_seconds"],
+                seconds=entry["seconds"],
+                metrics=entry.get("metrics", {}),
+                already_done=entry.get("already_done", False),
+                error=entry.get("error", ""),
+            )
+        )
+    return sorted(tasks, key=lambda task: task.start_seconds + task.seconds)
+
+
+def progress_line(task: Task, elapsed: float) -> str:
+    """Return the line that tells of one ended task.
+
+    Example:
+        >>> progress_line(Task("reward", 2, 0, "done", 0, 1.5, {"reward_mean": -0.2}, False, ""), 9)
+        '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
+    """
+    where = f"iteration {task.iteration}" if task.iteration else ""
+    name = f"{task.stage} {task.shard + 1}" if task.stage == "rollout" else task.stage
+    facts = [
+        f"{words} {form.format(task.metrics[key])}"
+        for key, words, form in FACTS.get(task.stage, ())
+        if key in task.metrics
+    ]
+    if task.already_done:
+        facts = ["already done"]
+    if task.state == "failed":
+        facts = [f"FAILED: {task.error}"]
+    return (
+        f"{elapsed:7.1f} s  {where:<11}  {name:<10} {task.seconds:5.1f} s  {'  '.join(facts)}"
+    ).rstrip()
+
+
+def watch(process: subprocess.Popen[bytes], root: str, console: Console) -> list[Task]:
+    """Print one line for each task until the run ends; return the tasks of this run."""
+    began = time.time()
+    shown: dict[tuple[int, str, int], Task] = {}
+    while True:
+        ended = process.poll() is not None
+        for task in read_tasks(root, began - 1):
+            if shown.get(task.key) != task:
+                shown[task.key] = task
+                style = "bold red" if task.state == "failed" else None
+                console.print(
+                    progress_line(task, time.time() - began), style=style, highlight=False
+                )
+        if ended:
+            return list(shown.values())
+        time.sleep(POLL_SECONDS)
+
+
+def seconds_by_stage(tasks: Sequence[Task]) -> dict[str, float]:
+    """Return wall seconds by stage; shards that ran side by side count once, from first to last."""
+    spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for task in tasks:
+        span = (task.start_seconds, task.start_seconds + task.seconds)
+        spans[task.stage, task.iteration].append(span)
+    total: dict[str, float] = defaultdict(float)
+    for (stage, _), parts in sorted(spans.items()):
+        total[stage] += max(end for _, end in parts) - min(start for start, _ in parts)
+    return {stage: round(seconds, 2) for stage, seconds in total.items()}
+
+
+def default_root(arguments: argparse.Namespace) -> str:
+    """Return the folder of this demo: one for each seed, preset and choice of data."""
+    choice = [arguments.config, arguments.overrides, arguments.model, arguments.dataset]
+    choice += [str(arguments.iterations), str(arguments.shards)]
+    digest = hashlib.sha256("\n".join(choice).encode()).hexdigest()[:8]
+    folder = REPOSITORY / "runs" / f"{arguments.preset}-seed{arguments.seed}-{digest}"
+    return folder.as_uri()
+
+
+def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes]:
+    """Start the local runner with its output in `log_path`."""
+    command = [sys.executable, "-m", "pipelines.local"]
+    for name, value in vars(arguments).items():
+        if name == "no_control" or value in (None, "", False):
+            continue
+        command.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            command.append(str(value))
+    with log_path.open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY)
+
+
+def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
+    """Spend `seconds` on more supervised training of the same start instead; return its scores."""
+    command = [sys.executable, "-m", "planish.sft.control", "--root", root]
+    command += ["--seconds", f"{seconds:.1f}"]
+    with log_path.open("ab") as log:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=log, cwd=REPOSITORY, check=True
+        )
+    result: dict[str, float] = json.loads(done.stdout.decode().strip().splitlines()[-1])
+    return result
+
+
+def read_summary(root: str) -> dict[str, Any]:
+    """Return what the exit report wrote about the run."""
+    uri = f"{layout.report(root)}/summary.json"
+    summary: dict[str, Any] = json.loads(open_store(uri).read(uri))
+    return summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; the last line of standard output is JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    run_parameters(parser, root_required=False)
+    parser.add_argument("--no-control", action="store_true", help="skip the supervised control")
+    arguments = parser.parse_args(argv)
+    arguments.root = (arguments.root or default_root(arguments)).rstrip("/")
+    console = Console(soft_wrap=True)
+    logs = REPOSITORY / "runs" / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log_path = logs / f"{hashlib.sha256(arguments.root.encode()).hexdigest()[:8]}.log"
+    console.print(f"run root   {arguments.root}", highlight=False)
+    console.print(f"log        {log_path}", highlight=False)
+    began = time.monotonic()
+    process = start_run(arguments, log_path)
+    try:
+        tasks = watch(process, arguments.root, console)
+    except (KeyboardInterrupt, PlanishError):
+        process.terminate()
+        raise
+    if process.returncode != 0:
+        console.print(f"the run failed; see {log_path}", style="bold red", highlight=False)
+        return 1
+    return finish(arguments, tasks, began, log_path, console)
+
+
+def finish(
+    arguments: argparse.Namespace,
+    tasks: Sequence[Task],
+    began: float,
+    log_path: Path,
+    console: Console,
+) -> int:
+    """Measure the control and print the result of a run that succeeded."""
+    stages = seconds_by_stage(tasks)
+    summary = read_summary(arguments.root)
+    result: dict[str, Any] = {
+        key: summary[key]
+        for key in (
+            "accuracy_before",
+            "accuracy_after",
+            "greedy_before",
+            "greedy_after",
+            "iterations",
+        )
+    }
+    learning = sum(stages.get(stage, 0.0) for stage in LEARNING_STAGES)
+    if not arguments.no_control and learning > 0:
+        control = run_control(arguments.root, learning, log_path)
+        console.print(
+            f"control: {learning:.0f} s more of supervised training (lr 1e-3) from the same start: "
+            f"avg@n {control['accuracy']:.3f}, greedy {control['greedy']:.3f}",
+            highlight=False,
+        )
+        result["control"] = control
+    result["seconds"] = round(time.monotonic() - began, 1)
+    result["seconds_by_stage"] = stages
+    result["report"] = f"{layout.report(arguments.root)}/report.html"
+    console.print(f"report     {result['report']}", highlight=False)
+    print(json.dumps(result, sort_keys=True))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    raise SystemExit(main())

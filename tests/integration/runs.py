@@ -1,0 +1,92 @@
+"""Drive whole runs through kfp's local runner in a child process, and compare what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from planish.records import layout
+from planish.store import open_store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = REPOSITORY / "tests" / "golden" / "configs" / "tiny.toml"
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, as in the demo."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def start(root: str, log: Path, *, iterations: int = 1, **parameters: Any) -> subprocess.Popen:
+    """Start a run in a session of its own; its output goes to `log`."""
+    parameters = {"config": str(TINY), "shards": 2, **parameters}
+    command = [sys.executable, "-m", "pipelines.local", "--root", root]
+    command += ["--iterations", str(iterations)]
+    for name, value in parameters.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env=environment(),
+            start_new_session=True,
+        )
+
+
+def finish(process: subprocess.Popen, log: Path, *, timeout: float = 600) -> None:
+    """Wait for a run that must succeed."""
+    code = process.wait(timeout=timeout)
+    assert code == 0, log.read_text(errors="replace")[-6000:]
+
+
+def run(root: str, log: Path, **parameters: Any) -> None:
+    """Run to the end."""
+    finish(start(root, log, **parameters), log)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End the run and every process that it started, without any warning."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+
+
+def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 300) -> None:
+    """Wait until a task of the stage has begun."""
+    store = open_store(root)
+    prefix = layout.stage_log(root, stage, iteration, 0)[: -len("00.json")]
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if any(uri.startswith(prefix) for uri in store.list(layout.logs(root) + "/")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"stage {stage} did not begin within {timeout} s")
+
+
+def digests(root: str) -> dict[str, str]:
+    """Return path under the root to sha256 for everything whose bytes a run promises."""
+    store = open_store(root)
+    result = {}
+    for uri in store.list(root + "/"):
+        path = uri[len(root) + 1 :]
+        if path.endswith(("manifest.json", "update.json")):
+            result[path] = sha256(store.read(uri)).hexdigest()
+    return result
+
+
+def manifests(root: str, part: str) -> dict[str, dict[str, Any]]:
+    """Return path to parsed manifest for all sets whose path holds `part`."""
+    store = open_store(root)
+    return {
+        uri[len(root) + 1 :]: json.loads(store.read(uri))
+        for uri in store.list(root + "/")
+        if uri.endswith("/manifest.json") and part in uri
+    }

@@ -1,0 +1,45 @@
+"""Chained runs, and what a chain trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration import runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("four")
+    root = (folder / "run").as_uri()
+    runs.run(root, folder / "log.txt", iterations=4)
+    return root
+
+
+def test_two_iterations_twice_equal_four(four: str, tmp_path: Path) -> None:
+    root = (tmp_path / "run").as_uri()
+    log = tmp_path / "log.txt"
+    runs.run(root, log, iterations=2)
+    runs.run(root, log, iterations=2, chain_index=1)
+
+    def learned(of: str) -> dict[str, str]:
+        return {k: v for k, v in runs.digests(of).items() if not k.startswith("evals/")}
+
+    assert learned(root) == learned(four)
+    final = runs.digests(four)
+    assert {k: v for k, v in runs.digests(root).items() if k in final} == final
+
+
+def test_no_prompt_is_lost_or_trained_twice(four: str) -> None:
+    consumed: list[int] = []
+    for path, manifest in sorted(runs.manifests(four, "/rollouts/").items()):
+        assert path.startswith("iterations/")
+        consumed += manifest["attributes"]["consumed"]
+    assert len(consumed) == len(set(consumed))
+    # Nothing before the last consumed prompt was skipped, except what the cursor still holds.
+    last = max(consumed)
+    missing = set(range(last + 1)) - set(consumed)
+    assert missing <= set(runs.pending(four))
