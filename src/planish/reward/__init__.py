@@ -1,0 +1,1 @@
+"""Reward stage: score the rollouts of an iteration row by row."""
