@@ -1,0 +1,33 @@
+"""Interface of the stage that exports a train state as a policy."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["train"], packages_to_install=[], install_kfp_package=False)
+def checkpoint(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    policy_pin: str,
+    state: dsl.Input[dsl.Model],
+    policy: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple("Exported", [("policy_pin", str)]):  # type: ignore[valid-type]
+    """Export the train state as a Hugging Face folder. Reads train-state/1, writes policy/1."""
+    from planish.checkpoint_stage.stage import run
+
+    return run(
+        root=root,
+        config_sha256=config_sha256,
+        number=number,
+        offset=offset,
+        policy_pin=policy_pin,
+        state=state,
+        policy=policy,
+        metrics=metrics,
+    )

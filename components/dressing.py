@@ -1,0 +1,107 @@
+"""What every pod of ours wears: environment, labels, secret, timeout, retries, GPU extras.
+
+KFP cannot set a priority class, host network or a second extended resource; those belong to the
+overlays of `manifests/`.
+"""
+
+from collections.abc import Mapping
+
+from kfp import dsl, kubernetes
+
+from components.images import GPU, GPU_NODE_LABEL, STAGE_IMAGES, Profile
+
+STAGE_LABEL = "planish/stage"
+ITERATION_LABEL = "planish/iteration"
+
+FIELD_ENV: dict[str, str] = {
+    "RUN_ID": "metadata.labels['pipeline/runid']",
+    "NODE_NAME": "spec.nodeName",
+    "POD_NAME": "metadata.name",
+}
+"""Environment variable to the field of the pod that fills it."""
+
+SECRET_ENV: dict[str, str] = {
+    "endpoint": "MINIO_ENDPOINT",
+    "access_key": "MINIO_ACCESS_KEY",
+    "secret_key": "MINIO_SECRET_KEY",
+    "secure": "MINIO_SECURE",
+}
+"""Key of the store secret to the environment variable that it fills."""
+
+SCRATCH = "/scratch"
+
+GPU_ENV: dict[str, str] = {
+    "HOME": SCRATCH,
+    "HF_HOME": f"{SCRATCH}/huggingface",
+    "XDG_CACHE_HOME": f"{SCRATCH}/cache",
+    "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
+    "VLLM_CACHE_ROOT": f"{SCRATCH}/vllm",
+}
+"""Caches of GPU libraries on a writable volume: pods run as a user without a home."""
+
+
+def dress(
+    task: dsl.PipelineTask,
+    stage: str,
+    *,
+    profile: Profile,
+    images: Mapping[str, str],
+    store_secret: str,
+    iteration: int = 0,
+    is_exit_task: bool = False,
+) -> dsl.PipelineTask:
+    """Give a task everything that does not depend on its own inputs.
+
+    Args:
+        task: the task of one component.
+        stage: name of the stage, key of `STAGE_IMAGES` and of `profile.stages`.
+        profile: resources, retries and timeouts.
+        images: image name to reference.
+        store_secret: name of the secret with the keys of `SECRET_ENV`; a pipeline parameter.
+        iteration: 1, 2, ... inside iterations, else 0.
+        is_exit_task: an exit task takes no retries.
+
+    Returns:
+        The same task.
+    """
+    resources = profile.stages[stage]
+    task.set_container_image(images[STAGE_IMAGES[stage]])
+    task.set_display_name(stage)
+    # Every stage reads or writes the run root, which no cache key knows.
+    task.set_caching_options(False)
+    task.set_cpu_request(resources.cpu)
+    task.set_memory_request(resources.memory)
+    task.set_memory_limit(resources.memory)
+    for name, value in profile.env.items():
+        task.set_env_variable(name, value)
+    for name, path in FIELD_ENV.items():
+        kubernetes.use_field_path_as_env(task, env_name=name, field_path=path)
+    kubernetes.use_secret_as_env(
+        task, secret_name=store_secret, secret_key_to_env=dict(SECRET_ENV), optional=True
+    )
+    kubernetes.add_pod_label(task, STAGE_LABEL, stage)
+    kubernetes.add_pod_label(task, ITERATION_LABEL, str(iteration))
+    kubernetes.set_timeout(task, resources.timeout_seconds)
+    kubernetes.set_image_pull_policy(task, "IfNotPresent")
+    if resources.retries and not is_exit_task:
+        task.set_retry(
+            num_retries=resources.retries,
+            backoff_duration=f"{resources.backoff_seconds}s",
+            backoff_factor=2.0,
+            backoff_max_duration=f"{resources.backoff_max_seconds}s",
+        )
+    if resources.gpus:
+        _dress_gpu(task, resources.gpus, resources.shared_memory)
+    return task
+
+
+def _dress_gpu(task: dsl.PipelineTask, gpus: int, shared_memory: str) -> None:
+    task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
+    kubernetes.add_toleration(task, key=GPU, operator="Exists", effect="NoSchedule")
+    kubernetes.add_node_selector(task, *GPU_NODE_LABEL)
+    kubernetes.empty_dir_mount(
+        *(task, "shm", "/dev/shm"), medium="Memory", size_limit=shared_memory
+    )
+    kubernetes.empty_dir_mount(task, "scratch", SCRATCH)
+    for name, value in GPU_ENV.items():
+        task.set_env_variable(name, value)

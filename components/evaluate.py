@@ -1,0 +1,27 @@
+"""Interface of the stage that measures accuracy on held-out prompts."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["rollout"], packages_to_install=[], install_kfp_package=False)
+def evaluate(
+    root: str,
+    config_sha256: str,
+    baseline_pin: str,
+    policy_pin: str,
+    evaluation: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Measure the policy before and after on held-out prompts. Writes eval/1."""
+    from planish.evaluate.stage import run
+
+    run(
+        root=root,
+        config_sha256=config_sha256,
+        baseline_pin=baseline_pin,
+        policy_pin=policy_pin,
+        evaluation=evaluation,
+        metrics=metrics,
+    )

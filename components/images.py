@@ -1,0 +1,199 @@
+"""One table: stage to image, resources, retries and timeouts for each profile.
+
+Everything here is fixed when a pipeline is compiled: the compiler of KFP 2.17 loses resource
+requests that come from run parameters. What is science is a run parameter instead.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+VERSION = "0.1.0"
+"""Tag of the images; equals the version of the package that they install."""
+
+IMAGES: dict[str, str] = {
+    "core": f"planish/core:{VERSION}",
+    "rollout": f"planish/rollout:{VERSION}",
+    "train": f"planish/train:{VERSION}",
+}
+"""Image name to reference; `python -m pipelines.compile --image NAME=REFERENCE` replaces one."""
+
+STAGE_IMAGES: dict[str, str] = {
+    "prepare": "core",
+    "curate": "core",
+    "sft": "train",
+    "rollout": "rollout",
+    "reward": "core",
+    "train": "train",
+    "checkpoint": "train",
+    "evaluate": "rollout",
+    "next": "core",
+    "report": "core",
+}
+"""Stage to image name; one image holds one set of dependencies and serves several stages."""
+
+GPU = "nvidia.com/gpu"
+"""Extended resource that a GPU stage asks for, and the key of the taint that it tolerates."""
+
+GPU_NODE_LABEL = ("nvidia.com/gpu.present", "true")
+"""Node selector of GPU stages, as the label that GPU feature discovery sets."""
+
+MINUTE = 60
+HOUR = 60 * MINUTE
+DAY = 24 * HOUR
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one task of a stage gets.
+
+    Example:
+        >>> Resources("2", "4Gi", timeout_seconds=600, retries=2).backoff_max_seconds
+        5400
+    """
+
+    cpu: str
+    """CPU request in cores."""
+    memory: str
+    """Memory request and limit, in units that Kubernetes knows (`Gi`, not `GB`)."""
+    timeout_seconds: int
+    """Deadline of one attempt."""
+    retries: int = 0
+    """Attempts after the first one."""
+    backoff_seconds: int = 30
+    """Pause before the first retry; doubles each time."""
+    gpus: int = 0
+    """GPUs of the pod."""
+    shared_memory: str = ""
+    """Size of `/dev/shm` for GPU stages; counts against `memory`."""
+
+    @property
+    def backoff_max_seconds(self) -> int:
+        """Limit on the time since the first attempt began, beyond which nothing is retried.
+
+        Its default of one hour would silently leave long stages without retries, so it is all
+        attempts at full length and one hour for the pauses.
+        """
+        return (self.retries + 1) * self.timeout_seconds + HOUR
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One size of the pipeline."""
+
+    name: str
+    """`[a-z0-9-]+`; part of the file name of the compiled pipeline."""
+    num_iterations: int
+    """Iterations of one run."""
+    num_shards: int
+    """Parallel rollout tasks of one iteration."""
+    parallelism: int
+    """Rollout tasks that may run at the same time; 0 is all of them."""
+    stages: Mapping[str, Resources]
+    """Resources by stage; every stage is named."""
+    deadline_seconds: int
+    """Deadline of the whole run."""
+    retention_seconds: int
+    """How long the cluster keeps the workflow of an ended run."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of every task."""
+
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+_TINY_LIGHT = Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=1, backoff_seconds=1)
+_TINY_HEAVY = Resources("1", "4Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1)
+
+CPU_TINY = Profile(
+    name="cpu-tiny",
+    num_iterations=8,
+    num_shards=2,
+    parallelism=2,
+    stages={
+        "prepare": Resources("250m", "1Gi", timeout_seconds=5 * MINUTE),
+        "curate": _TINY_LIGHT,
+        "sft": _TINY_HEAVY,
+        "rollout": _TINY_HEAVY,
+        "reward": _TINY_LIGHT,
+        "train": _TINY_HEAVY,
+        "checkpoint": _TINY_LIGHT,
+        "evaluate": _TINY_HEAVY,
+        "next": Resources("250m", "512Mi", timeout_seconds=5 * MINUTE, retries=1),
+        "report": Resources("250m", "1Gi", timeout_seconds=10 * MINUTE),
+    },
+    deadline_seconds=6 * HOUR,
+    retention_seconds=7 * DAY,
+    env=_ONE_THREAD,
+)
+"""The 0.1 M parameter default: one CPU machine, no accelerator, a few minutes."""
+
+
+def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
+    light = Resources("4", "32Gi", timeout_seconds=4 * HOUR, retries=3)
+    one_gpu = Resources(
+        *("12", "160Gi"), timeout_seconds=12 * HOUR, retries=3, gpus=1, shared_memory="16Gi"
+    )
+    eight_gpus = Resources(
+        *("64", "1200Gi"),
+        timeout_seconds=train_timeout_seconds,
+        retries=3,
+        gpus=8,
+        shared_memory="256Gi",
+    )
+    return {
+        "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
+        "curate": light,
+        "sft": eight_gpus,
+        "rollout": one_gpu,
+        "reward": light,
+        "train": eight_gpus,
+        "checkpoint": light,
+        "evaluate": one_gpu,
+        "next": Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=3),
+        "report": Resources("500m", "4Gi", timeout_seconds=30 * MINUTE),
+    }
+
+
+GPU_1X8 = Profile(
+    name="gpu-1x8",
+    num_iterations=10,
+    num_shards=8,
+    parallelism=8,
+    stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
+    deadline_seconds=14 * DAY,
+    retention_seconds=30 * DAY,
+)
+"""One machine with eight GPUs: eight rollout pods of one GPU, then one train pod of eight."""
+
+GPU_4X8 = Profile(
+    name="gpu-4x8",
+    num_iterations=10,
+    num_shards=32,
+    parallelism=32,
+    stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
+    deadline_seconds=14 * DAY,
+    retention_seconds=30 * DAY,
+)
+"""Four machines with eight GPUs: rollout spreads over all 32, train runs in one pod of eight.
+
+A KFP task is one pod, so training over several machines needs a job of its own; this profile does
+not pretend to it.
+"""
+
+PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8)}
+"""Profiles by name."""
+
+
+def resolve_images(replaced: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the image table with some references replaced.
+
+    Raises:
+        ValueError: a name that the table lacks, or an empty reference.
+    """
+    replaced = dict(replaced or {})
+    unknown = sorted(set(replaced) - set(IMAGES))
+    if unknown:
+        raise ValueError(f"an image must be one of {sorted(IMAGES)}, got {unknown}")
+    empty = sorted(name for name, reference in replaced.items() if not reference.strip())
+    if empty:
+        raise ValueError(f"an image reference must not be empty, got '' for {empty}")
+    return {**IMAGES, **replaced}

@@ -1,0 +1,25 @@
+"""Interface of the stage that submits the following run of a chain."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def next_run(
+    root: str,
+    config_sha256: str,
+    chain_index: int,
+    max_runs: int,
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Submit run chain_index + 1 on the same root, once, until max_runs or the stop file."""
+    from planish.next_run.stage import run
+
+    run(
+        root=root,
+        config_sha256=config_sha256,
+        chain_index=chain_index,
+        max_runs=max_runs,
+        metrics=metrics,
+    )

@@ -1,0 +1,49 @@
+"""Interface of the stage that checks everything and writes `run.json`."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def prepare(
+    root: str,
+    preset: str,
+    config: str,
+    overrides: str,
+    model: str,
+    dataset: str,
+    seed: int,
+    resume_from: str,
+    chain_index: int,
+    num_iterations: int,
+    allow_config_change: bool,
+    assume_autoscaling: bool,
+    requests: str,
+    summary: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple(  # type: ignore[valid-type]
+    "Prepared", [("config_sha256", str), ("offset", int), ("chain_index", int)]
+):
+    """Check configuration, store, lock and cluster; write run.json; say what will happen."""
+    from planish.prepare.stage import run
+
+    return run(
+        root=root,
+        preset=preset,
+        config=config,
+        overrides=overrides,
+        model=model,
+        dataset=dataset,
+        seed=seed,
+        resume_from=resume_from,
+        chain_index=chain_index,
+        num_iterations=num_iterations,
+        allow_config_change=allow_config_change,
+        assume_autoscaling=assume_autoscaling,
+        requests=requests,
+        summary=summary,
+        metrics=metrics,
+    )

@@ -1,0 +1,29 @@
+"""Interface of the exit task, which runs after success and after failure."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def report(
+    root: str,
+    webhook: str,
+    status: dsl.PipelineTaskFinalStatus,
+    report: dsl.Output[dsl.HTML],
+    summary: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Write the report of the run from its root, whatever the state of the run."""
+    from planish.report.stage import run
+
+    run(
+        root=root,
+        state=status.state,
+        failed_task=status.pipeline_task_name,
+        error_message=status.error_message or "",
+        webhook=webhook,
+        report=report,
+        summary=summary,
+        metrics=metrics,
+    )

@@ -1,0 +1,31 @@
+"""Interface of the stage that scores rollouts."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def reward(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    num_shards: int,
+    policy_pin: str,
+    rewards: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Score the rollouts of all shards. Reads rollouts/1, writes rewards/1. CPU only."""
+    from planish.reward.stage import run
+
+    run(
+        root=root,
+        config_sha256=config_sha256,
+        number=number,
+        offset=offset,
+        num_shards=num_shards,
+        policy_pin=policy_pin,
+        rewards=rewards,
+        metrics=metrics,
+    )

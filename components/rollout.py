@@ -1,0 +1,35 @@
+"""Interface of the stage that samples responses."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["rollout"], packages_to_install=[], install_kfp_package=False)
+def rollout(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    shard: int,
+    num_shards: int,
+    policy_pin: str,
+    state_pin: str,
+    rollouts: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Sample groups of responses until this shard of the batch is full. Writes rollouts/1."""
+    from planish.rollout.stage import run
+
+    run(
+        root=root,
+        config_sha256=config_sha256,
+        number=number,
+        offset=offset,
+        shard=shard,
+        num_shards=num_shards,
+        policy_pin=policy_pin,
+        state_pin=state_pin,
+        rollouts=rollouts,
+        metrics=metrics,
+    )

@@ -1,0 +1,25 @@
+"""Interface of the supervised cold start."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["train"], packages_to_install=[], install_kfp_package=False)
+def sft(
+    root: str,
+    config_sha256: str,
+    prompts: dsl.Input[dsl.Dataset],
+    policy: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple(  # type: ignore[valid-type]
+    "Start", [("policy_pin", str), ("state_pin", str)]
+):
+    """Give the policy that the first iteration starts from. Writes policy/1."""
+    from planish.sft.stage import run
+
+    return run(
+        root=root, config_sha256=config_sha256, prompts=prompts, policy=policy, metrics=metrics
+    )

@@ -1,0 +1,1 @@
+"""The pipelines as Kubeflow sees them; they know the components and nothing behind them."""

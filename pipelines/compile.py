@@ -1,0 +1,125 @@
+"""Write every pipeline as YAML, one file for each (pipeline, profile).
+
+python -m pipelines.compile            rewrites the golden files
+python -m pipelines.compile --check    fails with a diff when they are not up to date
+"""
+
+import argparse
+import difflib
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kfp import compiler
+
+from components.images import PROFILES, Profile
+from pipelines.lint import lint
+from pipelines.post_train import build_post_train, profile_named
+
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "pipelines"
+"""Folder of the committed files."""
+
+
+def file_name(profile: Profile) -> str:
+    """Return the name of the compiled file of a profile."""
+    return f"post-train-{profile.name}.yaml"
+
+
+def compile_text(profile: Profile, images: Mapping[str, str] | None = None) -> str:
+    """Return the compiled YAML of `post_train`; equal inputs give equal bytes.
+
+    Raises:
+        ValueError: a count outside its limits, or an unknown image name.
+    """
+    pipeline = build_post_train(profile, images=images)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pipeline.yaml"
+        compiler.Compiler().compile(pipeline, str(path))
+        return path.read_text("utf-8")
+
+
+def normalised(text: str) -> str:
+    """Drop the line that names the SDK's version, which changes without us."""
+    return re.sub(r"^sdkVersion: .*\n", "", text, flags=re.MULTILINE)
+
+
+def drift(path: Path, text: str) -> list[str]:
+    """Return the difference between a committed file and what compiles now; empty when equal."""
+    committed = path.read_text("utf-8") if path.exists() else ""
+    return list(
+        difflib.unified_diff(
+            normalised(committed).splitlines(),
+            normalised(text).splitlines(),
+            fromfile=f"committed/{path.name}",
+            tofile=f"compiled/{path.name}",
+            lineterm="",
+        )
+    )
+
+
+def parse_images(pairs: Sequence[str]) -> dict[str, str]:
+    """Parse `name=reference` pairs.
+
+    Raises:
+        ValueError: a pair without `=`.
+    """
+    images: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, reference = pair.partition("=")
+        if not equals:
+            raise ValueError(f"an image must read name=reference, got {pair!r}")
+        images[name] = reference
+    return images
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--out", type=Path, default=GOLDEN, help="folder of the files")
+    parser.add_argument("--profile", action="append", choices=sorted(PROFILES), default=[])
+    parser.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
+    parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
+    parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
+    parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
+    parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, lint, then write or compare. Returns 1 on drift or lint faults."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    failed = False
+    try:
+        images = parse_images(arguments.image)
+        profiles = [
+            profile_named(
+                name,
+                num_iterations=arguments.iterations,
+                num_shards=arguments.shards,
+                parallelism=arguments.parallelism,
+            )
+            for name in arguments.profile or PROFILES
+        ]
+        texts = [(profile, compile_text(profile, images)) for profile in profiles]
+    except ValueError as error:
+        parser.error(str(error))
+    for profile, text in texts:
+        path = arguments.out / file_name(profile)
+        faults = [str(fault) for fault in lint(text, images=images, release=arguments.release)]
+        lines = drift(path, text) if arguments.check else []
+        if not arguments.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        for line in [*faults, *lines]:
+            sys.stderr.write(f"{line}\n")
+        failed = failed or bool(faults or lines)
+        word = "failed" if faults or lines else ("ok" if arguments.check else "written")
+        sys.stderr.write(f"{word} {path.name} bytes={len(text)}\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,249 @@
+"""The reinforcement-learning run: prepare, curate, sft, iterations, evaluate, next, report.
+
+KFP has no loop of unknown length, so the iterations of one run are unrolled when the pipeline is
+compiled, and a longer training is a chain of runs on the same root.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kfp import dsl
+
+from components import curate, evaluate, next_run, prepare, report, sft
+from components.dressing import dress
+from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
+from pipelines.iteration import build_iteration
+
+MAX_ITERATIONS = 30
+MAX_SHARDS = 32
+
+DESCRIPTION = """Post-train a reasoning language model by reinforcement learning.
+
+Args:
+    root: URI under which the run lives, `s3://bucket/prefix` or `file:///folder`.
+    preset: Name of the shipped configuration to start from.
+    config: URI or path of a TOML file laid over the preset, optionally pinned by
+        `#sha256=<digest>`; empty for none.
+    overrides: Settings laid over both, `section.key=value` separated by spaces.
+    model: Model to start from, hub id or folder; empty for the configured one.
+    dataset: Data to train on, hub id, JSONL or Parquet; empty for the configured one.
+    seed: Seed of every random choice; -1 for the configured one.
+    resume_from: Root of another run whose newest policy and state start this one.
+    chain_index: Position in a chain of runs on this root; -1 for the first unfinished.
+    max_runs: Runs of the chain; the last task submits the next one up to this number.
+    allow_config_change: Go on when the root holds another configuration.
+    assume_autoscaling: Only warn when no node is large enough now.
+    webhook: URL that gets the summary at the end; empty for none.
+    store_secret: Name of the secret with endpoint, access_key and secret_key.
+"""
+"""Docstring of the pipeline: what a person reads beside each field of the run form."""
+
+
+def check_profile(profile: Profile) -> None:
+    """Refuse what KFP or Argo cannot carry.
+
+    Raises:
+        ValueError: names each limit and its reason.
+    """
+    faults = []
+    if not 1 <= profile.num_iterations <= MAX_ITERATIONS:
+        faults.append(
+            f"`num_iterations` must be 1 to {MAX_ITERATIONS}, got {profile.num_iterations}; the "
+            "workflow object of a longer run outgrows what the cluster stores (1 MiB): chain "
+            "several runs instead"
+        )
+    if not 1 <= profile.num_shards <= MAX_SHARDS:
+        faults.append(
+            f"`num_shards` must be 1 to {MAX_SHARDS}, got {profile.num_shards}; every shard adds "
+            "pods to one workflow object, and wide loops stall its updates"
+        )
+    if not 0 <= profile.parallelism <= max(profile.num_shards, 0):
+        faults.append(
+            f"`parallelism` must be 0 (all shards) to `num_shards` ({profile.num_shards}), got "
+            f"{profile.parallelism}; a loop cannot run more tasks than it has"
+        )
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", profile.name):
+        faults.append(
+            f"a profile name must match [a-z0-9-], got {profile.name!r}; it becomes part of the "
+            "pipeline's name"
+        )
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def profile_named(
+    name: str,
+    *,
+    num_iterations: int | None = None,
+    num_shards: int | None = None,
+    parallelism: int | None = None,
+) -> Profile:
+    """Return a profile of the table, with its counts replaced where given.
+
+    Fewer shards lower the parallelism with them unless it is given too.
+
+    Raises:
+        ValueError: no such profile, or a count outside its limits.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"a profile must be one of {sorted(PROFILES)}, got {name!r}")
+    profile = PROFILES[name]
+    shards = profile.num_shards if num_shards is None else num_shards
+    if parallelism is None:
+        parallelism = profile.parallelism if num_shards is None else shards
+    profile = dataclasses.replace(
+        profile,
+        num_iterations=profile.num_iterations if num_iterations is None else num_iterations,
+        num_shards=shards,
+        parallelism=parallelism,
+    )
+    check_profile(profile)
+    return profile
+
+
+def largest_requests(profile: Profile) -> str:
+    """Return, as JSON, what the cluster must be able to hold; the prepare stage checks it.
+
+    `pod` is the largest request of a single pod by resource; `total` is the largest sum of pods
+    that run at the same time (a fan-out of rollout shards or one pod).
+    """
+    pod: dict[str, str] = {}
+    total: dict[str, str] = {}
+    for stage, resources in profile.stages.items():
+        count = (profile.parallelism or profile.num_shards) if stage == "rollout" else 1
+        gpus = {GPU: str(resources.gpus)} if resources.gpus else {}
+        for name, text in {"cpu": resources.cpu, "memory": resources.memory, **gpus}.items():
+            if _amount(text) > _amount(pod.get(name, "0")):
+                pod[name] = text
+            if count * _amount(text) > _amount(total.get(name, "0")):
+                total[name] = (
+                    str(int(count * _amount(text)))
+                    if name != "cpu"
+                    else _cores(count * _amount(text))
+                )
+    return json.dumps({"pod": pod, "total": total}, sort_keys=True)
+
+
+_UNITS = {"m": 1e-3, "": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+
+def _amount(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)(m|Ki|Mi|Gi|Ti|)", text)
+    if match is None:
+        raise ValueError(f"an amount must read like 500m, 2 or 4Gi, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _cores(amount: float) -> str:
+    return f"{round(amount * 1000)}m"
+
+
+def build_post_train(
+    profile: Profile = CPU_TINY, *, images: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """Return the pipeline of one run; call it to run locally, or compile it.
+
+    Args:
+        profile: counts, resources, retries.
+        images: image name to reference, replacing those of the table.
+
+    Raises:
+        ValueError: a count outside its limits, or an unknown image name.
+    """
+    check_profile(profile)
+    table = resolve_images(images)
+    numbers = range(1, profile.num_iterations + 1)
+    iterations = [build_iteration(profile, table, number) for number in numbers]
+
+    def post_train(
+        root: str,
+        preset: str = "dapo-tiny",
+        config: str = "",
+        overrides: str = "",
+        model: str = "",
+        dataset: str = "",
+        seed: int = -1,
+        resume_from: str = "",
+        chain_index: int = 0,
+        max_runs: int = 1,
+        allow_config_change: bool = False,
+        assume_autoscaling: bool = False,
+        webhook: str = "",
+        store_secret: str = "planish-store",
+    ) -> None:
+        settings = {
+            "preset": preset,
+            "config": config,
+            "overrides": overrides,
+            "model": model,
+            "dataset": dataset,
+            "seed": seed,
+            "resume_from": resume_from,
+            "chain_index": chain_index,
+            "allow_config_change": allow_config_change,
+            "assume_autoscaling": assume_autoscaling,
+        }
+        worn: dict[str, Any] = {"profile": profile, "images": table, "store_secret": store_secret}
+        reported = report(root=root, webhook=webhook)
+        dress(reported, "report", is_exit_task=True, **worn)
+        with dsl.ExitHandler(reported, name="post-train"):
+            _steps(root, settings, max_runs, iterations, worn)
+
+    post_train.__doc__ = DESCRIPTION
+    return _as_pipeline(post_train, profile)
+
+
+def _as_pipeline(function: Callable[..., None], profile: Profile) -> Callable[..., Any]:
+    decorate = dsl.pipeline(
+        name="post-train",
+        display_name=f"post-train {profile.name}",
+        pipeline_config=dsl.PipelineConfig(
+            active_deadline_seconds=profile.deadline_seconds,
+            ttl_seconds_after_finished=profile.retention_seconds,
+            ttl_seconds_after_success=profile.retention_seconds,
+            ttl_seconds_after_failure=profile.retention_seconds,
+        ),
+    )
+    return decorate(function)  # type: ignore[no-any-return]
+
+
+def _steps(
+    root: Any,
+    settings: Mapping[str, Any],
+    max_runs: Any,
+    iterations: Sequence[Callable[..., Any]],
+    worn: dict[str, Any],
+) -> None:
+    """Wire everything that the exit handler watches; parameters are pipeline channels."""
+    prepared = prepare(
+        root=root,
+        **settings,
+        num_iterations=len(iterations),
+        requests=largest_requests(worn["profile"]),
+    )
+    dress(prepared, "prepare", **worn)
+    of_run = {"root": root, "config_sha256": prepared.outputs["config_sha256"]}
+    curated = dress(curate(**of_run), "curate", **worn)
+    started = sft(**of_run, prompts=curated.outputs["prompts"])
+    dress(started, "sft", **worn)
+    pins = started
+    for number, iteration in enumerate(iterations, start=1):
+        pins = iteration(
+            **of_run,
+            number=number,
+            offset=prepared.outputs["offset"],
+            policy_pin=pins.outputs["policy_pin"],
+            state_pin=pins.outputs["state_pin"],
+            store_secret=worn["store_secret"],
+        ).set_display_name(f"iteration {number}")
+    evaluated = evaluate(
+        **of_run,
+        baseline_pin=started.outputs["policy_pin"],
+        policy_pin=pins.outputs["policy_pin"],
+    )
+    dress(evaluated, "evaluate", **worn)
+    followed = next_run(**of_run, chain_index=prepared.outputs["chain_index"], max_runs=max_runs)
+    dress(followed, "next", **worn).after(evaluated)

@@ -1,0 +1,142 @@
+"""A stand-in package `planish` whose stages do nothing but write down that they ran.
+
+It lets the tests drive the real components and pipelines through the real local runner in
+seconds. Behaviour is steered by files under the run root, so that it survives process borders:
+`<root>/break/<stage>-<iteration>` makes a stage fail, once when the file holds `once`.
+"""
+
+import json
+import textwrap
+from pathlib import Path
+
+_COMMON = '''
+import json, os, sys, time
+from pathlib import Path
+
+
+def note(stage, iteration=0, shard=0, **facts):
+    """Append one event and fail when told to."""
+    root = Path(facts["root"].removeprefix("file://"))
+    for value in facts.values():
+        assert type(value) in (str, int, float, bool), (stage, value)
+    event = dict(facts, stage=stage, iteration=iteration, shard=shard, pid=os.getpid(),
+                 time=time.time(), threads=os.environ.get("OMP_NUM_THREADS", ""))
+    with (root / "events.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\\n")
+    order = root / "break" / f"{stage}-{iteration}"
+    if order.exists():
+        text = order.read_text()
+        if text == "once":
+            order.unlink()
+        sys.exit(2 if text == "config" else 1)
+
+
+def write(*artifacts):
+    """Write each output artifact as a stage would."""
+    for artifact in artifacts:
+        Path(artifact.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(artifact.path).write_text("{}")
+'''
+
+_STAGES = {
+    "prepare": """
+        from collections import namedtuple
+        Prepared = namedtuple("Prepared", "config_sha256 offset chain_index")
+        def run(*, root, preset, config, overrides, model, dataset, seed, resume_from, chain_index,
+                num_iterations, allow_config_change, assume_autoscaling, requests, summary,
+                metrics):
+            note("prepare", root=root, preset=preset, seed=seed, chain_index=chain_index,
+                 num_iterations=num_iterations, allow_config_change=allow_config_change,
+                 requests=requests, resume_from=resume_from)
+            write(summary)
+            metrics.log_metric("offset", 2.0)
+            return Prepared("c" * 64, 2, chain_index)
+    """,
+    "curate": """
+        def run(*, root, config_sha256, prompts, metrics, report):
+            note("curate", root=root, config_sha256=config_sha256)
+            write(prompts, report)
+    """,
+    "sft": """
+        from collections import namedtuple
+        Start = namedtuple("Start", "policy_pin state_pin")
+        def run(*, root, config_sha256, prompts, policy, metrics):
+            note("sft", root=root, config_sha256=config_sha256)
+            assert Path(prompts.path).exists()
+            write(policy)
+            return Start("policy-2", "")
+    """,
+    "rollout": """
+        def run(*, root, config_sha256, number, offset, shard, num_shards, policy_pin, state_pin,
+                rollouts, metrics):
+            note("rollout", root=root, iteration=offset + number, shard=shard, number=number,
+                 offset=offset, num_shards=num_shards, policy_pin=policy_pin,
+                 state_pin=state_pin)
+            time.sleep(float(os.environ.get("FAKE_ROLLOUT_SECONDS", "0")))
+            note("rollout-end", root=root, iteration=offset + number, shard=shard)
+            write(rollouts)
+    """,
+    "reward": """
+        def run(*, root, config_sha256, number, offset, num_shards, policy_pin, rewards, metrics):
+            note("reward", root=root, iteration=offset + number, num_shards=num_shards,
+                 policy_pin=policy_pin)
+            write(rewards)
+    """,
+    "train": """
+        from collections import namedtuple
+        Trained = namedtuple("Trained", "state_pin")
+        def run(*, root, config_sha256, number, offset, num_shards, policy_pin, state_pin, rewards,
+                state, metrics):
+            note("train", root=root, iteration=offset + number, num_shards=num_shards,
+                 policy_pin=policy_pin, state_pin=state_pin)
+            assert Path(rewards.path).exists()
+            write(state)
+            metrics.log_metric("loss", 0.5)
+            return Trained(f"state-{offset + number}")
+    """,
+    "checkpoint_stage": """
+        from collections import namedtuple
+        Exported = namedtuple("Exported", "policy_pin")
+        def run(*, root, config_sha256, number, offset, policy_pin, state, policy, metrics):
+            note("checkpoint", root=root, iteration=offset + number, policy_pin=policy_pin)
+            assert Path(state.path).exists()
+            write(policy)
+            return Exported(f"policy-{offset + number}")
+    """,
+    "evaluate": """
+        def run(*, root, config_sha256, baseline_pin, policy_pin, evaluation, metrics):
+            note("evaluate", root=root, baseline_pin=baseline_pin, policy_pin=policy_pin)
+            write(evaluation)
+    """,
+    "next_run": """
+        def run(*, root, config_sha256, chain_index, max_runs, metrics):
+            note("next", root=root, chain_index=chain_index, max_runs=max_runs)
+    """,
+    "report": """
+        def run(*, root, state, failed_task, error_message, webhook, report, summary, metrics):
+            note("report", root=root, state=state, failed_task=failed_task,
+                 error_message=error_message, webhook=webhook)
+            write(report, summary)
+    """,
+}
+
+
+def write_fake_stages(folder: Path) -> Path:
+    """Write the package below `folder` and return what belongs in front of the module path."""
+    package = folder / "planish"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(_COMMON)
+    for stage, body in _STAGES.items():
+        (package / stage).mkdir()
+        (package / stage / "__init__.py").write_text("")
+        head = "import os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
+        (package / stage / "stage.py").write_text(head + textwrap.dedent(body))
+    return folder
+
+
+def read_events(root: Path) -> list[dict]:
+    """Return what the stages wrote down, in order."""
+    path = root / "events.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
