@@ -1,0 +1,191 @@
+"""From record sets to tensors: train batch, mini-batches, micro-batches.
+
+Knows nothing of losses. Every rank builds the same batch and the same plan from the same records,
+so only gradients and a few sums have to travel between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planish.algorithms.base import TrainBatch
+from planish.errors import RecordError
+from planish.records.ragged import Ragged
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import FinishReason, RolloutSet
+
+Rows = npt.NDArray[np.int64]
+
+
+def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
+    """Join rollouts and their rewards, row by row, into padded sequences.
+
+    Rows with `keep` False take no part. A row trains on the tokens that were sampled in this
+    iteration, from `window_start` on.
+
+    Args:
+        rollouts: all shards of the iteration, one after the other.
+        rewards: row `r` scores row `r` of `rollouts`.
+
+    Returns:
+        B sequences of S columns, S the longest; old log-probabilities, values, advantages and
+        returns are 0 until they are computed.
+
+    Raises:
+        RecordError: the sets do not belong together, or a kept rollout is empty.
+    """
+    if rewards.num_rows != rollouts.num_rows:
+        raise RecordError(
+            f"`rewards` must have one row per rollout, got {rewards.num_rows} rows for "
+            f"{rollouts.num_rows} rollouts; they come from different iterations"
+        )
+    rows = np.flatnonzero(rewards.keep)
+    groups = rollouts.group_index[rows]
+    prompts = rollouts.prompt_tokens.take(groups)
+    responses = rollouts.response_tokens.take(rows)
+    _refuse_empty(rows, prompts, responses, rollouts)
+    starts = prompts.lengths
+    ends = starts + responses.lengths
+    shape = (len(rows), int(ends.max()) if len(rows) else 1)
+    column = np.arange(shape[1])
+    real = column < ends[:, None]
+    in_response = real & (column >= starts[:, None])
+    trained = real & (column >= (starts + rollouts.window_start[rows])[:, None])
+    input_ids = np.zeros(shape, np.int64)
+    input_ids[real & ~in_response] = prompts.values
+    input_ids[in_response] = responses.values
+    logprobs = np.zeros(shape, np.float32)
+    logprobs[in_response] = rollouts.rollout_logprobs.take(rows).values
+    finish = rollouts.finish[rows]
+    truncated = finish == FinishReason.LENGTH
+    zeros = torch.zeros(shape, dtype=torch.float32)
+    return TrainBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(np.where(real, column, 0).astype(np.int64)),
+        attention_mask=torch.from_numpy(real),
+        policy_mask=torch.from_numpy(trained),
+        value_mask=torch.from_numpy(in_response),
+        rollout_logprobs=torch.from_numpy(logprobs),
+        old_logprobs=zeros,
+        values=zeros,
+        advantages=zeros,
+        returns=zeros,
+        reward=torch.from_numpy(rewards.reward[rows]),
+        accuracy=torch.from_numpy(rewards.accuracy[rows]),
+        group_index=torch.from_numpy(groups),
+        is_truncated=torch.from_numpy(truncated),
+        is_finished=torch.from_numpy(truncated | (finish == FinishReason.STOP)),
+    )
+
+
+def _refuse_empty(rows: Rows, prompts: Ragged, responses: Ragged, rollouts: RolloutSet) -> None:
+    """Column 0 is never trained and a rollout without a token has no last one to reward."""
+    for name, ragged in (("prompt", prompts), ("response", responses)):
+        empty = np.flatnonzero(ragged.lengths == 0)
+        if len(empty):
+            first = rollouts.rollout_id[int(rows[empty[0]])]
+            raise RecordError(
+                f"the {name} of a kept rollout must have at least one token, got 0 in "
+                f"{len(empty)} rows, first {first!r}; the reward stage must set `keep` to False"
+            )
+
+
+def split_minibatches(
+    num_rows: int, rollouts_per_minibatch: int, num_passes: int, *, seed: Sequence[int]
+) -> list[Rows]:
+    """Shuffle all rows once per pass and cut them into mini-batches of nearly equal size.
+
+    Args:
+        num_rows: rows of the train batch.
+        rollouts_per_minibatch: largest size; sizes differ by at most one.
+        num_passes: how often each row is used.
+        seed: what the shuffle depends on.
+
+    Returns:
+        Row numbers per optimizer step; none for an empty batch.
+
+    Example:
+        >>> [len(part) for part in split_minibatches(10, 4, 1, seed=[0])]
+        [4, 3, 3]
+    """
+    if num_rows == 0:
+        return []
+    generator = np.random.default_rng(list(seed))
+    count = -(-num_rows // rollouts_per_minibatch)
+    parts: list[Rows] = []
+    for _ in range(num_passes):
+        order = generator.permutation(num_rows).astype(np.int64)
+        parts.extend(np.array_split(order, count))
+    return parts
+
+
+def plan_microbatches(
+    lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, num_ranks: int
+) -> list[list[Rows]]:
+    """Cut the sequences of an optimizer step into micro-batches of similar length, for each rank.
+
+    Sequences are sorted by length, so that little is padding, and filled into micro-batches up to
+    the budget. Every rank gets the same number of micro-batches, since sharded models compute in
+    step; a rank short of sequences gets empty ones.
+
+    Args:
+        lengths: [B] int64, tokens of each sequence.
+        tokens_per_microbatch: rows * longest row must not exceed it; a longer row goes alone.
+        num_ranks: data-parallel processes.
+
+    Returns:
+        Per rank a list of row numbers; together each row exactly once.
+
+    Example:
+        >>> plan = plan_microbatches(np.array([3, 9, 4, 8]), 18, 1)
+        >>> [rows.tolist() for rows in plan[0]]
+        [[3, 1], [0, 2]]
+    """
+    order = np.argsort(lengths, kind="stable")
+    parts: list[Rows] = []
+    # From the longest down: the first micro-batch is the largest, so memory peaks early.
+    stop = len(order)
+    while stop > 0:
+        room = max(1, tokens_per_microbatch // max(1, int(lengths[order[stop - 1]])))
+        start = max(0, stop - room)
+        parts.append(order[start:stop].astype(np.int64))
+        stop = start
+    while len(parts) % num_ranks:
+        largest = max(range(len(parts)), key=lambda i: (len(parts[i]), -i))
+        if len(parts[largest]) < 2:
+            parts.append(np.zeros(0, np.int64))
+            continue
+        half = len(parts[largest]) // 2
+        parts[largest : largest + 1] = [parts[largest][half:], parts[largest][:half]]
+    return [parts[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def lengths_of(batch: TrainBatch) -> npt.NDArray[np.int64]:
+    """Return the real tokens of each sequence, [B] int64."""
+    counts: npt.NDArray[np.int64] = batch.attention_mask.sum(1).cpu().numpy()
+    return counts
+
+
+def gather_rows(batch: TrainBatch, rows: Rows) -> TrainBatch:
+    """Return the given rows without the columns that are padding in all of them.
+
+    No rows give one row of padding whose masks are all False: a rank without sequences still has
+    to take part in the collective work of the others.
+    """
+    if len(rows) == 0:
+        idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=2)
+        off = torch.zeros_like(idle.policy_mask)
+        return idle.updated(attention_mask=off, policy_mask=off, value_mask=off)
+    index = torch.from_numpy(np.ascontiguousarray(rows))
+    longest = int(batch.attention_mask.index_select(0, index).sum(1).max())
+    return batch.take(index, num_columns=longest)
+
+
+def scatter_tokens(mask: Tensor, per_token: Tensor) -> Tensor:
+    """Put the values of the selected tokens, [K], back into [B, S] with 0 elsewhere."""
+    return per_token.new_zeros(mask.shape).masked_scatter(mask, per_token)
