@@ -1,0 +1,74 @@
+"""The report stage: gather, draw, write. It runs after success and after failure."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from planish.errors import PlanishError
+from planish.records import layout
+from planish.report.gather import gather
+from planish.report.keys import as_metrics, as_summary, key_numbers
+from planish.report.page import build_page
+from planish.report.render import render_html, render_markdown
+from planish.report.webhook import post
+from planish.stage import Artifact, Context, Outcome, execute
+from planish.store import open_store
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    root: str,
+    state: str,
+    failed_task: str,
+    error_message: str,
+    webhook: str,
+    report: Artifact,
+    summary: Artifact,
+    metrics: Artifact,
+) -> None:
+    """Report on a run from what lies under its root.
+
+    Args:
+        root: URI of the run.
+        state: final state of the run, e.g. `SUCCEEDED` or `FAILED`.
+        failed_task: what the scheduler names as failed; the stage logs know it better.
+        error_message: what the scheduler says about it.
+        webhook: http(s) URL that gets the summary by one POST; empty for none.
+        report: gets the HTML page.
+        summary: gets the Markdown summary.
+        metrics: gets the key numbers.
+    """
+    execute(
+        "report",
+        lambda context: _work(context, state, failed_task, error_message, webhook),
+        root=root,
+        config_sha256=None,
+        outputs={"report": report, "summary": summary, "metrics": metrics},
+    )
+
+
+def _work(
+    context: Context, state: str, failed_task: str, error_message: str, webhook: str
+) -> Outcome:
+    facts = gather(context.root)
+    keys = key_numbers(facts, state)
+    page = build_page(facts, keys, failed_task=failed_task, error_message=error_message)
+    html = render_html(page)
+    markdown = render_markdown(page)
+    numbers = as_summary(facts, keys)
+    text = json.dumps(numbers, sort_keys=True, indent=1, allow_nan=False)
+    folder = layout.report(context.root)
+    for name, content in (("report.html", html), ("report.md", markdown), ("summary.json", text)):
+        _store(f"{folder}/{name}", content)
+    post(webhook, {**numbers, "report": f"{folder}/report.html"})
+    return Outcome(documents={"report": html, "summary": markdown}, metrics=as_metrics(numbers))
+
+
+def _store(uri: str, text: str) -> None:
+    """Write beside the run; the artifacts hold the same text when the store is down."""
+    try:
+        open_store(uri).write(uri, text.encode())
+    except (PlanishError, OSError) as error:
+        logger.warning("report not stored uri=%s error=%s", uri, error)

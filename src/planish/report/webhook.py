@@ -1,0 +1,50 @@
+"""One message to a chat or an alert manager when a run ends; never a reason to fail."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+from collections.abc import Mapping
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 5.0
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirect would turn the POST into a GET elsewhere."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
+def post(url: str, message: Mapping[str, object]) -> bool:
+    """Send `message` as JSON by one POST.
+
+    Args:
+        url: http or https; empty sends nothing. It may hold a secret and is never logged whole.
+        message: JSON values.
+
+    Returns:
+        True when the server took it; every failure is a warning and False.
+    """
+    if not url:
+        return False
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            logger.warning("webhook not sent: must be http(s)://host/..., got %s", parts.scheme)
+            return False
+        data = json.dumps(message, sort_keys=True).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "planish"}
+        request = Request(url, data=data, headers=headers, method="POST")
+        with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_SECONDS) as answer:
+            logger.info("webhook sent host=%s status=%d", parts.hostname, answer.status)
+            return True
+    except (URLError, OSError, ValueError, http.client.HTTPException) as error:
+        logger.warning("webhook not sent error=%s", type(error).__name__)
+        return False

@@ -1,0 +1,82 @@
+"""Numbers as people read them, and hostile text made visible."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+MAX_TEXT = 1600
+"""Characters of one piece of model text that the page shows."""
+
+
+def number(value: float) -> str:
+    """Write a number with about three digits.
+
+    Example:
+        >>> [number(v) for v in (0.0, 0.1234, -2.5, 1536.0, 1234567.0, 0.00004)]
+        ['0', '0.123', '-2.5', '1,536', '1.23 M', '4e-05']
+    """
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.3g} G"
+    if size >= 1e6:
+        return f"{value / 1e6:.3g} M"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size != 0 and size < 0.0005:
+        return f"{value:.2g}"
+    if size < 1e-12:
+        return "0"
+    return f"{value:.3f}".rstrip("0").rstrip(".") if size < 10 else f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    """Write a fraction as per cent: 0.0234 -> `2.3 %`."""
+    scaled = 100 * value
+    if abs(scaled) >= 10 or abs(scaled - round(scaled)) < 1e-9:
+        return f"{scaled:.0f} %"
+    return f"{scaled:.1f} %" if abs(scaled) >= 0.1 else f"{scaled:.2g} %"
+
+
+def seconds(value: float) -> str:
+    """Write a duration: `0.4 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    if value < 0 or not math.isfinite(value):
+        return str(value)
+    if value < 10:
+        return f"{value:.2g} s" if value else "0 s"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def visible(text: str, *, limit: int = MAX_TEXT) -> str:
+    """Return text cut to `limit` characters, with control and direction characters made visible.
+
+    A control character becomes its picture (U+2400 block), any other invisible one its code point;
+    new lines and tabs stay. Markup is escaped later, by the template.
+    """
+    shown = "".join(_visible_character(c) for c in text[:limit])
+    hidden = len(text) - limit
+    return f"{shown} … ({hidden:,} more characters)" if hidden > 0 else shown
+
+
+def _visible_character(character: str) -> str:
+    if character in "\n\t":
+        return character
+    if ord(character) < 0x20:
+        return chr(0x2400 + ord(character))
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
+        return f"\\u{ord(character):04x}"
+    return character
+
+
+def one_line(text: str, *, limit: int = 300) -> str:
+    """Return text as one visible line, for table cells."""
+    return visible(" ".join(text.split()), limit=limit)
