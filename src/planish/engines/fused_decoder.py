@@ -92,6 +92,7 @@ class FusedDecoder:
         self._head_dim: int = self._body.layers[0].self_attn.head_dim
         self._scale: float = self._body.layers[0].self_attn.scaling
         self._eps: float = config.rms_norm_eps
+        self._eps_tensor = torch.tensor(self._eps)
         self._layers = [_Layer(x, self._heads, self._kv_heads) for x in self._body.layers]
         self._rotation = torch.empty(0)
 
@@ -100,8 +101,14 @@ class FusedDecoder:
         for layer in self._layers:
             layer.refresh()
 
-    def _norm(self, x: Tensor, module: Any) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), module.weight, self._eps)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Divide by the root mean square over the last dim, then scale."""
+        size = x.shape[-1]
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return functional.rms_norm(x, (size,), None, self._eps) * weight
+        # torch's CPU kernel for it is a chain of seven operators; this is four
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self._eps_tensor, length, length, value=1 / size).rsqrt_() * weight
 
     def _rotations(self, length: int, like: Tensor) -> Tensor:
         """Return [positions, 2, head size]: cosines, and sines with the sign of the swap."""
@@ -115,12 +122,11 @@ class FusedDecoder:
     def _project(self, layer: _Layer, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries, rotated keys and values, each [..., heads, head size]."""
         num = self._heads + self._kv_heads
-        flat = functional.linear(self._norm(x, layer.norm_1), *layer.qkv)
+        flat = functional.linear(self._norm(x, layer.norm_1.weight), *layer.qkv)
         joint = flat.view(*flat.shape[:-1], num + self._kv_heads, self._head_dim)
         turned, values = joint[..., :num, :], joint[..., num:, :]
         if layer.head_norm is not None:
-            turned = functional.rms_norm(turned, (self._head_dim,), None, self._eps)
-            turned = turned * layer.head_norm
+            turned = self._norm(turned, layer.head_norm)
         swapped = turned.roll(self._head_dim // 2, -1)
         turned = torch.addcmul(turned * turn[..., :1, :], swapped, turn[..., 1:, :])
         return turned[..., : self._heads, :], turned[..., self._heads :, :], values
@@ -128,7 +134,7 @@ class FusedDecoder:
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Add the output of attention and of the MLP to the residual stream."""
         x = x + functional.linear(attended, *layer.out)
-        both = functional.linear(self._norm(x, layer.norm_2), *layer.gate_up)
+        both = functional.linear(self._norm(x, layer.norm_2.weight), *layer.gate_up)
         gate, up = both.chunk(2, -1)
         return x + functional.linear(functional.silu(gate) * up, *layer.down)
 
@@ -175,4 +181,4 @@ class FusedDecoder:
             weights = torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
             attended = torch.bmm(weights, all_values.flatten(0, 1))
             x = self._finish(layer, x, attended.reshape(num, -1))
-        return functional.linear(self._norm(x, self._body.norm), self._head)
+        return functional.linear(self._norm(x, self._body.norm.weight), self._head)

@@ -1,0 +1,130 @@
+"""The endless stream of prompts: which ordinals an iteration takes, and which prompt each one is.
+
+Ordinal k belongs to epoch `k // num_prompts`; each epoch runs through all prompts in an order of
+its own. The cursor says which ordinals are consumed (trained, or looked at and dropped), so that no
+prompt is lost or trained twice whatever the shards, retries and restarts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import TypedDict, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from planish.errors import RecordError
+
+
+class Cursor(TypedDict):
+    """What has been consumed: every ordinal below `next` that is not in `pending`.
+
+    Example:
+        >>> Cursor(next=4, pending=[2])   # 0, 1 and 3 are consumed
+        {'next': 4, 'pending': [2]}
+    """
+
+    next: int
+    pending: list[int]
+
+
+def fresh_cursor() -> Cursor:
+    """Return the cursor of a run that has consumed nothing."""
+    return Cursor(next=0, pending=[])
+
+
+def parse_cursor(raw: object) -> Cursor:
+    """Check a cursor that was read from a file.
+
+    Raises:
+        RecordError: of another form, or `pending` is not sorted, unique and below `next`.
+    """
+    good = isinstance(raw, Mapping) and set(raw) == {"next", "pending"}
+    if good:
+        numbers = [cast("Mapping[str, object]", raw)["next"]]
+        pending = cast("Mapping[str, object]", raw)["pending"]
+        good = isinstance(pending, list)
+        numbers += cast("list[object]", pending) if good else []
+        good = good and all(type(n) is int and n >= 0 for n in numbers)
+    if good:
+        cursor = cast("Cursor", raw)
+        ordered = [*cursor["pending"], cursor["next"]]
+        good = all(a < b for a, b in itertools.pairwise(ordered))
+    if not good:
+        raise RecordError(
+            "a prompt cursor must be {next, pending} with `pending` rising and below `next`, got "
+            f"{str(raw)[:200]}; the train state that holds it is damaged"
+        )
+    return Cursor(next=cursor["next"], pending=list(cursor["pending"]))
+
+
+def assign(cursor: Cursor, shard: int, num_shards: int) -> Iterator[int]:
+    """Return the endless ordinals that one shard may take, in order.
+
+    The sequence to consume is the pending ordinals and then `next`, `next + 1`, ...; element j
+    belongs to shard `j % num_shards`.
+
+    Example:
+        >>> from itertools import islice
+        >>> list(islice(assign({"next": 7, "pending": [2, 5]}, 1, 2), 3))
+        [5, 8, 10]
+    """
+    if not 0 <= shard < num_shards:
+        raise RecordError(
+            f"`shard` must lie in 0..{num_shards - 1}, got {shard}; the pipeline numbers the shards"
+        )
+    sequence = itertools.chain(cursor["pending"], itertools.count(cursor["next"]))
+    return itertools.islice(sequence, shard, None, num_shards)
+
+
+def advance(cursor: Cursor, consumed: Iterable[int]) -> Cursor:
+    """Return the cursor after the `consumed` ordinals, in any order.
+
+    Raises:
+        RecordError: an ordinal twice, or one that was consumed before.
+
+    Example:
+        >>> advance({"next": 7, "pending": [2, 5]}, [5, 7, 9])
+        {'next': 10, 'pending': [2, 8]}
+    """
+    taken = sorted(consumed)
+    open_below = set(cursor["pending"])
+    again = [a for a, b in itertools.pairwise(taken) if a == b]
+    again += [k for k in taken if k < cursor["next"] and k not in open_below]
+    if again:
+        raise RecordError(
+            f"a prompt must be consumed once, got ordinals {again[:8]} again ({len(again)} in "
+            "all); the rollouts were drawn from another train state"
+        )
+    following = max(cursor["next"], taken[-1] + 1) if taken else cursor["next"]
+    left = open_below.union(range(cursor["next"], following)).difference(taken)
+    return Cursor(next=following, pending=sorted(left))
+
+
+@lru_cache(maxsize=4)
+def _order(epoch: int, num_prompts: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the order of one epoch."""
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    return generator.permutation(num_prompts)
+
+
+def position(ordinal: int, num_prompts: int, seed: int) -> int:
+    """Return which row of the prompt set an ordinal is.
+
+    Args:
+        ordinal: place in the endless stream, from 0.
+        num_prompts: rows of the prompt set, at least 1.
+        seed: of the run; each epoch has its own order.
+
+    Raises:
+        RecordError: the prompt set is empty.
+    """
+    if num_prompts < 1:
+        raise RecordError(
+            f"a prompt set must hold at least one prompt, got {num_prompts}; the filters of the "
+            "curate stage let nothing through"
+        )
+    epoch, index = divmod(ordinal, num_prompts)
+    return int(_order(epoch, num_prompts, seed)[index])

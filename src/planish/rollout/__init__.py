@@ -1,0 +1,1 @@
+"""Rollout stage: sample groups of responses until the batch of an iteration is full."""

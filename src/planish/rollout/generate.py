@@ -1,0 +1,120 @@
+"""Generate and judge groups with one engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planish.engines.base import BaseEngine
+from planish.engines.requests import FinishReason, Output, Request, Sampling
+from planish.engines.sampling import request_seed
+from planish.errors import ConfigError
+from planish.records.prompts import PromptSet
+from planish.records.stream import position
+from planish.rollout.config import RolloutConfig
+from planish.rollout.groups import Group
+from planish.tokens import Tokenizer
+from planish.verifiers import verify_many
+
+logger = logging.getLogger(__name__)
+
+
+class GroupSampler:
+    """Turns ordinals of the prompt stream into judged groups."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        tokenizer: Tokenizer,
+        prompts: PromptSet,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        iteration: int,
+    ) -> None:
+        """Bind the parts; `seed` is the run's."""
+        self._engine, self._tokenizer, self._prompts = engine, tokenizer, prompts
+        self._config, self._seed, self._iteration = config, seed, iteration
+
+    def __call__(self, ordinals: Sequence[int]) -> list[Group]:
+        """Return one group per ordinal, in order.
+
+        Raises:
+            ConfigError: prompt and response do not fit in the model.
+            EngineError: the engine failed as a whole.
+        """
+        drafts = [self._draft(ordinal) for ordinal in ordinals]
+        requests = [r for draft in drafts for r in self._requests(draft)]
+        outputs = self._generate(requests)
+        return [self._judge(draft, outputs) for draft in drafts]
+
+    def _draft(self, ordinal: int) -> Group:
+        row = position(ordinal, self._prompts.num_rows, self._seed)
+        tokens = tuple(self._tokenizer.encode_prompt(self._prompts.messages[row]))
+        limit = self._engine.capabilities.max_model_len
+        fits = len(tokens) <= self._config.max_prompt_tokens
+        if fits and len(tokens) + self._config.max_response_tokens > limit:
+            raise ConfigError(
+                f"prompt and response must fit in the model's {limit} tokens, got "
+                f"{len(tokens)} + `rollout.max_response_tokens` = "
+                f"{self._config.max_response_tokens} for prompt {self._prompts.prompt_id[row]}; "
+                "lower it, lower `rollout.max_prompt_tokens`, or use a model with a longer context"
+            )
+        return Group(ordinal, row, tokens, ())
+
+    def _requests(self, draft: Group) -> list[Request]:
+        config = self._config
+        if len(draft.prompt_tokens) > config.max_prompt_tokens:
+            return []
+        # the ordinal tells two draws of one prompt in one iteration apart
+        key = f"{self._prompts.prompt_id[draft.prompt]}/{draft.ordinal}"
+        return [
+            Request(
+                f"{draft.ordinal}-{sample:03d}",
+                str(draft.ordinal),
+                draft.prompt_tokens,
+                Sampling(
+                    max_new_tokens=config.max_response_tokens,
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    top_k=config.top_k,
+                    seed=request_seed(self._seed, self._iteration, key, sample),
+                ),
+            )
+            for sample in range(config.group_size)
+        ]
+
+    def _generate(self, requests: Sequence[Request]) -> dict[str, Output]:
+        """Return outputs by request id; failed ones are tried again."""
+        done: dict[str, Output] = {}
+        left = list(requests)
+        for attempt in range(1 + self._config.sample_retries):
+            if not left:
+                break
+            done.update((o.request_id, o) for o in self._engine.generate(left))
+            left = [r for r in left if done[r.request_id].finish_reason is FinishReason.ERROR]
+            for request in left:
+                logger.warning(
+                    "failed request=%s attempt=%d error=%s",
+                    *(request.request_id, attempt, done[request.request_id].stats.get("error")),
+                )
+        return done
+
+    def _judge(self, draft: Group, outputs: dict[str, Output]) -> Group:
+        ids = [f"{draft.ordinal}-{s:03d}" for s in range(self._config.group_size)]
+        mine = tuple(outputs[i] for i in ids if i in outputs)
+        good = (FinishReason.STOP, FinishReason.LENGTH)
+        if len(mine) < len(ids) or any(o.finish_reason not in good for o in mine):
+            return replace(draft, outputs=mine)
+        texts = tuple(self._tokenizer.decode(output.token_ids) for output in mine)
+        answer = self._prompts.answer[draft.prompt]
+        verifier = self._prompts.verifier[draft.prompt]
+        verdicts = verify_many([(verifier, text, answer) for text in texts])
+        return replace(
+            draft,
+            outputs=mine,
+            responses=texts,
+            accuracy=tuple(verdict.accuracy for verdict in verdicts),
+            num_verifier_errors=sum(verdict.error for verdict in verdicts),
+        )
