@@ -1,0 +1,65 @@
+"""Fixtures that all suites share: stores, a real MinIO server, free ports, fixed seeds."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import numpy as np
+import pytest
+
+from tests.servers.run_minio import BINARY, Minio, free_port
+
+_bucket_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _seeds():
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  (libraries that still use the global generator)
+
+
+@pytest.fixture(name="free_port")
+def _free_port() -> int:
+    """A TCP port that nobody listens on."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def minio_server(tmp_path_factory):
+    """A MinIO server of this test process; one per pytest-xdist worker."""
+    if not BINARY.exists():
+        pytest.skip("no MinIO server here: build one with `make servers`")
+    server = Minio(tmp_path_factory.mktemp("minio") / "data")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def minio(minio_server, monkeypatch) -> Minio:
+    """The server, with the environment of this test set to use it."""
+    for name, value in minio_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return minio_server
+
+
+@pytest.fixture
+def s3_root(minio) -> str:
+    """An empty bucket of a real server, as a URI; the environment is set to use it."""
+    name = f"runs-{os.getpid()}-{next(_bucket_numbers)}"
+    minio.make_bucket(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture
+def file_root(tmp_path) -> str:
+    """An empty folder as a URI."""
+    return f"file://{tmp_path}/root"
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.server)])
+def store_root(request) -> str:
+    """The root of an empty store: the test runs once per kind of store."""
+    return request.getfixturevalue(f"{request.param}_root")
