@@ -6,6 +6,7 @@ One process never imports torch.distributed: `Ranks(0, 1)` answers every questio
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +74,11 @@ def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def local_rank() -> int:
+    """Return the index of this process on its machine, as the launcher (torchrun) numbers it."""
+    return int(os.environ["LOCAL_RANK"])
 
 
 def join(device: torch.device, *, timeout_seconds: float) -> Ranks:

@@ -42,6 +42,8 @@ class TrainConfig(Section):
     """How often each rollout is trained on; 1 as published."""
     tokens_per_microbatch: int = Field(default=24_576, ge=1)
     """Padded tokens of one forward pass on one rank; a longer sequence goes alone."""
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     deterministic: bool = True
     """Ask torch for deterministic kernels, so that a run again gives equal bits."""
     alarm_after_skipped: int = Field(default=3, ge=1)

@@ -1,0 +1,1 @@
+"""The checkpoint stage: a train state becomes a policy that rollout engines load."""

@@ -1,0 +1,185 @@
+"""One train task as plain data: what it reads, what it writes, whether that is done already.
+
+Imports no torch, so that a finished task costs nothing and a launcher stays small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from planish.checkpoint.api import STATE_SCHEMA, read_state_info
+from planish.config import Section, parse_section
+from planish.errors import ConfigError, ObjectMissing, RecordError
+from planish.records import layout
+from planish.records.io import finished, read_manifest, read_set
+from planish.records.manifest import Manifest
+from planish.records.refs import Ref, parse_pin
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import RolloutSet
+from planish.records.stream import advance, fresh_cursor, parse_cursor
+from planish.store import open_store
+from planish.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything that the training processes of one iteration need to know.
+
+    Example:
+        >>> job = TrainJob("file:///r", {}, "0" * 64, 1, 2, "p", "", "r")
+        >>> TrainJob.from_json(job.to_json()) == job
+        True
+    """
+
+    root: str
+    """URI of the run."""
+    config: Mapping[str, Mapping[str, Any]]
+    """Resolved tables."""
+    config_sha256: str
+    """Digest of `config`."""
+    iteration: int
+    """1, 2, ..."""
+    num_shards: int
+    """Rollout sets of the iteration."""
+    policy_pin: str
+    """Policy that sampled the rollouts, and that training starts from without a state."""
+    state_pin: str
+    """Train state before the iteration; empty before the first."""
+    rewards_pin: str
+    """Rewards of the iteration."""
+
+    def to_json(self) -> str:
+        """Return the job as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainJob:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.config["run"]["seed"])
+
+    @property
+    def train(self) -> TrainConfig:
+        """Configuration of the stage."""
+        return self.section(TrainConfig, "train")
+
+    @property
+    def temperature(self) -> float:
+        """Temperature that the rollouts were sampled at.
+
+        Raises:
+            ConfigError: the configuration does not say; there is no safe default.
+        """
+        value = self.config.get("rollout", {}).get("temperature")
+        if not isinstance(value, float) or value <= 0:
+            raise ConfigError(f"`rollout.temperature` must be a number above 0, got {value!r}")
+        return value
+
+    def section(self, cls: type[Any], name: str) -> Any:
+        """Return one validated section, of the class `cls`."""
+        assert issubclass(cls, Section)
+        return parse_section(cls, self.config.get(name, {}), section=name)
+
+    def parents(self) -> dict[str, str]:
+        """Return the digests of the inputs by name."""
+        pins = {"policy": self.policy_pin, "rewards": self.rewards_pin, "state": self.state_pin}
+        return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
+
+    def info(self) -> dict[str, Any]:
+        """Return the JSON part of the state before the iteration; empty before the first."""
+        return read_state_info(self.state_pin) if self.state_pin else {}
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a train job hands back."""
+
+    state: Ref
+    """The new train state."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Scalars of the iteration."""
+
+    def to_json(self) -> str:
+        """Return the result as JSON; numbers that are not finite are kept by Python's names."""
+        return json.dumps({"state": self.state.to_json(), "metrics": self.metrics})
+
+    @classmethod
+    def from_json(cls, text: str) -> JobResult:
+        """Read what `to_json` wrote."""
+        raw = json.loads(text)
+        return cls(Ref.from_json(raw["state"]), raw["metrics"])
+
+
+def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
+    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
+
+    Returns:
+        Rollouts in shard order, rewards row by row, and `{"data": cursor, "surplus": [...]}` for
+        the new train state.
+
+    Raises:
+        RecordError: a set is damaged, or the rewards score other rollouts.
+    """
+    uri, digest = parse_pin(job.rewards_pin)
+    scored = set(read_manifest(uri, sha256=digest).parents.values())
+    rewards = read_set(RewardSet, uri, sha256=digest)
+    sets: list[RolloutSet] = []
+    consumed: list[int] = []
+    for shard in range(job.num_shards):
+        place = layout.rollouts(job.root, job.iteration, shard)
+        manifest = read_manifest(place)
+        if manifest.sha256 not in scored:
+            raise RecordError(
+                f"`{uri}` must score the rollouts at `{place}`, got rewards of other rollouts "
+                f"({sorted(scored)}); run the reward stage of iteration {job.iteration} again"
+            )
+        sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
+        consumed += _ordinals(manifest, place)
+    cursor = parse_cursor(job.info().get("data", fresh_cursor()))
+    position = {"data": advance(cursor, consumed), "surplus": _surplus(job)}
+    return RolloutSet.concat(sets), rewards, position
+
+
+def _ordinals(manifest: Manifest, place: str) -> list[int]:
+    consumed = manifest.attributes.get("consumed", [])
+    if not isinstance(consumed, list) or not all(type(k) is int for k in consumed):
+        raise RecordError(
+            f"`consumed` of `{place}` must be a list of prompt ordinals, got {consumed!r:.80}; "
+            "run the rollout stage again"
+        )
+    return consumed
+
+
+def _surplus(job: TrainJob) -> list[dict[str, Any]]:
+    """Name the surplus sets of this iteration: by digest, never by URI, so states stay equal."""
+    found = []
+    for shard in range(job.num_shards):
+        try:
+            manifest = read_manifest(layout.surplus(job.root, job.iteration, shard))
+        except ObjectMissing:
+            continue
+        if manifest.attributes.get("config_sha256") == job.config_sha256:
+            found.append(
+                {
+                    "iteration": job.iteration,
+                    "shard": shard,
+                    "manifest_sha256": manifest.sha256,
+                }
+            )
+    return found
+
+
+def already_done(job: TrainJob, next_step: int) -> Ref | None:
+    """Return the state that an earlier attempt of the same job has finished, if it did."""
+    uri = layout.state(job.root, next_step)
+    report = layout.update(job.root, job.iteration)
+    if not open_store(report).exists(report):
+        return None
+    return finished(uri, STATE_SCHEMA, parents=job.parents(), config_sha256=job.config_sha256)

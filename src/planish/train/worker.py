@@ -1,0 +1,120 @@
+"""The work of one training process, alone or as a rank under torchrun.
+
+`python -m planish.train.worker JOB.json RESULT.json` is what the launcher starts on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+from planish.algorithms import build_algorithm
+from planish.checkpoint import api as checkpoint
+from planish.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
+from planish.records import layout
+from planish.records.reports import UpdateReport, write_report
+from planish.train.batching import train_batch
+from planish.train.job import JobResult, TrainJob, read_inputs
+from planish.train.trainer import open_trainer
+from planish.train.update import Progress, UpdateResult, run_update
+
+logger = logging.getLogger(__name__)
+
+
+def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
+    """Train on one rollout batch and write the update report, then the train state.
+
+    Every rank calls it; the first one writes what is not sharded.
+    """
+    config = job.train
+    rollouts, rewards, position = read_inputs(job)
+    info = job.info()
+    progress = Progress.from_json(info) if info else Progress()
+    algorithm = build_algorithm(job.config.get("algorithm", {}))
+    device = pick_device(config.device, ranks.rank)
+    trainer = open_trainer(
+        config,
+        job.policy_pin,
+        temperature=job.temperature,
+        seed=job.seed,
+        ranks=ranks,
+        device=device,
+    )
+    if job.state_pin:
+        trainer.load(job.state_pin)
+    started = time.perf_counter()
+    result = run_update(
+        trainer,
+        algorithm,
+        train_batch(rollouts, rewards),
+        config=config,
+        progress=progress,
+        seed=(job.seed, job.iteration),
+    )
+    seconds = time.perf_counter() - started
+    attributes = _attributes(job, result, ranks)
+    if ranks.is_first:
+        report = UpdateReport(result.scalars, result.minibatches, attributes)
+        write_report(layout.update(job.root, job.iteration), report)
+    extra = {
+        **result.progress.to_json(),
+        **position,
+        "policy_version": job.iteration,
+        "num_ranks": ranks.size,
+        "device": device.type,
+        "config_sha256": job.config_sha256,
+    }
+    state = checkpoint.save(
+        layout.state(job.root, result.progress.step),
+        {**trainer.state(), "extra": extra},
+        parents=job.parents(),
+        attributes=attributes,
+        ranks=ranks,
+    )
+    trainer.close()
+    speed = result.scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
+    metrics = {**result.scalars, "update_seconds": seconds, "tokens_per_second": speed}
+    return JobResult(state, metrics)
+
+
+def _attributes(job: TrainJob, result: UpdateResult, ranks: Ranks) -> dict[str, str | int]:
+    return {
+        "config_sha256": job.config_sha256,
+        "iteration": job.iteration,
+        "policy_version": job.iteration,
+        "seed": job.seed,
+        "step": result.progress.step,
+        "framework": job.train.trainer,
+        "dp": ranks.size,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank: read the job, train, and let the first rank write the result."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    job = TrainJob.from_json(Path(argv[0]).read_text("utf-8"))
+    target = Path(argv[1])
+    config = job.train
+    device = pick_device(config.device, local_rank())
+    try:
+        ranks = join(device, timeout_seconds=config.timeout_seconds)
+        result = train_iteration(job, ranks)
+    except PlanishError as error:
+        # The launcher sees only an exit code; the error itself travels in a file.
+        fault = {"error": type(error).__name__, "message": str(error)}
+        target.with_suffix(".error").write_text(json.dumps(fault), "utf-8")
+        logger.error("training process failed error=%s", error)
+        return exit_code(error) or EXIT_FAILED
+    finally:
+        leave()
+    if ranks.is_first:
+        target.write_text(result.to_json(), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
