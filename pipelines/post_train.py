@@ -222,6 +222,7 @@ def _steps(
         root=root,
         **settings,
         num_iterations=len(iterations),
+        num_shards=worn["profile"].num_shards,
         requests=largest_requests(worn["profile"]),
     )
     dress(prepared, "prepare", **worn)

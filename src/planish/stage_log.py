@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from planish import lock
 from planish.errors import PlanishError
 from planish.records import layout
 from planish.store import open_store
@@ -48,6 +49,7 @@ class StageLog:
     """The log of one task attempt; use it as a context manager around the work."""
 
     def __init__(self, root: str, stage: str, iteration: int, shard: int, *, log_format: str):
+        self._root = root
         self.uri = layout.stage_log(root, stage, iteration, shard)
         attempt = os.environ.get("KFP_RETRY_INDEX", "0")
         self.text_uri = f"{self.uri.removesuffix('.json')}-{attempt}.txt"
@@ -84,6 +86,16 @@ class StageLog:
     def _ship(self) -> None:
         while not self._ended.wait(FLUSH_SECONDS):
             self._flush()
+            self._beat()
+
+    def _beat(self) -> None:
+        """Show others that the run lives, for where they cannot see its processes."""
+        if self._gave_up:
+            return
+        try:
+            lock.beat(self._root, lock.current_holder())
+        except (PlanishError, OSError) as error:
+            logger.warning("heartbeat not written root=%s error=%s", self._root, error)
 
     def _flush(self) -> None:
         if self._gave_up or not self._lines.lines:

@@ -8,9 +8,14 @@ def run_file(root: str) -> str:
     return f"{root}/run.json"
 
 
-def lock_file(root: str) -> str:
-    """Who runs on this root now."""
-    return f"{root}/lock.json"
+def locks(root: str) -> str:
+    """Who has run on this root, one object each time it changed hands."""
+    return f"{root}/locks"
+
+
+def lock_file(root: str, generation: int) -> str:
+    """Who runs on this root; the highest generation counts."""
+    return f"{locks(root)}/{generation:06d}.json"
 
 
 def stop_file(root: str) -> str:

@@ -1,0 +1,1 @@
+"""First stage of a run: check everything that can be checked without a GPU, write `run.json`."""

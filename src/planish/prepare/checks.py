@@ -1,0 +1,114 @@
+"""Checks across sections of a configuration: what no section can see alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from planish.config import Section
+
+Parsed = Mapping[str, Section]
+
+
+def _value(parsed: Parsed, path: str) -> Any:
+    """Return `section.key`, or None where the section or the key does not exist."""
+    section, _, key = path.partition(".")
+    return getattr(parsed.get(section), key, None)
+
+
+def _values(parsed: Parsed, *paths: str) -> list[Any] | None:
+    """Return all values, or None when one of them does not exist."""
+    values = [_value(parsed, path) for path in paths]
+    return None if any(value is None for value in values) else values
+
+
+def _response_limits_agree(parsed: Parsed) -> list[str]:
+    values = _values(parsed, "reward.max_response_tokens", "rollout.max_response_tokens")
+    if values is None or values[0] == values[1]:
+        return []
+    return [
+        f"`reward.max_response_tokens` must equal `rollout.max_response_tokens`, got {values[0]} "
+        f"and {values[1]}; the penalty for overlong responses begins before that limit"
+    ]
+
+
+def _buffer_fits(parsed: Parsed) -> list[str]:
+    values = _values(parsed, "reward.overlong_buffer_tokens", "rollout.max_response_tokens")
+    if values is None or 0 <= values[0] <= values[1]:
+        return []
+    return [
+        "`reward.overlong_buffer_tokens` must be 0 to `rollout.max_response_tokens` "
+        f"({values[1]}), got {values[0]}"
+    ]
+
+
+def _relaxing_needs_uniform_groups(parsed: Parsed) -> list[str]:
+    values = _values(parsed, "rollout.starvation_policy", "reward.keep_uniform_groups")
+    if values is None or values[0] != "relax" or values[1]:
+        return []
+    return [
+        "`reward.keep_uniform_groups` must be true with `rollout.starvation_policy = 'relax'`, got "
+        "False; rollout would fill the batch with groups that reward throws away"
+    ]
+
+
+def _minibatch_fits(parsed: Parsed) -> list[str]:
+    values = _values(
+        parsed,
+        "train.rollouts_per_minibatch",
+        "rollout.prompts_per_iteration",
+        "rollout.group_size",
+    )
+    if values is None:
+        return []
+    minibatch, rollouts = values[0], values[1] * values[2]
+    if minibatch > rollouts:
+        return [
+            f"`train.rollouts_per_minibatch` must not exceed the {rollouts} rollouts of an "
+            f"iteration (`rollout.prompts_per_iteration` x `rollout.group_size`), got {minibatch}"
+        ]
+    return []
+
+
+def _responses_fit_the_model(parsed: Parsed) -> list[str]:
+    limit = _value(parsed, "model.max_model_tokens")
+    if limit is None or _value(parsed, "model.path"):
+        return []
+    faults = []
+    for section in ("rollout", "sft", "evaluate"):
+        tokens = _value(parsed, f"{section}.max_response_tokens")
+        if tokens is not None and tokens >= limit:
+            faults.append(
+                f"`{section}.max_response_tokens` must be below `model.max_model_tokens` "
+                f"({limit}), which holds prompt and response, got {tokens}"
+            )
+    return faults
+
+
+CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
+    _response_limits_agree,
+    _buffer_fits,
+    _relaxing_needs_uniform_groups,
+    _minibatch_fits,
+    _responses_fit_the_model,
+)
+
+
+def check_config(parsed: Parsed) -> list[str]:
+    """Return every fault that only shows when sections are seen together.
+
+    Args:
+        parsed: validated sections by name; a missing section is not checked.
+    """
+    return [fault for check in CHECKS for fault in check(parsed)]
+
+
+def check_shards(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
+    """Return the faults between a resolved configuration and the number of rollout shards."""
+    prompts = config.get("rollout", {}).get("prompts_per_iteration")
+    if num_shards >= 1 and (prompts is None or num_shards <= prompts):
+        return []
+    return [
+        f"the pipeline must have 1 to `rollout.prompts_per_iteration` ({prompts}) rollout shards, "
+        f"got {num_shards}; compile it with fewer shards, each fills a part of the batch"
+    ]

@@ -1,0 +1,202 @@
+"""The prepare stage: nothing expensive begins before everything cheap has been checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from planish.config import config_sha256
+from planish.errors import ConfigError
+from planish.lock import Holder, acquire, current_holder, is_alive
+from planish.prepare.chain import find_link, record_link
+from planish.prepare.checks import check_shards
+from planish.prepare.cluster import (
+    ClusterApi,
+    Findings,
+    Requests,
+    check_cluster,
+    inside_cluster,
+)
+from planish.prepare.plan import Plan, render
+from planish.prepare.run_file import (
+    newest_version,
+    open_run_file,
+    start_after,
+    write_run_file,
+)
+from planish.prepare.settings import build_config
+from planish.records import layout
+from planish.stage import Artifact, Outcome, execute
+from planish.store import open_store
+
+logger = logging.getLogger(__name__)
+
+
+class Prepared(NamedTuple):
+    """Output parameters."""
+
+    config_sha256: str
+    """Digest of the resolved configuration."""
+    offset: int
+    """Iterations before this run."""
+    chain_index: int
+    """Place of this run in its chain, never -1."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The run parameters, each as `run` documents it."""
+
+    preset: str
+    config: str
+    overrides: str
+    model: str
+    dataset: str
+    seed: int
+    resume_from: str
+    chain_index: int
+    num_iterations: int
+    num_shards: int
+    allow_config_change: bool
+    assume_autoscaling: bool
+    requests: str
+
+
+def run(
+    root: str,
+    preset: str,
+    config: str,
+    overrides: str,
+    model: str,
+    dataset: str,
+    seed: int,
+    resume_from: str,
+    chain_index: int,
+    num_iterations: int,
+    num_shards: int,
+    allow_config_change: bool,
+    assume_autoscaling: bool,
+    requests: str,
+    summary: Artifact,
+    metrics: Artifact,
+) -> Prepared:
+    """Check everything that needs no GPU, take the lock and write run.json.
+
+    Args:
+        root: URI of the run.
+        preset: name of a shipped preset; empty for none.
+        config: URI or path of a TOML file laid over it; empty for none.
+        overrides: `section.key=value` separated by spaces.
+        model: hub id or folder; empty leaves the configured one.
+        dataset: hub id or file; empty leaves the configured one.
+        seed: -1 leaves the configured one.
+        resume_from: root of another run to start from; empty for none.
+        chain_index: place in a chain of runs on this root; -1 for the first unfinished.
+        num_iterations: iterations of this run.
+        num_shards: rollout tasks of an iteration.
+        allow_config_change: go on when the root holds another configuration.
+        assume_autoscaling: missing room in the cluster is only a warning.
+        requests: what the pods ask for, as JSON; empty for nothing.
+        summary: gets the plan in Markdown.
+        metrics: gets a few counts.
+    """
+    wish = Wish(
+        *(preset, config, overrides, model, dataset, seed, resume_from, chain_index),
+        *(num_iterations, num_shards, allow_config_change, assume_autoscaling, requests),
+    )
+    outcome = execute(
+        "prepare",
+        lambda context: prepare(context.root, wish),
+        root=root,
+        config_sha256=None,
+        outputs={"summary": summary, "metrics": metrics},
+    )
+    values = outcome.values
+    return Prepared(str(values["config_sha256"]), int(values["offset"]), int(values["chain_index"]))
+
+
+def _cluster_api() -> ClusterApi | None:
+    if not inside_cluster():
+        return None
+    from planish.prepare.kubernetes_api import KubernetesApi
+
+    return KubernetesApi.from_pod()
+
+
+def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
+    """Return what tells whether the holder of a lock lives, here or in the cluster."""
+
+    def alive(holder: Holder) -> bool | None:
+        if holder.kind == "local" or api is None:
+            return is_alive(holder)
+        return api.run_is_active(holder.run_id)
+
+    return alive
+
+
+def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
+    """Do the work of the stage.
+
+    Args:
+        root: URI of the run, without a slash at the end.
+        wish: the run parameters.
+        api: the cluster; None asks for it only inside one.
+
+    Raises:
+        ConfigError: whatever the user must mend; at most the lock has been written then.
+        StoreUnavailable: the store does not answer.
+    """
+    api = api or _cluster_api()
+    # The first touch of the store: tells a missing bucket, refused keys and silence apart.
+    open_store(root).exists(layout.run_file(root))
+    config = build_config(
+        preset=wish.preset,
+        config=wish.config,
+        overrides=wish.overrides,
+        model=wish.model,
+        dataset=wish.dataset,
+        seed=wish.seed,
+    )
+    findings = Findings()
+    if api is not None:
+        requests = Requests.parse(wish.requests)
+        findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
+    faults = [*check_shards(config, wish.num_shards), *findings.faults]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    lock = acquire(root, current_holder(), alive=liveness(api))
+    run_file, changed, is_new = open_run_file(
+        *(root, config),
+        resume_from=wish.resume_from,
+        allow_config_change=wish.allow_config_change,
+    )
+    link = find_link(root, wish.chain_index, wish.num_iterations)
+    if link.offset:
+        run_file = replace(run_file, initial=start_after(root, link.offset))
+    write_run_file(root, run_file)
+    record_link(root, link)
+    plan = Plan(
+        *(root, run_file, link, wish.num_shards, is_new, newest_version(root)),
+        changed=changed,
+        warnings=findings.warnings,
+    )
+    text = render(plan)
+    logger.info("plan\n%s", text)
+    return Outcome(
+        documents={"summary": text},
+        metrics={
+            "offset": float(link.offset),
+            "num_iterations": float(link.num_iterations),
+            "iterations_finished": float(plan.num_finished),
+            "settings_changed": float(len(changed)),
+            "lock_generation": float(lock.generation),
+        },
+        values={
+            "config_sha256": config_sha256(config),
+            "offset": link.offset,
+            "chain_index": link.index,
+        },
+        already_done=plan.num_finished == link.num_iterations,
+    )
