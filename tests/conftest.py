@@ -17,7 +17,7 @@ _bucket_numbers = itertools.count()
 @pytest.fixture(autouse=True)
 def _seeds():
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  (libraries that still use the global generator)
+    np.random.seed(0)
 
 
 @pytest.fixture(name="free_port")

@@ -1,0 +1,287 @@
+"""The S3 store against a real server behind broken networks, and with wrong settings."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+
+import pytest
+
+from planish.errors import (
+    EXIT_CONFIG,
+    EXIT_TRANSIENT,
+    AccessRefused,
+    ConfigError,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    StoreUnavailable,
+    exit_code,
+)
+from planish.store import retry, s3
+from planish.store.s3 import S3Store
+from tests.servers.faulty_proxy import FaultyProxy, http_answer
+
+pytestmark = pytest.mark.server
+
+BLOCK = bytes(range(256)) * 4096
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 0.01)
+
+
+@pytest.fixture
+def through(minio, monkeypatch):
+    """Put a proxy between the store and the server: `through(fault, cut_bytes=...)`."""
+    proxies = []
+
+    def start(fault, **options):
+        proxies.append(FaultyProxy(minio.endpoint, fault, **options))
+        monkeypatch.setenv("MINIO_ENDPOINT", proxies[-1].endpoint)
+        return proxies[-1]
+
+    yield start
+    for proxy in proxies:
+        proxy.close()
+
+
+def first(fault, count):
+    """The first `count` connections suffer `fault`, later ones none."""
+    return lambda number: fault if number <= count else ""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "reset",
+        "lost",
+        http_answer("503 Service Unavailable", "SlowDown"),
+        http_answer("500 Internal Server Error", "InternalError"),
+        "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops",
+    ],
+)
+def test_three_transient_failures_are_survived_by_every_operation(through, s3_root, fault):
+    store = S3Store()
+    uri = f"{s3_root}/x"
+    for work, expected in (
+        (lambda: store.write(uri, b"data"), None),
+        (lambda: store.read(uri), b"data"),
+        (lambda: store.size(uri), 4),
+        (lambda: store.list(s3_root), [uri]),
+        (lambda: store.create(f"{s3_root}/new", b"1"), None),
+        (lambda: store.delete(uri), None),
+    ):
+        proxy = through(first(fault, 3))
+        assert work() == expected
+        assert proxy.connections == 4
+
+
+def test_an_upload_that_the_server_timed_out_is_sent_again(through, s3_root):
+    proxy = through(first(http_answer("400 Bad Request", "RequestTimeout"), 2))
+    S3Store().write(f"{s3_root}/x", b"data")
+    assert proxy.connections == 3
+
+
+def test_after_eight_tries_the_store_counts_as_unavailable(through, s3_root):
+    proxy = through(lambda _: "reset")
+    with pytest.raises(StoreUnavailable, match="must be a server that answers") as raised:
+        S3Store().read(f"{s3_root}/x")
+    assert proxy.connections == 8
+    assert exit_code(raised.value) == EXIT_TRANSIENT
+
+
+def test_an_answer_of_503_for_ever_is_unavailable_after_eight_tries(through, s3_root):
+    proxy = through(lambda _: http_answer("503 Service Unavailable", "SlowDown"))
+    with pytest.raises(StoreUnavailable, match="keeps answering SlowDown"):
+        S3Store().write(f"{s3_root}/x", b"")
+    assert proxy.connections == 8
+    with pytest.raises(StoreUnavailable, match="keeps answering HTTP 503"):
+        S3Store(attempts=2).size(f"{s3_root}/x")
+
+
+def test_a_body_that_breaks_is_taken_up_where_it_broke(through, s3_root, tmp_path):
+    store = S3Store()
+    store.write(f"{s3_root}/big", BLOCK * 8)
+    proxy = through(first("cut", 4), cut_bytes=1_500_000)
+    assert store.read(f"{s3_root}/big", 100, 7_000_000) == (BLOCK * 8)[100:7_000_100]
+    assert proxy.connections == 5
+    through(first("cut", 4), cut_bytes=1_500_000)
+    store.read_file(f"{s3_root}/big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == BLOCK * 8
+
+
+def test_a_body_that_always_breaks_is_given_up(through, s3_root):
+    store = S3Store(attempts=3)
+    store.write(f"{s3_root}/big", BLOCK)
+    proxy = through(lambda _: "cut", cut_bytes=1000)
+    with pytest.raises(StoreUnavailable, match="must be a server that answers"):
+        store.read(f"{s3_root}/big")
+    assert proxy.connections == 3
+
+
+def test_an_object_replaced_during_a_broken_read_is_never_mixed(through, minio, s3_root):
+    store = S3Store()
+    store.write(f"{s3_root}/big", b"a" * 3_000_000)
+
+    def swap(number):
+        if number == 2:
+            os.environ["MINIO_ENDPOINT"] = minio.endpoint
+            store.write(f"{s3_root}/big", b"b" * 3_000_000)
+        return "cut" if number == 1 else ""
+
+    through(swap, cut_bytes=1_500_000)
+    with pytest.raises(StoreError, match="must not change while it is read"):
+        store.read(f"{s3_root}/big")
+
+
+def test_one_lost_part_of_a_large_object_is_sent_again_alone(through, s3_root, tmp_path):
+    data = BLOCK * 40
+    (tmp_path / "big").write_bytes(data)
+    proxy = through(lambda number: "reset" if number == 3 else "")
+    S3Store().write_file(f"{s3_root}/big", tmp_path / "big")
+    assert proxy.connections <= 6
+    assert S3Store().read(f"{s3_root}/big") == data
+
+
+def test_a_create_whose_answer_is_lost_counts_as_won_by_its_writer_only(through, s3_root):
+    store = S3Store()
+    through(first("lost", 1))
+    store.create(f"{s3_root}/lock", b"mine")
+    through(first("lost", 1))
+    with pytest.raises(ObjectExists):
+        store.create(f"{s3_root}/lock", b"theirs")
+    assert store.read(f"{s3_root}/lock") == b"mine"
+
+
+def test_a_silent_server_is_given_up_after_the_read_timeout(through, s3_root, monkeypatch):
+    monkeypatch.setattr(s3, "READ_SECONDS", 0.3)
+    through(lambda _: "silent")
+    begun = time.perf_counter()
+    with pytest.raises(StoreUnavailable, match="no answer in time"):
+        S3Store(attempts=2).read(f"{s3_root}/x")
+    assert 0.6 <= time.perf_counter() - begun < 5
+
+
+def test_a_server_that_comes_back_within_the_retries_is_not_noticed(minio, s3_root, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_WAIT_SECONDS", 1.0)
+    store = S3Store(attempts=20)
+    store.write(f"{s3_root}/x", b"kept")
+    minio.kill()
+    restart = threading.Timer(0.5, minio.start)
+    restart.start()
+    try:
+        with pytest.raises(StoreUnavailable, match="connection refused"):
+            S3Store(attempts=1).read(f"{s3_root}/x")
+        assert store.read(f"{s3_root}/x") == b"kept"
+    finally:
+        restart.join()
+
+
+def every_operation(store, root, path):
+    path.write_bytes(b"1")
+    return {
+        "read": lambda: store.read(f"{root}/x"),
+        "size": lambda: store.size(f"{root}/x"),
+        "exists": lambda: store.exists(f"{root}/x"),
+        "list": lambda: store.list(root),
+        "write": lambda: store.write(f"{root}/x", b"1"),
+        "write_file": lambda: store.write_file(f"{root}/x", path),
+        "create": lambda: store.create(f"{root}/new", b"1"),
+        "delete": lambda: store.delete(f"{root}/x"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"MINIO_ACCESS_KEY": "nobody0123"}, AccessRefused, "`MINIO_ACCESS_KEY` must be a key"),
+        (
+            {"MINIO_SECRET_KEY": "wrong-secret-0123"},
+            AccessRefused,
+            "`MINIO_SECRET_KEY` must belong to `MINIO_ACCESS_KEY`",
+        ),
+        ({"MINIO_SECURE": "1"}, ConfigError, "`MINIO_SECURE=0`"),
+        ({"MINIO_SECURE": "yes"}, ConfigError, "must be 0 or 1, got 'yes'"),
+        ({"MINIO_ENDPOINT": "http://localhost:9000"}, ConfigError, "without a scheme"),
+        ({"MINIO_ENDPOINT": "127.0.0.1:1"}, StoreUnavailable, "connection refused"),
+        ({"MINIO_ENDPOINT": "nowhere.invalid:9"}, StoreUnavailable, "name does not resolve"),
+        (
+            {"MINIO_ENDPOINT": "", "MINIO_SECRET_KEY": ""},
+            ConfigError,
+            "`MINIO_ENDPOINT`, `MINIO_SECRET_KEY` must be set",
+        ),
+    ],
+)
+def test_each_wrong_setting_is_named_by_every_operation_without_secrets(
+    s3_root, monkeypatch, tmp_path, changes, error, words
+):
+    S3Store().write(f"{s3_root}/x", b"1")
+    secrets = [os.environ["MINIO_SECRET_KEY"], "wrong-secret-0123", "nobody0123", "Signature="]
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    for name, work in every_operation(S3Store(attempts=2), s3_root, tmp_path / "x").items():
+        with pytest.raises(error, match=words) as raised:
+            work()
+        shown = f"{raised.value!r} {raised.value.__cause__!r}"
+        assert not [secret for secret in secrets if secret in shown], name
+        expected = EXIT_TRANSIENT if error is StoreUnavailable else EXIT_CONFIG
+        assert exit_code(raised.value) == expected
+
+
+def test_a_missing_bucket_is_told_apart_from_a_missing_object(minio, s3_root, tmp_path):
+    operations = every_operation(S3Store(), "s3://no-such-bucket", tmp_path / "x")
+    for work in operations.values():
+        with pytest.raises(ConfigError, match="bucket 'no-such-bucket' must exist"):
+            work()
+    with pytest.raises(ObjectMissing):
+        S3Store().read(f"{s3_root}/x")
+
+
+def test_a_name_that_no_bucket_can_have_is_refused(minio):
+    with pytest.raises(ConfigError, match="not what an S3 server takes"):
+        S3Store().read("s3://No_Bucket!/x")
+    with pytest.raises(ConfigError, match="must read `s3://bucket/key`"):
+        S3Store().read("s3://bucket")
+
+
+@pytest.mark.parametrize("hours", [-10, 10])
+def test_a_wrong_clock_is_told_with_both_times(s3_root, monkeypatch, tmp_path, hours):
+    S3Store().write(f"{s3_root}/x", b"1")
+    wrong = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
+    monkeypatch.setattr("minio.time.utcnow", lambda: wrong)
+    for name, work in every_operation(S3Store(), s3_root, tmp_path / "x").items():
+        with pytest.raises(
+            AccessRefused, match="clocks of this machine and of the server"
+        ) as raised:
+            work()
+        assert str(raised.value).count(" GMT'") == 2, name
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (
+            http_answer("507 Insufficient Storage", "XMinioStorageFull"),
+            StoreError,
+            "server is full",
+        ),
+        (http_answer("403 Forbidden", "AccessDenied"), AccessRefused, "give the user a policy"),
+        (http_answer("418 Teapot", "Odd"), StoreError, "the server answers Odd"),
+        (
+            "HTTP/1.1 404 Not Found\r\nContent-Type: text/html\r\nContent-Length: 2\r\n\r\nhi",
+            ConfigError,
+            "must be the S3 port of a server",
+        ),
+    ],
+)
+def test_other_answers_are_not_tried_again(through, s3_root, answer, error, words):
+    proxy = through(lambda _: answer)
+    with pytest.raises(error, match=words):
+        S3Store().write(f"{s3_root}/x", b"1")
+    assert proxy.connections == 1
+    with pytest.raises(StoreError if error is ConfigError else error):
+        S3Store().create(f"{s3_root}/x", b"1")

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from planish.errors import AccessRefused, ObjectExists, StoreError, StoreUnavailable
+from planish.store import file as file_module
+from planish.store import open_store
+
+
+@pytest.fixture
+def store(file_root):
+    return open_store(file_root)
+
+
+def test_readers_never_see_half_of_a_write(store, file_root):
+    old, new = b"a" * 200_000, b"b" * 300_000
+    store.write(f"{file_root}/x", old)
+    seen, over = set(), threading.Event()
+
+    def watch():
+        while not over.is_set():
+            data = store.read(f"{file_root}/x")
+            seen.add((data[:1], len(data), data.count(data[:1])))
+
+    reader = threading.Thread(target=watch)
+    reader.start()
+    for _ in range(30):
+        store.write(f"{file_root}/x", new)
+        store.write(f"{file_root}/x", old)
+    over.set()
+    reader.join()
+    assert seen <= {(b"a", 200_000, 200_000), (b"b", 300_000, 300_000)}
+
+
+def test_a_killed_writer_leaves_the_old_object_and_nothing_in_listings(store, file_root):
+    store.write(f"{file_root}/x", b"old")
+    code = (
+        "import os, planish.store.file as f\n"
+        "f.os.replace = lambda *_: os._exit(9)\n"
+        f"f.FileStore().write({file_root + '/x'!r}, b'new')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert store.read(f"{file_root}/x") == b"old"
+    assert store.list(file_root) == [f"{file_root}/x"]
+    assert len(list(Path(file_root[7:]).iterdir())) == 2
+
+
+def test_a_path_through_a_file_is_refused_with_the_remedy(store, file_root):
+    store.write(f"{file_root}/x", b"")
+    with pytest.raises(StoreError, match="part of its path is a file"):
+        store.write(f"{file_root}/x/y", b"")
+    assert not store.exists(f"{file_root}/x/y")
+    assert store.list(f"{file_root}/x") == []
+
+
+def test_writing_in_place_of_a_folder_is_refused(store, file_root):
+    store.write(f"{file_root}/a/x", b"")
+    with pytest.raises(StoreError, match="must not be a folder"):
+        store.write(f"{file_root}/a", b"")
+    with pytest.raises(ObjectExists):
+        store.create(f"{file_root}/a", b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "words"),
+    [
+        (errno.EACCES, AccessRefused, "mend the permissions"),
+        (errno.EROFS, AccessRefused, "Read-only file system"),
+        (errno.ESTALE, StoreUnavailable, "can not be reached now"),
+        (errno.ENOSPC, StoreError, "No space left on device"),
+    ],
+)
+def test_errors_of_the_operating_system_say_which_object_and_why(
+    store, file_root, monkeypatch, number, expected, words
+):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(file_module.os, "replace", fail)
+    with pytest.raises(expected, match=words) as raised:
+        store.write(f"{file_root}/x", b"data")
+    assert f"{file_root}/x" in str(raised.value)
+    assert list(Path(file_root[7:]).iterdir()) == []
+
+
+def test_create_works_where_the_file_system_has_no_hard_links(store, file_root, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.ENOTSUP, "no links here")
+
+    monkeypatch.setattr(file_module.os, "link", no_links)
+    store.create(f"{file_root}/x", b"1")
+    assert store.read(f"{file_root}/x") == b"1"
+    with pytest.raises(ObjectExists):
+        store.create(f"{file_root}/x", b"2")
+    assert store.read(f"{file_root}/x") == b"1"
