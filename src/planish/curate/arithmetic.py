@@ -1,0 +1,137 @@
+"""Worked traces of arithmetic: the character-by-character solutions that a small model can learn.
+
+Every trace ends in `=` and the result, and is judged by the verifier `trace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPERATORS = ("+", "-", "*")
+"""What column arithmetic can do."""
+
+
+@dataclass(frozen=True)
+class ColumnExpression:
+    """Two operands and an operator, solved column by column from the right.
+
+    Example:
+        >>> ColumnExpression(48, "+", 24).trace()
+        '8+4+0=12;4+2+1=7=72'
+        >>> ColumnExpression(52, "-", 17).trace()
+        '12-7-0=5;5-1-1=3=35'
+        >>> ColumnExpression(24, "*", 5).trace()
+        '4*5+0=20;2*5+2=12=120'
+    """
+
+    left: int
+    """First operand, 0 or more."""
+    operator: str
+    """One of `OPERATORS`."""
+    right: int
+    """Second operand, 0 or more."""
+
+    @property
+    def prompt(self) -> str:
+        """What the policy sees."""
+        return f"{self.left}{self.operator}{self.right}="
+
+    @property
+    def result(self) -> int:
+        """Exact result."""
+        if self.operator == "+":
+            return self.left + self.right
+        return self.left - self.right if self.operator == "-" else self.left * self.right
+
+    @property
+    def family(self) -> str:
+        """Equal for expressions that differ by the order of operands only."""
+        low, high = sorted((self.left, self.right))
+        return f"{low}{self.operator}{high}"
+
+    def fault(self, max_digits: int) -> str | None:
+        """Return why this is no column arithmetic, as a reason code, or None."""
+        if max(self.left, self.right) >= 10**max_digits:
+            return f"operand_over_{max_digits}_digits"
+        if self.operator == "-" and self.result < 0:
+            return "negative_result"
+        if self.operator == "*" and min(self.left, self.right) > 9:
+            return "no_factor_of_one_digit"
+        return None
+
+    def trace(self) -> str:
+        """Return the columns from the right, `digit, digit, carry in = value`, and the result."""
+        if self.operator == "*":
+            one_digit = self.right <= 9
+            number, digit = (self.left, self.right) if one_digit else (self.right, self.left)
+            columns = _product_columns(number, digit)
+        else:
+            columns = _sum_columns(self.left, self.right, minus=self.operator == "-")
+        return ";".join(columns) + f"={self.result}"
+
+
+def _digits(number: int, width: int) -> list[int]:
+    """Return at least `width` digits, the last one first."""
+    return [int(digit) for digit in reversed(str(number).zfill(width))]
+
+
+def _sum_columns(left: int, right: int, *, minus: bool) -> list[str]:
+    width = max(len(str(left)), len(str(right)))
+    carry = 0
+    columns = []
+    for a, b in zip(_digits(left, width), _digits(right, width), strict=True):
+        if minus:
+            # A column that borrows is written with its ten: 12-7-0=5.
+            borrow = a < b + carry
+            top = a + 10 * borrow
+            columns.append(f"{top}-{b}-{carry}={top - b - carry}")
+            carry = int(borrow)
+        else:
+            total = a + b + carry
+            columns.append(f"{a}+{b}+{carry}={total}")
+            carry = total // 10
+    return columns
+
+
+def _product_columns(number: int, digit: int) -> list[str]:
+    carry = 0
+    columns = []
+    for a in _digits(number, 1):
+        total = a * digit + carry
+        columns.append(f"{a}*{digit}+{carry}={total}")
+        carry = total // 10
+    return columns
+
+
+def chain_trace(operands: list[int], modulus: int) -> str:
+    """Return running sums modulo `modulus`, each operand echoed.
+
+    Example:
+        >>> chain_trace([7, 5, 8, 7, 4], 10)
+        '7+5=2+8=0+7=7+4=1'
+    """
+    total = operands[0] % modulus
+    text = str(operands[0])
+    for operand in operands[1:]:
+        total = (total + operand) % modulus
+        text += f"+{operand}={total}"
+    return text
+
+
+def multiplication_trace(left: int, right: int) -> str:
+    """Return long multiplication: one product per digit of `right`, added up as it goes.
+
+    Example:
+        >>> multiplication_trace(48, 24)
+        '8*4+0=32;4*4+3=19=192:8*2+0=16;4*2+1=9=96:2+0+0=2;9+6+0=15;1+9+1=11=1152'
+    """
+    segments = []
+    total = 0
+    for place, digit in enumerate(_digits(right, 1)):
+        product = ColumnExpression(left, "*", digit)
+        segments.append(product.trace())
+        shifted = product.result * 10**place
+        if place:
+            segments.append(ColumnExpression(total, "+", shifted).trace())
+        total += shifted
+    return ":".join(segments)

@@ -1,0 +1,157 @@
+"""Remove equal and nearly equal problems, and training problems that leak held-out ones.
+
+Near duplicates are found by MinHash with fixed seeds and then checked exactly, so that the result
+depends on nothing but the problems and their order.
+
+Source: DAPO, arXiv 2503.14476, appendix A leaves the method open; MinHash with word shingles is the
+common choice (arXiv 2107.06499, section 4.2).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from planish.curate.problem import Drop, Problem, drop, words
+
+NUM_PERMUTATIONS = 128
+"""Hash functions of one signature."""
+SHINGLE_WORDS = 3
+"""Words of one shingle."""
+SEED = 1
+"""Seed of the hash functions; a constant, since the run's seed must not change the data."""
+SCHEME = "affine32"
+"""Family of hash functions; named, so that another default of the library changes nothing."""
+BOILERPLATE_FRACTION = 0.2
+"""Word sequences in more of the held-out problems than this are instructions, no leak."""
+BOILERPLATE_MIN = 5
+"""And in at least so many."""
+
+Signature = npt.NDArray[np.uint64]
+
+
+def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
+    """Keep the first of equal questions; questions with different answers are all dropped."""
+    answers: dict[str, set[str]] = {}
+    for problem in problems:
+        answers.setdefault(problem.key, set()).add(f"{problem.verifier}/{problem.answer}")
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    seen: set[str] = set()
+    for problem in problems:
+        if len(answers[problem.key]) > 1:
+            drops.append(drop(problem, "conflicting_answers"))
+        elif problem.key in seen:
+            drops.append(drop(problem, "duplicate"))
+        else:
+            seen.add(problem.key)
+            kept.append(problem)
+    return kept, drops
+
+
+def shingles(text: Sequence[str]) -> frozenset[str]:
+    """Return all runs of three words."""
+    return frozenset(
+        " ".join(text[i : i + SHINGLE_WORDS]) for i in range(len(text) - SHINGLE_WORDS + 1)
+    )
+
+
+def signature(shingle_set: frozenset[str]) -> Signature:
+    """Return the MinHash signature of a set of shingles."""
+    from datasketch import MinHash
+
+    hashed = MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, scheme=SCHEME)
+    hashed.update_batch([shingle.encode("utf-8") for shingle in sorted(shingle_set)])
+    values: Signature = hashed.hashvalues
+    return values
+
+
+def signatures(sets: Sequence[frozenset[str]], workers: int) -> list[Signature]:
+    """Return signatures in order, computed by `workers` processes."""
+    if workers == 1 or len(sets) < 2 * workers:
+        return [signature(item) for item in sets]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(signature, sets, chunksize=-(-len(sets) // (4 * workers))))
+
+
+def remove_near_duplicates(
+    problems: Sequence[Problem], *, threshold: float, min_words: int, workers: int = 1
+) -> tuple[list[Problem], list[Drop]]:
+    """Drop problems whose shingles overlap with an earlier kept problem.
+
+    Args:
+        problems: in order of precedence.
+        threshold: Jaccard similarity from which two problems count as one.
+        min_words: shorter problems are kept as they are.
+        workers: processes for the signatures.
+
+    Returns:
+        Kept problems in the same order, and the dropped ones.
+    """
+    tokens = [words(problem.question) for problem in problems]
+    long_enough = [i for i, text in enumerate(tokens) if len(text) >= min_words]
+    if threshold >= 1.0 or not long_enough:
+        return list(problems), []
+    from datasketch import MinHash, MinHashLSH
+
+    sets = {i: shingles(tokens[i]) for i in long_enough}
+    hashed = signatures([sets[i] for i in long_enough], workers)
+    index = MinHashLSH(threshold=threshold, num_perm=NUM_PERMUTATIONS)
+    twins: dict[int, int] = {}
+    for i, values in zip(long_enough, hashed, strict=True):
+        sketch = MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, hashvalues=values, scheme=SCHEME)
+        similar = [j for j in sorted(index.query(sketch)) if jaccard(sets[i], sets[j]) >= threshold]
+        if similar:
+            twins[i] = similar[0]
+        else:
+            index.insert(i, sketch)
+    kept = [problem for i, problem in enumerate(problems) if i not in twins]
+    drops = [
+        Drop("near_duplicate", f"{problems[i].origin} is like {problems[j].origin}: "
+             f"{problems[i].question}")
+        for i, j in twins.items()
+    ]  # fmt: skip
+    return kept, drops
+
+
+def jaccard(left: frozenset[str], right: frozenset[str]) -> float:
+    """Return the size of the intersection over the size of the union."""
+    shared = len(left & right)
+    return shared / (len(left) + len(right) - shared)
+
+
+def remove_contaminated(
+    train: Sequence[Problem], evaluation: Sequence[Problem], *, ngram: int
+) -> tuple[list[Problem], list[Drop]]:
+    """Drop training problems that equal a held-out one or share `ngram` words in a row with it.
+
+    With `ngram` 0 only equal problems count.
+
+    Word sequences that many held-out problems share are instructions and do not count.
+    """
+    held_out = {problem.key for problem in evaluation}
+    counts: Counter[str] = Counter()
+    for problem in evaluation if ngram else ():
+        counts.update(ngrams(words(problem.question), ngram))
+    limit = max(BOILERPLATE_MIN, BOILERPLATE_FRACTION * len(evaluation))
+    leaks = {sequence for sequence, count in counts.items() if count <= limit}
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    for problem in train:
+        if problem.key in held_out:
+            drops.append(drop(problem, "equals_held_out"))
+        elif leaks and not leaks.isdisjoint(ngrams(words(problem.question), ngram)):
+            drops.append(drop(problem, f"shares_{ngram}_words_with_held_out"))
+        else:
+            kept.append(problem)
+    return kept, drops
+
+
+def ngrams(text: Sequence[str], size: int) -> set[str]:
+    """Return all runs of `size` words."""
+    return {" ".join(text[i : i + size]) for i in range(len(text) - size + 1)}

@@ -1,0 +1,136 @@
+"""A problem on its way through curation, and the ledger that accounts for every one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Messages = list[dict[str, str]]
+
+MAX_EXAMPLES = 3
+"""Examples kept for each reason."""
+
+_WORD = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[-+*/=%<>^()]")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One candidate prompt.
+
+    Example:
+        >>> Problem("1+1=", [{"role": "user", "content": "1+1="}], "2", "trace", "sums").key
+        '1 + 1 ='
+    """
+
+    question: str
+    """The problem alone, without instructions: what duplicates are judged by."""
+    messages: Messages
+    """What the policy will see."""
+    answer: str
+    """Ground truth."""
+    verifier: str
+    """Key in the verifier table."""
+    source: str
+    """Data set."""
+    trace: str | None = None
+    """Worked solution that ends in the answer."""
+    family: str = ""
+    """Problems of one family go to the same side of the split; empty: the normalised question."""
+    origin: str = ""
+    """Where it came from, for the report: `line 12`."""
+    pass_rate: float = float("nan")
+    """Measured on a reference policy."""
+
+    @property
+    def key(self) -> str:
+        """Normalised question."""
+        return " ".join(words(self.question))
+
+    @property
+    def split_key(self) -> str:
+        """What the split hashes."""
+        return self.family or self.key
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A row that a filter took out."""
+
+    reason: str
+    """Code, in the form of an identifier."""
+    example: str
+    """The row in short, with its origin."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Counts of one filter."""
+
+    name: str
+    """What it does."""
+    unit: str
+    """What it counts: lines, problems, steps, prompts."""
+    num_in: int
+    """Rows that came in."""
+    num_out: int
+    """Rows that went on."""
+    reasons: dict[str, int]
+    """Rows dropped by reason code; with `num_out` they add up to `num_in`."""
+    examples: dict[str, list[str]]
+    """A few dropped rows by reason code."""
+
+
+@dataclass
+class Ledger:
+    """The filters of one curation in order.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.record("length", "prompts", 3, 2, [Drop("too_long", "line 2")])
+        >>> ledger.filters[0].reasons
+        {'too_long': 1}
+    """
+
+    filters: list[Filter] = field(default_factory=list)
+    """In the order in which they ran."""
+
+    def record(
+        self, name: str, unit: str, num_in: int, num_out: int, drops: Sequence[Drop]
+    ) -> None:
+        """Add the counts of one filter; every row must be accounted for."""
+        assert num_in == num_out + len(drops), (name, num_in, num_out, len(drops))
+        reasons: dict[str, int] = {}
+        examples: dict[str, list[str]] = {}
+        for drop in drops:
+            reasons[drop.reason] = reasons.get(drop.reason, 0) + 1
+            if len(seen := examples.setdefault(drop.reason, [])) < MAX_EXAMPLES:
+                seen.append(drop.example)
+        ordered = dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
+        self.filters.append(Filter(name, unit, num_in, num_out, ordered, examples))
+
+    def counts(self) -> str:
+        """Return one line: the counts of every filter."""
+        return ", ".join(
+            f"{f.name} {f.num_in} -> {f.num_out}"
+            + (f" ({', '.join(f'{k} {v}' for k, v in f.reasons.items())})" if f.reasons else "")
+            for f in self.filters
+        )
+
+
+def words(text: str) -> list[str]:
+    """Return the words, numbers and operators of `text`, lower case, in one Unicode form."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def fraction_of(text: str) -> float:
+    """Map text to a number in [0, 1) that is equal on every machine."""
+    digest = hashlib.sha256(f"planish/split/{text}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2.0**64
+
+
+def drop(problem: Problem, reason: str) -> Drop:
+    """Return the ledger entry for a problem that is taken out."""
+    return Drop(reason, f"{problem.origin}: {problem.question} -> {problem.answer}")
