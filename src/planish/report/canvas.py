@@ -23,6 +23,7 @@ PALETTE: dict[str, str] = {
     "muted": "#010102",
     "grid": "#010103",
     "surface": "#010104",
+    "line": "#010105",
     "blue": "#010111",
     "orange": "#010112",
     "teal": "#010113",

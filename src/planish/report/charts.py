@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from planish.report.canvas import PALETTE, Canvas, canvas
 from planish.report.words import number, percent, seconds
@@ -24,7 +24,24 @@ MAX_BARS = 60
 """More bars than this are averaged over neighbours."""
 
 Unit = Literal["number", "percent", "seconds"]
+_NICE_STEPS = [1, 2, 2.5, 5, 10]
 _FORMATS = {"number": number, "percent": percent, "seconds": seconds}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A finished chart."""
+
+    title: str
+    """Heading."""
+    svg: str
+    """The drawing."""
+    hint: str
+    """How to read it."""
+    legend: tuple[tuple[str, str, str], ...] = ()
+    """Label, palette key and kind (line, dash, box, mark)."""
+    is_wide: bool = False
+    """Takes both columns."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,7 @@ def line_chart(
     limit: tuple[str, float] | None = None,
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
+    is_log: bool = False,
     width: int = 540,
 ) -> str:
     """Draw curves over iterations as SVG.
@@ -113,15 +131,20 @@ def line_chart(
         limit: label and height of a horizontal line.
         marks: measured points.
         from_zero: the vertical axis starts at 0.
+        is_log: the vertical axis is logarithmic, where every value is positive.
         width: CSS pixels.
     """
     with canvas(name, width=width) as page:
+        page.axes.margins(y=0.09)
         for line in lines:
             _draw_line(page, line, unit)
         for mark in marks:
             _draw_mark(page, mark, unit)
         _draw_limit(page, limit)
-        _finish(page, y_label, unit, from_zero=from_zero)
+        positive = all(value > 0 for line in lines for value in line.y)
+        if is_log and positive:
+            page.axes.set_yscale("log")
+        _finish(page, y_label, unit, from_zero=from_zero, is_log=is_log and positive)
         xs = [x for line in lines for x in line.x] + [mark.x for mark in marks]
         _iteration_axis(page.axes, min(xs), max(xs))
     return page.svg
@@ -136,7 +159,7 @@ def _draw_line(page: Canvas, line: Line, unit: Unit) -> None:
     page.axes.plot(x, y, **style)
     if len(x) > MAX_MARKED_POINTS:
         return
-    size = 4.5 if line.is_secondary else 6
+    size = 5.5 if line.is_secondary else 7
     for at, value in zip(x, y, strict=True):
         tip = page.tip(f"{line.label}, iteration {at:g}: {_FORMATS[unit](value)}")
         page.axes.plot(
@@ -175,18 +198,24 @@ def _draw_limit(page: Canvas, limit: tuple[str, float] | None) -> None:
     )  # fmt: skip
 
 
-def _finish(page: Canvas, y_label: str, unit: Unit, *, from_zero: bool) -> None:
+def _finish(
+    page: Canvas, y_label: str, unit: Unit, *, from_zero: bool, is_log: bool = False
+) -> None:
     axes = page.axes
     low, high = axes.get_ylim()
-    if from_zero:
-        low = 0.0
-    axes.set_ylim(low, high if high > low else low + 1)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, min_n_ticks=3))
+    if is_log:
+        axes.set_ylim(low / 2, high * 2)
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        low = 0.0 if from_zero else low
+        axes.set_ylim(low, high if high > low else low + 1)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3, steps=_NICE_STEPS))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _FORMATS[unit](value)))
     axes.text(
-        -0.085, 1.0, y_label, transform=axes.transAxes, ha="left", va="bottom",
-        color=PALETTE["muted"],
-    ).set_position((-44 / axes.bbox.width, 1 + 14 / axes.bbox.height))  # fmt: skip
+        -50 / axes.bbox.width, 1 + 14 / axes.bbox.height, y_label,
+        transform=axes.transAxes, ha="left", va="bottom", color=PALETTE["muted"],
+    )  # fmt: skip
 
 
 def _iteration_axis(axes: Any, first: float, last: float) -> None:
@@ -244,7 +273,7 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
     """
     height = 52 + 26 * len(rows)
     end = max(span.start + span.length for span in spans)
-    with canvas(name, width=width, height=height, left=96, top=6) as page:
+    with canvas(name, width=width, height=height, left=96, right=34, top=6) as page:
         axes = page.axes
         for span in spans:
             at = len(rows) - 1 - rows.index(span.row)
@@ -262,3 +291,8 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
         axes.set_xlabel("time since the run began", labelpad=4)
     return page.svg
+
+
+def boxes(parts: Sequence[Part]) -> tuple[tuple[str, str, str], ...]:
+    """Return the legend of stacked bars."""
+    return tuple((part.label, part.color, "box") for part in parts)

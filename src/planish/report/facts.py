@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+WEIGHT = "num_generated_groups"
+"""Metric of a shard that weighs its means."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -28,6 +31,8 @@ class Task:
     """Seconds since 1970."""
     seconds: float
     """Duration so far."""
+    startup_seconds: float = 0.0
+    """Process start and imports before `start_seconds`."""
     already_done: bool = False
     """The output stood there from an earlier attempt."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -140,8 +145,6 @@ class RunFacts:
     """Newest attempt of each task, by start."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
-    minibatches: list[dict[str, float]] = field(default_factory=list)
-    """Scalars of each optimizer step of the newest iteration."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """By policy version."""
     policies: list[Saved] = field(default_factory=list)
@@ -176,11 +179,24 @@ class RunFacts:
         return sorted(self.updates)
 
     def per_iteration(
-        self, stage: str, key: str, combine: Callable[[list[float]], float]
+        self, stage: str, key: str, combine: Callable[[list[float]], float] | None = None
     ) -> dict[int, float]:
-        """Return iteration -> metric `key` of `stage`, its shards combined."""
-        found: dict[int, list[float]] = {}
+        """Return iteration -> metric `key` of `stage`, its shards combined.
+
+        Without `combine` it is their mean, weighted by the groups that each shard generated.
+        """
+        found: dict[int, list[Task]] = {}
         for task in self.tasks:
             if task.stage == stage and task.iteration and key in task.metrics:
-                found.setdefault(task.iteration, []).append(task.metrics[key])
-        return {iteration: combine(found[iteration]) for iteration in sorted(found)}
+                found.setdefault(task.iteration, []).append(task)
+        if combine is not None:
+            return {i: combine([t.metrics[key] for t in found[i]]) for i in sorted(found)}
+        return {i: _weighted_mean(found[i], key) for i in sorted(found)}
+
+
+def _weighted_mean(tasks: Sequence[Task], key: str) -> float:
+    weights = [task.metrics.get(WEIGHT, 1.0) for task in tasks]
+    if sum(weights) <= 0:
+        weights = [1.0] * len(tasks)
+    total = sum(w * task.metrics[key] for w, task in zip(weights, tasks, strict=True))
+    return total / sum(weights)

@@ -90,6 +90,7 @@ def _task(raw: Mapping[str, Any]) -> Task:
         state=str(raw["state"]),
         start_seconds=_number(raw, "start_seconds"),
         seconds=max(0.0, _number(raw, "seconds")),
+        startup_seconds=max(0.0, _number(raw, "startup_seconds")),
         already_done=raw.get("already_done") is True,
         metrics=scalars(raw.get("metrics")),
         error=str(raw.get("error", "")),
@@ -112,8 +113,11 @@ def _read_updates(reader: Reader, facts: RunFacts) -> bool:
             f"update of iteration {number}", partial(read_report, UpdateReport, uri), None
         )
         if report is not None:
-            facts.updates[number] = scalars(report.scalars)
-            facts.minibatches = [scalars(step) for step in report.minibatches]
+            measured = scalars(report.scalars)
+            norms = [step["grad_norm"] for step in report.minibatches if "grad_norm" in step]
+            if norms:
+                measured.update(scalars({"grad_norm_max": max(norms)}))
+            facts.updates[number] = measured
     if not facts.updates:
         reader.missing.append("updates: no iteration has trained")
     return bool(stopped)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planish.report.facts import Evaluation, RunFacts, Saved, Task
 
-ACCURACY = ("accuracy", "accuracy_mean", "avg")
-ERROR = ("accuracy_standard_error", "accuracy_se", "standard_error", "accuracy_stderr")
-GREEDY = ("greedy", "greedy_accuracy", "accuracy_greedy")
-_AVG_AT = re.compile(r"avg@(\d+)$")
 SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
 """Final states of a run that went well."""
 
@@ -101,18 +96,13 @@ def key_numbers(facts: RunFacts, state: str) -> Keys:
     )
 
 
-def _first(values: Mapping[str, float], names: Sequence[str]) -> float | None:
-    return next((values[name] for name in names if name in values), None)
-
-
 def score(evaluation: Evaluation) -> Score:
     """Read the main scores of one evaluation."""
     scalars = evaluation.scalars
-    averages = sorted(name for name in scalars if _AVG_AT.match(name))
     return Score(
-        accuracy=_first(scalars, (*ACCURACY, *averages)),
-        error=_first(scalars, (*ERROR, *(f"{name}_standard_error" for name in averages))),
-        greedy=_first(scalars, GREEDY),
+        accuracy=scalars.get("accuracy"),
+        error=scalars.get("accuracy_standard_error"),
+        greedy=scalars.get("greedy"),
         version=evaluation.version,
     )
 
@@ -139,11 +129,8 @@ def _stage_seconds(tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def _num_tokens(facts: RunFacts) -> float | None:
-    for name in ("num_generated_tokens", "generated_tokens", "num_tokens", "response_tokens"):
-        found = facts.per_iteration("rollout", name, sum)
-        if found:
-            return sum(found.values())
-    return None
+    found = facts.per_iteration("rollout", "num_generated_tokens", sum)
+    return sum(found.values()) if found else None
 
 
 def as_summary(facts: RunFacts, keys: Keys) -> dict[str, object]:

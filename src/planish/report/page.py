@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from planish.report import tables
-from planish.report.charts import Mark
+from planish.report.charts import Chart, Mark
 from planish.report.facts import RunFacts, Sample, Task
 from planish.report.keys import Keys
-from planish.report.panels import Chart, all_charts
-from planish.report.tables import Change, Row, Table, change_of
+from planish.report.panels import all_charts
+from planish.report.tables import Change, Table, change_of
+from planish.report.times import stage_seconds
 from planish.report.words import number, one_line, percent, seconds, visible
 
 FAILURES = {"FAILED", "ERROR", "CANCELLED", "CANCELED", "TERMINATED"}
@@ -119,7 +120,7 @@ def build_page(facts: RunFacts, keys: Keys, *, failed_task: str, error_message: 
         evaluation_lead=_evaluation_lead(facts),
         alerts=_alerts(facts),
         comparisons=[_comparison(item.title, item.columns) for item in facts.comparisons],
-        funnel=tables.funnel(facts),
+        funnel=tables.funnel(facts.curation),
         curation=facts.curation,
         saved=saved,
         saved_more=more,
@@ -165,14 +166,11 @@ def _header_facts(facts: RunFacts) -> list[tuple[str, str]]:
 
 def _cards(facts: RunFacts, keys: Keys) -> list[Card]:
     cards = [_accuracy_card(keys), _greedy_card(keys), _pass_card(facts)]
-    busy = (
-        f"{percent(keys.busy_seconds / keys.seconds)} of it inside stages" if keys.seconds else ""
-    )
+    busy = f"{seconds(keys.busy_seconds)} of it inside stages" if keys.seconds else ""
     cards += [
         Card("Iterations", f"{keys.iterations}", _last_iteration(facts)),
         Card("Total time", seconds(keys.seconds) if keys.seconds else "unknown", busy),
-        _tokens_card(facts, keys),
-        *_update_cards(facts),
+        *_token_cards(facts, keys),
     ]
     return [card for card in cards if card is not None]
 
@@ -245,37 +243,18 @@ def _last_iteration(facts: RunFacts) -> str:
     return f"the last is number {facts.iterations[-1]}" if facts.iterations else "none finished"
 
 
-def _tokens_card(facts: RunFacts, keys: Keys) -> Card | None:
+def _token_cards(facts: RunFacts, keys: Keys) -> list[Card]:
     if keys.num_tokens is None:
-        return None
-    rollout = facts.per_iteration("rollout", "_", sum)
+        return []
     spent = sum(
         stages.get("rollout", 0.0)
-        for iteration, stages in tables.stage_seconds(facts.tasks).items()
+        for iteration, stages in stage_seconds(facts.tasks).items()
         if iteration
     )
-    rate = f"{number(keys.num_tokens / spent)} tokens/s in rollout" if spent > 0 else ""
-    del rollout
-    return Card("Tokens generated", number(keys.num_tokens), rate)
-
-
-def _update_cards(facts: RunFacts) -> list[Card]:
-    """Return the newest reward, entropy and length, each against the first iteration's."""
-    wanted = (
-        ("Reward", ("reward_mean",)),
-        ("Entropy", ("entropy",)),
-        ("Response length", ("response_length_mean", "response_tokens_mean")),
-    )
-    if not facts.iterations:
-        return []
-    first, last = facts.updates[facts.iterations[0]], facts.updates[facts.iterations[-1]]
-    cards = []
-    for title, names in wanted:
-        name = next((n for n in names if n in first and n in last), None)
-        if name is not None:
-            cards.append(
-                Card(title, number(last[name]), "first and last iteration", number(first[name]))
-            )
+    cards = [Card("Tokens generated", number(keys.num_tokens), "in the rollouts of all iterations")]
+    if spent > 0:
+        rate = f"{number(keys.num_tokens / spent)} / s"
+        cards.append(Card("Rollout speed", rate, "tokens, all shards together"))
     return cards
 
 
@@ -292,10 +271,14 @@ def _marks(facts: RunFacts, keys: Keys) -> tuple[Mark | None, Mark | None]:
 
 
 def _evaluation_lead(facts: RunFacts) -> str:
-    versions = " and ".join(str(evaluation.version) for evaluation in facts.evaluations)
+    if not facts.evaluations:
+        return ""
+    scalars = facts.evaluations[-1].scalars
+    prompts = number(scalars["num_prompts"]) if "num_prompts" in scalars else "The"
+    samples = f", {number(scalars['num_samples'])} samples each" if "num_samples" in scalars else ""
     return (
-        f"Policies {versions} on prompts that were never trained on. Differences below about three "
-        "standard errors are noise."
+        f"{prompts} held-out prompts{samples}; none of them was trained on. The error is that of "
+        "sampling with the prompts held fixed; the interval is that of drawing other prompts."
     )
 
 
@@ -356,16 +339,8 @@ def _error_words(task: Task) -> str:
 
 
 def resume_command(facts: RunFacts) -> str:
-    """Return the command that goes on where the run ended: equal parameters, same root."""
+    """Return the command that goes on where the run ended."""
+    module = "pipelines.local" if facts.root.startswith("file://") else "pipelines.submit"
     preset = facts.run.get("preset")
-    options = f" --preset {json.dumps(preset)}" if isinstance(preset, str) and preset else ""
-    module = "pipelines.local" if facts.root.startswith("file://") else "pipelines.submit run"
-    return f"python -m {module} --root {facts.root}{options}"
-
-
-def plain(page: Page) -> Mapping[str, Any]:
-    """Return the page as the templates' only variable."""
-    return {"page": page}
-
-
-__all__ = ["Card", "Failure", "Page", "Row", "build_page", "plain", "resume_command"]
+    options = f" --preset {shlex.quote(preset)}" if isinstance(preset, str) and preset else ""
+    return f"python -m {module} --root {shlex.quote(facts.root)}{options}"

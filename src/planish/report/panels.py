@@ -1,33 +1,16 @@
-"""Which charts the page has, where their numbers come from, and how to read them.
+"""Which curves the page has, where their numbers come from, and how to read them.
 
 A chart whose numbers do not exist is left out; nothing is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planish.report.charts import Line, Mark, Part, Span, Unit, line_chart, stacked_bars, timeline
-from planish.report.facts import RunFacts, Task
-from planish.report.words import seconds
-
-STAGE_COLORS: dict[str, str] = {
-    "prepare": "slate",
-    "curate": "slate",
-    "sft": "violet",
-    "rollout": "blue",
-    "reward": "orange",
-    "train": "teal",
-    "checkpoint": "red",
-    "evaluate": "violet",
-}
-"""Stage to colour; stages outside iterations may share one with each other."""
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean of at least one value."""
-    return sum(values) / len(values)
+from planish.report.charts import Chart, Line, Mark, Part, Unit, boxes, line_chart, stacked_bars
+from planish.report.facts import RunFacts
+from planish.report.times import stage_times, task_timeline
 
 
 @dataclass(frozen=True)
@@ -35,16 +18,16 @@ class Source:
     """Where a series lies.
 
     Example:
-        >>> Source("rollout", "num_tokens", sum).combine([2.0, 3.0])
-        5.0
+        >>> Source("rollout", "num_generated_tokens", sum).key
+        'num_generated_tokens'
     """
 
     stage: str
     """`update` for the update report, else the stage whose log holds it."""
     key: str
     """Name of the scalar."""
-    combine: Callable[[list[float]], float] = mean
-    """How the values of parallel tasks become one."""
+    combine: Callable[[list[float]], float] | None = None
+    """How the values of parallel tasks become one; None is the mean, weighted by their groups."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +60,8 @@ class Panel:
     """How values are written."""
     from_zero: bool = False
     """The vertical axis starts at 0."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A finished chart."""
-
-    title: str
-    """Heading."""
-    svg: str
-    """The drawing."""
-    hint: str
-    """How to read it."""
-    legend: tuple[tuple[str, str, str], ...] = ()
-    """Label, palette key and kind (line, dash, box, mark)."""
-    is_wide: bool = False
-    """Takes both columns."""
+    is_log: bool = False
+    """The vertical axis is logarithmic."""
 
 
 def update(key: str) -> Source:
@@ -120,7 +89,7 @@ PANELS: tuple[Panel, ...] = (
         "Clip fractions",
         "share of trained tokens",
         "Tokens whose probability ratio left the trusted band. Some clipping is normal; many per "
-        "cent mean steps that are too large. `high` limits rising tokens, `low` falling ones.",
+        "cent mean steps that are too large. High is for rising tokens, low for falling ones.",
         (
             Curve("high", "blue", (update("clipfrac_high"),)),
             Curve("low", "orange", (update("clipfrac_low"),)),
@@ -142,7 +111,7 @@ PANELS: tuple[Panel, ...] = (
         "Size of the gradient before it is limited. Steady is good; growth over several "
         "iterations announces a collapse.",
         (
-            Curve("mean", "orange", (update("grad_norm"), update("grad_norm_mean"))),
+            Curve("mean", "orange", (update("grad_norm"),)),
             Curve("largest", "slate", (update("grad_norm_max"),), is_secondary=True),
         ),
         from_zero=True,
@@ -150,23 +119,26 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "Engine against trainer",
         "|exp(old) - exp(rollout)| per token",
-        "Difference between the probability that the rollout engine sampled with and the one that "
-        "the trainer computes. It should stay near rounding; drift means stale or wrong weights.",
+        "How much the probability of a sampled token differs between rollout engine and trainer. "
+        "It should stay near rounding; growth means stale or wrong weights.",
         (
-            Curve("mean", "teal", (update("mismatch_mean"),)),
-            Curve("largest", "slate", (update("mismatch_max"),), is_secondary=True),
+            Curve("mean", "teal", (update("mismatch_probability_mean"),)),
+            Curve("largest", "slate", (update("mismatch_probability_max"),), is_secondary=True),
         ),
-        from_zero=True,
+        is_log=True,
     ),
 )
 
 LENGTH_MEAN = (
-    update("response_length_mean"),
     Source("rollout", "response_length_mean"),
+    update("response_tokens_mean"),
 )
-LENGTH_MAX = (update("response_length_max"), Source("rollout", "response_length_max", max))
-ACCURACY_SAMPLED = (Source("rollout", "accuracy"), Source("rollout", "accuracy_mean"))
-ACCURACY_TRAINED = (update("accuracy"), Source("reward", "accuracy"))
+LENGTH_MAX = (
+    Source("rollout", "response_length_max", max),
+    update("response_tokens_max"),
+)
+ACCURACY_SAMPLED = (Source("rollout", "accuracy_mean"),)
+ACCURACY_TRAINED = (update("accuracy_mean"), Source("reward", "accuracy_mean"))
 GROUPS: tuple[tuple[str, str, str], ...] = (
     ("kept", "blue", "ds/kept_frac"),
     ("all correct", "teal", "ds/all_correct_frac"),
@@ -207,10 +179,11 @@ def all_charts(facts: RunFacts, before: Mark | None, after: Mark | None) -> list
         drawn.pop("Entropy"),
         _groups(facts),
         *drawn.values(),
-        _stage_times(facts),
-        _timeline(facts),
     ]
-    return [chart for chart in charts if chart is not None]
+    found = [chart for chart in charts if chart is not None]
+    # Two columns: an odd count would leave a hole before the timeline.
+    times = stage_times(facts, is_wide=len(found) % 2 == 0)
+    return found + [chart for chart in (times, task_timeline(facts)) if chart is not None]
 
 
 def _lines(facts: RunFacts, curves: Sequence[Curve]) -> list[Line]:
@@ -235,7 +208,12 @@ def _draw(facts: RunFacts, panel: Panel) -> Chart | None:
     if not lines:
         return None
     svg = line_chart(
-        panel.title, lines, y_label=panel.y_label, unit=panel.unit, from_zero=panel.from_zero
+        panel.title,
+        lines,
+        y_label=panel.y_label,
+        unit=panel.unit,
+        from_zero=panel.from_zero,
+        is_log=panel.is_log,
     )
     return Chart(panel.title, svg, panel.hint, _legend(lines) if len(panel.curves) > 1 else ())
 
@@ -244,20 +222,25 @@ def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
     lines = _lines(
         facts,
         (
-            Curve("all sampled responses", "blue", ACCURACY_SAMPLED),
-            Curve("responses that train", "slate", ACCURACY_TRAINED, is_secondary=True),
+            Curve("all sampled", "blue", ACCURACY_SAMPLED),
+            Curve("trained on", "slate", ACCURACY_TRAINED, is_secondary=True),
         ),
     )
     if not lines and not marks:
         return None
     svg = line_chart(
-        "Accuracy", lines, y_label="share of correct responses", unit="percent", marks=marks
+        "Accuracy",
+        lines,
+        y_label="share of correct responses",
+        unit="percent",
+        marks=marks,
+        from_zero=True,
     )
     legend = _legend(lines)
     if marks:
-        legend += (("held-out prompts, +- 1 standard error", marks[0].color, "mark"),)
+        legend += (("held out", marks[0].color, "mark"),)
     hint = (
-        "Diamonds are the honest score: prompts that were never trained on, before and after. "
+        "Diamonds: prompts that were never trained on, before and after, +- 1 standard error. "
         "Groups that are all right or all wrong do not train, so the dashed curve stays near one "
         "half by construction."
     )
@@ -274,12 +257,12 @@ def _lengths(facts: RunFacts) -> Chart | None:
     )
     if not lines:
         return None
-    limit = facts.config.get("rollout", {}).get("max_response_tokens")
+    limit = _max_response_tokens(facts)
     svg = line_chart(
         "Response length",
         lines,
         y_label="tokens per response",
-        limit=(f"limit {limit:,}", float(limit)) if isinstance(limit, int) else None,
+        limit=(f"limit {limit:,}", float(limit)) if limit else None,
         from_zero=True,
     )
     hint = (
@@ -289,10 +272,17 @@ def _lengths(facts: RunFacts) -> Chart | None:
     return Chart("Response length", svg, hint, _legend(lines))
 
 
+def _max_response_tokens(facts: RunFacts) -> int:
+    """Return the limit on sampled tokens, 0 when the configuration does not tell."""
+    for section in ("rollout", "reward"):
+        limit = facts.config.get(section, {}).get("max_response_tokens")
+        if isinstance(limit, int):
+            return limit
+    return 0
+
+
 def _groups(facts: RunFacts) -> Chart | None:
-    found = [
-        (label, color, facts.per_iteration("rollout", key, mean)) for label, color, key in GROUPS
-    ]
+    found = [(label, color, facts.per_iteration("rollout", key)) for label, color, key in GROUPS]
     found = [item for item in found if item[2]]
     if not found:
         return None
@@ -306,85 +296,6 @@ def _groups(facts: RunFacts) -> Chart | None:
     )
     hint = (
         "Only groups with right and wrong responses carry a signal and are kept. A growing share "
-        "of `all correct` says that the prompts become too easy for the policy."
+        "of all-correct groups says that the prompts become too easy for the policy."
     )
-    return Chart("Groups kept by dynamic sampling", svg, hint, _boxes(parts))
-
-
-def _boxes(parts: Sequence[Part]) -> tuple[tuple[str, str, str], ...]:
-    return tuple((part.label, part.color, "box") for part in parts)
-
-
-def stage_seconds(tasks: Sequence[Task]) -> dict[int, dict[str, float]]:
-    """Return iteration -> stage -> seconds; of parallel tasks the slowest counts."""
-    found: dict[int, dict[str, float]] = {}
-    for task in tasks:
-        stages = found.setdefault(task.iteration, {})
-        stages[task.stage] = max(stages.get(task.stage, 0.0), task.seconds)
-    return dict(sorted(found.items()))
-
-
-def _stage_times(facts: RunFacts) -> Chart | None:
-    per_iteration = {i: stages for i, stages in stage_seconds(facts.tasks).items() if i}
-    if not per_iteration:
-        return None
-    names = _stage_order({name for stages in per_iteration.values() for name in stages})
-    parts = [
-        Part(
-            name,
-            STAGE_COLORS.get(name, "slate"),
-            [s.get(name, 0.0) for s in per_iteration.values()],
-        )
-        for name in names
-    ]
-    svg = stacked_bars(
-        "Time per stage", [*per_iteration], parts, y_label="time per iteration", unit="seconds"
-    )
-    hint = (
-        "Where an iteration spends its time; of parallel rollout shards the slowest counts. "
-        "A bar that grows with response length is healthy, a sudden one is a slow machine."
-    )
-    return Chart("Time per stage", svg, hint, _boxes(parts))
-
-
-def _stage_order(names: set[str]) -> list[str]:
-    order = [*STAGE_COLORS, *sorted(names - STAGE_COLORS.keys())]
-    return [name for name in order if name in names]
-
-
-def _timeline(facts: RunFacts) -> Chart | None:
-    tasks = [task for task in facts.tasks if task.start_seconds > 0]
-    if not tasks:
-        return None
-    zero = min(task.start_seconds for task in tasks)
-    rows: dict[str, None] = {}
-    shards = {task.shard for task in tasks if task.stage == "rollout"}
-    for name in _stage_order({task.stage for task in tasks}):
-        if name == "rollout" and 1 < len(shards) <= 8:
-            rows.update(dict.fromkeys(f"rollout {shard}" for shard in sorted(shards)))
-        else:
-            rows[name] = None
-    spans = [
-        Span(
-            task.stage if task.stage in rows else f"{task.stage} {task.shard}",
-            "red" if task.state == "failed" else STAGE_COLORS.get(task.stage, "slate"),
-            task.start_seconds - zero,
-            task.seconds,
-            f"{task.name}: {seconds(task.seconds)}, {_state_words(task)}",
-        )
-        for task in tasks
-    ]
-    hint = (
-        "When each task ran. White space between bars is the time that the scheduler and process "
-        "start take; overlapping rollout rows are shards that run in parallel."
-    )
-    return Chart("Timeline", timeline("Timeline", [*rows], spans), hint, is_wide=True)
-
-
-def _state_words(task: Task) -> str:
-    return "reused an earlier result" if task.already_done else task.state
-
-
-def cells(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return items in the order of their names."""
-    return sorted(values.items())
+    return Chart("Groups kept by dynamic sampling", svg, hint, boxes(parts))

@@ -6,11 +6,14 @@ image or a script to the page.
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Sequence
 from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from markupsafe import Markup
 
 from planish.report.page import Page
@@ -66,11 +69,20 @@ def _environment(*, autoescape: bool) -> Environment:
     )
 
 
+_ALLOWED_TAGS = ("<code>", "</code>", "<br>")
+
+
 def _safe_markdown(text: str) -> Markup:
-    """Render Markdown with tables, but without raw HTML, links and images."""
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    parser.disable(["link", "image", "autolink", "reference", "html_block", "html_inline"])
+    """Render Markdown with tables; of raw HTML only three bare tags, no links, no images."""
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    parser.disable(["link", "image", "autolink", "reference", "html_block"])
+    parser.add_render_rule("html_inline", _inline_tag)
     return Markup(parser.render(text[:_MAX_CURATION]))
+
+
+def _inline_tag(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:
+    tag = tokens[index].content
+    return tag if tag in _ALLOWED_TAGS else html.escape(tag)
 
 
 def _cell(text: str) -> str:

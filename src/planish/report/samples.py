@@ -6,7 +6,7 @@ The choice is deterministic: the first prompt in order of its id that shows the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from planish.store import open_store
 
 MAX_SET_BYTES = 256 << 20
 """Larger sets are not read for samples."""
+MAX_VERIFIED_GROUPS = 64
+"""Held-out prompts whose responses are verified again, to choose samples from."""
 RESPONSES_PER_COLUMN = 2
 """Responses shown of one policy for one prompt."""
 
@@ -150,8 +152,8 @@ def _evaluation_groups(reader: Reader, version: int) -> Groups:
         if not uri or not _fits(uri):
             return {}
         rollouts = read_set(RolloutSet, uri)
-        verdicts = _verdicts(rollouts)
-        return _rows(rollouts, verdicts)
+        rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
+        return _rows(rollouts, _verdicts(rollouts))
 
     return reader.attempt(f"sample rollouts of the evaluation of policy {version}", read, {})
 
@@ -206,8 +208,6 @@ def _shared_mixed(groups: Mapping[int, Groups], numbers: Sequence[int]) -> str |
 
 
 def _with_prompt(sample: Sample, texts: Mapping[str, str]) -> Sample:
-    from dataclasses import replace
-
     return replace(sample, prompt=texts.get(sample.prompt_id, ""))
 
 

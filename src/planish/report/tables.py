@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.report.facts import Evaluation, RunFacts, Saved, Task
+from planish.report.facts import Evaluation, RunFacts, Saved
 from planish.report.words import number, one_line
 
+_STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12}) \| (\d{1,12}) \|$")
+MAX_STEPS = 30
+"""Steps of curation shown."""
 MAX_SAVED = 24
 """Policies and states listed; the newest are kept."""
-_ERROR_SUFFIXES = ("_standard_error", "_se", "_stderr")
-_SHARE_WORDS = ("accuracy", "pass@", "cons@", "avg@", "greedy", "fraction", "frac", "rate")
+_ERROR = "_standard_error"
+_SHARES = ("accuracy", "pass@", "cons@", "greedy", "invalid", "truncated", "refused")
+_LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_errors")
+_QUIET = ("refused_fraction", "verifier_errors")
+"""Scores that are shown only where one of them is not 0."""
+_LABELS = {
+    "greedy": "greedy (temperature 0)",
+    "invalid_fraction": "responses without a readable answer",
+    "truncated_fraction": "responses cut off at the limit",
+    "refused_fraction": "responses that the engine refused",
+    "response_length_mean": "mean response length (tokens)",
+    "verifier_errors": "verifier errors",
+}
 
 
 @dataclass(frozen=True)
@@ -74,11 +90,7 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> Change:
 
 
 def _is_share(name: str) -> bool:
-    return any(word in name for word in _SHARE_WORDS)
-
-
-def _is_error(name: str) -> bool:
-    return name.endswith(_ERROR_SUFFIXES)
+    return name.startswith(_SHARES)
 
 
 def _cell(scalars: Mapping[str, float], name: str) -> str:
@@ -87,29 +99,46 @@ def _cell(scalars: Mapping[str, float], name: str) -> str:
     value = scalars[name]
     if not _is_share(name):
         return number(value)
-    error = next((scalars[name + s] for s in _ERROR_SUFFIXES if name + s in scalars), None)
+    error = scalars.get(name + _ERROR)
     spread = f" \u00b1 {100 * error:.1f}" if error is not None else ""
     return f"{100 * value:.1f}{spread} %"
+
+
+def _interval(scalars: Mapping[str, float]) -> str:
+    try:
+        low, high = (100 * scalars[f"accuracy_bootstrap_{end}"] for end in ("low", "high"))
+    except KeyError:
+        return ""
+    return f"{low:.1f} to {high:.1f} %"
 
 
 def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) -> Change | None:
     if name not in first or name not in last:
         return None
-    if _is_share(name):
-        if name.startswith(("truncated", "invalid")):
-            raised = change_of(first[name], last[name])
-            return Change(raised.text, raised.is_worse, raised.is_better)
-        return change_of(first[name], last[name])
-    return Change(
-        f"{'+' if last[name] >= first[name] else ''}{number(last[name] - first[name])}",
-        False,
-        False,
-    )
+    if not _is_share(name):
+        return Change(signed(last[name] - first[name]), False, False)
+    noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
+    change = change_of(first[name], last[name], noise=noise)
+    if name.startswith(_LESS_IS_BETTER):
+        return Change(change.text, change.is_worse, change.is_better)
+    return change
 
 
-def label_of(name: str) -> str:
-    """Turn a metric name into words."""
-    return one_line(name.replace("_", " "), limit=60)
+def signed(value: float) -> str:
+    """Write a number with its sign.
+
+    Example:
+        >>> signed(0.7), signed(-3.0), signed(0.0)
+        ('+0.7', '-3', '0')
+    """
+    return f"+{number(value)}" if value > 0 else number(value)
+
+
+def label_of(name: str, scalars: Mapping[str, float]) -> str:
+    """Turn the name of a score into words."""
+    if name == "accuracy" and "num_samples" in scalars:
+        return f"avg@{scalars['num_samples']:.0f} (mean accuracy over samples)"
+    return _LABELS.get(name, one_line(name.replace("_", " "), limit=60))
 
 
 def score_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
@@ -128,23 +157,30 @@ def score_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
 
 
 def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> Table:
-    names: dict[str, None] = {}
-    for evaluation in evaluations:
-        names.update(dict.fromkeys(n for n in evaluation.scalars if not _is_error(n)))
     first, last = evaluations[0].scalars, evaluations[-1].scalars
+    names = {name for evaluation in evaluations for name in evaluation.scalars if _is_row(name)}
+    quiet = {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
     rows = [
         Row(
-            label_of(name),
+            label_of(name, last),
             [_cell(evaluation.scalars, name) for evaluation in evaluations],
             _change(name, first, last) if has_change else None,
         )
-        for name in sorted(names, key=_importance)
+        for name in sorted(names - quiet, key=_importance)
     ]
+    intervals = [_interval(evaluation.scalars) for evaluation in evaluations]
+    if any(intervals):
+        rows.insert(1, Row("95 % interval over prompts", intervals))
     return Table("All held-out prompts", columns, rows, has_change)
 
 
+def _is_row(name: str) -> bool:
+    """Leave out what stands in other cells, and pass@1, which is avg@n."""
+    return not name.startswith(("num_", "accuracy_")) and name != "pass@1"
+
+
 def _importance(name: str) -> tuple[int, int, str]:
-    order = ("avg@", "accuracy", "greedy", "cons@", "pass@")
+    order = ("accuracy", "greedy", "cons@", "pass@", "invalid", "truncated")
     place = next((i for i, start in enumerate(order) if name.startswith(start)), len(order))
     return place, len(name), name
 
@@ -155,31 +191,14 @@ def _per_source(
     sources = sorted({name for evaluation in evaluations for name in evaluation.sources})
     if len(sources) < 2:
         return []
-    first, last = evaluations[0].sources, evaluations[-1].sources
     rows = []
     for source in sources:
-        name = main_score({**first.get(source, {}), **last.get(source, {})})
-        if not name:
-            continue
-        cells = [_cell(evaluation.sources.get(source, {}), name) for evaluation in evaluations]
-        change = _change(name, first.get(source, {}), last.get(source, {})) if has_change else None
-        rows.append(Row(source, cells, change))
-    return [Table("Mean accuracy per source", columns, rows, has_change)] if rows else []
-
-
-def main_score(scalars: Mapping[str, float]) -> str:
-    """Return the name of the mean accuracy among scores, empty when there is none."""
-    names = sorted((n for n in scalars if not _is_error(n)), key=_importance)
-    return names[0] if names and _is_share(names[0]) else ""
-
-
-def stage_seconds(tasks: Sequence[Task]) -> dict[int, dict[str, float]]:
-    """Return iteration -> stage -> seconds; of parallel tasks the slowest counts."""
-    found: dict[int, dict[str, float]] = {}
-    for task in tasks:
-        stages = found.setdefault(task.iteration, {})
-        stages[task.stage] = max(stages.get(task.stage, 0.0), task.seconds)
-    return dict(sorted(found.items()))
+        found = [evaluation.sources.get(source, {}) for evaluation in evaluations]
+        change = _change("accuracy", found[0], found[-1]) if has_change else None
+        count = found[-1].get("num_prompts")
+        label = f"{source} ({number(count)} prompts)" if count is not None else source
+        rows.append(Row(label, [_cell(scalars, "accuracy") for scalars in found], change))
+    return [Table("Mean accuracy per source", columns, rows, has_change)]
 
 
 def saved_rows(facts: RunFacts) -> tuple[list[dict[str, str]], str]:
@@ -218,7 +237,22 @@ def config_tables(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, 
     ]
 
 
-def funnel(facts: RunFacts) -> list[dict[str, Any]]:
-    """Return the steps of curation with what each removed; none when curation logged no counts."""
-    del facts
-    return []
+def funnel(curation: str) -> list[dict[str, Any]]:
+    """Read the steps of curation from its report: label, unit, what is left, what was dropped.
+
+    The table of the report has the columns filter, unit, in, out, dropped.
+    """
+    steps = [match.groups() for line in curation.splitlines() if (match := _STEP.match(line))]
+    largest: dict[str, int] = {}
+    for _, unit, num_in, _, _ in steps:
+        largest[unit] = max(largest.get(unit, 1), int(num_in))
+    return [
+        {
+            "label": one_line(html.unescape(name), limit=60),
+            "unit": one_line(unit, limit=20),
+            "count": f"{int(num_out):,}",
+            "lost": f"-{int(dropped):,}" if int(dropped) else "",
+            "width": f"{100 * min(1.0, int(num_out) / largest[unit]):.2f}",
+        }
+        for name, unit, _, num_out, dropped in steps[:MAX_STEPS]
+    ]

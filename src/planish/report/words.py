@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 MAX_TEXT = 1600
@@ -14,7 +15,7 @@ def number(value: float) -> str:
 
     Example:
         >>> [number(v) for v in (0.0, 0.1234, -2.5, 1536.0, 1234567.0, 0.00004)]
-        ['0', '0.123', '-2.5', '1,536', '1.23 M', '4e-05']
+        ['0', '0.123', '-2.5', '1,536', '1.23 M', '4e-5']
     """
     if not math.isfinite(value):
         return str(value)
@@ -26,7 +27,7 @@ def number(value: float) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     if size != 0 and size < 0.0005:
-        return f"{value:.2g}"
+        return re.sub(r"e-0*", "e-", f"{value:.2g}")
     if size < 1e-12:
         return "0"
     return f"{value:.3f}".rstrip("0").rstrip(".") if size < 10 else f"{value:.4g}"
@@ -64,7 +65,7 @@ def visible(text: str, *, limit: int = MAX_TEXT) -> str:
     """
     shown = "".join(_visible_character(c) for c in text[:limit])
     hidden = len(text) - limit
-    return f"{shown} … ({hidden:,} more characters)" if hidden > 0 else shown
+    return f"{shown} ... ({hidden:,} more characters)" if hidden > 0 else shown
 
 
 def _visible_character(character: str) -> str:
