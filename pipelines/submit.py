@@ -1,0 +1,333 @@
+"""Start, schedule, watch, stop and clean up runs on a cluster.
+
+    python -m pipelines.submit run s3://bucket/run --profile gpu-1x8 -p preset=dapo-paper
+    python -m pipelines.submit schedule s3://bucket/run --cron "0 0 2 * * *"
+    python -m pipelines.submit wait RUN_ID
+    python -m pipelines.submit cleanup RUN_ID
+    python -m pipelines.submit stop s3://bucket/run
+
+The client of kfp finds the server by --host, by its environment, or in the cluster.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from components.dressing import STAGE_LABEL
+from components.images import PROFILES, Profile
+from pipelines.compile import compile_text, parse_images
+from pipelines.lint import lint
+from pipelines.lint_graph import PARAMETERS
+from pipelines.post_train import profile_named
+
+RUN_LABEL = "pipeline/runid"
+"""Label that Kubeflow puts on every pod of a run, and we on every job of one."""
+
+EXPERIMENT = "planish"
+
+SUCCEEDED = "SUCCEEDED"
+
+
+def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse `key=value` pairs as the types of the public run parameters.
+
+    Raises:
+        ValueError: an unknown parameter, or a value of the wrong type; all at once.
+    """
+    faults: list[str] = []
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in PARAMETERS:
+            faults.append(
+                f"a parameter must read key=value with one of {sorted(PARAMETERS)}, got {pair!r}"
+            )
+            continue
+        kind = PARAMETERS[key]
+        if kind == "STRING":
+            parsed[key] = value
+        elif kind == "BOOLEAN" and value.lower() in ("true", "false"):
+            parsed[key] = value.lower() == "true"
+        elif kind == "NUMBER_INTEGER" and value.removeprefix("-").isdecimal():
+            parsed[key] = int(value)
+        else:
+            faults.append(f"`{key}` must be {_KIND_WORDS[kind]}, got {value!r}")
+    if faults:
+        raise ValueError("; ".join(faults))
+    return parsed
+
+
+_KIND_WORDS = {"BOOLEAN": "true or false", "NUMBER_INTEGER": "an integer"}
+
+
+def check_root(root: str) -> str:
+    """Return the root without a slash at its end.
+
+    Raises:
+        ValueError: a folder of this machine, which no pod sees.
+    """
+    if "://" not in root:
+        raise ValueError(f"the root must be a URI like s3://bucket/prefix, got {root!r}")
+    return root.rstrip("/")
+
+
+def write_package(folder: Path, profile: Profile, images: Mapping[str, str] | None = None) -> Path:
+    """Compile and lint the pipeline into a folder and return the file.
+
+    Raises:
+        ValueError: a lint fault.
+    """
+    text = compile_text(profile, images)
+    faults = lint(text, images=images)
+    if faults:
+        raise ValueError("; ".join(str(fault) for fault in faults))
+    path = folder / "post-train.yaml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def connect(host: str, namespace: str) -> Any:
+    """Return a client of kfp; typed loosely because kfp carries no types."""
+    with warnings.catch_warnings():
+        # The client warns on every start that it needs a back end of version 2.
+        warnings.simplefilter("ignore", FutureWarning)
+        import kfp
+
+        return kfp.Client(host=host or None, namespace=namespace)
+
+
+def _experiment_id(client: Any, name: str, namespace: str) -> str:
+    return str(client.create_experiment(name, namespace=namespace).experiment_id)
+
+
+def start_run(
+    client: Any,
+    package: Path,
+    parameters: Mapping[str, Any],
+    *,
+    name: str,
+    experiment: str = EXPERIMENT,
+    namespace: str = "kubeflow",
+    service_account: str = "",
+) -> str:
+    """Start one run and return its id."""
+    run = client.run_pipeline(
+        experiment_id=_experiment_id(client, experiment, namespace),
+        job_name=name,
+        pipeline_package_path=str(package),
+        params=dict(parameters),
+        service_account=service_account or None,
+    )
+    return str(run.run_id)
+
+
+def start_schedule(
+    client: Any,
+    package: Path,
+    parameters: Mapping[str, Any],
+    *,
+    name: str,
+    cron: str = "",
+    interval_seconds: int = 0,
+    experiment: str = EXPERIMENT,
+    namespace: str = "kubeflow",
+    service_account: str = "",
+) -> str:
+    """Start a recurring run, one at a time and without catching up; return its id.
+
+    Every firing takes the first unfinished place of the chain on the same root.
+
+    Raises:
+        ValueError: not exactly one of a cron expression of six fields and an interval.
+    """
+    if bool(cron) == bool(interval_seconds):
+        raise ValueError("a schedule must have either --cron or --interval-seconds")
+    if cron and len(cron.split()) != 6:
+        raise ValueError(f"a cron expression must have six fields, seconds first, got {cron!r}")
+    recurring = client.create_recurring_run(
+        experiment_id=_experiment_id(client, experiment, namespace),
+        job_name=name,
+        pipeline_package_path=str(package),
+        params={**parameters, "chain_index": -1},
+        cron_expression=cron or None,
+        interval_second=interval_seconds or None,
+        max_concurrency=1,
+        no_catchup=True,
+        service_account=service_account or None,
+    )
+    return str(recurring.recurring_run_id)
+
+
+def wait(client: Any, run_id: str, *, timeout_seconds: int, poll_seconds: int = 5) -> str:
+    """Wait for the end of a run and return its state.
+
+    Raises:
+        TimeoutError: it did not end in time.
+    """
+    run = client.wait_for_run_completion(run_id, timeout_seconds, poll_seconds)
+    return str(run.state)
+
+
+class Janitor(Protocol):
+    """What can delete the objects that a run may leave in a namespace."""
+
+    def delete_labelled(self, selector: str) -> list[str]:
+        """Delete jobs and services with these labels and return their names."""
+
+
+class KubernetesJanitor:
+    """Meets `Janitor` through the official client."""
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        """Use an `ApiClient` that is already configured."""
+        from kubernetes.client import BatchV1Api, CoreV1Api
+
+        self._batch, self._core = BatchV1Api(client), CoreV1Api(client)
+        self._namespace = namespace
+
+    def delete_labelled(self, selector: str) -> list[str]:
+        """Delete jobs and services with these labels and return their names."""
+        gone = []
+        jobs = self._batch.list_namespaced_job(self._namespace, label_selector=selector)
+        for job in jobs.items:
+            self._batch.delete_namespaced_job(
+                job.metadata.name, self._namespace, propagation_policy="Background"
+            )
+            gone.append(f"job/{job.metadata.name}")
+        services = self._core.list_namespaced_service(self._namespace, label_selector=selector)
+        for service in services.items:
+            self._core.delete_namespaced_service(service.metadata.name, self._namespace)
+            gone.append(f"service/{service.metadata.name}")
+        return gone
+
+
+def cleanup(client: Any, janitor: Janitor, run_id: str) -> list[str]:
+    """End a run that is still alive and delete what it created; return what was deleted."""
+    state = str(client.get_run(run_id).state)
+    if state in ("PENDING", "RUNNING", "PAUSED"):
+        client.terminate_run(run_id)
+    return janitor.delete_labelled(f"{RUN_LABEL}={run_id},{STAGE_LABEL}")
+
+
+def stop(root: str, *, undo: bool = False) -> list[str]:
+    """Ask a run to end after the iteration in progress, or take that back.
+
+    Returns:
+        URIs of the objects that were written or deleted.
+    """
+    from planish.records import layout
+    from planish.store import open_store
+
+    root = check_root(root)
+    store, uri = open_store(root), layout.stop_file(root)
+    if not undo:
+        store.write(uri, json.dumps({"reason": "operator"}).encode())
+        return [uri]
+    folder = layout.iteration(root, 0).rpartition("/")[0]
+    marks = [mark for mark in store.list(folder) if mark.endswith("/stopped.json")]
+    found = [mark for mark in (uri, *marks) if store.exists(mark)]
+    for mark in found:
+        store.delete(mark)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.submit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument("--host", default="", help="URL of the Kubeflow Pipelines API")
+    server.add_argument("--namespace", default="kubeflow")
+    start = argparse.ArgumentParser(add_help=False, parents=[server])
+    start.add_argument("root", help="s3://bucket/prefix")
+    start.add_argument("--profile", default="gpu-1x8", choices=sorted(PROFILES))
+    start.add_argument("--iterations", type=int)
+    start.add_argument("--shards", type=int)
+    start.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
+    start.add_argument("-p", "--parameter", action="append", default=[], metavar="KEY=VALUE")
+    start.add_argument("--name", default="", help="name on the run page")
+    start.add_argument("--experiment", default=EXPERIMENT)
+    start.add_argument("--service-account", default="planish-runner")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", parents=[start], help="start one run")
+    schedule = commands.add_parser("schedule", parents=[start], help="start a recurring run")
+    schedule.add_argument("--cron", default="", help="six fields, seconds first")
+    schedule.add_argument("--interval-seconds", type=int, default=0)
+    waiting = commands.add_parser("wait", parents=[server], help="wait for the end of a run")
+    waiting.add_argument("run_id")
+    waiting.add_argument("--timeout-seconds", type=int, default=24 * 3600)
+    cleaning = commands.add_parser("cleanup", parents=[server], help="end a run, delete its jobs")
+    cleaning.add_argument("run_id")
+    stopping = commands.add_parser("stop", help="end a run after the iteration in progress")
+    stopping.add_argument("root")
+    stopping.add_argument("--undo", action="store_true", help="let it go on")
+    return parser
+
+
+def _start(arguments: argparse.Namespace) -> str:
+    root = check_root(arguments.root)
+    parameters = {**parse_parameters(arguments.parameter), "root": root}
+    profile = profile_named(
+        arguments.profile, num_iterations=arguments.iterations, num_shards=arguments.shards
+    )
+    images = parse_images(arguments.image)
+    options = {
+        "name": arguments.name or f"post-train {root.rpartition('/')[2]}",
+        "experiment": arguments.experiment,
+        "namespace": arguments.namespace,
+        "service_account": arguments.service_account,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        package = write_package(Path(folder), profile, images)
+        client = connect(arguments.host, arguments.namespace)
+        if arguments.command == "run":
+            return start_run(client, package, parameters, **options)
+        return start_schedule(
+            *(client, package, parameters),
+            cron=arguments.cron,
+            interval_seconds=arguments.interval_seconds,
+            **options,
+        )
+
+
+def _clean(arguments: argparse.Namespace) -> list[str]:
+    from kubernetes import client, config
+
+    config.load_config()
+    janitor = KubernetesJanitor(client.ApiClient(), arguments.namespace)
+    return cleanup(connect(arguments.host, arguments.namespace), janitor, arguments.run_id)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for; prints ids and states, one a line."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    lines: list[str]
+    code = 0
+    try:
+        if arguments.command in ("run", "schedule"):
+            lines = [_start(arguments)]
+        elif arguments.command == "wait":
+            client = connect(arguments.host, arguments.namespace)
+            state = wait(client, arguments.run_id, timeout_seconds=arguments.timeout_seconds)
+            lines, code = [state], 0 if state == SUCCEEDED else 1
+        elif arguments.command == "cleanup":
+            lines = _clean(arguments)
+        else:
+            lines = stop(arguments.root, undo=arguments.undo)
+    except ValueError as error:
+        parser.error(str(error))
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Last stage of a run: submit the following run of a chain."""
