@@ -20,7 +20,7 @@ from torch import Tensor
 from planish.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
 from planish.records.io import fetch_files, read_manifest, write_files
-from planish.records.refs import Ref, Scalar, parse_pin
+from planish.records.refs import Ref, parse_pin
 from planish.tokens import Tokenizer, character_tokenizer, load_tokenizer
 
 SCHEMA = "policy/1"
@@ -186,7 +186,7 @@ def save_policy(
     *,
     version: int,
     parents: Mapping[str, str],
-    attributes: Mapping[str, Scalar],
+    attributes: Mapping[str, Any],
 ) -> Ref:
     """Write a policy from memory: model, generation config and tokenizer, then the manifest.
 
@@ -203,6 +203,7 @@ def save_policy(
     with tempfile.TemporaryDirectory(prefix="planish-policy-") as name:
         folder = Path(name)
         policy.model.config.architectures = [type(policy.model).__name__]
+        policy.model.config.dtype = policy.model.dtype
         policy.model.config.save_pretrained(folder)
         if policy.model.generation_config is not None:
             policy.model.generation_config.eos_token_id = list(policy.tokenizer.eos_token_ids)
@@ -218,7 +219,7 @@ def export_policy(
     *,
     version: int,
     parents: Mapping[str, str],
-    attributes: Mapping[str, Scalar],
+    attributes: Mapping[str, Any],
 ) -> Ref:
     """Write new weights with the configuration and tokenizer of an earlier policy.
 
@@ -256,7 +257,7 @@ def _write(
     weights: Mapping[str, Tensor],
     version: int,
     parents: Mapping[str, str],
-    attributes: Mapping[str, Scalar],
+    attributes: Mapping[str, Any],
 ) -> Ref:
     """Add the weights to `folder` and write it as a file set."""
     from huggingface_hub import save_torch_state_dict

@@ -1,0 +1,1 @@
+"""The evaluate stage: accuracy of policies on held-out prompts."""

@@ -1,0 +1,1 @@
+"""The sft stage: a supervised cold start, or the import of a trained model."""

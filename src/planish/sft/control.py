@@ -1,0 +1,123 @@
+"""What the same seconds of more supervised training would have given, beside a finished run.
+
+    python -m planish.sft.control --root file:///runs/a --seconds 60
+
+It is no task of the pipeline: its end is set by the clock, so it can not be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from planish.config import parse_section
+from planish.errors import PlanishError, exit_code
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.prompts import PromptSet, TraceSet
+from planish.sft.config import SftConfig
+from planish.store.documents import read_json
+
+logger = logging.getLogger(__name__)
+
+LEARNING_RATE = 1e-3
+"""Lower than that of the cold start: the policy has begun to converge."""
+
+
+def measure_control(
+    root: str, seconds: float, *, policy_pin: str = "", learning_rate: float = LEARNING_RATE
+) -> dict[str, float]:
+    """Continue supervised training for some seconds and measure on the held-out prompts.
+
+    Args:
+        root: URI of a run whose supervised start is done.
+        seconds: wall time of training; loading and measuring are not counted.
+        policy_pin: policy to start from; empty takes the run's supervised start.
+        learning_rate: of AdamW.
+
+    Returns:
+        `accuracy` (avg@n as the evaluate stage measures it), `greedy`, `steps`, `seconds`.
+    """
+    import torch
+
+    from planish.models.policy import load_policy
+    from planish.parallel import pick_device
+    from planish.sft.probe import Probe
+    from planish.sft.traces import encode_traces
+    from planish.sft.training import train_steps
+
+    tables: dict[str, dict[str, Any]] = read_json(layout.run_file(root))["config"]
+    config = parse_section(SftConfig, tables.get("sft", {}), section="sft")
+    seed, measured = int(tables["run"]["seed"]), tables["evaluate"]
+    config = config.model_copy(update={"max_response_tokens": measured["max_response_tokens"]})
+    torch.set_num_threads(config.num_threads)
+    if not policy_pin:
+        uri = layout.policy(root, 0)
+        policy_pin = f"{uri}#sha256={read_manifest(uri).sha256}"
+    policy = load_policy(policy_pin, dtype=torch.float32, device=pick_device(config.device))
+    limit = int(getattr(policy.model.config, "max_position_embeddings", 0) or 0)
+    traces = encode_traces(
+        read_set(TraceSet, layout.traces(root)), policy.tokenizer, max_tokens=limit
+    )
+    steps = train_steps(
+        policy,
+        traces,
+        config,
+        seed=seed,
+        learning_rate=learning_rate,
+        warmup_steps=config.warmup_steps,
+    )
+    begin = time.monotonic()
+    number = 0
+    while time.monotonic() - begin < seconds:
+        number = next(steps).number
+    spent = time.monotonic() - begin
+    prompts = read_set(PromptSet, layout.evaluation_prompts(root))
+    with Probe(policy, config, seed) as probe:
+        accuracy = probe.accuracy(
+            prompts,
+            num_samples=int(measured["num_samples"]),
+            temperature=float(measured["temperature"]),
+            top_p=float(measured["top_p"]),
+        )
+        greedy = probe.accuracy(prompts, num_samples=1, temperature=0.0)
+    return {
+        "accuracy": accuracy,
+        "greedy": greedy,
+        "learning_rate": learning_rate,
+        "num_traces": float(len(traces.tokens)),
+        "seconds": spent,
+        "steps": float(number),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the control as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="planish.sft.control", description=__doc__)
+    parser.add_argument("--root", required=True, help="URI of a run")
+    parser.add_argument("--seconds", required=True, type=float, help="wall time of training")
+    parser.add_argument("--policy-pin", default="", help="policy to start from")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    try:
+        found = measure_control(
+            arguments.root.rstrip("/"),
+            arguments.seconds,
+            policy_pin=arguments.policy_pin,
+            learning_rate=arguments.learning_rate,
+        )
+    except PlanishError as error:
+        logger.error("failed error=%s", error)
+        return exit_code(error)
+    sys.stdout.write(json.dumps(found, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
