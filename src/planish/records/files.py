@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planish.errors import RecordError
+from planish.errors import ObjectMissing, RecordError
 from planish.records.manifest import (
     MANIFEST,
     Manifest,
@@ -181,7 +181,9 @@ def _fetch(store: Store, uri: str, manifest: Manifest) -> Path:
         part.mkdir()
         for shard in manifest.shards:
             (part / shard.name).parent.mkdir(parents=True, exist_ok=True)
-            store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
+            # An absent file is told by the check, together with all other faults.
+            with contextlib.suppress(ObjectMissing):
+                store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
         _verify(part, manifest, uri)
         # Another process may have been faster; its folder holds the same verified bytes.
         with contextlib.suppress(OSError):

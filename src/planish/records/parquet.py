@@ -20,6 +20,7 @@ from planish.records.schema import Column, ColumnData, Kind
 ROW_GROUP_CELLS = 1 << 20
 """A row group ends with the first whole group that brings it to this many numbers."""
 
+_MAX_TEXT_BYTES = 1 << 31
 _SCALARS: dict[str, pa.DataType] = {
     "int32": pa.int32(),
     "int8": pa.int8(),
@@ -147,9 +148,9 @@ def _list_array(offsets: Array, values: pa.Array, kind: pa.DataType) -> pa.Array
 def _texts(values: Sequence[str]) -> pa.Array:
     data = [value.encode("utf-8") for value in values]
     offsets = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
-    if offsets[-1] >= 1 << 31:
+    if offsets[-1] >= _MAX_TEXT_BYTES:
         raise RecordError(
-            f"the text of one row group must be under 2 GiB, got {offsets[-1]} bytes; "
+            f"the text of one row group must be under {_MAX_TEXT_BYTES} bytes, got {offsets[-1]}; "
             "shorten the responses"
         )
     buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(b"".join(data))]

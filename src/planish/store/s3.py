@@ -156,8 +156,12 @@ class S3Store:
 
     def read_file(self, uri: str, path: Path) -> None:
         """Copy an object of any size to a local file."""
-        with open(path, "wb") as file:
-            self._stream(uri, 0, None, file.write)
+        try:
+            with open(path, "wb") as file:
+                self._stream(uri, 0, None, file.write)
+        except StoreError:
+            path.unlink()
+            raise
 
     def size(self, uri: str) -> int:
         """Return the number of bytes of an object."""

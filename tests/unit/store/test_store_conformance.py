@@ -70,6 +70,7 @@ def test_an_absent_object_is_missing_for_every_read(store, store_root, tmp_path)
     ):
         with pytest.raises(ObjectMissing, match="must be an object"):
             attempt()
+    assert not (tmp_path / "copy").exists()
     assert not store.exists(uri)
     assert not store.exists(f"{store_root}/folder")
 

@@ -1,0 +1,99 @@
+"""Small and random records for the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from planish.records import FinishReason, PromptSet, Ragged, RewardSet, RolloutSet, TraceSet
+from planish.records.prompts import prompt_id
+
+ODD_TEXTS = ["", "é\u0000 nul", "line\nbreak", "\U0001f600", "' or 1=1; --", "x" * 1000]
+
+
+def random_rollouts(seed: int = 0, *, groups: int = 5, group_size: int = 4) -> RolloutSet:
+    """Whole groups with responses of 0 to 12 tokens."""
+    generator = np.random.default_rng(seed)
+    rows = groups * group_size
+    lengths = generator.integers(0, 13, rows)
+    ids = [f"{generator.integers(1 << 62):016x}" for _ in range(groups)]
+    group_index = np.repeat(np.arange(groups, dtype=np.int32), group_size)
+    sample_index = np.tile(np.arange(group_size, dtype=np.int32), groups)
+    return RolloutSet(
+        group_index=group_index,
+        sample_index=sample_index,
+        prompt_tokens=Ragged.from_lists(
+            [generator.integers(0, 50, generator.integers(1, 9)) for _ in ids], np.int32
+        ),
+        response_tokens=Ragged.from_lists(
+            [generator.integers(0, 50, n) for n in lengths], np.int32
+        ),
+        rollout_logprobs=Ragged.from_lists([-generator.random(n) for n in lengths], np.float32),
+        policy_version=Ragged.from_lists([[3] * n for n in lengths], np.int32),
+        window_start=np.zeros(rows, np.int32),
+        finish=generator.integers(0, len(FinishReason), rows).astype(np.int8),
+        rollout_id=[f"{ids[g]}-{s:03d}" for g, s in zip(group_index, sample_index, strict=True)],
+        prompt_id=[ids[g] for g in group_index],
+        response=[ODD_TEXTS[r % len(ODD_TEXTS)] for r in range(rows)],
+        answer=[str(r) for r in range(rows)],
+        verifier=["math"] * rows,
+    )
+
+
+def random_prompts(seed: int = 0, *, rows: int = 7) -> PromptSet:
+    """Prompts of one or two messages, some without a measured pass rate."""
+    generator = np.random.default_rng(seed)
+    messages = [
+        [{"role": "system", "content": ODD_TEXTS[n % len(ODD_TEXTS)]}] * (n % 2)
+        + [{"role": "user", "content": f"{generator.integers(1 << 30)}+1={n}"}]
+        for n in range(rows)
+    ]
+    answers = [str(n) for n in range(rows)]
+    rates = generator.random(rows).astype(np.float32)
+    rates[::3] = np.nan
+    return PromptSet(
+        prompt_id=[prompt_id(m, a) for m, a in zip(messages, answers, strict=True)],
+        messages=messages,
+        answer=answers,
+        verifier=["math"] * rows,
+        source=["sums"] * rows,
+        pass_rate=rates,
+    )
+
+
+def random_traces(seed: int = 0, *, rows: int = 6) -> TraceSet:
+    """Worked solutions of the prompts above."""
+    prompts = random_prompts(seed, rows=rows)
+    responses = [ODD_TEXTS[n % len(ODD_TEXTS)] for n in range(rows)]
+    return TraceSet(prompts.prompt_id, prompts.messages, responses, prompts.source)
+
+
+def random_rewards(seed: int = 0, *, rows: int = 9) -> RewardSet:
+    """Rewards in {-1, 1} with penalties."""
+    generator = np.random.default_rng(seed)
+    accuracy = generator.integers(0, 2, rows).astype(np.float32)
+    penalty = -generator.random(rows).astype(np.float32)
+    outcome = 2 * accuracy - 1
+    return RewardSet(
+        accuracy=accuracy,
+        outcome=outcome,
+        length_penalty=penalty,
+        reward=outcome + penalty,
+        has_reward=generator.random(rows) < 0.5,
+        keep=generator.random(rows) < 0.5,
+        extracted=[ODD_TEXTS[r % len(ODD_TEXTS)] for r in range(rows)],
+    )
+
+
+SAMPLES = {
+    "prompts": random_prompts,
+    "traces": random_traces,
+    "rollouts": random_rollouts,
+    "rewards": random_rewards,
+}
+
+
+def changed(record, **columns):
+    """Return the record with other columns."""
+    return replace(record, **columns)

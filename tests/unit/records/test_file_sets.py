@@ -1,0 +1,158 @@
+"""Sets of plain files: policies and the like."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from planish.errors import RecordError
+from planish.records import fetch_files, read_manifest, write_files
+from planish.records import files as files_module
+from planish.store import open_store
+
+FILES = {"config.json": b"{}", "sub/.metadata": b"m", "model.safetensors": b"w" * 5000}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+
+def write(root, files=FILES, **attributes):
+    return write_files(f"{root}/policy", "policy/1", files, parents={}, attributes=attributes)
+
+
+def contents(folder: Path):
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and p.name != "manifest.json"
+    }
+
+
+def test_files_come_back_in_a_local_folder(store_root, tmp_path):
+    (tmp_path / "weights").write_bytes(b"w" * 5000)
+    files = {**FILES, "model.safetensors": tmp_path / "weights"}
+    ref = write(store_root, files, policy_version=4, config_sha256="c")
+    assert contents(fetch_files(ref.uri, sha256=ref.manifest_sha256, schema="policy/1")) == FILES
+    assert ref.attributes == {"policy_version": 4, "config_sha256": "c"}
+    names = [(s.name, s.bytes, s.rows) for s in read_manifest(ref.uri).shards]
+    assert names == [("config.json", 2, 0), ("model.safetensors", 5000, 0), ("sub/.metadata", 1, 0)]
+
+
+def test_bytes_and_files_of_equal_content_give_one_digest(file_root, tmp_path):
+    (tmp_path / "weights").write_bytes(b"w" * 5000)
+    one = write(f"{file_root}/a", {"x": tmp_path / "weights"})
+    two = write(f"{file_root}/b", {"x": b"w" * 5000})
+    assert one.manifest_sha256 == two.manifest_sha256
+
+
+def test_the_folder_of_a_file_store_is_used_in_place(file_root):
+    ref = write(file_root)
+    assert fetch_files(ref.uri) == Path(ref.uri.removeprefix("file://"))
+
+
+@pytest.mark.server
+def test_a_fetched_set_is_fetched_once_and_mended_when_damaged(s3_root):
+    ref = write(s3_root)
+    first = fetch_files(ref.uri, sha256=ref.manifest_sha256)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert fetch_files(ref.uri) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    (first / "model.safetensors").write_bytes(b"v" * 5000)
+    assert contents(fetch_files(ref.uri)) == FILES
+    assert oct(first.parent.parent.stat().st_mode)[-3:] == "700"
+
+
+@pytest.mark.server
+def test_four_threads_fetch_one_set_at_once(s3_root):
+    ref = write(s3_root)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(fetch_files(ref.uri))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 4
+    assert contents(found[0]) == FILES
+    assert [p.name for p in found[0].parent.iterdir()] == [ref.manifest_sha256]
+
+
+@pytest.mark.server
+def test_of_old_fetched_sets_the_three_newest_stay(s3_root):
+    folders = []
+    for number in range(6):
+        folders.append(fetch_files(write(f"{s3_root}/{number}", {"x": bytes([number])}).uri))
+        long_ago = time.time() - 10_000 + number
+        os.utime(folders[-1], (long_ago, long_ago))
+    last = fetch_files(write(f"{s3_root}/last", {"x": b"last"}).uri)
+    assert [f.exists() for f in folders] == [False] * 4 + [True] * 2
+    assert last.exists()
+
+
+def test_a_second_set_in_the_same_place_leaves_no_stale_file(store_root):
+    write(store_root)
+    ref = write(store_root, {"other.json": b"1"})
+    assert contents(fetch_files(ref.uri)) == {"other.json": b"1"}
+
+
+def spoil_size(store, uri):
+    store.write(f"{uri}/model.safetensors", b"w" * 4999)
+
+
+def spoil_byte(store, uri):
+    store.write(f"{uri}/model.safetensors", b"w" * 4999 + b"v")
+
+
+def spoil_missing(store, uri):
+    store.delete(f"{uri}/sub/.metadata")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_size, "`model.safetensors` must have 5000 bytes, got 4999"),
+        (spoil_byte, "`model.safetensors` must have the sha256"),
+        (spoil_missing, "is missing"),
+    ],
+)
+def test_a_damaged_set_is_refused(store_root, spoil, words):
+    ref = write(store_root)
+    spoil(open_store(ref.uri), ref.uri)
+    with pytest.raises(RecordError, match=words):
+        fetch_files(ref.uri)
+
+
+def test_a_file_that_no_manifest_names_is_refused_where_it_would_be_loaded(file_root):
+    ref = write(file_root)
+    open_store(ref.uri).write(f"{ref.uri}/pytorch_model.bin", b"\x80")
+    with pytest.raises(RecordError, match=r"`pytorch_model\.bin` is not in the manifest"):
+        fetch_files(ref.uri)
+
+
+def test_another_schema_or_digest_is_refused(file_root):
+    ref = write(file_root)
+    with pytest.raises(RecordError, match="must hold train-state/1, got policy/1"):
+        fetch_files(ref.uri, schema="train-state/1")
+    with pytest.raises(RecordError, match="must have the sha256 0000"):
+        fetch_files(ref.uri, sha256="0" * 64)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "manifest.json", "", "a b"])
+def test_names_that_leave_the_folder_are_not_written(file_root, name):
+    with pytest.raises(RecordError, match="must be paths below their set"):
+        write(file_root, {name: b""})
+
+
+def test_a_cache_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module.os, "getuid", lambda: 4242)
+    with pytest.raises(RecordError, match="must belong to this user"):
+        files_module._cache_folder()

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.errors import RecordError
+from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
+from planish.records import parquet as parquet_module
+from planish.records.parquet import arrow_schema, decode, encode, join, row_group_bounds
+from tests.unit.records.samples import SAMPLES, random_prompts, random_rollouts
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+def file_of(record):
+    columns = record.columns()
+    return encode(columns, record.COLUMNS, row_group_bounds(columns, record.group_starts()))
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_equal_columns_give_equal_bytes_in_another_process(kind):
+    code = (
+        "import hashlib; from tests.unit.records.test_parquet import file_of, SAMPLES\n"
+        f"print(hashlib.sha256(file_of(SAMPLES[{kind!r}]())).hexdigest())"
+    )
+    digest = hashlib.sha256(file_of(SAMPLES[kind]())).hexdigest()
+    assert hashlib.sha256(file_of(SAMPLES[kind]())).hexdigest() == digest
+    seen = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=REPOSITORY,
+        env={"PYTHONHASHSEED": "77", "PATH": "", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "3"},
+    )
+    assert seen.stdout.strip() == digest
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), TEXT), max_size=9)
+)
+@settings(max_examples=50, deadline=None)
+def test_any_text_survives_the_file(rows):
+    record = TraceSet(
+        prompt_id=["0" * 16] * len(rows),
+        messages=[[{"role": r, "content": c} for r, c in messages] for messages, _ in rows],
+        response=[text for _, text in rows],
+        source=["s"] * len(rows),
+    )
+    assert TraceSet.from_columns(decode(file_of(record), TraceSet.COLUMNS, name="x")) == record
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 5), st.integers(20, 300))
+@settings(max_examples=40, deadline=None)
+def test_row_groups_hold_whole_groups_and_every_row_once(seed, groups, group_size, cells):
+    record = random_rollouts(seed, groups=groups, group_size=group_size)
+    kept, parquet_module.ROW_GROUP_CELLS = parquet_module.ROW_GROUP_CELLS, cells
+    try:
+        columns = record.columns()
+        bounds = row_group_bounds(columns, record.group_starts())
+        data = encode(columns, record.COLUMNS, bounds)
+    finally:
+        parquet_module.ROW_GROUP_CELLS = kept
+    assert (bounds[0], bounds[-1]) == (0, record.num_rows)
+    assert all(a < b and b % group_size == 0 for a, b in itertools.pairwise(bounds))
+    sizes = sum((d.lengths if isinstance(d, Ragged) else 1) for d in columns.values())
+    for start, stop in itertools.pairwise(bounds[:-1]):
+        assert sizes[start:stop].sum() >= cells
+        assert sizes[start : stop - group_size].sum() < cells
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    assert [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)] == np.diff(
+        bounds
+    ).tolist()
+    assert RolloutSet.from_columns(decode(data, RolloutSet.COLUMNS, name="x")) == record
+
+
+def test_files_hold_no_statistics_no_program_metadata_and_zstd():
+    metadata = pq.ParquetFile(pa.BufferReader(file_of(random_rollouts()))).metadata
+    assert metadata.metadata is None
+    for number in range(metadata.num_columns):
+        column = metadata.row_group(0).column(number)
+        assert column.compression == "ZSTD"
+        assert not column.is_stats_set
+
+
+def test_a_rollout_set_opens_in_duckdb_as_it_is(file_root):
+    record = random_rollouts(groups=3, group_size=4)
+    write_set(f"{file_root}/set", record, parents={}, attributes={})
+    pattern = f"{file_root[7:]}/set/*.parquet"
+    rows = duckdb.sql(
+        "select group_index, count(*), sum(len(response_tokens)), "
+        f"max(len(prompt_tokens)) from '{pattern}' group by 1 order by 1"
+    ).fetchall()
+    lengths = record.response_tokens.lengths.reshape(3, 4).sum(axis=1)
+    expected = zip(range(3), [4] * 3, lengths, record.prompt_tokens.lengths, strict=True)
+    assert rows == [tuple(int(v) for v in row) for row in expected]
+    one = duckdb.sql(
+        f"select response_tokens, response, finish from '{pattern}' where answer = '7'"
+    ).fetchall()
+    assert one == [(record.response_tokens.row(7).tolist(), record.response[7], record.finish[7])]
+
+
+def test_a_rollout_set_opens_in_pandas_as_it_is(file_root):
+    record = random_rollouts()
+    write_set(f"{file_root}/set", record, parents={}, attributes={})
+    frame = pd.read_parquet(f"{file_root[7:]}/set/shard-00000.parquet")
+    assert frame["response"].tolist() == record.response
+    assert frame["rollout_logprobs"][2].tolist() == record.rollout_logprobs.row(2).tolist()
+    assert frame["window_start"].dtype == np.int32
+    assert frame.isna().sum().sum() == 0
+
+
+def prompt_table():
+    return pq.read_table(pa.BufferReader(file_of(random_prompts(rows=3))))
+
+
+def bytes_of(table):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def spoiled_tables():
+    table = prompt_table()
+    rates = table.column("pass_rate")
+    nulls = pa.array([None, "a", "b"])
+    no_messages = pa.array([None, [], []], arrow_schema(PromptSet.COLUMNS).field("messages").type)
+    return {
+        "column `answer` is missing": table.drop_columns(["answer"]),
+        "column `extra` is not known": table.append_column("extra", rates),
+        "column `pass_rate` must be float32, got double": table.set_column(
+            5, "pass_rate", rates.cast(pa.float64())
+        ),
+        "column `messages` must be messages, got string": table.set_column(
+            1, "messages", pa.array(["a", "b", "c"])
+        ),
+        "column `answer` must hold no nulls, got 1": table.set_column(2, "answer", nulls),
+        "column `messages` must hold no nulls, got 1": table.set_column(
+            1, pa.field("messages", no_messages.type), no_messages
+        ),
+    }
+
+
+@pytest.mark.parametrize("fault", spoiled_tables())
+def test_a_file_of_other_columns_is_refused(fault):
+    with pytest.raises(RecordError) as raised:
+        decode(bytes_of(spoiled_tables()[fault]), PromptSet.COLUMNS, name="there")
+    assert fault in str(raised.value)
+    assert "there" in str(raised.value)
+
+
+def test_nulls_inside_lists_are_refused():
+    table = pq.read_table(pa.BufferReader(file_of(random_rollouts(groups=1, group_size=1))))
+    place = table.column_names.index("response_tokens")
+    spoiled = table.set_column(
+        place, "response_tokens", pa.array([[1, None]], pa.list_(pa.int32()))
+    )
+    with pytest.raises(RecordError, match="`response_tokens` must hold no nulls, got 1"):
+        decode(bytes_of(spoiled), RolloutSet.COLUMNS, name="x")
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"\x00" * 100, b"PAR1" + b"\xff" * 64 + b"PAR1"])
+def test_bytes_that_are_not_parquet_are_refused(data):
+    with pytest.raises(RecordError, match="must be a sound Parquet file"):
+        decode(data, PromptSet.COLUMNS, name="x")
+
+
+def test_any_truncation_of_a_file_is_refused():
+    data = file_of(random_prompts())
+    for length in range(0, len(data), 97):
+        with pytest.raises(RecordError):
+            decode(data[:length], PromptSet.COLUMNS, name="x")
+
+
+def test_rows_of_a_group_that_disagree_on_their_prompt_are_refused():
+    record = random_rollouts(groups=1, group_size=2)
+    columns = record.columns()
+    columns["prompt_tokens"] = Ragged.from_lists([[1, 2], [1, 3]], np.int32)
+    with pytest.raises(RecordError, match="must be equal in all rows of a group"):
+        RolloutSet.from_columns(columns)
+    columns["prompt_tokens"] = Ragged.from_lists([[1, 2], [1]], np.int32)
+    with pytest.raises(RecordError, match="must be equal in all rows of a group"):
+        RolloutSet.from_columns(columns)
+
+
+def test_joining_files_equals_reading_one():
+    record = random_rollouts(groups=4)
+    halves = [record.take_groups([0, 1]), record.take_groups([2, 3])]
+    parts = [decode(file_of(half), RolloutSet.COLUMNS, name="x") for half in halves]
+    parts[1]["group_index"] += 2
+    assert RolloutSet.from_columns(join(parts, RolloutSet.COLUMNS)) == record
+
+
+def test_text_of_a_row_group_has_a_limit_with_a_clear_message(monkeypatch):
+    record = random_prompts(rows=2)
+    monkeypatch.setattr(parquet_module, "_MAX_TEXT_BYTES", 5)
+    with pytest.raises(RecordError, match="text of one row group must be under 5 bytes"):
+        file_of(record)
