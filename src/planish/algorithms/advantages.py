@@ -57,8 +57,8 @@ def group_advantages(
     deviation = (per_group(hidden(centred**2, counted)) / freedom.clamp(min=1)).sqrt()
     scaled = centred / (deviation[inverse] + epsilon)
     # Rounding makes equal rewards differ from their mean: without this test 0 / 0 + noise trains.
-    low = empty.index_reduce(0, inverse, exact, "amin", include_self=False)
-    high = empty.index_reduce(0, inverse, exact, "amax", include_self=False)
+    low = empty.scatter_reduce(0, inverse, exact, "amin", include_self=False)
+    high = empty.scatter_reduce(0, inverse, exact, "amax", include_self=False)
     scaled = scaled.masked_fill((low == high)[inverse], 0.0)
     alone = per_group(exact.new_ones(len(exact)))[inverse] == 1
     return exact.where(alone, scaled).to(rewards.dtype)
@@ -132,6 +132,22 @@ def monte_carlo_returns(token_rewards: Tensor, mask: Tensor) -> Tensor:
     """Sum the rewards from each token to the end of its row (gamma 1), 0 outside the mask."""
     rewards = hidden(token_rewards, mask)
     return hidden(rewards.flip(1).cumsum(1).flip(1), mask)
+
+
+def adaptive_lambda(lengths: Tensor, *, alpha: float, minimum: float) -> Tensor:
+    """Return the decay that makes the sum of lambda^t about alpha * length.
+
+    Args:
+        lengths: [B] response lengths in tokens.
+        alpha: share of the length.
+        minimum: lower bound, in [0, 1); binding for short responses.
+
+    Returns:
+        [B] float32 in [minimum, 1).
+
+    Source: VAPO, arXiv 2504.05118, section 4.2, length-adaptive GAE.
+    """
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=minimum).float()
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from planish.errors import CheckpointError, LayoutMismatch, PlanishError
 from planish.parallel import SINGLE, Ranks
 from planish.records import layout
 from planish.records.manifest import MANIFEST, read_manifest
-from planish.records.refs import Ref, parse_pin
+from planish.records.refs import Ref
 from planish.store import open_store
 
 if TYPE_CHECKING:
@@ -128,17 +129,13 @@ def read_state_info(pin: str) -> dict[str, Any]:
     """Return the JSON part of a state without touching its tensors, and without torch.
 
     Returns:
-        `step`, `policy_version`, `data` (prompt cursor), `surplus` (list of iteration, shard and
-        manifest_sha256) and the trainer's counters; `surplus_root` is the root below which the
-        surplus sets lie.
+        `step`, `policy_version`, `data` (prompt cursor) and the trainer's counters.
 
     Raises:
         CheckpointIncomplete: the save never finished.
         CheckpointError: damaged.
     """
-    uri, _ = parse_pin(pin)
-    extra = StateFolder.open(pin).extra()
-    return {**extra, "surplus_root": uri.rpartition("/states/")[0]}
+    return StateFolder.open(pin).extra()
 
 
 def export_hf(
@@ -227,7 +224,10 @@ def _unwrapped() -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        yield
+        with warnings.catch_warnings():
+            # One process is what was asked for; the library warns of it all the same.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         for _, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, PlanishError):

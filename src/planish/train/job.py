@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planish.checkpoint.api import STATE_SCHEMA, read_state_info
-from planish.config import Section, parse_section
-from planish.errors import ConfigError, ObjectMissing, RecordError
+from planish.config import parse_section
+from planish.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set
 from planish.records.manifest import Manifest
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import advance, fresh_cursor, parse_cursor
+from planish.records.stream import Cursor, advance, fresh_cursor, parse_cursor
 from planish.store import open_store
 from planish.train.config import TrainConfig
 
@@ -68,7 +68,7 @@ class TrainJob:
     @property
     def train(self) -> TrainConfig:
         """Configuration of the stage."""
-        return self.section(TrainConfig, "train")
+        return parse_section(TrainConfig, self.config.get("train", {}), section="train")
 
     @property
     def temperature(self) -> float:
@@ -81,11 +81,6 @@ class TrainJob:
         if not isinstance(value, float) or value <= 0:
             raise ConfigError(f"`rollout.temperature` must be a number above 0, got {value!r}")
         return value
-
-    def section(self, cls: type[Any], name: str) -> Any:
-        """Return one validated section, of the class `cls`."""
-        assert issubclass(cls, Section)
-        return parse_section(cls, self.config.get(name, {}), section=name)
 
     def parents(self) -> dict[str, str]:
         """Return the digests of the inputs by name."""
@@ -117,12 +112,11 @@ class JobResult:
         return cls(Ref.from_json(raw["state"]), raw["metrics"])
 
 
-def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
+def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, Cursor]:
     """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
 
     Returns:
-        Rollouts in shard order, rewards row by row, and `{"data": cursor, "surplus": [...]}` for
-        the new train state.
+        Rollouts in shard order, rewards row by row, and the prompt cursor for the new train state.
 
     Raises:
         RecordError: a set is damaged, or the rewards score other rollouts.
@@ -143,8 +137,7 @@ def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
         consumed += _ordinals(manifest, place)
     cursor = parse_cursor(job.info().get("data", fresh_cursor()))
-    position = {"data": advance(cursor, consumed), "surplus": _surplus(job)}
-    return RolloutSet.concat(sets), rewards, position
+    return RolloutSet.concat(sets), rewards, advance(cursor, consumed)
 
 
 def _ordinals(manifest: Manifest, place: str) -> list[int]:
@@ -155,25 +148,6 @@ def _ordinals(manifest: Manifest, place: str) -> list[int]:
             "run the rollout stage again"
         )
     return consumed
-
-
-def _surplus(job: TrainJob) -> list[dict[str, Any]]:
-    """Name the surplus sets of this iteration: by digest, never by URI, so states stay equal."""
-    found = []
-    for shard in range(job.num_shards):
-        try:
-            manifest = read_manifest(layout.surplus(job.root, job.iteration, shard))
-        except ObjectMissing:
-            continue
-        if manifest.attributes.get("config_sha256") == job.config_sha256:
-            found.append(
-                {
-                    "iteration": job.iteration,
-                    "shard": shard,
-                    "manifest_sha256": manifest.sha256,
-                }
-            )
-    return found
 
 
 def already_done(job: TrainJob, next_step: int) -> Ref | None:

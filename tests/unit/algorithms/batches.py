@@ -1,0 +1,46 @@
+"""Train batches made by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from planish.algorithms.base import Denominators, TrainBatch
+
+
+def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, group=None, **more):
+    """A batch with the given mask; everything that is not named is 0."""
+    mask = torch.as_tensor(mask).bool()
+    rows = mask.shape[0]
+
+    def tokens(x):
+        return torch.zeros(mask.shape) if x is None else torch.as_tensor(x, dtype=torch.float32)
+
+    old_logprobs = tokens(old)
+    reward = torch.zeros(rows) if reward is None else torch.as_tensor(reward, dtype=torch.float32)
+    return TrainBatch(
+        input_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        position_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        attention_mask=torch.ones_like(mask),
+        policy_mask=mask,
+        value_mask=mask,
+        rollout_logprobs=old_logprobs if rollout is None else tokens(rollout),
+        old_logprobs=old_logprobs,
+        values=torch.zeros(mask.shape),
+        advantages=tokens(advantages),
+        returns=torch.zeros(mask.shape),
+        reward=reward,
+        accuracy=(reward > 0).float(),
+        group_index=torch.zeros(rows, dtype=torch.int32) if group is None else torch.tensor(group),
+        is_truncated=torch.as_tensor(more.get("truncated", [False] * rows)),
+        is_finished=torch.ones(rows, dtype=torch.bool),
+    )
+
+
+def whole_step(algorithm, batch, num_minibatches=1):
+    """Denominators of an optimizer step that holds the whole batch."""
+    counts = algorithm.counts(batch)
+    return Denominators(counts, counts, num_minibatches)
+
+
+def ragged_mask(lengths, width):
+    return torch.arange(width)[None] < torch.tensor(lengths)[:, None]

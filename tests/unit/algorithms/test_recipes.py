@@ -1,0 +1,191 @@
+"""DAPO and GRPO: published constants, edge cases, and what a new algorithm takes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from planish.algorithms import ALGORITHMS, algorithm_config, build_algorithm
+from planish.algorithms.dapo import Dapo, DapoConfig
+from planish.algorithms.grpo import Grpo, GrpoConfig
+from planish.config import parse_section
+from planish.errors import ConfigError
+from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
+
+
+def run_loss(algorithm, batch, new, entropy=None):
+    batch = algorithm.advantages(batch)
+    entropy = torch.zeros_like(new) if entropy is None else entropy
+    return algorithm.loss(new, entropy, None, batch, whole_step(algorithm, batch))
+
+
+def test_dapo_defaults_are_the_published_ones():
+    # DAPO section 4.1: clip 0.2 / 0.28; equation 8: one mean over all tokens; no KL, no dual clip.
+    config = DapoConfig()
+    assert (config.clip_low, config.clip_high) == (0.2, 0.28)
+    assert config.aggregation == "token-mean"
+    assert (config.std, config.advantage_epsilon) == ("sample", 1e-6)
+    assert config.dual_clip is None
+    assert config.correction == "off"
+    assert not config.overlong_filtering
+
+
+def test_grpo_defaults_are_the_published_ones():
+    # GRPO section 4.1 and DAPO equation 4: symmetric clip of 0.2, mean within each response first.
+    config = GrpoConfig()
+    assert (config.clip_low, config.clip_high) == (0.2, 0.2)
+    assert config.aggregation == "seq-mean-token-mean"
+
+
+def test_dapo_and_grpo_by_hand_on_one_group_of_two():
+    mask = ragged_mask([3, 1], 3)
+    old, new = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0 + math.log(1.25))
+    batch = make_batch(mask, old=old, reward=[1.0, -1.0])
+    a = 1 / math.sqrt(2)  # advantages of rewards 1, -1 under the sample deviation sqrt(2)
+    # DAPO: ratio 1.25 is inside 1.28. GRPO: cut to 1.2 where the advantage is positive.
+    dapo = run_loss(Dapo(DapoConfig(advantage_epsilon=0.0)), batch, new)
+    assert dapo.loss.item() == pytest.approx((-3 * 1.25 * a + 1.25 * a) / 4, abs=1e-6)
+    grpo = run_loss(Grpo(GrpoConfig(advantage_epsilon=0.0)), batch, new)
+    assert grpo.loss.item() == pytest.approx((-1.2 * a + 1.25 * a) / 2, abs=1e-6)
+
+
+def test_metrics_by_hand():
+    mask = ragged_mask([2, 2], 3)
+    old = torch.log(torch.tensor([[0.1, 0.5, 1.0], [0.5, 0.5, 1.0]]))
+    new = torch.log(torch.tensor([[0.2, 0.5, 1.0], [0.3, 0.9, 1.0]]))
+    batch = make_batch(mask, old=old, reward=[1.0, -1.0])
+    output = run_loss(Dapo(DapoConfig()), batch, new, torch.full((2, 3), 0.5))
+    means = {k: (s / n).item() for k, (s, n) in output.means.items()}
+    assert means["clipfrac_high"] == 0.25
+    assert means["clipfrac_low"] == 0.25
+    assert means["mean_upclipped_prob"] == pytest.approx(0.1)
+    assert means["entropy"] == pytest.approx(0.5)
+    wanted = (math.log(0.5) + math.log(5 / 3) + math.log(5 / 9)) / 4
+    assert means["approx_kl"] == pytest.approx(wanted, abs=1e-6)
+    assert output.maxima["ratio_error_max"].item() == pytest.approx(1.0, abs=1e-6)
+    assert "clipfrac_dual" not in means
+
+
+def test_dual_clip_fraction_counts_tokens_whose_loss_it_lowered():
+    mask = ragged_mask([2, 2], 2)
+    new = torch.log(torch.tensor([[1.0, 1.0], [0.9, 0.4]]))
+    old = torch.log(torch.tensor([[1.0, 1.0], [0.1, 0.4]]))
+    batch = make_batch(mask, old=old, reward=[1.0, -1.0])
+    output = run_loss(Dapo(DapoConfig(dual_clip=3.0)), batch, new)
+    total, count = output.means["clipfrac_dual"]
+    assert (total / count).item() == 0.25
+
+
+def test_overlong_filtering_masks_truncated_rows_but_keeps_them_in_the_statistics():
+    mask = ragged_mask([2, 2, 2], 2)
+    batch = make_batch(mask, reward=[1.0, 0.0, -1.0], truncated=[False, False, True])
+    algorithm = Dapo(DapoConfig(overlong_filtering=True, advantage_epsilon=0.0))
+    filled = algorithm.advantages(batch)
+    assert filled.policy_mask.any(1).tolist() == [True, True, False]
+    assert filled.advantages[:, 0].tolist() == pytest.approx([1.0, 0.0, 0.0])
+    assert algorithm.counts(filled) == {"tokens": 4.0, "sequences": 2.0}
+    apart = Dapo(DapoConfig(exclude_truncated_from_stats=True, advantage_epsilon=0.0))
+    assert apart.advantages(batch).advantages[0, 0].item() == pytest.approx(math.sqrt(0.5))
+
+
+def test_a_group_that_differs_by_length_penalty_alone_gets_advantages():
+    batch = make_batch(ragged_mask([1, 2], 2), reward=[-1.0, -1.5])
+    seen = Dapo(DapoConfig(advantage_epsilon=0.0)).advantages(batch).advantages
+    assert seen[:, 0].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+
+
+def test_nan_in_padding_has_no_effect_on_loss_or_gradient():
+    mask = ragged_mask([1, 2], 2)
+    new = torch.tensor([[-1.0, float("nan")], [-1.0, -2.0]], requires_grad=True)
+    batch = make_batch(mask, old=[[-1.0, float("inf")], [-1.0, -2.0]], reward=[1.0, -1.0])
+    output = run_loss(Dapo(DapoConfig()), batch, new)
+    output.loss.backward()
+    assert math.isfinite(output.loss.item())
+    assert new.grad[0, 1].item() == 0.0
+
+
+def test_bypass_takes_the_engines_logprobs_as_the_old_policy():
+    mask = ragged_mask([1, 1], 1)
+    batch = make_batch(mask, old=[[-1.0], [-1.0]], rollout=[[-2.0], [-1.5]], reward=[1.0, -1.0])
+    filled = Dapo(DapoConfig(correction="bypass")).advantages(batch)
+    assert filled.old_logprobs.tolist() == [[-2.0], [-1.5]]
+
+
+def test_correction_scales_the_loss_of_each_token():
+    mask = ragged_mask([1, 1], 1)
+    old = [[math.log(0.4)], [math.log(0.5)]]
+    batch = make_batch(
+        mask, old=old, rollout=[[math.log(0.1)], [math.log(0.5)]], reward=[1.0, -1.0]
+    )
+    algorithm = Dapo(DapoConfig(correction="token_truncate", advantage_epsilon=0.0))
+    a = 1 / math.sqrt(2)
+    loss = run_loss(algorithm, batch, batch.old_logprobs).loss.item()
+    assert loss == pytest.approx((-2 * a + a) / 2, abs=1e-6)
+
+
+def test_picker_follows_the_name_and_names_the_nearest_key():
+    assert algorithm_config({"name": "grpo"}) is GrpoConfig
+    assert algorithm_config({}) is DapoConfig
+    with pytest.raises(ConfigError, match="did you mean 'dapo'"):
+        algorithm_config({"name": "dpao"})
+    with pytest.raises(ConfigError, match="clip_higher"):
+        build_algorithm({"name": "dapo", "clip_higher": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"aggregation": "seq-sum-norm"}, "norm_tokens"),
+        ({"correction_min": 3.0}, "correction_min"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"clip_low": -0.1}, "greater than or equal to 0"),
+        ({"aggregation": "mean"}, "token-mean"),
+    ],
+)
+def test_impossible_constants_are_refused(table, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_section(DapoConfig, table, section="algorithm")
+
+
+class PlainGradient:
+    """A new algorithm: one class and one line in the table."""
+
+    config_class = DapoConfig
+    needs_values = False
+
+    @classmethod
+    def from_table(cls, raw):
+        return cls()
+
+    def advantages(self, batch):
+        return batch.updated(advantages=batch.reward[:, None] * batch.policy_mask)
+
+    def counts(self, batch):
+        return {"rows": float(len(batch))}
+
+    def loss(self, logprobs, entropy, values, batch, denominators):
+        from planish.algorithms.base import LossOutput
+
+        total = -(logprobs * batch.advantages).sum()
+        return LossOutput(total / denominators.minibatch["rows"])
+
+
+def test_a_new_algorithm_is_one_line_in_the_table(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "plain", f"{__name__}:PlainGradient")
+    algorithm = build_algorithm({"name": "plain"})
+    batch = make_batch(ragged_mask([1, 2], 2), reward=[1.0, -1.0])
+    output = run_loss(algorithm, batch, torch.full((2, 2), -0.5))
+    assert output.loss.item() == pytest.approx((0.5 - 1.0) / 2)
+
+
+def test_algorithms_and_their_configurations_import_without_torch():
+    code = (
+        "import sys; from planish.algorithms import algorithm_config, build_algorithm\n"
+        "build_algorithm({'name': 'dapo'}); build_algorithm({'name': 'grpo'})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
