@@ -70,27 +70,11 @@ def _minibatch_fits(parsed: Parsed) -> list[str]:
     return []
 
 
-def _responses_fit_the_model(parsed: Parsed) -> list[str]:
-    limit = _value(parsed, "model.max_model_tokens")
-    if limit is None or _value(parsed, "model.path"):
-        return []
-    faults = []
-    for section in ("rollout", "sft", "evaluate"):
-        tokens = _value(parsed, f"{section}.max_response_tokens")
-        if tokens is not None and tokens >= limit:
-            faults.append(
-                f"`{section}.max_response_tokens` must be below `model.max_model_tokens` "
-                f"({limit}), which holds prompt and response, got {tokens}"
-            )
-    return faults
-
-
 CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
     _response_limits_agree,
     _buffer_fits,
     _relaxing_needs_uniform_groups,
     _minibatch_fits,
-    _responses_fit_the_model,
 )
 
 
@@ -103,8 +87,33 @@ def check_config(parsed: Parsed) -> list[str]:
     return [fault for check in CHECKS for fault in check(parsed)]
 
 
-def check_shards(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
-    """Return the faults between a resolved configuration and the number of rollout shards."""
+def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
+    """Return what stands in the way of running a resolved configuration.
+
+    A configuration can be sound and yet lack a thing that only a run needs: the published values
+    name no model, and the small one that is built from scratch is too short for them.
+
+    Args:
+        config: resolved tables.
+        num_shards: rollout tasks of an iteration, from the compiled pipeline.
+    """
+    faults = _shard_faults(config, num_shards)
+    model = config.get("model", {})
+    limit = model.get("max_model_tokens")
+    if limit is None or model.get("path"):
+        return faults
+    for section in ("rollout", "sft", "evaluate"):
+        tokens = config.get(section, {}).get("max_response_tokens", 0)
+        if tokens >= limit:
+            faults.append(
+                f"`{section}.max_response_tokens` must be below `model.max_model_tokens` "
+                f"({limit}), which holds prompt and response, got {tokens}; give a trained model "
+                "by `model`, or start from a preset for the small one"
+            )
+    return faults
+
+
+def _shard_faults(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
     prompts = config.get("rollout", {}).get("prompts_per_iteration")
     if num_shards >= 1 and (prompts is None or num_shards <= prompts):
         return []

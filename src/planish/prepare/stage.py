@@ -11,7 +11,7 @@ from planish.config import config_sha256
 from planish.errors import ConfigError
 from planish.lock import Holder, acquire, current_holder, is_alive
 from planish.prepare.chain import find_link, record_link
-from planish.prepare.checks import check_shards
+from planish.prepare.checks import check_run
 from planish.prepare.cluster import (
     ClusterApi,
     Findings,
@@ -163,7 +163,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     if api is not None:
         requests = Requests.parse(wish.requests)
         findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
-    faults = [*check_shards(config, wish.num_shards), *findings.faults]
+    faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults:
         raise ConfigError("; ".join(faults))
     lock = acquire(root, current_holder(), alive=liveness(api))
