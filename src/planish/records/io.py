@@ -16,6 +16,7 @@ from planish.records.parquet import decode, encode, join, row_group_bounds
 from planish.records.refs import Ref
 from planish.records.schema import Record, RecordT
 from planish.store import Store, open_store
+from planish.telemetry import timed
 
 __all__ = [
     "Manifest",
@@ -49,6 +50,13 @@ def write_set(
     Raises:
         RecordError: the record breaks a rule of its schema.
     """
+    with timed("planish_records_write_seconds", schema=record.SCHEMA):
+        return _write_set(uri, record, parents, attributes)
+
+
+def _write_set(
+    uri: str, record: Record, parents: Mapping[str, str], attributes: Mapping[str, Any]
+) -> Ref:
     record.validate()
     columns = record.columns()
     bounds = row_group_bounds(columns, record.group_starts())
@@ -78,6 +86,11 @@ def read_set(cls: type[RecordT], uri: str, *, sha256: str | None = None) -> Reco
         ObjectMissing: no finished set there.
         RecordError: of another schema or version, or damaged.
     """
+    with timed("planish_records_read_seconds", schema=cls.SCHEMA):
+        return _read_set(cls, uri, sha256)
+
+
+def _read_set(cls: type[RecordT], uri: str, sha256: str | None) -> RecordT:
     manifest = read_manifest(uri, sha256=sha256)
     _check_schema(cls.SCHEMA, manifest.schema, uri)
     store = open_store(uri)

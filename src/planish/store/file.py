@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from planish import telemetry
 from planish.errors import (
     AccessRefused,
     ConfigError,
@@ -36,7 +37,9 @@ class FileStore:
         """Return at most `length` bytes from byte `start`."""
         with _told(uri), open(self._path(uri), "rb") as file:
             file.seek(start)
-            return file.read() if length is None else file.read(length)
+            data = file.read() if length is None else file.read(length)
+        telemetry.count("planish_store_read_bytes_total", len(data), scheme="file")
+        return data
 
     def write(self, uri: str, data: bytes) -> None:
         """Put an object in place as a whole."""
@@ -107,6 +110,7 @@ class FileStore:
             temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
             try:
                 fill(temporary)
+                size = temporary.stat().st_size
                 publish(temporary, path)
                 _sync_folder(path.parent)
             except IsADirectoryError:
@@ -114,6 +118,7 @@ class FileStore:
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     temporary.unlink()
+        telemetry.count("planish_store_written_bytes_total", size, scheme="file")
 
 
 def _make_folder(folder: Path, uri: str) -> None:

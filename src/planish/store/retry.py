@@ -6,6 +6,7 @@ alone. Nothing here knows S3 operations.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import tenacity
@@ -17,6 +18,10 @@ from urllib3.exceptions import (
     TimeoutError,
 )
 from urllib3.response import BaseHTTPResponse
+
+from planish import telemetry
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 8
 """Tries of one request, the first included."""
@@ -51,8 +56,20 @@ def policy(attempts: int, *errors: type[Exception]) -> tenacity.Retrying:
         retry=tenacity.retry_if_exception_type(errors),
         stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_random_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+        before_sleep=_tell,
         reraise=True,
     )
+
+
+def _tell(state: tenacity.RetryCallState) -> None:
+    """Log and count a try that failed; no URL, since signed ones are secrets for an hour."""
+    telemetry.count("planish_store_retries_total", scheme="s3")
+    reason = type(state.outcome.exception()).__name__ if state.outcome else "unknown"
+    wait = round(state.upcoming_sleep, 3)
+    facts = telemetry.event(
+        "retrying", tries=state.attempt_number, reason=reason, wait_seconds=wait
+    )
+    logger.warning("%s", facts)
 
 
 class RetryingPool(urllib3.PoolManager):

@@ -22,6 +22,7 @@ from minio.error import S3Error
 from urllib3 import Timeout
 from urllib3.response import BaseHTTPResponse
 
+from planish import telemetry
 from planish.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
 from planish.store.base import Address, parse_uri
 from planish.store.retry import ATTEMPTS, TRANSIENT_ERRORS, RetryingPool, policy
@@ -225,6 +226,7 @@ class S3Store:
                 # second try finds the upload gone because the first had closed it.
                 if error.code != "NoSuchUpload" or self.size(uri) != size:
                     raise
+            telemetry.count("planish_store_written_bytes_total", size, scheme="s3")
 
     def _stream(
         self, uri: str, start: int, length: int | None, sink: Callable[[bytes], Any]
@@ -281,6 +283,7 @@ class _Reader:
             for block in response.stream(_READ_BYTES):
                 self.sink(block)
                 self.done += len(block)
+                telemetry.count("planish_store_read_bytes_total", len(block), scheme="s3")
         except TRANSIENT_ERRORS as error:
             response.close()
             raise _Broken(error) from None
