@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.errors import RecordError
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy
+from planish.records.ragged import Ragged
+from planish.records.rollouts import FinishReason
+from planish.train.batching import (
+    gather_rows,
+    lengths_of,
+    plan_microbatches,
+    scatter_tokens,
+    split_minibatches,
+    train_batch,
+)
+from tests.unit.train.runs import random_rollouts, rewards_for
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    policy = build_policy(ModelConfig(num_layers=1, hidden_size=16, head_dim=8), seed=0)
+    return random_rollouts(policy, 1)
+
+
+def test_each_row_is_prompt_then_response_with_masks_and_logprobs_in_place(rollouts):
+    rewards = rewards_for(rollouts, 2)
+    batch = train_batch(rollouts, rewards)
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_tokens.row(rollouts.group_index[row]).tolist()
+        response = rollouts.response_tokens.row(row).tolist()
+        n, end = len(prompt), len(prompt) + len(response)
+        assert batch.input_ids[row, :end].tolist() == prompt + response
+        assert batch.attention_mask[row].nonzero().flatten().tolist() == list(range(end))
+        assert batch.policy_mask[row].nonzero().flatten().tolist() == list(range(n, end))
+        assert torch.equal(batch.policy_mask[row], batch.value_mask[row])
+        logprobs = rollouts.rollout_logprobs.row(row)
+        assert np.array_equal(batch.rollout_logprobs[row, n:end].numpy(), logprobs)
+        assert batch.position_ids[row, :end].tolist() == list(range(end))
+        assert batch.is_truncated[row].item() == (rollouts.finish[row] == FinishReason.LENGTH)
+    assert batch.reward.numpy().tolist() == rewards.reward.tolist()
+    assert batch.group_index.tolist() == rollouts.group_index.tolist()
+
+
+def test_column_zero_is_never_in_a_mask(rollouts):
+    batch = train_batch(rollouts, rewards_for(rollouts, 2))
+    assert not batch.policy_mask[:, 0].any()
+    assert not batch.value_mask[:, 0].any()
+
+
+def test_rows_that_are_not_kept_take_no_part(rollouts):
+    keep = np.zeros(rollouts.num_rows, bool)
+    keep[[2, 5]] = True
+    batch = train_batch(rollouts, rewards_for(rollouts, 2, keep=keep))
+    assert len(batch) == 2
+    assert batch.group_index.tolist() == [0, 1]
+    assert len(train_batch(rollouts, rewards_for(rollouts, 2, keep=~keep & False))) == 0
+
+
+def test_tokens_before_the_window_are_context_only(rollouts):
+    lengths = rollouts.response_tokens.lengths
+    row = int(lengths.argmax())
+    start = np.zeros(rollouts.num_rows, np.int32)
+    start[row] = 2
+    batch = train_batch(replace(rollouts, window_start=start), rewards_for(rollouts, 2))
+    assert batch.policy_mask[row].sum() == lengths[row] - 2
+    assert batch.value_mask[row].sum() == lengths[row]
+
+
+def test_rewards_of_other_rollouts_are_refused(rollouts):
+    rewards = rewards_for(rollouts.take_groups([0, 1]), 2)
+    with pytest.raises(RecordError, match="got 8 rows for 16 rollouts"):
+        train_batch(rollouts, rewards)
+
+
+def test_a_kept_rollout_without_tokens_is_refused(rollouts):
+    rows = [rollouts.response_tokens.row(r) for r in range(16)]
+    rows[3] = rows[3][:0]
+    empty = replace(rollouts, response_tokens=Ragged.from_lists(rows, np.int32))
+    with pytest.raises(RecordError, match=rollouts.rollout_id[3]):
+        train_batch(empty, rewards_for(rollouts, 2))
+
+
+def test_minibatches_hold_each_row_once_per_pass_and_depend_on_the_seed():
+    parts = split_minibatches(100, 32, 2, seed=(0, 1))
+    assert [len(p) for p in parts] == [25] * 8
+    for half in (parts[:4], parts[4:]):
+        assert sorted(np.concatenate(half).tolist()) == list(range(100))
+    again = split_minibatches(100, 32, 2, seed=(0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    other = split_minibatches(100, 32, 2, seed=(0, 2))
+    assert not np.array_equal(parts[0], other[0])
+    assert split_minibatches(0, 32, 1, seed=(0,)) == []
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    budget=st.integers(1, 200),
+    ranks=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_micro_batches_cover_every_row_once_within_the_budget(lengths, budget, ranks):
+    array = np.array(lengths)
+    plan = plan_microbatches(array, budget, ranks)
+    assert len({len(parts) for parts in plan}) == 1
+    rows = [rows for parts in plan for rows in parts]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(len(lengths)))
+    for part in rows:
+        assert len(part) <= 1 or len(part) * array[part].max() <= budget
+
+
+def test_ranks_without_sequences_get_an_idle_row(rollouts):
+    plan = plan_microbatches(np.array([5]), 100, 3)
+    assert [[p.tolist() for p in parts] for parts in plan] == [[[0]], [[]], [[]]]
+    batch = train_batch(rollouts, rewards_for(rollouts, 2))
+    idle = gather_rows(batch, plan[1][0])
+    assert idle.input_ids.shape == (1, 2)
+    assert not idle.policy_mask.any()
+
+
+def test_gathered_rows_lose_only_common_padding(rollouts):
+    batch = train_batch(rollouts, rewards_for(rollouts, 2))
+    rows = np.argsort(lengths_of(batch))[:3]
+    part = gather_rows(batch, rows)
+    assert part.input_ids.shape[1] == lengths_of(batch)[rows].max()
+    assert part.attention_mask.sum() == lengths_of(batch)[rows].sum()
+
+
+def test_scattered_tokens_return_to_their_places_with_gradient():
+    mask = torch.tensor([[0, 1, 0], [0, 1, 1]]).bool()
+    tokens = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    dense = scatter_tokens(mask, tokens)
+    assert dense.tolist() == [[0, 1, 0], [0, 2, 3]]
+    (dense * torch.tensor([[9.0, 5, 9], [9, 6, 7]])).sum().backward()
+    assert tokens.grad.tolist() == [5, 6, 7]

@@ -1,0 +1,192 @@
+"""The update over a trainer of ten lines, so that numbers can be worked by hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+
+from planish.algorithms.dapo import Dapo, DapoConfig
+from planish.errors import CheckpointError
+from planish.train.config import TrainConfig
+from planish.train.update import Progress, batch_metrics, learning_rate, num_steps, run_update
+from tests.unit.algorithms.batches import make_batch, ragged_mask
+
+
+class TableTrainer:
+    """A policy with one free log-probability per column; plain gradient descent."""
+
+    def __init__(self, width, norms=None):
+        self.table = torch.full((width,), -1.0, requires_grad=True)
+        self.norms = norms
+        self.rates = []
+
+    def logprobs(self, batch):
+        return (self.table.detach() * batch.policy_mask).float()
+
+    def step(self, minibatch, loss_fn, *, learning_rate):
+        logprobs = self.table * minibatch.policy_mask
+        output = loss_fn(logprobs, torch.zeros_like(logprobs), None, minibatch)
+        (gradient,) = torch.autograd.grad(output.loss, self.table)
+        self.rates.append(learning_rate)
+        norm = self.norms.pop(0) if self.norms else gradient.norm().item()
+        if math.isfinite(norm):
+            with torch.no_grad():
+                self.table -= learning_rate * gradient
+        means = {k: (s / n).item() for k, (s, n) in output.means.items() if n > 0}
+        maxima = {k: v.item() for k, v in output.maxima.items()}
+        skipped = 0.0 if math.isfinite(norm) else 1.0
+        return {"loss": output.loss.item(), "grad_norm": norm, "skipped": skipped} | means | maxima
+
+
+def config(**changes):
+    return TrainConfig(
+        **{"learning_rate": 0.1, "warmup_iterations": 0, "rollouts_per_minibatch": 2} | changes
+    )
+
+
+def batch_of(rows=4, **more):
+    reward = [1.0, -1.0] * (rows // 2)
+    group = [k // 2 for k in range(rows)]
+    return make_batch(ragged_mask([3, 2] * (rows // 2), 3), reward=reward, group=group, **more)
+
+
+def update(trainer, batch, progress=None, cfg=None):
+    return run_update(
+        trainer, Dapo(DapoConfig()), batch,
+        config=cfg or config(), progress=progress or Progress(), seed=(0, 1),
+    )  # fmt: skip
+
+
+def test_train_defaults_are_the_published_ones():
+    # DAPO section 4.1: AdamW, lr 1e-6, warm-up over 20 rollout steps, 512 rollouts a mini-batch.
+    defaults = TrainConfig()
+    assert defaults.learning_rate == 1e-6
+    assert defaults.warmup_iterations == 20
+    assert defaults.rollouts_per_minibatch == 512
+    assert (defaults.adam_beta1, defaults.adam_beta2) == (0.9, 0.999)
+    assert (defaults.weight_decay, defaults.grad_clip, defaults.num_passes) == (0.1, 1.0, 1)
+    assert num_steps(512 * 16, defaults) == 16
+
+
+def test_learning_rate_rises_linearly_then_stays():
+    cfg = config(warmup_iterations=4)
+    rates = [learning_rate(cfg, k) / 0.1 for k in range(6)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert learning_rate(config(), 0) == 0.1
+
+
+def test_counters_and_scalars_after_one_batch():
+    trainer = TableTrainer(3)
+    result = update(trainer, batch_of())
+    assert result.progress == Progress(step=2, updates=2, iterations=1)
+    scalars = result.scalars
+    assert (scalars["num_rollouts"], scalars["num_groups"], scalars["num_tokens"]) == (4, 2, 10)
+    assert (scalars["reward_mean"], scalars["accuracy_mean"]) == (0.0, 0.5)
+    assert (scalars["response_tokens_mean"], scalars["response_tokens_max"]) == (2.5, 3.0)
+    assert scalars["first_step_ratio_error"] == 0.0
+    assert scalars["mismatch_logprob_mean"] == 1.0
+    assert [m["num_rollouts"] for m in result.minibatches] == [2.0, 2.0]
+    assert num_steps(4, config()) == 2
+
+
+def test_the_first_step_sees_ratio_one_and_the_second_does_not():
+    result = update(TableTrainer(3), batch_of())
+    errors = [m["ratio_error_max"] for m in result.minibatches]
+    assert errors[0] == 0.0
+    assert errors[1] > 1e-4
+
+
+def test_denominators_count_the_whole_minibatch_not_the_group():
+    # One mini-batch: both groups together; the loss at ratio 1 is minus the token-mean advantage.
+    result = update(TableTrainer(3), batch_of(), cfg=config(rollouts_per_minibatch=4))
+    advantage = 1 / math.sqrt(2)
+    wanted = -(3 * advantage - 2 * advantage) * 2 / 10
+    assert result.minibatches[0]["loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_no_rollouts_leave_the_policy_and_advance_the_step():
+    trainer = TableTrainer(3)
+    empty = batch_of().take(torch.zeros(0, dtype=torch.int64))
+    result = update(trainer, empty, Progress(step=5, updates=4, iterations=2))
+    assert result.progress == Progress(step=6, updates=4, iterations=3)
+    assert result.scalars == {"num_rollouts": 0.0, "empty_minibatches": 1.0}
+    assert trainer.table.tolist() == [-1.0] * 3
+    assert num_steps(0, config()) == 1
+
+
+def test_a_minibatch_without_tokens_makes_no_optimizer_step():
+    batch = batch_of(truncated=[True] * 4)
+    algorithm = Dapo(DapoConfig(overlong_filtering=True))
+    trainer = TableTrainer(3)
+    result = run_update(
+        trainer, algorithm, batch, config=config(), progress=Progress(), seed=(0, 1)
+    )
+    assert result.progress == Progress(step=2, updates=0, iterations=1)
+    assert trainer.rates == []
+    assert result.scalars["empty_minibatches"] == 2.0
+    assert result.minibatches[0]["loss"] == 0.0
+
+
+def test_three_gradients_in_a_row_that_are_not_finite_raise_an_alarm(caplog):
+    trainer = TableTrainer(3, norms=[math.nan, math.inf, math.nan, 1.0])
+    with caplog.at_level(logging.WARNING):
+        result = update(trainer, batch_of(8))
+    levels = [r.levelname for r in caplog.records]
+    assert levels == ["WARNING", "WARNING", "ERROR"]
+    assert result.progress == Progress(step=4, updates=1, iterations=1, skipped_total=3)
+    assert result.scalars["skipped_steps"] == 3.0
+    assert math.isfinite(result.scalars["grad_norm"])
+
+
+def test_the_count_in_a_row_lives_on_from_one_iteration_to_the_next(caplog):
+    trainer = TableTrainer(3, norms=[math.nan, math.nan])
+    first = update(trainer, batch_of())
+    assert first.progress.skipped_in_row == 2
+    trainer.norms = [math.nan, 1.0]
+    with caplog.at_level(logging.ERROR):
+        update(trainer, batch_of(), first.progress)
+    assert "in_row=3" in caplog.text
+
+
+def test_groups_without_signal_and_groups_that_differ_by_length_are_counted():
+    batch = make_batch(
+        ragged_mask([1] * 6, 2), reward=[1.0, 1.0, -1.0, -1.5, 1.0, -1.0], group=[0, 0, 1, 1, 2, 2]
+    )
+    scalars = update(TableTrainer(2), batch).scalars
+    assert (scalars["zero_advantage_groups"], scalars["length_only_groups"]) == (1.0, 1.0)
+
+
+def test_an_algorithm_with_values_asks_the_trainer_for_them():
+    class WithValues(Dapo):
+        needs_values = True
+
+    trainer = TableTrainer(3)
+    trainer.values = lambda batch: torch.full(batch.policy_mask.shape, 0.5)
+    seen = []
+
+    class Spy(WithValues):
+        def advantages(self, batch):
+            seen.append(batch.values.mean().item())
+            return super().advantages(batch)
+
+    run_update(
+        trainer, Spy(DapoConfig()), batch_of(), config=config(), progress=Progress(), seed=(0, 1)
+    )
+    assert seen == [0.5]
+
+
+def test_progress_survives_json_and_refuses_what_is_no_count():
+    progress = Progress(1, 2, 3, 4, 5)
+    assert Progress.from_json(progress.to_json() | {"data": {}}) == progress
+    with pytest.raises(CheckpointError, match="'step': '1'"):
+        Progress.from_json(progress.to_json() | {"step": "1"})
+    with pytest.raises(CheckpointError, match="updates"):
+        Progress.from_json({"step": 1})
+
+
+def test_truncated_fraction_is_a_mean_over_rollouts():
+    batch = batch_of(truncated=[True, False, False, False])
+    assert batch_metrics(batch)["truncated_fraction"] == 0.25
