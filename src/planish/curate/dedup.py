@@ -27,6 +27,9 @@ SEED = 1
 """Seed of the hash functions; a constant, since the run's seed must not change the data."""
 SCHEME = "affine32"
 """Family of hash functions; named, so that another default of the library changes nothing."""
+CANDIDATES = 0.6
+"""The index asks for this part of the threshold: at the threshold itself it misses every second
+pair, and what it finds too much is sorted out exactly."""
 BOILERPLATE_FRACTION = 0.2
 """Word sequences in more of the held-out problems than this are instructions, no leak."""
 BOILERPLATE_MIN = 5
@@ -101,7 +104,7 @@ def remove_near_duplicates(
 
     sets = {i: shingles(tokens[i]) for i in long_enough}
     hashed = signatures([sets[i] for i in long_enough], workers)
-    index = MinHashLSH(threshold=threshold, num_perm=NUM_PERMUTATIONS)
+    index = MinHashLSH(threshold=CANDIDATES * threshold, num_perm=NUM_PERMUTATIONS)
     twins: dict[int, int] = {}
     for i, values in zip(long_enough, hashed, strict=True):
         sketch = MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, hashvalues=values, scheme=SCHEME)

@@ -202,9 +202,12 @@ class _Reader:
             raise Unreadable("nested_too_deep")
         kind, text = self._next()
         if kind == "number":
-            return {1: Fraction(int(text))}
+            return _clean({1: Fraction(int(text))})
         if kind == "frac":
-            return _divide(self._group(depth), self._group(depth))
+            self._part_digits()
+            top = self._group(depth)
+            self._part_digits()
+            return _divide(top, self._group(depth))
         if kind == "root":
             return _root(self._group(depth))
         if kind in ("(", "{"):
@@ -217,8 +220,14 @@ class _Reader:
         if kind in ("(", "{"):
             return self._closed(")" if kind == "(" else "}", depth)
         if kind == "number" and len(text) == 1:
-            return {1: Fraction(int(text))}
+            return _clean({1: Fraction(int(text))})
         raise Unreadable("not_a_number")
+
+    def _part_digits(self) -> None:
+        """Split a number after its first digit: LaTeX reads 1 and 2 from the digits 12."""
+        kind, text = self._tokens[self._position]
+        if kind == "number" and len(text) > 1:
+            self._tokens[self._position : self._position + 1] = [(kind, text[0]), (kind, text[1:])]
 
     def _closed(self, mark: str, depth: int) -> Surd:
         value = self._sum(depth + 1)
