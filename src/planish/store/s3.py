@@ -176,8 +176,12 @@ class S3Store:
             return int(found.size)
 
     def exists(self, uri: str) -> bool:
-        """Return whether there is an object."""
+        """Return whether there is an object; a bucket is none, but must be there."""
         try:
+            with self._use(uri, needs_key=False) as (connection, address):
+                if not address.key:
+                    _explain(connection, address)
+                    return False
             self.size(uri)
         except ObjectMissing:
             return False

@@ -73,6 +73,7 @@ def test_an_absent_object_is_missing_for_every_read(store, store_root, tmp_path)
     assert not (tmp_path / "copy").exists()
     assert not store.exists(uri)
     assert not store.exists(f"{store_root}/folder")
+    assert not store.exists(store_root)
 
 
 def test_list_is_recursive_sorted_and_stays_in_its_folder(store, store_root):

@@ -1,0 +1,1 @@
+"""Print what lies under a store URI as tables: `planish show`."""

@@ -1,0 +1,59 @@
+"""Find out what a URI is and print it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+from planish.errors import ObjectMissing, RecordError
+from planish.records import layout, parse_pin, read_manifest
+from planish.records.manifest import MANIFEST
+from planish.show.run import document_tables, folder_tables, run_tables
+from planish.show.sets import RECORDS, file_tables, manifest_tables, record_tables
+from planish.store import open_store
+
+_DOCUMENT_LIMIT_BYTES = 16 << 20
+
+
+def show(text: str, console: Console, *, rows: int) -> None:
+    """Print the set, report, run root or document at `text`.
+
+    Args:
+        text: a store URI, a pinned URI (its digest is checked) or a local path.
+        console: where to print.
+        rows: how many rows of a record set to print in full.
+
+    Raises:
+        ObjectMissing: nothing there.
+        RecordError: what lies there is damaged.
+    """
+    digest = None
+    if "#" in text:
+        text, digest = parse_pin(text)
+    uri = text if "://" in text else f"file://{Path(text).resolve()}"
+    for found in tables_of(uri.rstrip("/"), digest, rows=rows):
+        console.print(found)
+
+
+def tables_of(uri: str, digest: str | None, *, rows: int) -> list[RenderableType]:
+    """Return what to print for `uri`."""
+    store = open_store(uri)
+    if store.exists(uri):
+        data = store.read(uri, 0, _DOCUMENT_LIMIT_BYTES)
+        seen = hashlib.sha256(data).hexdigest()
+        if digest not in {None, seen}:
+            raise RecordError(f"`{uri}` must have the sha256 {digest}, got {seen}")
+        return document_tables(uri, data)
+    if digest is not None or store.exists(f"{uri}/{MANIFEST}"):
+        manifest = read_manifest(uri, sha256=digest)
+        known = manifest.schema in RECORDS
+        details = record_tables(uri, manifest, rows=rows) if known else file_tables(uri, manifest)
+        return [*manifest_tables(uri, manifest), *details]
+    if store.exists(layout.run_file(uri)):
+        return run_tables(uri)
+    found = folder_tables(uri)
+    if not found:
+        raise ObjectMissing(f"`{uri}` must be a set, a report or a run root, but nothing is there")
+    return found

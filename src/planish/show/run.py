@@ -1,0 +1,150 @@
+"""Tables of a run root: configuration, iterations, policies, evaluations and stage attempts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from typing import Any
+
+from rich.console import RenderableType
+
+from planish.errors import PlanishError, RecordError
+from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
+from planish.show.text import printable, table
+from planish.store import open_store
+from planish.store.documents import read_json
+
+_ITERATION = re.compile(r"/iterations/(\d+)/(.+)$")
+_REPORT_PARTS = {"update/1": UpdateReport, "eval/1": EvalReport}
+_MAX_ROWS = 200
+
+
+def run_tables(root: str) -> list[RenderableType]:
+    """Return the state of the run at `root`, from one listing and its small files."""
+    names = open_store(root).list(root)
+    run = read_json(layout.run_file(root))
+    if not isinstance(run, dict):
+        raise RecordError(
+            f"`{layout.run_file(root)}` must hold an object, got {type(run).__name__}"
+        )
+    facts = [[key, value] for key, value in sorted(run.items()) if key != "config"]
+    config = run.get("config")
+    sections = sorted(config.items()) if isinstance(config, dict) else []
+    return [
+        table(root, "", "", rows=facts, width=100),
+        table("configuration", "section", "values", rows=[[k, v] for k, v in sections], width=400),
+        *_iteration_tables(names),
+        *_set_tables("policies and states", root, names, ("policies", "states", "prompts")),
+        *_evaluation_tables(root, names),
+        *_log_tables(root, names),
+    ]
+
+
+def _iteration_tables(names: list[str]) -> list[RenderableType]:
+    counts: dict[int, dict[str, int]] = defaultdict(dict)
+    for name in names:
+        match = _ITERATION.search(name)
+        if not match or not name.endswith("/manifest.json"):
+            continue
+        kind = match[2].partition("/")[0]
+        found = counts[int(match[1])]
+        num_rows = read_manifest(name.removesuffix("/manifest.json")).num_rows
+        found[kind] = found.get(kind, 0) + num_rows
+    if not counts:
+        return []
+    kinds = sorted({kind for found in counts.values() for kind in found})
+    rows: list[list[Any]] = [
+        [number, *(found.get(kind, "-") for kind in kinds)]
+        for number, found in sorted(counts.items())
+    ]
+    return [table("iterations (rows)", "iteration", *kinds, rows=rows)]
+
+
+def _set_tables(
+    title: str, root: str, names: list[str], folders: tuple[str, ...]
+) -> list[RenderableType]:
+    rows = []
+    for name in names:
+        place = name.removeprefix(f"{root}/")
+        if place.endswith("/manifest.json") and place.split("/")[0] in folders:
+            manifest = read_manifest(name.removesuffix("/manifest.json"))
+            attributes = {k: v for k, v in manifest.attributes.items() if k != "config_sha256"}
+            rows.append([place.removesuffix("/manifest.json"), manifest.schema, attributes])
+    return [table(title, "folder", "schema", "attributes", rows=rows, width=100)] if rows else []
+
+
+def _evaluation_tables(root: str, names: list[str]) -> list[RenderableType]:
+    rows = []
+    for name in names:
+        if not name.startswith(f"{root}/evals/") or not name.endswith(".json"):
+            continue
+        try:
+            report = read_report(EvalReport, name)
+        except RecordError:
+            continue  # another small file beside the report
+        rows.append([name.removeprefix(f"{root}/"), _scalars_line(report.scalars)])
+    return [table("evaluations", "file", "scalars", rows=rows, width=300)] if rows else []
+
+
+def _log_tables(root: str, names: list[str]) -> list[RenderableType]:
+    rows = []
+    for name in names:
+        if name.startswith(f"{layout.logs(root)}/") and name.endswith(".json"):
+            entry = read_json(name)
+            if isinstance(entry, dict):
+                fields = ("iteration", "stage", "shard", "state", "seconds", "already_done")
+                rows.append([*(entry.get(f, "-") for f in fields), entry.get("error") or ""])
+    columns = ("iteration", "stage", "shard", "state", "seconds", "already done", "error")
+    return [table("stages", *columns, rows=rows[-_MAX_ROWS:], width=100)] if rows else []
+
+
+def _scalars_line(scalars: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in sorted(scalars.items()))
+
+
+def document_tables(uri: str, data: bytes) -> list[RenderableType]:
+    """Return a report as tables, any other JSON or text as it is.
+
+    Raises:
+        RecordError: a report that is damaged.
+    """
+    try:
+        raw: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        return [printable(line, width=400) for line in data.decode("utf-8", "replace").splitlines()]
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if schema not in _REPORT_PARTS:
+        text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=True)
+        return [printable(line, width=400) for line in text.splitlines()]
+    report: UpdateReport | EvalReport = read_report(_REPORT_PARTS[schema], uri)
+    tables: list[RenderableType] = [
+        table(uri, "", "", rows=sorted([k, v] for k, v in report.attributes.items()), width=100),
+        table("scalars", "name", "value", rows=sorted([k, v] for k, v in report.scalars.items())),
+    ]
+    rows: list[list[Any]]
+    if isinstance(report, EvalReport):
+        rows = [[source, _scalars_line(found)] for source, found in sorted(report.sources.items())]
+        return [*tables, table("sources", "source", "scalars", rows=rows, width=300)]
+    names = sorted({name for entry in report.minibatches for name in entry})
+    rows = [
+        [n, *(entry.get(name, "-") for name in names)] for n, entry in enumerate(report.minibatches)
+    ]
+    return [*tables, table("mini-batches", "", *names, rows=rows[:_MAX_ROWS])]
+
+
+def folder_tables(uri: str) -> list[RenderableType]:
+    """Return the sets and objects below a folder that is none itself."""
+    store = open_store(uri)
+    rows: list[list[Any]] = []
+    for name in store.list(uri):
+        if name.endswith("/manifest.json"):
+            folder = name.removesuffix("/manifest.json")
+            try:
+                manifest = read_manifest(folder)
+                rows.append([folder.removeprefix(f"{uri}/"), manifest.schema, manifest.num_rows])
+            except PlanishError as error:
+                rows.append([folder.removeprefix(f"{uri}/"), "damaged", str(error)])
+    if not rows:
+        rows = [[name.removeprefix(f"{uri}/"), "", ""] for name in store.list(uri)]
+    return [table(uri, "set", "schema", "rows", rows=rows[:_MAX_ROWS], width=100)] if rows else []

@@ -1,0 +1,254 @@
+"""`planish show` on everything that a run leaves, sound, damaged and hostile."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import save as save_tensors
+
+from planish.__main__ import main
+from planish.errors import ObjectMissing, RecordError
+from planish.records import (
+    EvalReport,
+    UpdateReport,
+    layout,
+    write_files,
+    write_report,
+    write_set,
+)
+from planish.show.command import show
+from planish.show.sets import safetensors_header
+from planish.show.text import bytes_text, printable
+from planish.store import open_store
+from tests.unit.records.samples import SAMPLES, changed, random_prompts, random_rollouts
+
+
+def shown(text, *, rows=1):
+    stream = io.StringIO()
+    show(text, Console(file=stream, width=250), rows=rows)
+    return stream.getvalue()
+
+
+def lines_with(output, *words):
+    """Return the cells of the lines that hold all words."""
+    found = [line for line in output.splitlines() if all(word in line for word in words)]
+    return [[cell.strip() for cell in line.split("│")] for line in found]
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_record_set_shows_its_manifest_columns_and_rows(store_root, kind):
+    record = SAMPLES[kind]()
+    parents = {"policy": "ab" * 32}
+    attributes = {"config_sha256": "c0", "consumed": [4, 5]}
+    ref = write_set(f"{store_root}/set", record, parents=parents, attributes=attributes)
+    output = shown(ref.uri, rows=2)
+    assert lines_with(output, "schema")[0][1] == record.SCHEMA
+    assert lines_with(output, "manifest sha256")[0][1] == ref.manifest_sha256
+    assert lines_with(output, "parent policy")[0][1] == "ab" * 32
+    assert lines_with(output, "consumed")[0][1] == "[4, 5]"
+    assert [cells[0] for cells in lines_with(output, "│")].count(record.COLUMNS[0].name) == 3
+    assert f"row 1 of {record.num_rows}" in output
+    assert shown(ref.pin(), rows=2) == output
+
+
+def test_numbers_are_summarised_rightly(file_root):
+    rollouts = random_rollouts()
+    ref = write_set(f"{file_root}/set", rollouts, parents={}, attributes={})
+    output = shown(ref.uri)
+    lengths = rollouts.response_tokens.lengths
+    expected = f"{lengths.sum()} in rows of {lengths.min()}..{lengths.max()}"
+    assert lines_with(output, "response_tokens", "list")[0][2] == expected
+    assert lines_with(output, "group_index", "int32")[0][2] == "0..4, mean 2"
+    assert lines_with(output, "verifier", "text")[0][2] == "math: 20"
+    assert lines_with(output, "answer", "text")[0][2] == "20 different"
+
+
+def test_a_set_of_no_rows_and_unmeasured_rates_can_be_shown(file_root):
+    empty = write_set(f"{file_root}/a", random_prompts(rows=0), parents={}, attributes={})
+    assert lines_with(shown(empty.uri), "pass_rate")[0][2] == "none"
+    prompts = random_prompts(rows=2)
+    unknown = changed(prompts, pass_rate=np.full(2, np.nan, np.float32))
+    ref = write_set(f"{file_root}/b", unknown, parents={}, attributes={})
+    assert lines_with(shown(ref.uri, rows=0), "pass_rate")[0][2] == "not measured"
+
+
+def test_hostile_text_can_not_drive_the_terminal_or_the_markup(file_root):
+    evil = "\x1b]0;title\x07\x1b[31m[bold]x[/bold]\r\n\u202e\x9b"
+    prompts = changed(random_prompts(rows=1), answer=[evil], source=[evil])
+    ref = write_set(f"{file_root}/set", prompts, parents={}, attributes={"note": evil})
+    output = shown(ref.uri)
+    assert r"\x1b]0;title\x07\x1b[31m[bold]x[/bold]\r\n\u202e\x9b" in output
+    assert not set(output) & set("\x1b\x07\r\u202e\x9b")
+    assert printable("ab" * 50, width=10).plain == "abababa..."
+
+
+def test_a_policy_shows_its_files_and_tensors(store_root):
+    tensors = {"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}
+    files = {"model.safetensors": save_tensors(tensors), "config.json": b"{}"}
+    ref = write_files(
+        f"{store_root}/policies/00001", "policy/1", files, parents={}, attributes={"step": 7}
+    )
+    output = shown(ref.uri)
+    assert lines_with(output, "step")[0][1] == "7"
+    assert lines_with(output, "config.json")[0][1] == "2 B"
+    assert lines_with(output, "model.safetensors", "F16")[0][1:] == ["2", "17", "F16: 1, F32: 1"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8,
+        b"\x05\0\0\0\0\0\0\0hello",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b'\x08\0\0\0\0\0\0\0{"a":{}}',
+    ],
+)
+def test_what_is_not_safetensors_is_refused(file_root, data):
+    files = {"model.safetensors": data}
+    ref = write_files(f"{file_root}/p", "policy/1", files, parents={}, attributes={})
+    with pytest.raises(RecordError, match="must be safetensors"):
+        shown(ref.uri)
+    if not data.endswith(b"}"):
+        with pytest.raises(RecordError, match="must be safetensors"):
+            safetensors_header(f"{ref.uri}/model.safetensors")
+
+
+def test_reports_show_scalars_sources_and_mini_batches(file_root):
+    write_report(
+        f"{file_root}/update.json",
+        UpdateReport({"loss": 0.25}, [{"grad_norm": 1.5}, {"loss": 2.0}], {"iteration": 3}),
+    )
+    output = shown(f"{file_root}/update.json")
+    assert lines_with(output, "iteration")[0][1] == "3"
+    assert lines_with(output, "0.25")[0] == ["loss", "0.25"]
+    assert [c[1:] for c in lines_with(output, "-", "│")] == [["1.5", "-"], ["-", "2"]]
+    digest = write_report(
+        f"{file_root}/eval.json", EvalReport({"accuracy": 0.5}, {"sums": {"pass_at_4": 0.75}}, {})
+    )
+    output = shown(f"{file_root}/eval.json#sha256={digest}")
+    assert lines_with(output, "sums")[0][1] == "pass_at_4 0.75"
+    with pytest.raises(RecordError, match="must have the sha256"):
+        shown(f"{file_root}/eval.json#sha256={'0' * 64}")
+
+
+def test_other_documents_show_as_they_are(file_root):
+    store = open_store(file_root)
+    store.write(f"{file_root}/x.json", b'{"b": [1], "a": "\\u001b"}')
+    assert shown(f"{file_root}/x.json").splitlines()[1] == '  "a": "\\u001b",'
+    store.write(f"{file_root}/report.md", b"# Title\n\x1b[31m\xff")
+    assert shown(f"{file_root}/report.md").splitlines() == ["# Title", "\\x1b[31m\ufffd"]
+
+
+@pytest.fixture
+def run_root(store_root):
+    """A run of two iterations with everything that stages leave."""
+    store = open_store(store_root)
+    run = {"config": {"run": {"seed": 0}}, "config_sha256": "c0", "code_version": "0"}
+    store.write(layout.run_file(store_root), json.dumps(run).encode())
+    facts = {"config_sha256": "c0", "policy_version": 1}
+    for number in (1, 2):
+        for shard in (0, 1):
+            rollouts = random_rollouts(shard, groups=number)
+            write_set(
+                layout.rollouts(store_root, number, shard), rollouts, parents={}, attributes={}
+            )
+    write_files(layout.policy(store_root, 1), "policy/1", {"a": b"1"}, parents={}, attributes=facts)
+    write_report(f"{layout.evaluation(store_root, 1)}/report.json", EvalReport({"accuracy": 0.5}))
+    store.write(f"{layout.evaluation(store_root, 1)}/notes.json", b"{}")
+    entry = {"iteration": 2, "stage": "train", "shard": 0, "state": "failed", "error": "[red]boom"}
+    store.write(layout.stage_log(store_root, "train", 2, 0), json.dumps(entry).encode())
+    return store_root
+
+
+def test_a_run_root_shows_iterations_policies_evaluations_and_stages(run_root):
+    output = shown(run_root)
+    assert lines_with(output, "config_sha256")[0][1] == "c0"
+    assert lines_with(output, "seed")[0] == ["run", '{"seed": 0}']
+    rows = output.splitlines()
+    place = next(n for n, line in enumerate(rows) if line.startswith("iterations (rows)"))
+    assert [line.split() for line in rows[place + 3 : place + 5]] == [
+        ["1", "│", "8"],
+        ["2", "│", "16"],
+    ]
+    assert lines_with(output, "policies/00001")[0][1:] == ["policy/1", '{"policy_version": 1}']
+    assert lines_with(output, "accuracy 0.5")[0][0] == "evals/00001/report.json"
+    assert lines_with(output, "boom")[0] == ["2", "train", "0", "failed", "-", "-", "[red]boom"]
+
+
+def test_a_folder_of_sets_lists_them_and_a_damaged_one(run_root):
+    store = open_store(run_root)
+    folder = layout.iteration(run_root, 1)
+    store.write(f"{folder}/rewards/manifest.json", b"{")
+    output = shown(folder)
+    assert lines_with(output, "rollouts/01")[0] == ["rollouts/01", "rollouts/1", "4"]
+    assert lines_with(output, "damaged")[0][0] == "rewards"
+    assert lines_with(shown(layout.logs(run_root)), "train")[0][0] == "00002-train-00.json"
+
+
+def test_nothing_at_a_uri_is_told(store_root):
+    with pytest.raises(ObjectMissing, match="nothing is there"):
+        shown(f"{store_root}/none")
+    open_store(store_root).write(f"{store_root}/run.json", b"[]")
+    with pytest.raises(RecordError, match="must hold an object"):
+        shown(store_root)
+
+
+def test_a_local_path_is_a_uri_too(tmp_path, monkeypatch):
+    write_set(f"file://{tmp_path}/a b/set", random_prompts(), parents={}, attributes={})
+    monkeypatch.chdir(tmp_path)
+    assert "prompts/1" in shown("a b/set")
+    assert "prompts/1" in shown(str(tmp_path / "a b"))
+
+
+def test_the_command_prints_and_returns_zero(file_root, capsys):
+    ref = write_set(f"{file_root}/set", random_prompts(), parents={}, attributes={})
+    assert main(["show", ref.uri, "--rows", "3"]) == 0
+    printed = capsys.readouterr()
+    assert "row 2 of 7" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["show", "file:///no/such/place"], 1, "nothing is there"),
+        (["show", "s3://bucket/../x"], 2, "`..` segment"),
+        (["show", "ftp://x/y"], 2, "must begin with"),
+        (["show", "file:///x#sha256=1"], 1, "a pinned URI must read"),
+    ],
+)
+def test_an_error_is_one_line_with_its_exit_code(capsys, arguments, code, words):
+    assert main(arguments) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("planish: ")
+    assert words in printed.err
+
+
+def test_wrong_arguments_exit_with_two(capsys):
+    for arguments in ([], ["show"], ["other"], ["show", "x", "--rows", "many"]):
+        with pytest.raises(SystemExit) as raised:
+            main(arguments)
+        assert raised.value.code == 2
+    assert "usage: planish" in capsys.readouterr().err
+
+
+def test_the_program_can_be_piped_into_one_that_stops_reading(file_root):
+    ref = write_set(f"{file_root}/set", random_rollouts(groups=300), parents={}, attributes={})
+    command = f"{sys.executable} -m planish show {ref.uri} --rows 1000 | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == (ref.uri, "")
+
+
+def test_sizes_are_told_in_binary_units():
+    assert [bytes_text(n) for n in (0, 1023, 1024, 5 << 20, 3 << 30, 2 << 40)] == [
+        "0 B", "1023 B", "1 KiB", "5 MiB", "3 GiB", "2 TiB",
+    ]  # fmt: skip
