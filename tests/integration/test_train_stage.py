@@ -1,0 +1,296 @@
+"""The train stage on real files: resume, repetition, interruption, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from planish.checkpoint import api
+from planish.checkpoint.folder import StateFolder
+from planish.checkpoint_stage.stage import run as run_checkpoint
+from planish.models.policy import load_policy
+from planish.records import layout
+from planish.records.io import read_manifest, write_set
+from planish.records.refs import parse_pin
+from planish.records.reports import UpdateReport, read_report
+from planish.stage import mark_stopped
+from planish.store import open_store
+from tests.golden.write import ALGORITHMS, LOSSES, golden_losses
+from tests.unit.train.runs import (
+    add_iteration,
+    artifact,
+    random_rollouts,
+    start_run,
+    tiny_config,
+    train_once,
+)
+
+
+def all_tensors(pin):
+    """Every tensor of a state, loaded into one process."""
+    from planish.checkpoint.dcp import DTYPES
+
+    parts = {v: k for k, v in api.PREFIXES.items()}
+    state: dict = {}
+    for name, stored in StateFolder.open(pin).index().items():
+        prefix, _, rest = name.partition(".")
+        blank = torch.zeros(stored.shape, dtype=DTYPES[stored.dtype])
+        state.setdefault(parts[prefix], {})[rest] = blank
+    api.load(pin, state)
+    return {f"{part}.{name}": t for part, values in state.items() for name, t in values.items()}
+
+
+def train_all(tiny, folder, iterations, state_pin=""):
+    pins = []
+    for iteration in iterations:
+        rewards = add_iteration(tiny, iteration)
+        state_pin = train_once(tiny, iteration, state_pin, rewards, folder / str(iteration))
+        pins.append(state_pin)
+    return pins
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_ten_steps_give_the_golden_losses_and_gradient_norms(algorithm, file_root):
+    wanted = np.loadtxt(LOSSES / f"{algorithm}.txt")
+    seen = np.array(
+        [
+            [float(x) for x in line.split()]
+            for line in golden_losses(algorithm, file_root).splitlines()
+        ]
+    )
+    assert wanted.shape == (10, 3)
+    np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_state_report_and_cursor_after_two_iterations(file_root, tmp_path):
+    tiny = start_run(file_root)
+    pins = train_all(tiny, tmp_path, (1, 2))
+    info = api.read_state_info(pins[1])
+    assert (info["step"], info["updates"], info["iterations"]) == (8, 8, 2)
+    assert info["policy_version"] == 2
+    assert info["data"] == {"next": 16, "pending": []}
+    assert parse_pin(pins[1])[0] == layout.state(file_root, 8)
+    assert api.latest(file_root).pin() == pins[1]
+    report = read_report(UpdateReport, layout.update(file_root, 2))
+    assert len(report.minibatches) == 4
+    assert report.scalars["num_rollouts"] == 32
+    assert report.attributes["iteration"] == 2
+    parents = read_manifest(parse_pin(pins[1])[0]).parents
+    assert parents["state"] == parse_pin(pins[0])[1]
+    metrics = json.loads((tmp_path / "2" / "metrics").read_text())
+    assert metrics["step"] == 8.0
+    assert metrics["tokens_per_second"] > 0
+
+
+def test_first_step_of_a_batch_has_ratio_one_and_no_mismatch_on_equal_weights(file_root, tmp_path):
+    train_all(start_run(file_root), tmp_path, (1,))
+    scalars = read_report(UpdateReport, layout.update(file_root, 1)).scalars
+    assert scalars["first_step_ratio_error"] < 1e-5
+    assert scalars["mismatch_logprob_mean"] < 1e-5
+    first = read_report(UpdateReport, layout.update(file_root, 1)).minibatches[0]
+    assert (first["clipfrac_high"], first["clipfrac_low"]) == (0.0, 0.0)
+
+
+def test_running_again_gives_equal_digests_and_resuming_equals_going_on(tmp_path):
+    digests = []
+    for name in ("a", "b"):
+        tiny = start_run(f"file://{tmp_path}/{name}")
+        pins = train_all(tiny, tmp_path / f"{name}-out", (1, 2))
+        digests.append([parse_pin(p)[1] for p in pins])
+    assert digests[0] == digests[1]
+    # A new process takes up the state of iteration 1 and must arrive at the same bytes.
+    place = open_store(tiny.root)
+    for uri in place.list(layout.state(tiny.root, 8)):
+        place.delete(uri)
+    out = tmp_path / "again"
+    line = stage_command(tiny, 2, pins[0], out)
+    subprocess.run(line, check=True, env=environment())
+    values = json.loads((out / "values").read_text())
+    assert parse_pin(values["state_pin"])[1] == digests[0][1]
+
+
+def stage_command(tiny, iteration, state_pin, out):
+    rewards = read_manifest(layout.rewards(tiny.root, iteration)).ref(
+        layout.rewards(tiny.root, iteration)
+    )
+    options = {
+        "root": tiny.root, "config-sha256": tiny.digest, "number": iteration, "offset": 0,
+        "num-shards": 2, "policy-pin": tiny.policy_pin, "state-pin": state_pin,
+        "rewards": artifact(out, "rewards", rewards).path, "state": str(out / "state"),
+        "metrics": str(out / "metrics"), "values": str(out / "values"),
+    }  # fmt: skip
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "planish.train", *flags]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment_then_the_same_command_gives_the_same_digest(tmp_path):
+    wanted = train_all(start_run(f"file://{tmp_path}/a"), tmp_path / "x", (1,))[0]
+    tiny = start_run(f"file://{tmp_path}/b")
+    add_iteration(tiny, 1)
+    line = stage_command(tiny, 1, "", tmp_path / "out")
+    place = Path(layout.state(tiny.root, 4).removeprefix("file://"))
+    for wait_for in ("model-00000.safetensors", "tensors.json"):
+        process = subprocess.Popen(line, env=environment(), stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (place / wait_for).exists():
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(line, check=True, env=environment())
+    values = json.loads((tmp_path / "out" / "values").read_text())
+    assert parse_pin(values["state_pin"])[1] == parse_pin(wanted)[1]
+
+
+def test_a_finished_task_is_free_and_returns_the_same_state(file_root, tmp_path):
+    tiny = start_run(file_root)
+    rewards = add_iteration(tiny, 1)
+    first = train_once(tiny, 1, "", rewards, tmp_path / "1")
+    log = layout.stage_log(tiny.root, "train", 1, 0)
+    again = train_once(tiny, 1, "", rewards, tmp_path / "2")
+    assert again == first
+    entry = json.loads(open_store(log).read(log))
+    assert entry["already_done"] is True
+    assert entry["metrics"]["step"] == 4.0
+
+
+def test_an_iteration_without_rollouts_advances_cursor_and_step_but_no_weight(file_root, tmp_path):
+    tiny = start_run(file_root)
+    (first,) = train_all(tiny, tmp_path, (1,))
+    rewards = add_iteration(tiny, 2, keep_none=True)
+    second = train_once(tiny, 2, first, rewards, tmp_path / "2")
+    info = api.read_state_info(second)
+    assert (info["step"], info["updates"]) == (5, 4)
+    assert info["data"]["next"] == 16
+    before, after = all_tensors(first), all_tensors(second)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_stopped_iteration_passes_state_and_policy_through(file_root, tmp_path):
+    tiny = start_run(file_root)
+    (first,) = train_all(tiny, tmp_path, (1,))
+    rewards = add_iteration(tiny, 2)
+    open_store(file_root).write(layout.stop_file(file_root), b"{}")
+    assert mark_stopped(file_root, 2)
+    assert train_once(tiny, 2, first, rewards, tmp_path / "2") == first
+    assert train_once(tiny, 2, "", rewards, tmp_path / "3") == ""
+    policy = artifact(tmp_path / "4", "policy")
+    result = run_checkpoint(
+        tiny.root, tiny.digest, 2, 0, tiny.policy_pin, artifact(tmp_path / "2", "state"), policy,
+        artifact(tmp_path / "4", "metrics"),
+    )  # fmt: skip
+    assert result.policy_pin == tiny.policy_pin
+
+
+def test_checkpoint_stage_exports_the_trained_weights_once(file_root, tmp_path):
+    tiny = start_run(file_root)
+    (state_pin,) = train_all(tiny, tmp_path, (1,))
+
+    def export(name):
+        return run_checkpoint(
+            tiny.root, tiny.digest, 1, 0, tiny.policy_pin, artifact(tmp_path / "1", "state"),
+            artifact(tmp_path / name, "policy"), artifact(tmp_path / name, "metrics"),
+        ).policy_pin  # fmt: skip
+
+    pin = export("a")
+    policy = load_policy(pin)
+    assert policy.version == 1
+    tensors = all_tensors(state_pin)
+    for name, weight in policy.model.named_parameters():
+        assert torch.equal(weight, tensors[f"model.{name}"]), name
+    assert not torch.equal(policy.model.lm_head.weight, tiny.policy.model.lm_head.weight)
+    assert export("b") == pin
+    metrics = json.loads((tmp_path / "b" / "metrics").read_text())
+    assert metrics["policy_version"] == 1.0
+    assert metrics["policy_bytes"] > 10_000
+
+
+def failing(tiny, iteration, state_pin, rewards, folder):
+    with pytest.raises(SystemExit) as caught:
+        train_once(tiny, iteration, state_pin, rewards, folder)
+    log = layout.stage_log(tiny.root, "train", iteration, 0)
+    return caught.value.code, json.loads(open_store(log).read(log))["error"]
+
+
+def test_rewards_of_other_rollouts_are_refused(file_root, tmp_path):
+    tiny = start_run(file_root)
+    rewards = add_iteration(tiny, 1)
+    other = random_rollouts(tiny.policy, 99)
+    write_set(layout.rollouts(file_root, 1, 1), other, parents={}, attributes={})
+    code, error = failing(tiny, 1, "", rewards, tmp_path)
+    assert code == 1
+    assert "rewards of other rollouts" in error
+
+
+def test_a_prompt_consumed_twice_is_refused(file_root, tmp_path):
+    tiny = start_run(file_root)
+    (first,) = train_all(tiny, tmp_path, (1,))
+    sets = add_iteration(tiny, 1), add_iteration(tiny, 2)
+    for shard in range(2):
+        made = random_rollouts(tiny.policy, 200 + shard)
+        write_set(
+            layout.rollouts(file_root, 2, shard), made, parents={}, attributes={"consumed": [0, 1]}
+        )
+    parents = {
+        f"rollouts-{s:02d}": read_manifest(layout.rollouts(file_root, 2, s)).sha256 for s in (0, 1)
+    }
+    from planish.records.io import read_set
+    from planish.records.rewards import RewardSet
+
+    rewards = write_set(
+        f"{file_root}/other", read_set(RewardSet, sets[1].uri), parents=parents, attributes={}
+    )
+    code, error = failing(tiny, 2, first, rewards, tmp_path / "2")
+    assert code == 1
+    assert "consumed once" in error
+
+
+def test_a_state_of_the_same_iteration_is_a_wrong_argument(file_root, tmp_path):
+    tiny = start_run(file_root)
+    (first,) = train_all(tiny, tmp_path, (1,))
+    code, error = failing(tiny, 1, first, add_iteration(tiny, 1), tmp_path / "2")
+    assert code == 2
+    assert "earlier policy version" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout": {}}, "rollout.temperature"),
+        ({"train": {"trainer": "deepspeed"}}, "train.trainer"),
+        ({"algorithm": {"name": "dpo"}}, "algorithm.name"),
+    ],
+)
+def test_wrong_configuration_ends_with_its_own_code(file_root, tmp_path, change, message):
+    tiny = start_run(file_root, {**tiny_config(), **change})
+    code, error = failing(tiny, 1, "", add_iteration(tiny, 1), tmp_path)
+    assert code == 2
+    assert message in error
+
+
+def test_a_state_of_another_model_is_refused(file_root, tmp_path):
+    tiny = start_run(file_root)
+    (first,) = train_all(tiny, tmp_path, (1,))
+    from planish.models.config import ModelConfig
+    from planish.models.policy import build_policy, save_policy
+
+    wide = build_policy(ModelConfig(num_layers=1, hidden_size=48, head_dim=16), seed=0)
+    ref = save_policy(f"{file_root}/wide", wide, version=0, parents={}, attributes={})
+    other = replace(tiny, policy_pin=ref.pin())
+    code, error = failing(other, 2, first, add_iteration(tiny, 2), tmp_path / "2")
+    assert code == 1
+    assert "must be F32" in error
