@@ -65,6 +65,7 @@ _STYLE: dict[str, Any] = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
     "text.color": PALETTE["ink"],
+    "text.parse_math": False,
     "hatch.linewidth": 1,
 }
 
@@ -142,7 +143,8 @@ def _export(figure: Figure, name: str, tips: Mapping[str, str]) -> str:
         if extra.find(f"{{{_SVG}}}clipPath") is None:
             root.remove(extra)
     referenced = _referenced_ids(root)
-    for element in root.iter():
+    # A list: tool tips are added on the way and must not be visited.
+    for element in list(root.iter()):
         _clean(element, referenced, tips)
     width, height = root.get("viewBox", "0 0 0 0").split()[2:]
     for key in ("width", "height", "version"):

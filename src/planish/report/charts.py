@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from planish.report.canvas import PALETTE, Canvas, canvas
@@ -22,6 +23,9 @@ MAX_POINTS = 400
 """Longer lines are thinned out to this many points."""
 MAX_BARS = 60
 """More bars than this are averaged over neighbours."""
+
+MAX_SPANS = 600
+"""A timeline with more bars joins neighbours."""
 
 Unit = Literal["number", "percent", "seconds"]
 _NICE_STEPS = [1, 2, 2.5, 5, 10]
@@ -193,8 +197,8 @@ def _draw_limit(page: Canvas, limit: tuple[str, float] | None) -> None:
     label, height = limit
     page.axes.axhline(height, color=PALETTE["slate"], linewidth=1.25, linestyle=(0, (2, 2)))
     page.axes.annotate(
-        label, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, -5),
-        textcoords="offset points", ha="right", va="top", color=PALETTE["muted"],
+        label, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 4),
+        textcoords="offset points", ha="right", va="bottom", color=PALETTE["muted"],
     )  # fmt: skip
 
 
@@ -275,13 +279,15 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
     end = max(span.start + span.length for span in spans)
     with canvas(name, width=width, height=height, left=96, right=34, top=6) as page:
         axes = page.axes
-        for span in spans:
+        for span in _merge(spans, end) if len(spans) > MAX_SPANS else spans:
             at = len(rows) - 1 - rows.index(span.row)
-            axes.barh(
-                [at], [max(span.length, end * 0.0012)], 0.64, left=[span.start],
-                color=PALETTE[span.color], edgecolor=PALETTE["surface"], linewidth=0.75,
-                gid=None,
-            )[0].set_gid(page.tip(span.tip))  # fmt: skip
+            axes.add_patch(
+                Rectangle(
+                    (span.start, at - 0.32), max(span.length, end * 0.0012), 0.64,
+                    facecolor=PALETTE[span.color], edgecolor=PALETTE["surface"], linewidth=0.75,
+                    gid=page.tip(span.tip),
+                )
+            )  # fmt: skip
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_yticks(range(len(rows)), list(reversed(rows)))
         axes.set_xlim(0, end)
@@ -291,6 +297,24 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
         axes.set_xlabel("time since the run began", labelpad=4)
     return page.svg
+
+
+def _merge(spans: Sequence[Span], end: float) -> list[Span]:
+    """Join neighbours of one row and colour that a reader could not tell apart."""
+    merged: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        found = merged.setdefault((span.row, span.color), [])
+        stop = span.start + span.length
+        if found and span.start - found[-1][1] < end / 60:
+            start, reached, count = found[-1]
+            found[-1] = (start, max(reached, stop), count + 1)
+        else:
+            found.append((span.start, stop, 1))
+    return [
+        Span(row, color, start, stop - start, f"{row}: {count} tasks")
+        for (row, color), found in merged.items()
+        for start, stop, count in found
+    ]
 
 
 def boxes(parts: Sequence[Part]) -> tuple[tuple[str, str, str], ...]:

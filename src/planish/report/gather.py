@@ -18,6 +18,7 @@ from planish.report.words import one_line
 
 _ITERATION = re.compile(r"/iterations/(\d{1,9})/")
 _VERSION = re.compile(r"/(?P<version>\d{1,9})/(?P<name>[^/]+)\.json$")
+_UNPRINTABLE = re.compile(r"[^a-zA-Z0-9_ -]")
 _STATES = {"running", "done", "failed"}
 OWN_STAGE = "report"
 """Log entries of this stage say nothing about the run."""
@@ -84,7 +85,7 @@ def _tasks(reader: Reader) -> list[Task]:
 
 def _task(raw: Mapping[str, Any]) -> Task:
     return Task(
-        stage=one_line(str(raw.get("stage", "?")), limit=40),
+        stage=_UNPRINTABLE.sub("?", str(raw.get("stage", "?")))[:40],
         iteration=int(_number(raw, "iteration")),
         shard=int(_number(raw, "shard")),
         state=str(raw["state"]),

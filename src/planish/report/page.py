@@ -179,7 +179,7 @@ def _accuracy_card(keys: Keys) -> Card:
     title = "Held-out accuracy, mean over samples"
     before, after = keys.before, keys.after
     if before is None or before.accuracy is None:
-        return Card(title, "not evaluated", is_big=True)
+        return Card("Held-out accuracy", "not evaluated")
     if after is None or after.accuracy is None:
         return Card(title, percent(before.accuracy), "starting policy only", is_big=True)
     note = f"\u00b1 {_points(keys.gain_error)} (1 standard error)" if keys.gain_error else ""
@@ -297,12 +297,13 @@ def _alerts(facts: RunFacts) -> list[dict[str, str]]:
 
 
 def _comparison(title: str, columns: Sequence[tuple[str, Sequence[Sample]]]) -> dict[str, Any]:
-    prompts: dict[str, dict[str, str]] = {}
+    prompts: dict[str, dict[str, Any]] = {}
     shown = []
     for heading, samples in columns:
         for sample in samples:
+            is_short = len(sample.prompt) <= 80 and "\n" not in sample.prompt
             block = {"prompt": visible(sample.prompt), "answer": one_line(sample.answer)}
-            prompts.setdefault(sample.prompt_id, block)
+            prompts.setdefault(sample.prompt_id, {**block, "is_short": is_short})
         shown.append((heading, [_visible_sample(sample) for sample in samples]))
     return {"title": title, "prompts": list(prompts.values()), "columns": shown}
 

@@ -240,10 +240,11 @@ def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
     if marks:
         legend += (("held out", marks[0].color, "mark"),)
     hint = (
-        "Diamonds: prompts that were never trained on, before and after, +- 1 standard error. "
         "Groups that are all right or all wrong do not train, so the dashed curve stays near one "
         "half by construction."
     )
+    if marks:
+        hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
     return Chart("Accuracy", svg, hint, legend)
 
 

@@ -17,6 +17,7 @@ from markdown_it.token import Token
 from markupsafe import Markup
 
 from planish.report.page import Page
+from planish.report.words import visible
 
 MAX_BYTES = 1 << 20
 """The Kubeflow page shows no larger HTML artifact."""
@@ -63,10 +64,16 @@ def _environment(*, autoescape: bool) -> Environment:
         loader=PackageLoader("planish.report"),
         autoescape=autoescape,
         undefined=StrictUndefined,
+        finalize=_finalize,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def _finalize(value: object) -> object:
+    """Make control and direction characters visible in everything that is printed."""
+    return visible(value, limit=MAX_BYTES) if type(value) is str else value
 
 
 _ALLOWED_TAGS = ("<code>", "</code>", "<br>")
@@ -77,7 +84,7 @@ def _safe_markdown(text: str) -> Markup:
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
     parser.disable(["link", "image", "autolink", "reference", "html_block"])
     parser.add_render_rule("html_inline", _inline_tag)
-    return Markup(parser.render(text[:_MAX_CURATION]))
+    return Markup(parser.render(visible(text, limit=_MAX_CURATION)))
 
 
 def _inline_tag(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planish.records import layout
+from planish.report.stage import run
+from planish.stage import PathArtifact, stage_main
+from planish.store import open_store
+from planish.store.documents import read_json
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    names = ("report", "summary", "metrics")
+    return {name: PathArtifact(str(tmp_path / "out" / name)) for name in names}
+
+
+def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message="", webhook=""):
+    run(
+        root=root, state=state, failed_task=failed_task, error_message=error_message,
+        webhook=webhook, **artifacts,
+    )  # fmt: skip
+    return {name: Path(artifact.path).read_text() for name, artifact in artifacts.items()}
+
+
+def test_artifacts_and_the_copy_in_the_root_are_the_same(short_root, artifacts):
+    written = report(short_root, artifacts)
+    store = open_store(short_root)
+    folder = layout.report(short_root)
+    assert store.read(f"{folder}/report.html").decode() == written["report"]
+    assert store.read(f"{folder}/report.md").decode() == written["summary"]
+    assert json.loads(written["metrics"])["accuracy_after"] == 0.4831
+
+
+def test_the_summary_has_what_the_demo_prints(short_root, artifacts):
+    report(short_root, artifacts)
+    summary = read_json(f"{layout.report(short_root)}/summary.json")
+    assert summary["accuracy_before"] == 0.2784
+    assert summary["accuracy_after"] == 0.4831
+    assert summary["greedy_before"] == 0.336
+    assert summary["greedy_after"] == 0.5025
+    assert summary["iterations"] == 2
+    assert summary["seconds_by_stage"]["sft"] == 31.0
+    assert summary["state"] == "SUCCEEDED"
+
+
+def test_a_root_without_anything_still_gives_a_report(tmp_path, artifacts):
+    written = report(
+        f"file://{tmp_path}/none", artifacts, state="FAILED", failed_task="post-train",
+        error_message="prepare said no",
+    )  # fmt: skip
+    assert "prepare said no" in written["report"]
+    assert "the configuration (run.json): not written" in written["summary"]
+    assert json.loads(written["metrics"])["iterations"] == 0.0
+
+
+def test_a_root_that_can_not_be_still_gives_a_report(artifacts):
+    written = report("file:///a/../b", artifacts, state="FAILED")
+    assert "What this report could not read" in written["report"]
+
+
+def test_a_webhook_that_fails_does_not_fail_the_stage(short_root, artifacts):
+    assert "<svg" in report(short_root, artifacts, webhook="http://127.0.0.1:1/x")["report"]
+
+
+def test_the_command_line_writes_the_same_page(short_root, artifacts, tmp_path):
+    expected = report(short_root, artifacts)["report"]
+    target = tmp_path / "again.html"
+    code = stage_main(
+        run,
+        ["--root", short_root, "--state", "SUCCEEDED", "--failed-task", "", "--error-message", "",
+         "--webhook", "", "--report", str(target), "--summary", str(tmp_path / "s.md"),
+         "--metrics", str(tmp_path / "m.json")],
+    )  # fmt: skip
+    assert code == 0
+    assert target.read_text() == expected
