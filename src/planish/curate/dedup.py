@@ -31,7 +31,7 @@ CANDIDATES = 0.6
 """The index asks for this part of the threshold: at the threshold itself it misses every second
 pair, and what it finds too much is sorted out exactly."""
 BOILERPLATE_FRACTION = 0.2
-"""Word sequences in more of the held-out problems than this are instructions, no leak."""
+"""Word sequences in more of the problems than this are instructions: no likeness, no leak."""
 BOILERPLATE_MIN = 5
 """And in at least so many."""
 
@@ -102,11 +102,12 @@ def remove_near_duplicates(
         return list(problems), []
     from datasketch import MinHash, MinHashLSH
 
-    sets = {i: shingles(tokens[i]) for i in long_enough}
-    hashed = signatures([sets[i] for i in long_enough], workers)
+    found = without_boilerplate([shingles(tokens[i]) for i in long_enough])
+    sets = {i: own for i, own in zip(long_enough, found, strict=True) if own}
+    hashed = signatures(list(sets.values()), workers)
     index = MinHashLSH(threshold=CANDIDATES * threshold, num_perm=NUM_PERMUTATIONS)
     twins: dict[int, int] = {}
-    for i, values in zip(long_enough, hashed, strict=True):
+    for i, values in zip(sets, hashed, strict=True):
         sketch = MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, hashvalues=values, scheme=SCHEME)
         similar = [j for j in sorted(index.query(sketch)) if jaccard(sets[i], sets[j]) >= threshold]
         if similar:
@@ -120,6 +121,14 @@ def remove_near_duplicates(
         for i, j in twins.items()
     ]  # fmt: skip
     return kept, drops
+
+
+def without_boilerplate(sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """Take out what a good part of all sets share: instructions around every problem."""
+    counts = Counter(item for own in sets for item in own)
+    limit = max(BOILERPLATE_MIN, BOILERPLATE_FRACTION * len(sets))
+    shared = {item for item, count in counts.items() if count > limit}
+    return [own - shared for own in sets]
 
 
 def jaccard(left: frozenset[str], right: frozenset[str]) -> float:

@@ -27,6 +27,8 @@ MAX_DIGITS = 64
 """Longest digit string that becomes an integer."""
 MAX_ANSWER_CHARS = 1000
 """Longest ground truth that is compared."""
+MAX_DEPTH = 16
+"""Deepest nesting of brackets that is compared; the time to parse grows quickly with it."""
 
 _ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -141,11 +143,14 @@ def verify_math(response: str, answer: str, options: VerifierOptions) -> Verdict
 
 
 def _is_comparable(text: str) -> bool:
-    """Refuse what must equal nothing: unbalanced braces, non-ASCII digits, several answers."""
-    depth = 0
+    """Refuse what must equal nothing: open or deep brackets, non-ASCII digits, several answers."""
+    braces = brackets = 0
     for character in text:
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth < 0 or (character.isdigit() and not character.isascii()):
+        braces += {"{": 1, "}": -1}.get(character, 0)
+        brackets += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if braces < 0 or max(braces, brackets) > MAX_DEPTH:
+            return False
+        if character.isdigit() and not character.isascii():
             return False
     lowered = f" {text.lower()} "
-    return depth == 0 and bool(text) and " or " not in lowered and "boxed" not in lowered
+    return braces == 0 and bool(text) and " or " not in lowered and "boxed" not in lowered

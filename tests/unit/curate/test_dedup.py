@@ -74,6 +74,19 @@ def test_candidates_are_checked_exactly():
     assert len(near(rows, threshold=similarity + 0.01)[0]) == 2
 
 
+def test_shared_instructions_make_no_near_duplicates():
+    instruction = " ".join(f"please{chr(97 + i)}" for i in range(26))
+    rows = [problem(f"{instruction} what is {n} plus {n * n} times {n + 7}") for n in range(30)]
+    assert near(rows) == (rows, [])
+    assert len(near(rows[:4])[0]) < 4, "too few to tell instructions from the problem"
+
+
+def test_a_problem_of_instructions_only_is_kept():
+    instruction = " ".join(f"please{chr(97 + i)}" for i in range(26))
+    rows = [problem(instruction), *(problem(f"{instruction} {TEXT[n:]}") for n in range(0, 60, 5))]
+    assert rows[0] in near(rows)[0]
+
+
 def many(count):
     rng = random.Random(5)
     vocabulary = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400)]

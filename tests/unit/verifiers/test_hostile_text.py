@@ -42,7 +42,7 @@ HOSTILE = {
 def test_hostile_text_is_wrong_quickly(name, kind):
     start = time.monotonic()
     verdict = verify(name, HOSTILE[kind], ANSWERS[name])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert verdict.accuracy == 0.0
     assert not verdict.error
     assert len(verdict.extracted) <= 300
