@@ -52,8 +52,7 @@ class BaseEngine(ABC):
         self._arrivals: dict[str, float] = {}
         self._finished: list[Output] = []
 
-    # Hooks of an engine; all run under the lock.
-
+    # Hooks of an engine, under the lock.
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
@@ -97,8 +96,6 @@ class BaseEngine(ABC):
     def _release(self) -> None:
         """Free everything."""
 
-    # The shared part.
-
     @property
     def state(self) -> EngineState:
         """Where in its life the engine is."""
@@ -139,7 +136,9 @@ class BaseEngine(ABC):
                 self._alive.add(request.request_id)
                 fault = self._check(request)
                 if fault:
-                    self._finished.append(self._failed(request, fault))
+                    failed = Output(request.request_id, [], [], [], FinishReason.ERROR)
+                    failed.stats["error"] = fault
+                    self._finished.append(failed)
                     continue
                 self._arrivals[request.request_id] = now
                 heapq.heappush(self._queue, (-request.priority, next(self._order), request))
@@ -171,15 +170,21 @@ class BaseEngine(ABC):
         Raises:
             EngineError: the engine failed; its requests are lost.
         """
+        return self._poll(timeout, None)
+
+    def _poll(self, timeout: float, wanted: set[str] | None) -> list[Output]:
+        """Poll for some ids only; outputs of others stay for whoever asks for them."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
                 self._expect("poll", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
                 self._arrived.clear()
-                if self._state is EngineState.RUNNING and not self._finished:
+                found = self._collect(wanted)
+                if not found and self._state is EngineState.RUNNING:
                     self._turn(admit=True)
-                if self._finished:
-                    return self._collect()
+                    found = self._collect(wanted)
+                if found:
+                    return found
                 waits = self._state is not EngineState.RUNNING
             left = deadline - time.monotonic()
             if left <= 0:
@@ -200,14 +205,7 @@ class BaseEngine(ABC):
         wanted = {request.request_id for request in requests}
         done: dict[str, Output] = {}
         while len(done) < len(wanted):
-            outputs = self.poll(1.0)
-            done.update((o.request_id, o) for o in outputs if o.request_id in wanted)
-            others = [o for o in outputs if o.request_id not in wanted]
-            if others:
-                with self._lock:
-                    self._alive.update(o.request_id for o in others)
-                    self._finished.extend(others)
-                time.sleep(0.001)
+            done.update((output.request_id, output) for output in self._poll(1.0, wanted))
         return [done[request.request_id] for request in requests]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Output]:
@@ -221,7 +219,11 @@ class BaseEngine(ABC):
 
     def _abort(self, request_ids: Collection[str] | None) -> list[Output]:
         ids = self._alive if request_ids is None else self._alive & set(request_ids)
-        outputs = [self._never_started(r) for _, _, r in sorted(self._queue) if r.request_id in ids]
+        outputs = [
+            Output(request.request_id, [], [], [], FinishReason.ABORT)
+            for _, _, request in sorted(self._queue)
+            if request.request_id in ids
+        ]
         self._queue = [item for item in self._queue if item[2].request_id not in ids]
         heapq.heapify(self._queue)
         outputs.extend(self._withdraw(ids - {o.request_id for o in outputs}))
@@ -347,8 +349,6 @@ class BaseEngine(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Inside the lock.
-
     def _turn(self, *, admit: bool) -> None:
         """Start what fits, then make one step."""
         with self._failing():
@@ -361,8 +361,12 @@ class BaseEngine(ABC):
                 self._finished.extend(self._advance())
         self._settle()
 
-    def _collect(self) -> list[Output]:
+    def _collect(self, wanted: set[str] | None = None) -> list[Output]:
+        """Hand out finished outputs, all or those of the `wanted` ids."""
         outputs, self._finished = self._finished, []
+        if wanted is not None:
+            self._finished = [o for o in outputs if o.request_id not in wanted]
+            outputs = [o for o in outputs if o.request_id in wanted]
         for output in outputs:
             self._alive.discard(output.request_id)
             self._arrivals.pop(output.request_id, None)
@@ -393,9 +397,3 @@ class BaseEngine(ABC):
             raise EngineError(
                 f"the engine failed: {type(error).__name__}: {error}; close it and open another"
             ) from error
-
-    def _failed(self, request: Request, fault: str) -> Output:
-        return Output(request.request_id, [], [], [], FinishReason.ERROR, stats={"error": fault})
-
-    def _never_started(self, request: Request) -> Output:
-        return Output(request.request_id, [], [], [], FinishReason.ABORT)

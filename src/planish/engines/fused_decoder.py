@@ -7,6 +7,7 @@ MLP. Models outside `FAMILIES`, and settings that these lines do not cover, go t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,16 +36,17 @@ def fits(model: Any) -> bool:
     )
 
 
-def _join(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Lay the weights of several linears in one tensor, and make theirs views of it.
+def _join(linears: Sequence[nn.Linear], share: bool) -> tuple[Tensor, Tensor | None]:
+    """Lay the weights of several linears in one tensor; `share` makes theirs views of it.
 
-    The views let an update in place reach both, at no extra memory.
+    With views an update in place reaches both, at no extra memory, but the model can no longer be
+    saved, since none of its tensors covers its storage.
     """
     weight = torch.cat([x.weight.data for x in linears])
     biases = [x.bias for x in linears if x.bias is not None]
     bias = torch.cat([b.data for b in biases]) if biases else None
     start = 0
-    for linear in linears:
+    for linear in linears if share else ():
         end = start + linear.weight.shape[0]
         linear.weight.data = weight[start:end]
         if bias is not None:
@@ -56,33 +58,43 @@ def _join(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 class _Layer:
     """Weights of one decoder layer, laid out for few products."""
 
-    def __init__(self, layer: Any, heads: int, kv_heads: int) -> None:
+    def __init__(self, layer: Any, heads: int, kv_heads: int, share: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._attention = attention
+        self._inputs = (
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [mlp.gate_proj, mlp.up_proj],
+        )
+        self._sizes = (heads, kv_heads)
+        self.qkv, self.gate_up = (_join(linears, share) for linears in self._inputs)
         self.out = (attention.o_proj.weight, attention.o_proj.bias)
-        self.gate_up = _join([mlp.gate_proj, mlp.up_proj])
         self.down = (mlp.down_proj.weight, mlp.down_proj.bias)
         self.norm_1 = layer.input_layernorm
         self.norm_2 = layer.post_attention_layernorm
-        self.attention = attention
-        self.sizes = (heads, kv_heads)
-        self.head_norm: Tensor | None = None
-        self.refresh()
+        self.head_norm = self._join_head_norms()
 
-    def refresh(self) -> None:
-        """Copy the small weights that are not views."""
-        if hasattr(self.attention, "q_norm"):
-            heads, kv_heads = self.sizes
-            parts = [self.attention.q_norm.weight] * heads + [self.attention.k_norm.weight] * (
-                kv_heads
-            )
-            self.head_norm = torch.stack([p.data for p in parts])
+    def _join_head_norms(self) -> Tensor | None:
+        """Return [heads + kv heads, head size]: one scale per head of the joint projection."""
+        if not hasattr(self._attention, "q_norm"):
+            return None
+        heads, kv_heads = self._sizes
+        of_queries, of_keys = (
+            x.weight.data for x in (self._attention.q_norm, self._attention.k_norm)
+        )
+        return torch.stack([of_queries] * heads + [of_keys] * kv_heads)
+
+    def refresh(self, share: bool) -> None:
+        """Copy the weights that are not views again."""
+        if not share:
+            self.qkv, self.gate_up = (_join(linears, share) for linears in self._inputs)
+        self.head_norm = self._join_head_norms()
 
 
 class FusedDecoder:
     """Decoder over joined weights."""
 
-    def __init__(self, model: Any, cache: KeyValueCache) -> None:
+    def __init__(self, model: Any, cache: KeyValueCache, *, share: bool = False) -> None:
+        """Lay out the weights of `model`; `share` turns its own into views of them."""
         config = model.config
         self.cache = cache
         self._body = model.model
@@ -93,13 +105,14 @@ class FusedDecoder:
         self._scale: float = self._body.layers[0].self_attn.scaling
         self._eps: float = config.rms_norm_eps
         self._eps_tensor = torch.tensor(self._eps)
-        self._layers = [_Layer(x, self._heads, self._kv_heads) for x in self._body.layers]
+        self._layers = [_Layer(x, self._heads, self._kv_heads, share) for x in self._body.layers]
+        self._share = share
         self._rotation = torch.empty(0)
 
     def refresh(self) -> None:
         """Take over weights that were changed in place."""
         for layer in self._layers:
-            layer.refresh()
+            layer.refresh(self._share)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Divide by the root mean square over the last dim, then scale."""

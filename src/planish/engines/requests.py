@@ -172,7 +172,8 @@ class ModelRef:
     pin: str = ""
     """Pinned URI of a `policy/1` export."""
     policy: Any = None
-    """A loaded `planish.models.policy.Policy`; the engine takes it over."""
+    """A loaded `planish.models.policy.Policy`. The engine may keep weights in a layout of its own:
+    change them by `update_weights` only, which writes into this very policy."""
 
 
 @dataclass(frozen=True)

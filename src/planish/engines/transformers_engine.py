@@ -12,7 +12,8 @@ requests, and its paged attention on CPU is slower than plain `generate` at thes
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class TransformersEngine(BaseEngine):
 
     def _load(self, model: ModelRef, source: WeightSource | None) -> int:
         policy = model.policy
+        self._owns_model = policy is None
         if policy is None:
             policy = load_policy(model.pin, device=str(self._device))
         self._policy = policy
@@ -110,15 +112,15 @@ class TransformersEngine(BaseEngine):
     def _choose_decoder(self) -> Decoder:
         """Return the fast decoder where it gives the model's own logits, else the general one."""
         faults = []
-        kinds: list[type[FusedDecoder] | type[ModuleDecoder]] = [ModuleDecoder]
+        kinds: list[Callable[[KeyValueCache], Decoder]] = [partial(ModuleDecoder, self._model)]
         if self._fused and fused_decoder.fits(self._model):
-            kinds.insert(0, FusedDecoder)
+            kinds.insert(0, partial(FusedDecoder, self._model, share=self._owns_model))
         for kind in kinds:
-            probe = kind(self._model, KeyValueCache(2, self._device))
+            probe = kind(KeyValueCache(2, self._device))
             error = self._probe(probe)
             if error < 1.0:
-                return kind(self._model, self._cache)
-            faults.append(f"{kind.__name__} {error:.2g}")
+                return kind(self._cache)
+            faults.append(f"{type(probe).__name__} {error:.2g}")
         raise EngineError(
             f"cached decoding must give the logits of the plain forward, got errors of "
             f"{', '.join(faults)} tolerances with {type(self._model).__name__}; use another engine"
@@ -151,9 +153,10 @@ class TransformersEngine(BaseEngine):
 
     def layout(self) -> list[ShardSpec]:
         """Return one whole box per tensor."""
+        tensors = self._model.state_dict() if self._policy is not None else {}
         return [
             ShardSpec(0, "full", name, tuple(slice(0, n) for n in tensor.shape))
-            for name, tensor in self._model.state_dict().items()
+            for name, tensor in tensors.items()
         ]
 
     def stats(self) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class TransformersEngine(BaseEngine):
         return {
             **super().stats(),
             **self._counts,
-            "cache_bytes": self._cache.num_bytes(),
+            "cache_bytes": self._cache.num_bytes() if self._policy is not None else 0,
             "occupancy": self._counts["row_steps"] / steps / self._max_rows,
         }
 
@@ -269,6 +272,7 @@ class TransformersEngine(BaseEngine):
         self._rows.update_longest()
         return outputs
 
+    @torch.inference_mode()
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
         ended = [
             i for i, row in enumerate(self._rows.rows) if row.request.request_id in request_ids

@@ -1,0 +1,196 @@
+"""What every engine must generate, run on every engine of the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planish.engines.requests import FinishReason, Request, Sampling
+from planish.errors import ConfigError, NotSupported
+from tests.unit.engines.tiny import (
+    ids_of,
+    prompt,
+    qwen3_policy,
+    reference_greedy,
+    reference_logprobs,
+    request,
+)
+
+
+def test_greedy_tokens_and_log_probabilities_equal_the_reference(new_engine):
+    policy = qwen3_policy()
+    requests = [request(i, 6 + i, temperature=0.0) for i in range(9)]
+    outputs = new_engine(policy).generate(requests)
+    for one, output in zip(requests, outputs, strict=True):
+        budget = one.sampling.max_new_tokens
+        assert output.token_ids == reference_greedy(policy, one.prompt_ids, budget)
+        expected = reference_logprobs(policy, one.prompt_ids, output.token_ids)
+        assert np.abs(np.array(output.logprobs) - expected).max() < 2e-4
+
+
+def test_log_probabilities_are_those_of_the_sampled_distribution(new_engine):
+    policy = qwen3_policy()
+    requests = [request(i, 15) for i in range(5)]
+    for one, output in zip(requests, new_engine(policy).generate(requests), strict=True):
+        expected = reference_logprobs(policy, one.prompt_ids, output.token_ids)
+        assert np.abs(np.array(output.logprobs) - expected).max() < 2e-4
+    sharp = [request(i, 15, temperature=0.7, top_k=5) for i in range(5)]
+    for output in new_engine(policy).generate(sharp):
+        # five kept tokens: the likeliest has at least a fifth
+        assert max(output.logprobs) > np.log(0.2)
+        assert max(output.logprobs) <= 0.0
+
+
+def test_the_three_lists_have_equal_length_and_the_right_version(new_engine):
+    outputs = new_engine().generate([request(i, 3 + i) for i in range(6)])
+    for index, output in enumerate(outputs):
+        assert len(output.token_ids) == len(output.logprobs) == len(output.versions) == 3 + index
+        assert output.versions == [0] * (3 + index)
+
+
+def test_length_ends_exactly_at_the_budget(new_engine):
+    outputs = new_engine().generate([request(i, n) for i, n in enumerate((1, 2, 31, 33, 64))])
+    assert [o.num_tokens for o in outputs] == [1, 2, 31, 33, 64]
+    assert {o.finish_reason for o in outputs} == {FinishReason.LENGTH}
+    assert {o.stop_token_id for o in outputs} == {None}
+
+
+def test_the_stop_token_is_the_last_token(new_engine):
+    free = new_engine().generate([request(0, 30)])[0]
+    stop = free.token_ids[7]
+    first = free.token_ids.index(stop)
+    output = new_engine().generate([request(0, 30, stop_token_ids=(stop,))])[0]
+    assert output.token_ids == free.token_ids[: first + 1]
+    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, stop)
+
+
+def test_the_models_own_end_token_stops_unless_it_is_ignored(new_engine):
+    policy = qwen3_policy()
+    end = policy.tokenizer.eos_token_ids[0]
+    policy.model.model.embed_tokens.weight.data[end] *= 6
+    engine = new_engine(policy)
+    requests = [request(i, 60, ignore_eos=False) for i in range(8)]
+    outputs = engine.generate(requests)
+    stopped = [o for o in outputs if o.finish_reason is FinishReason.STOP]
+    assert stopped
+    assert all(o.token_ids.index(end) == o.num_tokens - 1 for o in stopped)
+    ignoring = [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in requests]
+    assert {o.num_tokens for o in engine.generate(ignoring)} == {60}
+
+
+def test_no_stop_token_before_the_minimum_counted_from_the_response_start(new_engine):
+    policy = qwen3_policy()
+    end = policy.tokenizer.eos_token_ids[0]
+    policy.model.model.embed_tokens.weight.data[end] *= 10
+    engine = new_engine(policy)
+    whole = [request(i, 40, ignore_eos=False, min_new_tokens=9) for i in range(6)]
+    outputs = engine.generate(whole)
+    assert min(o.num_tokens for o in outputs) >= 10
+    assert all(end not in o.token_ids[:9] for o in outputs)
+    # five tokens of the minimum lie in the prefix already
+    split = [
+        replace(r, response_prefix=tuple(o.token_ids[:5]))
+        for r, o in zip(whole, outputs, strict=True)
+    ]
+    for output, again in zip(outputs, engine.generate(split), strict=True):
+        assert output.token_ids[5:] == again.token_ids[: output.num_tokens - 5]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}])
+def test_partial_and_continued_equals_uninterrupted(new_engine, sampling):
+    engine = new_engine()
+    if not engine.capabilities.seed_split_exact and sampling.get("temperature") != 0.0:
+        pytest.skip("this engine promises it for greedy sampling only")
+    whole = engine.generate([request(i, 40, **sampling) for i in range(5)])
+    joined = [[] for _ in whole]
+    logprobs = [[] for _ in whole]
+    for window in (1, 7, 32):
+        parts = engine.generate(
+            [request(i, window, prefix=tuple(joined[i]), **sampling) for i in range(5)]
+        )
+        for index, part in enumerate(parts):
+            joined[index] += part.token_ids
+            logprobs[index] += part.logprobs
+    assert joined == ids_of(whole)
+    for parts, output in zip(logprobs, whole, strict=True):
+        assert np.abs(np.array(parts) - output.logprobs).max() < 2e-4
+
+
+def test_outputs_do_not_depend_on_the_rows_beside_them(new_engine):
+    requests = [request(i, 5 + 7 * (i % 5)) for i in range(17)]
+    together = ids_of(new_engine(max_rows=5).generate(requests))
+    alone = new_engine(max_rows=1)
+    assert together == [alone.generate([one])[0].token_ids for one in requests]
+    backwards = new_engine(max_rows=17).generate(requests[::-1])
+    assert together == ids_of(backwards)[::-1]
+
+
+def test_equal_calls_give_bit_equal_outputs(new_engine):
+    first, second = (new_engine().generate([request(i, 20) for i in range(9)]) for _ in range(2))
+    assert [o.logprobs for o in first] == [o.logprobs for o in second]
+
+
+def test_a_prompt_of_one_token_works(new_engine):
+    policy = qwen3_policy()
+    one = Request("r", "g", (7,), Sampling(max_new_tokens=6, temperature=0.0, ignore_eos=True))
+    output = new_engine(policy).generate([one])[0]
+    assert output.token_ids == reference_greedy(policy, (7,), 6)
+
+
+def test_a_request_that_does_not_fit_fails_alone(new_engine):
+    engine = new_engine(max_model_len=20)
+    long = Request("long", "g", prompt(1, 20), Sampling(max_new_tokens=3))
+    strange = Request("strange", "g", (5, 5000), Sampling(max_new_tokens=3))
+    outputs = engine.generate([request(0, 3), long, strange, request(1, 3)])
+    reasons = [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.ERROR, FinishReason.LENGTH]
+    assert [o.finish_reason for o in outputs] == reasons
+    assert "must be shorter than 20 tokens, got 20" in outputs[1].stats["error"]
+    assert outputs[1].token_ids == outputs[1].logprobs == []
+    assert engine.state == "ready"
+
+
+def test_the_model_limit_ends_a_response_with_length(new_engine):
+    one = Request("r", "g", prompt(1, 15), Sampling(max_new_tokens=50, ignore_eos=True))
+    output = new_engine(max_model_len=20).generate([one])[0]
+    assert (output.num_tokens, output.finish_reason) == (5, FinishReason.LENGTH)
+
+
+def test_non_finite_logits_fail_one_request_and_no_other(new_engine):
+    policy = qwen3_policy()
+    engine = new_engine(policy, max_rows=2)
+    plain = [request(i, 12) for i in range(1, 6)]
+    expected = ids_of(engine.generate(plain))
+    poison = 4
+    policy.model.model.embed_tokens.weight.data[poison] = float("nan")
+    policy.model.lm_head.weight = type(policy.model.lm_head.weight)(
+        policy.model.lm_head.weight.detach().nan_to_num(0.0)
+    )
+    clean = [r for r in plain if poison not in r.prompt_ids]
+    bad = Request("bad", "g", (5, poison, 6), Sampling(max_new_tokens=9))
+    engine = new_engine(policy, max_rows=2)
+    outputs = {o.request_id: o for o in engine.generate([bad, *clean])}
+    assert outputs["bad"].finish_reason is FinishReason.ERROR
+    assert outputs["bad"].token_ids == []
+    assert "must be finite" in outputs["bad"].stats["error"]
+    for one, tokens in zip(plain, expected, strict=True):
+        if one in clean and poison not in tokens:
+            assert outputs[one.request_id].finish_reason is FinishReason.LENGTH
+            assert outputs[one.request_id].num_tokens == 12
+
+
+def test_scores_are_the_log_probabilities_of_the_reference(new_engine):
+    policy = qwen3_policy()
+    engine = new_engine(policy)
+    sequences = [((5, 6, 7, 8), 1), ((9, 10, 11), 2), ((4, 5), 2)]
+    if not engine.capabilities.score:
+        with pytest.raises(NotSupported):
+            engine.score(sequences)
+        return
+    scores = engine.score(sequences)
+    for (tokens, given), seen in zip(sequences, scores, strict=True):
+        expected = reference_logprobs(policy, tokens[:given], tokens[given:])
+        assert seen == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ConfigError, match="1 <= n <= 2 given tokens, got 0"):
+        engine.score([((4, 5), 0)])

@@ -1,0 +1,292 @@
+"""How every engine must be steered: abort, pause, weights, ids, threads; on every engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from planish.engines.requests import FinishReason, ModelRef, Request, Sampling
+from planish.engines.weights import DictWeights
+from planish.errors import ConfigError, EngineBusy, EngineError, NotSupported
+from tests.unit.engines.tiny import ids_of, prompt, qwen3_policy, request
+
+
+def weights(seed: int) -> DictWeights:
+    model = qwen3_policy(seed).model
+    return DictWeights({name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def poll_all(engine, count: int) -> dict:
+    outputs = {}
+    while len(outputs) < count:
+        outputs.update((o.request_id, o) for o in engine.poll(1.0))
+    return outputs
+
+
+def test_abort_returns_a_prefix_of_what_would_have_been_produced(new_engine):
+    whole = {o.request_id: o for o in new_engine().generate([request(i, 50) for i in range(6)])}
+    engine = new_engine()
+    engine.submit([request(i, 50) for i in range(6)])
+    for _ in range(9):
+        assert engine.poll(0.0) == []
+    assert engine.state == "running"
+    outputs = engine.abort(["r1", "r5", "unknown"])
+    assert {o.request_id: o.num_tokens for o in outputs} == {"r1": 9, "r5": 0}
+    for output in outputs:
+        assert output.finish_reason is FinishReason.ABORT
+        assert output.token_ids == whole[output.request_id].token_ids[: output.num_tokens]
+        assert len(output.token_ids) == len(output.logprobs) == len(output.versions)
+    rest = poll_all(engine, 4)
+    assert all(rest[i].token_ids == whole[i].token_ids for i in ("r0", "r2", "r3", "r4"))
+    assert engine.state == "ready"
+
+
+def test_abort_of_everything_leaves_a_ready_engine(new_engine):
+    engine = new_engine()
+    engine.submit([request(i, 50) for i in range(6)])
+    engine.poll(0.0)
+    assert len(engine.abort(None)) == 6
+    assert engine.state == "ready"
+    assert engine.abort(None) == []
+    engine.submit([request(0, 2)])
+    assert poll_all(engine, 1)["r0"].num_tokens == 2
+
+
+def test_pause_abort_gives_everything_back_and_submissions_wait(new_engine):
+    engine = new_engine()
+    engine.submit([request(i, 30) for i in range(6)])
+    engine.poll(0.0)
+    assert {o.finish_reason for o in engine.pause("abort")} == {FinishReason.ABORT}
+    engine.submit([request(9, 3)])
+    assert engine.poll(0.02) == []
+    with pytest.raises(EngineBusy, match="a paused one; resume it"):
+        engine.generate([request(10, 3)])
+    engine.resume()
+    assert poll_all(engine, 1)["r9"].num_tokens == 3
+
+
+def test_pause_wait_finishes_what_runs_and_keeps_the_queue(new_engine):
+    engine = new_engine()
+    engine.submit([request(i, 10) for i in range(6)])
+    engine.poll(0.0)
+    outputs = engine.pause("wait")
+    assert sorted(o.request_id for o in outputs) == ["r0", "r1", "r2", "r3"]
+    assert {o.num_tokens for o in outputs} == {10}
+    assert engine.stats()["queued"] == 2
+    engine.resume()
+    assert sorted(poll_all(engine, 2)) == ["r4", "r5"]
+
+
+def test_pause_keep_freezes_in_place(new_engine):
+    whole = ids_of(new_engine().generate([request(i, 25) for i in range(6)]))
+    engine = new_engine()
+    if not engine.capabilities.pause_keep:
+        with pytest.raises(NotSupported):
+            engine.pause("keep")
+        return
+    engine.submit([request(i, 25) for i in range(6)])
+    for _ in range(5):
+        engine.poll(0.0)
+    assert engine.pause("keep") == []
+    assert engine.poll(0.0) == []
+    engine.resume()
+    outputs = poll_all(engine, 6)
+    assert [outputs[f"r{i}"].token_ids for i in range(6)] == whole
+
+
+def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine):
+    requests = [request(i, 20) for i in range(5)]
+    engine = new_engine(qwen3_policy(0))
+    first = engine.generate(requests)
+    report = engine.update_weights(weights(1), 1)
+    assert (report.version, engine.version()) == (1, 1)
+    second = engine.generate(requests)
+    assert ids_of(second) == ids_of(new_engine(qwen3_policy(1)).generate(requests))
+    assert ids_of(second) != ids_of(first)
+    assert {v for o in second for v in o.versions} == {1}
+    engine.update_weights(weights(2), 2)
+    engine.update_weights(weights(0), 3)
+    third = engine.generate(requests)
+    assert [o.logprobs for o in third] == [o.logprobs for o in first]
+    assert {v for o in third for v in o.versions} == {3}
+
+
+def test_weights_may_not_change_while_requests_are_in_flight(new_engine):
+    engine = new_engine()
+    engine.submit([request(0, 20)])
+    with pytest.raises(EngineBusy, match="nothing in flight, got 1 requests; pause it"):
+        engine.update_weights(weights(1), 1)
+    assert poll_all(engine, 1)["r0"].num_tokens == 20
+
+
+def test_frozen_requests_go_on_under_new_weights_as_a_fresh_engine_would(new_engine):
+    engine = new_engine(qwen3_policy(0))
+    if not engine.capabilities.pause_keep:
+        pytest.skip("this engine can not freeze requests")
+    engine.submit([request(i, 20) for i in range(4)])
+    for _ in range(8):
+        engine.poll(0.0)
+    engine.pause("keep")
+    report = engine.update_weights(weights(1), 1)
+    assert report.num_recomputed_tokens == sum(len(prompt(i)) + 7 for i in range(4))
+    engine.resume()
+    outputs = poll_all(engine, 4)
+    fresh = new_engine(qwen3_policy(1))
+    for index in range(4):
+        output = outputs[f"r{index}"]
+        assert output.versions == [0] * 8 + [1] * 12
+        prefix = tuple(output.token_ids[:8])
+        rest = fresh.generate([request(index, 12, prefix=prefix)])[0]
+        assert rest.token_ids == output.token_ids[8:]
+
+
+def test_keep_cache_goes_on_over_the_old_cache(new_engine):
+    def run(keep_cache):
+        engine = new_engine(qwen3_policy(0))
+        if not engine.capabilities.pause_keep:
+            pytest.skip("this engine can not freeze requests")
+        engine.submit([request(0, 30)])
+        for _ in range(8):
+            engine.poll(0.0)
+        engine.pause("keep")
+        report = engine.update_weights(weights(1), 1, keep_cache=keep_cache)
+        assert (report.num_recomputed_tokens == 0) is keep_cache
+        engine.resume()
+        return poll_all(engine, 1)["r0"].logprobs
+
+    kept, recomputed = run(True), run(False)
+    assert kept[:8] == recomputed[:8]
+    assert kept[8:] != recomputed[8:]
+
+
+def test_weights_that_do_not_fit_change_nothing(new_engine):
+    engine = new_engine()
+    before = ids_of(engine.generate([request(0, 20)]))
+    good = weights(1)
+    tensors = {name: good.read(name) for name in good.names()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(EngineError, match=f"got {name} has shape \\(3, 4\\) in place of"):
+        engine.update_weights(DictWeights({**tensors, name: tensors[name][:3, :4]}), 1)
+    del tensors[name]
+    with pytest.raises(EngineError, match=f"{name} is missing \\(1 in all\\)"):
+        engine.update_weights(DictWeights(tensors), 1)
+    with pytest.raises(EngineError, match="must not go back, got -1 after 0"):
+        engine.update_weights(weights(1), -1)
+    assert (engine.version(), engine.state) == (0, "ready")
+    assert ids_of(engine.generate([request(0, 20)])) == before
+
+
+def test_a_request_id_is_unique_while_alive_and_free_afterwards(new_engine):
+    engine = new_engine()
+    engine.submit([request(0, 5)])
+    with pytest.raises(EngineError, match="got 'r0' again"):
+        engine.submit([request(0, 5)])
+    with pytest.raises(EngineError, match="got 'r1' again"):
+        engine.submit([request(1, 5), request(1, 5)])
+    assert list(poll_all(engine, 1)) == ["r0"]
+    assert engine.generate([request(0, 5), request(1, 5)])[1].num_tokens == 5
+
+
+def test_an_empty_prompt_is_refused_and_nothing_is_queued(new_engine):
+    engine = new_engine()
+    empty = Request("r1", "g", (), Sampling(max_new_tokens=3))
+    with pytest.raises(ConfigError, match="at least one token, got none in 'r1'"):
+        engine.submit([request(0, 3), empty])
+    assert engine.poll(0.01) == []
+
+
+def test_no_requests_give_no_outputs(new_engine):
+    engine = new_engine()
+    assert engine.generate([]) == []
+    engine.submit([])
+    assert engine.state == "ready"
+
+
+def test_poll_without_work_returns_after_the_timeout(new_engine):
+    engine = new_engine()
+    begin = time.monotonic()
+    assert engine.poll(0.1) == []
+    assert 0.1 <= time.monotonic() - begin < 2.0
+
+
+def test_a_higher_priority_starts_first(new_engine):
+    engine = new_engine(max_rows=1)
+    low = [request(i, 3) for i in range(3)]
+    engine.submit([*low, replace(request(7, 3), priority=5)])
+    order = []
+    while len(order) < 4:
+        order += [o.request_id for o in engine.poll(1.0)]
+    assert order == ["r7", "r0", "r1", "r2"]
+
+
+def test_submit_poll_and_abort_from_different_threads(new_engine):
+    engine = new_engine()
+    whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
+    done = {}
+    finished = threading.Event()
+
+    def poll():
+        while not finished.is_set():
+            done.update((o.request_id, o) for o in engine.poll(0.05))
+
+    def submit(start):
+        for index in range(start, 40, 2):
+            engine.submit([request(index, 30)])
+
+    threads = [threading.Thread(target=submit, args=(start,)) for start in (0, 1)]
+    threads.append(threading.Thread(target=poll))
+    for thread in threads:
+        thread.start()
+    aborted = {}
+    for index in (3, 11, 38):
+        time.sleep(0.01)
+        aborted.update((o.request_id, o) for o in engine.abort([f"r{index}"]))
+    deadline = time.monotonic() + 60
+    while len(done.keys() | aborted.keys()) < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    finished.set()
+    for thread in threads:
+        thread.join(10)
+    assert not done.keys() & aborted.keys()
+    assert len(done) + len(aborted) == 40
+    for name, output in {**done, **aborted}.items():
+        assert output.token_ids == whole[name].token_ids[: output.num_tokens]
+
+
+def test_optional_abilities_are_there_or_say_so(new_engine):
+    engine = new_engine()
+    if not engine.capabilities.sleep:
+        for call in (engine.sleep, engine.wake):
+            with pytest.raises(NotSupported):
+                call()
+    if not engine.capabilities.routing:
+        asking = replace(request(0, 2), sampling=Sampling(max_new_tokens=2, want_routing=True))
+        with pytest.raises(NotSupported, match="`want_routing`"):
+            engine.submit([asking])
+    names = {spec.name for spec in engine.layout()}
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+
+
+def test_states_follow_the_life_of_an_engine(new_engine):
+    engine = new_engine()
+    with pytest.raises(EngineBusy, match="`start` needs a new engine"):
+        engine.start(ModelRef(policy=qwen3_policy()))
+    with pytest.raises(EngineError, match="`resume` needs an engine that is paused, got ready"):
+        engine.resume()
+    engine.close()
+    engine.close()
+    assert engine.state == "closed"
+    for call in (lambda: engine.submit([request(0, 1)]), lambda: engine.poll(0)):
+        with pytest.raises(EngineError, match="got closed"):
+            call()
+
+
+def test_stats_count_tokens(new_engine):
+    engine = new_engine()
+    outputs = engine.generate([request(i, 10) for i in range(3)])
+    assert engine.stats()["tokens"] == 30
+    for output in outputs:
+        assert {"queue_seconds", "prefill_seconds", "decode_seconds"} <= output.stats.keys()

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from planish.engines import fused_decoder
+from planish.engines.requests import ModelRef
+from planish.engines.transformers_engine import TransformersEngine
+from planish.errors import EngineError
+from tests.unit.engines.tiny import (
+    family_policy,
+    ids_of,
+    qwen3_policy,
+    reference_greedy,
+    reference_logprobs,
+    request,
+    start,
+)
+
+GENERAL = {
+    "GPT2": {},
+    "Mistral": {"sliding_window": 5},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Gemma3Text": {"sliding_window": 6, "query_pre_attn_scalar": 16},
+    "Phi": {},
+}
+FUSED = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": None},
+}
+
+
+def check_against_the_plain_forward(policy, engine):
+    requests = [request(i, 5 + 3 * i, temperature=0.0) for i in range(6)]
+    outputs = engine.generate(requests)
+    for one, output in zip(requests, outputs, strict=True):
+        expected = reference_greedy(policy, one.prompt_ids, one.sampling.max_new_tokens)
+        assert output.token_ids == expected
+        logprobs = reference_logprobs(policy, one.prompt_ids, output.token_ids)
+        assert np.abs(np.array(output.logprobs) - logprobs).max() < 2e-4
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_fused_decoder_equals_the_plain_forward(family, kv_heads):
+    policy = family_policy(family, num_key_value_heads=kv_heads, **FUSED[family])
+    engine = start(policy, max_rows=3)
+    assert engine.decoder_name == "FusedDecoder"
+    check_against_the_plain_forward(policy, engine)
+
+
+@pytest.mark.parametrize("family", GENERAL)
+def test_the_general_decoder_equals_the_plain_forward(family):
+    policy = family_policy(family, **GENERAL[family])
+    engine = start(policy, max_rows=3)
+    assert engine.decoder_name == "ModuleDecoder"
+    check_against_the_plain_forward(policy, engine)
+
+
+def test_both_decoders_sample_the_same_responses():
+    requests = [request(i, 20, temperature=0.9, top_p=0.95) for i in range(10)]
+    fused = start(qwen3_policy(), max_rows=4).generate(requests)
+    general = start(qwen3_policy(), max_rows=4, fused=False).generate(requests)
+    assert ids_of(fused) == ids_of(general)
+    for one, other in zip(fused, general, strict=True):
+        assert np.abs(np.array(one.logprobs) - other.logprobs).max() < 2e-5
+
+
+def test_biases_of_attention_and_mlp_are_used():
+    policy = family_policy("Llama", attention_bias=True, mlp_bias=True)
+    engine = start(policy, max_rows=3)
+    assert engine.decoder_name == "FusedDecoder"
+    check_against_the_plain_forward(policy, engine)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        },
+    ],
+)
+def test_scaled_rotary_embeddings_are_used(rope):
+    policy = family_policy("Llama", rope_parameters=rope)
+    engine = start(policy, max_rows=3)
+    assert engine.decoder_name == "FusedDecoder"
+    check_against_the_plain_forward(policy, engine)
+
+
+def test_dynamic_rotary_embeddings_go_to_the_general_decoder():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not fused_decoder.fits(family_policy("Llama", rope_parameters=rope).model)
+
+
+def test_half_precision_gives_nearly_the_log_probabilities_of_single_precision():
+    requests = [request(i, 10) for i in range(4)]
+    exact = qwen3_policy()
+    half = qwen3_policy()
+    half.model.to(torch.bfloat16)
+    for fused in (True, False):
+        for one, output in zip(requests, start(half, fused=fused).generate(requests), strict=True):
+            expected = reference_logprobs(exact, one.prompt_ids, output.token_ids)
+            assert np.abs(np.array(output.logprobs) - expected).mean() < 0.05
+            assert output.num_tokens == 10
+
+
+def test_a_model_with_state_space_layers_is_refused():
+    policy = family_policy("Llama")
+    policy.model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(EngineError, match=r"must be full or sliding.*\['linear_attention'\]"):
+        TransformersEngine().start(ModelRef(policy=policy))
+
+
+def test_the_probe_refuses_a_decoder_that_computes_something_else():
+    policy = qwen3_policy()
+    inner = policy.model.forward
+
+    def drifting(*args, **kwargs):
+        output = inner(*args, **kwargs)
+        if not kwargs.get("use_cache"):
+            output.logits = output.logits * 1.5
+        return output
+
+    policy.model.forward = drifting
+    engine = TransformersEngine()
+    with pytest.raises(EngineError, match=r"FusedDecoder .* ModuleDecoder .* tolerances"):
+        engine.start(ModelRef(policy=policy))
+    assert engine.state == "failed"
+
+
+def test_swapped_gate_and_up_weights_are_noticed():
+    policy = qwen3_policy()
+    expected = reference_greedy(policy, request(0).prompt_ids, 8)
+    for layer in policy.model.model.layers:
+        gate, up = layer.mlp.gate_proj, layer.mlp.up_proj
+        gate.weight.data, up.weight.data = up.weight.data.clone(), gate.weight.data.clone()
+    output = start(policy).generate([request(0, 8, temperature=0.0)])[0]
+    assert output.token_ids != expected

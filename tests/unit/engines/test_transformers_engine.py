@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.engines import open_engine
+from planish.engines.requests import FinishReason, ModelRef
+from planish.engines.transformers_engine import TransformersEngine
+from planish.engines.turn_lock import TurnLock
+from planish.engines.weights import DictWeights, FolderWeights, open_weights
+from planish.errors import ConfigError, EngineError
+from planish.logprobs import TokenScorer
+from planish.models.policy import save_policy
+from tests.unit.engines.tiny import ids_of, prompt, qwen3_policy, reference_greedy, request, start
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return qwen3_policy()
+
+
+@pytest.fixture
+def saved(tmp_path, policy):
+    return save_policy(
+        f"file://{tmp_path}/policies/00003", policy, version=3, parents={}, attributes={}
+    ).pin()
+
+
+def test_engine_and_trainer_log_probabilities_agree(policy):
+    engine = start(policy)
+    requests = [request(i, 30) for i in range(12)]
+    scorer = TokenScorer(policy.model)
+    for one, output in zip(requests, engine.generate(requests), strict=True):
+        tokens = torch.tensor([[*one.prompt_ids, *output.token_ids]])
+        select = (torch.arange(tokens.shape[1]) >= len(one.prompt_ids))[None]
+        with torch.inference_mode():
+            logprobs, _ = scorer(tokens, None, select, temperature=1.0)
+        assert np.abs(logprobs.numpy() - output.logprobs).max() < 2e-4
+
+
+def test_rows_are_replaced_at_once(policy):
+    engine = start(policy, max_rows=4)
+    lengths = [3, 9, 1, 4, 8, 2, 6, 5]
+    engine.generate([request(i, n) for i, n in enumerate(lengths)])
+    stats = engine.stats()
+    # four rows over 38 tokens: the greedy schedule ends after 10 steps
+    rows = [0] * 4
+    for length in lengths:
+        rows[rows.index(min(rows))] += length
+    assert stats["row_steps"] == sum(lengths)
+    assert stats["steps"] == max(rows) == 10
+
+
+def test_equal_prompts_of_one_batch_are_prefilled_once(policy):
+    engine = start(policy, max_rows=8)
+    base = request(3, 5)
+    samples = [type(base)(f"s{i}", "g", base.prompt_ids, base.sampling) for i in range(8)]
+    outputs = engine.generate(samples)
+    assert engine.stats()["prefill_tokens"] == len(base.prompt_ids) - 1
+    # equal seeds too: all eight responses are the same
+    assert len({tuple(o.token_ids) for o in outputs}) == 1
+
+
+def test_prefill_in_small_batches_gives_the_same_tokens(policy):
+    requests = [request(i, 10) for i in range(8)]
+    small = start(policy, prefill_tokens=5).generate(requests)
+    assert ids_of(small) == ids_of(start(policy).generate(requests))
+
+
+def test_rows_grow_beyond_the_first_allocation():
+    policy = qwen3_policy(max_model_tokens=4096)
+    engine = start(policy, max_rows=2)
+    requests = [request(i, 1100 + i, temperature=0.0) for i in range(2)]
+    outputs = engine.generate(requests)
+    assert [o.num_tokens for o in outputs] == [1100, 1101]
+    narrow = start(policy, max_rows=1).generate([request(1, 200, temperature=0.0)])[0]
+    assert outputs[1].token_ids[:200] == narrow.token_ids
+    tail = tuple(outputs[0].token_ids[:1090])
+    again = engine.generate([request(0, 10, temperature=0.0, prefix=tail)])[0]
+    assert again.token_ids == outputs[0].token_ids[1090:]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    max_rows=st.integers(1, 6),
+    steps=st.lists(st.integers(0, 14), max_size=3),
+)
+def test_any_schedule_with_aborts_gives_prefixes_of_the_same_responses(lengths, max_rows, steps):
+    requests = [request(i, n) for i, n in enumerate(lengths)]
+    engine = SHARED[max_rows]
+    whole = {o.request_id: o.token_ids for o in engine.generate(requests)}
+    engine.submit(requests)
+    outputs = []
+    for index, count in enumerate(steps):
+        for _ in range(count):
+            outputs += engine.poll(0.0)
+        outputs += engine.abort([f"r{index * 2}"])
+    while engine.state == "running":
+        outputs += engine.poll(0.0)
+    outputs += engine.poll(0.0)
+    assert sorted(o.request_id for o in outputs) == sorted(whole)
+    for output in outputs:
+        assert output.token_ids == whole[output.request_id][: output.num_tokens]
+        if output.finish_reason is not FinishReason.ABORT:
+            assert output.token_ids == whole[output.request_id]
+
+
+SHARED = {rows: start(qwen3_policy(), max_rows=rows) for rows in range(1, 7)}
+
+
+def test_an_engine_opens_from_a_pinned_policy(saved, policy):
+    with open_engine("transformers", saved, max_rows=2) as engine:
+        assert engine.version() == 3
+        output = engine.generate([request(0, 8, temperature=0.0)])[0]
+        assert output.versions == [3] * 8
+        assert output.token_ids == reference_greedy(policy, prompt(0), 8)
+    assert engine.state == "closed"
+    assert engine.stats()["state"] == "closed"
+    assert engine.layout() == []
+
+
+def test_weights_of_another_policy_replace_those_of_the_folder(saved):
+    other = qwen3_policy(5)
+    engine = TransformersEngine()
+    weights = DictWeights({n: p.detach() for n, p in other.model.named_parameters()})
+    engine.start(ModelRef(pin=saved), weights)
+    output = engine.generate([request(0, 8, temperature=0.0)])[0]
+    assert output.token_ids == reference_greedy(other, prompt(0), 8)
+
+
+def test_weights_of_an_export_are_read_by_name_and_box(saved, policy):
+    weights = open_weights(saved)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert weights.names()[name] == ((64, 192), torch.float32)
+    expected = policy.model.model.layers[0].mlp.down_proj.weight.detach()
+    assert torch.equal(weights.read(name), expected)
+    box = (slice(3, 9), slice(0, 100))
+    assert torch.equal(weights.read(name, box), expected[box])
+    memory = DictWeights({n: weights.read(n) for n in weights.names()})
+    assert torch.equal(memory.read(name, box), expected[box])
+    assert memory.fingerprint == weights.fingerprint
+    assert DictWeights({"a": torch.ones(3)}).fingerprint != weights.fingerprint
+
+
+def test_an_engine_takes_new_weights_from_an_export(saved, policy):
+    engine = start(qwen3_policy(7))
+    report = engine.update_weights(open_weights(saved), 4)
+    sizes = {id(p): p.nbytes for p in policy.model.parameters()}
+    assert (report.num_tensors, report.num_bytes) == (len(sizes), sum(sizes.values()))
+    output = engine.generate([request(0, 8, temperature=0.0)])[0]
+    assert output.token_ids == reference_greedy(policy, prompt(0), 8)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(EngineError, match=r"must hold \*.safetensors files, got none"):
+        FolderWeights(tmp_path)
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(ConfigError, match=r"must be one of \['transformers'.*got 'magic'"):
+        open_engine("magic", "file:///nowhere#sha256=" + "0" * 64)
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 0}, {"prefill_tokens": 0}, {"max_model_len": -1}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        TransformersEngine(**options)
+
+
+def test_a_failing_step_fails_the_engine_with_its_cause():
+    engine = start(qwen3_policy())
+
+    def broken(*_):
+        raise RuntimeError("no memory")
+
+    engine._decoder.decode = broken
+    with pytest.raises(EngineError, match="RuntimeError: no memory; close it and open another"):
+        engine.generate([request(0, 3)])
+    assert engine.state == "failed"
+    with pytest.raises(EngineError, match="got failed"):
+        engine.submit([request(1, 3)])
+    engine.close()
+    assert engine.state == "closed"
+
+
+def test_outputs_of_others_survive_a_generate(policy):
+    engine = start(policy, max_rows=8)
+    engine.submit([request(0, 2), request(1, 5)])
+    assert engine.generate([request(2, 4)])[0].num_tokens == 4
+    left = {}
+    while len(left) < 2:
+        left.update((o.request_id, o.num_tokens) for o in engine.poll(1.0))
+    assert left == {"r0": 2, "r1": 5}
+
+
+def test_the_lock_serves_threads_in_the_order_they_came():
+    lock, order = TurnLock(), []
+
+    def enter(name):
+        with lock:
+            order.append(name)
+
+    threads = [threading.Thread(target=enter, args=(i,)) for i in range(5)]
+    with lock:
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_the_engine_table_imports_without_torch():
+    code = (
+        "import sys, planish.engines, planish.engines.requests, planish.rollout.config, "
+        "planish.rollout.stage; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]

@@ -1,0 +1,103 @@
+"""Small random models of several families, and short ways to make requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from planish.engines.requests import ModelRef, Output, Request, Sampling
+from planish.engines.transformers_engine import TransformersEngine
+from planish.models.config import ModelConfig
+from planish.models.policy import Policy, build_policy
+from planish.tokens import character_tokenizer
+
+SIZES = {
+    "vocab_size": 54,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def qwen3_policy(seed: int = 0, **config) -> Policy:
+    """The demo's own architecture."""
+    return build_policy(ModelConfig(initializer_range=0.2, **config), seed)
+
+
+def family_policy(family: str, seed: int = 0, **changes) -> Policy:
+    """A tiny model of another family with random weights."""
+    import transformers
+
+    if family == "GPT2":
+        config = transformers.GPT2Config(
+            vocab_size=54, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1,
+            eos_token_id=2, initializer_range=0.2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+        cls = transformers.GPT2LMHeadModel
+    else:
+        if family in ("Qwen3", "Qwen3Moe", "Gemma3Text"):
+            changes = {"head_dim": 16, **changes}
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+        name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
+        cls = getattr(transformers, name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = cls(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz+-*/=;:.,()% \n")
+    return Policy(model=model, tokenizer=tokenizer)
+
+
+def start(policy: Policy, **options) -> TransformersEngine:
+    engine = TransformersEngine(**{"max_rows": 8, **options})
+    engine.start(ModelRef(policy=policy))
+    return engine
+
+
+def prompt(index: int, length: int = 0) -> tuple[int, ...]:
+    rng = np.random.default_rng(index)
+    return tuple(int(x) for x in rng.integers(4, 50, length or 2 + index % 7))
+
+
+def request(index: int, max_new_tokens: int = 12, **sampling) -> Request:
+    prefix = sampling.pop("prefix", ())
+    options = {"seed": 1000 + index, "ignore_eos": True, **sampling}
+    return Request(
+        f"r{index}",
+        f"g{index}",
+        prompt(index),
+        Sampling(max_new_tokens=max_new_tokens, **options),
+        response_prefix=prefix,
+    )
+
+
+def reference_greedy(policy: Policy, ids, num_tokens: int) -> list[int]:
+    """Greedy tokens by the plain forward, without any cache."""
+    tokens = list(ids)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            logits = policy.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(ids) :]
+
+
+def reference_logprobs(policy: Policy, ids, response) -> list[float]:
+    """Log-probabilities of a response by the plain forward."""
+    tokens = torch.tensor([[*ids, *response]])
+    with torch.inference_mode():
+        logits = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)[len(ids) - 1 : -1]
+    return logprobs.gather(-1, tokens[0, len(ids) :, None]).squeeze(-1).tolist()
+
+
+def ids_of(outputs: list[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
