@@ -6,6 +6,7 @@ import math
 import re
 import unicodedata
 
+_NOT_PLAIN = re.compile(r"[^\x20-\x7e\n\t]")
 MAX_TEXT = 1600
 """Characters of one piece of model text that the page shows."""
 
@@ -63,14 +64,13 @@ def visible(text: str, *, limit: int = MAX_TEXT) -> str:
     A control character becomes its picture (U+2400 block), any other invisible one its code point;
     new lines and tabs stay. Markup is escaped later, by the template.
     """
-    shown = "".join(_visible_character(c) for c in text[:limit])
+    shown = _NOT_PLAIN.sub(_picture, text[:limit])
     hidden = len(text) - limit
     return f"{shown} ... ({hidden:,} more characters)" if hidden > 0 else shown
 
 
-def _visible_character(character: str) -> str:
-    if character in "\n\t":
-        return character
+def _picture(match: re.Match[str]) -> str:
+    character = match[0]
     if ord(character) < 0x20:
         return chr(0x2400 + ord(character))
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):

@@ -166,6 +166,13 @@ def test_a_store_that_is_down_is_asked_once():
     ]
 
 
+def test_an_unforeseen_fault_is_told_not_raised(caplog):
+    reader = Reader("file:///r")
+    assert reader.attempt("the config", lambda: int("x"), 7) == 7
+    assert reader.missing[0].startswith("the config: ValueError: invalid literal")
+    assert "unreadable what=the config" in caplog.text
+
+
 def test_samples_show_the_same_held_out_prompt_before_and_after(healthy_root):
     learned = gather(healthy_root).comparisons[0]
     assert learned.title == "Held-out prompt. Learned: wrong before, right after"
