@@ -1,0 +1,16 @@
+"""Nothing that others rely on changes unasked; `make golden` writes the files anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden.write_surface import FOLDER, SURFACES
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_the_surface_is_the_one_on_file(name):
+    assert SURFACES[name]().splitlines() == (FOLDER / name).read_text().splitlines()
+
+
+def test_there_is_no_other_file_of_the_surface():
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(SURFACES)
