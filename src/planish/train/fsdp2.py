@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -83,6 +84,8 @@ class Fsdp2Trainer:
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
             )
+        # The scorer returns a view of what it gathered; nothing below writes into it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         for layer in decoder_layers(model):
             fully_shard(layer, **options)
         fully_shard(self.scorer, **options)

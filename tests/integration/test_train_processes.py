@@ -1,0 +1,133 @@
+"""Two gloo processes against one: same losses, same weights, states that move between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from planish.checkpoint import api
+from planish.checkpoint.folder import StateFolder
+from planish.errors import LayoutMismatch, PeerLost
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy, load_policy, save_policy
+from planish.records import layout
+from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
+from planish.records.reports import UpdateReport, read_report
+from planish.train.job import TrainJob
+from planish.train.launch import launch
+from planish.train.stage import train
+from tests.integration.test_train_stage import all_tensors
+from tests.unit.train.runs import add_iteration, start_run, tiny_config
+
+TOLERANCE = 1e-6
+
+
+def job_of(tiny, iteration, state_pin="", processes=1, **train_changes):
+    config = {**tiny.config, "train": {**tiny.config["train"], **train_changes}}
+    config["train"]["num_processes"] = processes
+    rewards = layout.rewards(tiny.root, iteration)
+    return TrainJob(
+        root=tiny.root,
+        config=config,
+        # States of different process counts are compared below: they need their own digests.
+        config_sha256=f"{processes:064x}",
+        iteration=iteration,
+        num_shards=2,
+        policy_pin=tiny.policy_pin,
+        state_pin=state_pin,
+        rewards_pin=read_manifest(rewards).ref(rewards).pin(),
+    )
+
+
+def do(job):
+    outcome = train(job)
+    report = read_report(UpdateReport, layout.update(job.root, job.iteration))
+    return outcome.values["state_pin"], report, all_tensors(outcome.values["state_pin"])
+
+
+def largest_difference(left, right):
+    left, right = (
+        {n: t.double() for n, t in side.items() if not n.startswith("random.")}
+        for side in (left, right)
+    )
+    assert left.keys() == right.keys()
+    return max((left[n] - right[n]).abs().max().item() for n in left)
+
+
+@pytest.fixture(scope="module")
+def one_and_two(tmp_path_factory):
+    """The same two iterations, trained by one process and by two."""
+    results = {}
+    for processes in (1, 2):
+        folder = tmp_path_factory.mktemp(f"processes{processes}")
+        tiny = start_run(f"file://{folder}/root", tiny_config(tokens_per_microbatch=96))
+        state_pin, steps = "", []
+        for iteration in (1, 2):
+            add_iteration(tiny, iteration)
+            state_pin, report, tensors = do(job_of(tiny, iteration, state_pin, processes))
+            steps += report.minibatches
+        results[processes] = (tiny, state_pin, steps, tensors)
+    return results
+
+
+def test_two_processes_have_the_losses_and_gradient_norms_of_one(one_and_two):
+    for one, two in zip(one_and_two[1][2], one_and_two[2][2], strict=True):
+        assert one.keys() == two.keys()
+        for name in ("loss", "grad_norm", "entropy", "approx_kl", "clipfrac_high"):
+            assert two[name] == pytest.approx(one[name], abs=TOLERANCE, rel=TOLERANCE), name
+
+
+def test_two_processes_have_the_weights_of_one(one_and_two):
+    difference = largest_difference(one_and_two[1][3], one_and_two[2][3])
+    print(f"largest difference of weights and moments {difference:.2e}")
+    assert difference < TOLERANCE
+
+
+def test_two_processes_write_a_shard_each(one_and_two):
+    folder = StateFolder.open(one_and_two[2][1])
+    assert {"model-00000.safetensors", "model-00001.safetensors"} <= folder.files.keys()
+    regions = folder.index()["model.model.embed_tokens.weight"].regions
+    assert len(regions) == 2
+    assert folder.manifest.attributes["dp"] == 2
+
+
+def test_a_state_moves_from_one_process_to_two_and_back_without_a_changed_bit(one_and_two):
+    tiny, state_pin, _, tensors = one_and_two[1]
+    for iteration, processes in ((3, 2), (4, 1)):
+        # An iteration without rollouts loads the state and saves it again.
+        add_iteration(tiny, iteration, keep_none=True)
+        state_pin, _, moved = do(job_of(tiny, iteration, state_pin, processes))
+        weights = {n: t for n, t in tensors.items() if not n.startswith("random.")}
+        assert all(torch.equal(moved[n], t) for n, t in weights.items())
+
+
+def test_the_policy_of_two_processes_is_exported_whole(one_and_two):
+    tiny, state_pin, _, tensors = one_and_two[2]
+    uri = f"{tiny.root}/exported"
+    ref = api.export_hf(
+        state_pin, uri, source=tiny.policy_pin, parents={}, attributes={"policy_version": 2}
+    )
+    for name, weight in load_policy(ref.pin()).model.named_parameters():
+        assert torch.equal(weight, tensors[f"model.{name}"]), name
+
+
+def test_the_error_of_a_rank_reaches_the_stage_with_its_type(one_and_two):
+    tiny, state_pin, _, _ = one_and_two[2]
+    wide = build_policy(ModelConfig(num_layers=2, hidden_size=48, head_dim=16), seed=0)
+    ref = save_policy(f"{tiny.root}/wide", wide, version=0, parents={}, attributes={})
+    add_iteration(tiny, 3)
+    job = replace(job_of(tiny, 3, state_pin, 2), policy_pin=ref.pin())
+    with pytest.raises(LayoutMismatch, match="must be F32"):
+        launch(job)
+
+
+def test_a_process_that_ends_without_a_word_is_a_lost_peer(one_and_two):
+    tiny, _, _, _ = one_and_two[2]
+    job = job_of(tiny, 1, "", 2)
+    config = {name: table for name, table in job.config.items() if name != "run"}
+    with pytest.raises(PeerLost, match="got 1 from torchrun"):
+        launch(replace(job, config=config))
+    assert parse_pin(one_and_two[2][1])[0].endswith("step-00000008")
