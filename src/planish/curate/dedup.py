@@ -3,8 +3,7 @@
 Near duplicates are found by MinHash with fixed seeds and then checked exactly, so that the result
 depends on nothing but the problems and their order.
 
-Source: DAPO, arXiv 2503.14476, appendix A leaves the method open; MinHash with word shingles is the
-common choice (arXiv 2107.06499, section 4.2).
+Source: near duplicates by MinHash as in arXiv 2107.06499, section 4.2.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-
-import numpy as np
-import numpy.typing as npt
+from functools import lru_cache
+from typing import Any
 
 from planish.curate.problem import Drop, Problem, drop, words
 
@@ -34,8 +32,6 @@ BOILERPLATE_FRACTION = 0.2
 """Word sequences in more of the problems than this are instructions: no likeness, no leak."""
 BOILERPLATE_MIN = 5
 """And in at least so many."""
-
-Signature = npt.NDArray[np.uint64]
 
 
 def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
@@ -64,22 +60,27 @@ def shingles(text: Sequence[str]) -> frozenset[str]:
     )
 
 
-def signature(shingle_set: frozenset[str]) -> Signature:
-    """Return the MinHash signature of a set of shingles."""
+def sketch_of(shingle_set: frozenset[str]) -> Any:
+    """Return the MinHash of a set of shingles."""
+    sketch = _empty_sketch().copy()
+    sketch.update_batch([shingle.encode("utf-8") for shingle in sorted(shingle_set)])
+    return sketch
+
+
+@lru_cache(maxsize=1)
+def _empty_sketch() -> Any:
+    """Return the sketch that all others are copies of: drawing hash functions is the slow part."""
     from datasketch import MinHash
 
-    hashed = MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, scheme=SCHEME)
-    hashed.update_batch([shingle.encode("utf-8") for shingle in sorted(shingle_set)])
-    values: Signature = hashed.hashvalues
-    return values
+    return MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, scheme=SCHEME)
 
 
-def signatures(sets: Sequence[frozenset[str]], workers: int) -> list[Signature]:
-    """Return signatures in order, computed by `workers` processes."""
+def sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
+    """Return MinHashes in order, computed by `workers` processes."""
     if workers == 1 or len(sets) < 2 * workers:
-        return [signature(item) for item in sets]
+        return [sketch_of(item) for item in sets]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(signature, sets, chunksize=-(-len(sets) // (4 * workers))))
+        return list(pool.map(sketch_of, sets, chunksize=-(-len(sets) // (4 * workers))))
 
 
 def remove_near_duplicates(
@@ -100,15 +101,14 @@ def remove_near_duplicates(
     long_enough = [i for i, text in enumerate(tokens) if len(text) >= min_words]
     if threshold >= 1.0 or not long_enough:
         return list(problems), []
-    from datasketch import MinHash, MinHashLSH
+    from datasketch import MinHashLSH
 
     found = without_boilerplate([shingles(tokens[i]) for i in long_enough])
     sets = {i: own for i, own in zip(long_enough, found, strict=True) if own}
-    hashed = signatures(list(sets.values()), workers)
+    hashed = sketches(list(sets.values()), workers)
     index = MinHashLSH(threshold=CANDIDATES * threshold, num_perm=NUM_PERMUTATIONS)
     twins: dict[int, int] = {}
-    for i, values in zip(sets, hashed, strict=True):
-        sketch = MinHash(num_perm=NUM_PERMUTATIONS, seed=SEED, hashvalues=values, scheme=SCHEME)
+    for i, sketch in zip(sets, hashed, strict=True):
         similar = [j for j in sorted(index.query(sketch)) if jaccard(sets[i], sets[j]) >= threshold]
         if similar:
             twins[i] = similar[0]

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 Messages = list[dict[str, str]]
 
@@ -122,7 +123,13 @@ class Ledger:
 
 def words(text: str) -> list[str]:
     """Return the words, numbers and operators of `text`, lower case, in one Unicode form."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    return list(_words(text))
+
+
+@lru_cache(maxsize=1 << 15)
+def _words(text: str) -> tuple[str, ...]:
+    """Every filter asks again: keep the newest."""
+    return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def fraction_of(text: str) -> float:

@@ -1,6 +1,6 @@
 """Settings of the reward stage; defaults are those of DAPO.
 
-Source: DAPO, arXiv 2503.14476, sections 3.4, 3.5 and 4.1.
+Source: DAPO, arXiv 2503.14476, sections 2.4, 3.4 and 4.1.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class RewardConfig(Section):
     """How a verdict and a length become the scalar that trains."""
 
     reward_correct: float = Field(default=1.0, allow_inf_nan=False)
-    """Outcome of a right response. DAPO, section 3.5: 1."""
+    """Outcome of a right response. DAPO, section 2.4: 1."""
     reward_wrong: float = Field(default=-1.0, allow_inf_nan=False)
-    """Outcome of any other response. DAPO, section 3.5: -1."""
+    """Outcome of any other response. DAPO, section 2.4: -1."""
     max_response_tokens: int = Field(default=20480, ge=1)
     """Longest response that rollout generates, in tokens. DAPO, section 4.1: 16384 + 4096."""
     overlong_buffer_tokens: int = Field(default=4096, ge=0)

@@ -2,7 +2,7 @@
 
 Only the last 300 characters of the response are read, never the prompt.
 
-Source: DAPO, arXiv 2503.14476, section 3.5 (rule-based reward of integer answers).
+Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward).
 """
 
 from __future__ import annotations
