@@ -257,7 +257,9 @@ def stacked_bars(
             base = base + heights
         page.axes.set_ylim(0, max(float(base.max()) * 1.06, 1e-9))
         _finish(page, y_label, unit, from_zero=True)
-        _iteration_axis(page.axes, float(at.min()) - bar / 2, float(at.max()) + bar / 2)
+        # Few bars would be as broad as the page.
+        room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
+        _iteration_axis(page.axes, float(at.min()) - room, float(at.max()) + room)
     return page.svg
 
 

@@ -14,7 +14,6 @@ from planish.report.facts import RunFacts, Sample, Task
 from planish.report.keys import Keys
 from planish.report.panels import all_charts
 from planish.report.tables import Change, Table, change_of
-from planish.report.times import stage_seconds
 from planish.report.words import number, one_line, percent, seconds, visible
 
 FAILURES = {"FAILED", "ERROR", "CANCELLED", "CANCELED", "TERMINATED"}
@@ -246,15 +245,12 @@ def _last_iteration(facts: RunFacts) -> str:
 def _token_cards(facts: RunFacts, keys: Keys) -> list[Card]:
     if keys.num_tokens is None:
         return []
-    spent = sum(
-        stages.get("rollout", 0.0)
-        for iteration, stages in stage_seconds(facts.tasks).items()
-        if iteration
-    )
     cards = [Card("Tokens generated", number(keys.num_tokens), "in the rollouts of all iterations")]
+    # Shards sample side by side: of one iteration the slowest counts.
+    spent = sum(facts.per_iteration("rollout", "sample_seconds", max).values())
     if spent > 0:
         rate = f"{number(keys.num_tokens / spent)} / s"
-        cards.append(Card("Rollout speed", rate, "tokens, all shards together"))
+        cards.append(Card("Sampling speed", rate, "tokens, all shards together"))
     return cards
 
 
@@ -340,8 +336,14 @@ def _error_words(task: Task) -> str:
 
 
 def resume_command(facts: RunFacts) -> str:
-    """Return the command that goes on where the run ended."""
-    module = "pipelines.local" if facts.root.startswith("file://") else "pipelines.submit"
+    """Return the command that goes on where the run ended; two when it may run in two places."""
     preset = facts.run.get("preset")
-    options = f" --preset {shlex.quote(preset)}" if isinstance(preset, str) and preset else ""
-    return f"python -m {module} --root {shlex.quote(facts.root)}{options}"
+    has_preset = isinstance(preset, str) and preset
+    root = shlex.quote(facts.root)
+    local = f"python -m pipelines.local --root {root}"
+    local += f" --preset {shlex.quote(str(preset))}" if has_preset else ""
+    if facts.root.startswith("file://"):
+        return local
+    cluster = f"python -m pipelines.submit run {root}"
+    cluster += f" -p {shlex.quote(f'preset={preset}')}" if has_preset else ""
+    return f"{cluster}  # on a cluster\n{local}  # on one machine"

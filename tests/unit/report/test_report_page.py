@@ -55,7 +55,8 @@ def test_the_page_shows_the_numbers_of_the_run(healthy_pages):
     text = " ".join(Elements(html).text.split())
     for shown in (
         "27.8 % → 48.3 %", "+20.5 points ± 0.8", "33.6 % → 50.2 %", "68.8 % → 76.2 %",
-        "362,400", "27.8 ± 0.6 %", "24.9 to 30.8 %", "400 held-out prompts, 8 samples each",
+        "362,400", "20,133 / s", "27.8 ± 0.6 %", "24.9 to 30.8 %",
+        "400 held-out prompts, 8 samples each",
         "dapo-tiny", "17,390 steps", "-12,379", "mean entropy (nats per token)",
     ):  # fmt: skip
         assert shown in text, shown
@@ -181,7 +182,10 @@ def test_a_stopped_run_says_so():
 def test_the_command_fits_the_kind_of_root():
     local = RunFacts("file:///r", run={"preset": "dapo-tiny"})
     assert resume_command(local) == "python -m pipelines.local --root file:///r --preset dapo-tiny"
-    assert "pipelines.submit" in resume_command(RunFacts("s3://runs/a"))
+    assert resume_command(RunFacts("s3://runs/a", run={"preset": "p"})).splitlines() == [
+        "python -m pipelines.submit run s3://runs/a -p preset=p  # on a cluster",
+        "python -m pipelines.local --root s3://runs/a --preset p  # on one machine",
+    ]
 
 
 def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
