@@ -25,6 +25,7 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--preset", default="dapo-tiny")
     parser.add_argument("--config", default="", help="TOML file laid over the preset")
     parser.add_argument("--overrides", default="", help="section.key=value, separated by spaces")
+    parser.add_argument("--skip-bad", action="store_true", help="drop malformed lines of the data")
     parser.add_argument("--model", default="", help="hub id or folder; empty trains from scratch")
     parser.add_argument("--dataset", default="", help="file or hub id; empty generates tasks")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,6 +47,7 @@ def run_local(
         profile: name in `components.images.PROFILES`.
         iterations: iterations of this run; None keeps the profile's number.
         shards: rollout shards of an iteration; None keeps the profile's number.
+        skip_bad: drop malformed lines of the data instead of refusing the file.
         parameters: run parameters of `post_train`.
 
     Raises:
@@ -53,6 +55,8 @@ def run_local(
         ValueError: a count outside its limits.
     """
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards)
+    if skip_bad:
+        parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
     # Artifacts here are Refs of a few bytes; the data lie under the run root.
     artifacts = tempfile.mkdtemp(prefix="planish-kfp-")
     try:
