@@ -39,7 +39,12 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
 
 
 def run_local(
-    *, profile: str = "cpu-tiny", iterations: int | None, shards: int | None, **parameters: Any
+    *,
+    profile: str = "cpu-tiny",
+    iterations: int | None,
+    shards: int | None,
+    skip_bad: bool = False,
+    **parameters: Any,
 ) -> None:
     """Run the pipeline to its end.
 
