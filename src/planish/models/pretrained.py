@@ -98,9 +98,14 @@ def _fetch_from_hub(hub_id: str, revision: str) -> Path:
         remedy = "there is no such model, or it is private: check the spelling or log in"
     except HFValidationError as error:
         remedy = f"not a hub id: {error}"
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except HfHubHTTPError as error:
         remedy = (
-            f"the hub can not be reached and the cache has no copy ({type(error).__name__}): "
+            f"it answered with HTTP status {error.response.status_code}: log in with "
+            "`hf auth login`, try again later, or give a folder as `model.path`"
+        )
+    except (LocalEntryNotFoundError, OSError) as error:
+        remedy = (
+            f"the hub can not be reached or failed, and the cache has no copy ({type(error).__name__}): "
             "download it where there is a network and give its folder as `model.path`"
         )
     else:

@@ -146,7 +146,10 @@ def test_hub_id_without_a_network_fails_at_once_and_says_what_to_do(tmp_path, en
     start = time.monotonic()
     done = run_apart(FETCH, tmp_path, **environment)
     assert done.stdout.startswith("refused"), done.stderr
-    assert "'someone/model'; the hub can not be reached and the cache has no copy" in done.stdout
+    assert (
+        "'someone/model'; the hub can not be reached or failed, and the cache has no copy"
+        in done.stdout
+    )
     assert "give its folder as `model.path`" in done.stdout
     assert time.monotonic() - start < 60.0
 
