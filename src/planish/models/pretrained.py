@@ -105,8 +105,9 @@ def _fetch_from_hub(hub_id: str, revision: str) -> Path:
         )
     except (LocalEntryNotFoundError, OSError) as error:
         remedy = (
-            f"the hub can not be reached or failed, and the cache has no copy ({type(error).__name__}): "
-            "download it where there is a network and give its folder as `model.path`"
+            "the hub can not be reached or failed, and the cache has no copy "
+            f"({type(error).__name__}): download it where there is a network and give its folder "
+            "as `model.path`"
         )
     else:
         return Path(found)
