@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
 from kfp import compiler
 
 from components.images import PROFILES, Profile
@@ -30,6 +31,9 @@ def file_name(profile: Profile) -> str:
 def compile_text(profile: Profile, images: Mapping[str, str] | None = None) -> str:
     """Return the compiled YAML of `post_train`; equal inputs give equal bytes.
 
+    Keys are sorted here, since kfp leaves pod labels in the order of a hash that changes from
+    process to process.
+
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
     """
@@ -37,7 +41,10 @@ def compile_text(profile: Profile, images: Mapping[str, str] | None = None) -> s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pipeline.yaml"
         compiler.Compiler().compile(pipeline, str(path))
-        return path.read_text("utf-8")
+        text = path.read_text("utf-8")
+    heading = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    documents = yaml.load_all(text, yaml.CSafeLoader)
+    return heading + yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True)
 
 
 def normalised(text: str) -> str:

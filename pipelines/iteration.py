@@ -4,6 +4,7 @@ Artifacts stay inside: the run page then shows one box an iteration, and the loc
 2.17 cannot bind an artifact input of a nested pipeline.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,18 @@ class Pins(NamedTuple):
     """The same for the train state; empty before the first update."""
 
 
+def _numbered(component: Any, label: int) -> Any:
+    """Return the component under a name of its own for each iteration.
+
+    Where two nested pipelines hold a component of the same name, the compiler of kfp 2.17 renames
+    the second one but has by then overwritten the pod settings of the first.
+    """
+    spec = dataclasses.replace(
+        component.component_spec, name=f"{component.component_spec.name}-{label}"
+    )
+    return type(component)(component_spec=spec, python_func=component.python_func)
+
+
 def build_iteration(profile: Profile, images: Mapping[str, str], label: int) -> Callable[..., Any]:
     """Return the nested pipeline of one iteration.
 
@@ -34,7 +47,7 @@ def build_iteration(profile: Profile, images: Mapping[str, str], label: int) -> 
     shards = list(range(profile.num_shards))
 
     @dsl.pipeline(
-        name="iteration",
+        name=f"iteration-{label}",
         display_name=f"iteration {label}",
         description="Rollout shards, reward, train, checkpoint.",
     )
@@ -61,23 +74,23 @@ def build_iteration(profile: Profile, images: Mapping[str, str], label: int) -> 
         with dsl.ParallelFor(
             shards, name="shards", parallelism=profile.parallelism or profile.num_shards
         ) as shard:
-            rolled = rollout(
+            rolled = _numbered(rollout, label)(
                 **of_iteration,
                 shard=shard,
                 num_shards=profile.num_shards,
                 state_pin=state_pin,
             )
             worn(rolled, "rollout")
-        rewarded = reward(**of_iteration, num_shards=profile.num_shards)
+        rewarded = _numbered(reward, label)(**of_iteration, num_shards=profile.num_shards)
         worn(rewarded, "reward").after(rolled)
-        trained = train(
+        trained = _numbered(train, label)(
             **of_iteration,
             num_shards=profile.num_shards,
             state_pin=state_pin,
             rewards=rewarded.outputs["rewards"],
         )
         worn(trained, "train")
-        exported = checkpoint(**of_iteration, state=trained.outputs["state"])
+        exported = _numbered(checkpoint, label)(**of_iteration, state=trained.outputs["state"])
         worn(exported, "checkpoint")
         return Pins(
             policy_pin=exported.outputs["policy_pin"], state_pin=trained.outputs["state_pin"]

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -45,8 +46,20 @@ def lint(
         images: image name to reference where the compilation replaced some.
         release: images must be pinned by digest.
     """
-    documents = [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
-    compiled = Compiled.from_documents(documents, images=resolve_images(images), release=release)
+    return lint_documents(
+        list(yaml.load_all(text, yaml.CSafeLoader)), images=images, release=release
+    )
+
+
+def lint_documents(
+    documents: Sequence[Mapping[str, Any]],
+    *,
+    images: Mapping[str, str] | None = None,
+    release: bool = False,
+) -> list[Fault]:
+    """Return every fault of the parsed documents of a compiled pipeline; as `lint`."""
+    present = [document for document in documents if document]
+    compiled = Compiled.from_documents(present, images=resolve_images(images), release=release)
     return [fault for rule in RULES.values() for fault in rule(compiled)]
 
 

@@ -87,6 +87,14 @@ class Compiled:
         component = self.components.get(task["componentRef"]["name"], {})
         return str(component.get("executorLabel", ""))
 
+    def executors_inside(self, name: str) -> Iterator[str]:
+        """Yield the executor label of every task of a component, at any depth."""
+        component = self.components.get(name, {})
+        if "executorLabel" in component:
+            yield str(component["executorLabel"])
+        for task in component.get("dag", {}).get("tasks", {}).values():
+            yield from self.executors_inside(task["componentRef"]["name"])
+
     def stage_of(self, label: str) -> str:
         """Return the stage that an executor's pod is labelled with, or an empty text."""
         labels = self.pods.get(label, {}).get("podMetadata", {}).get("labels", {})

@@ -80,11 +80,29 @@ def pods_wear_the_standard(compiled: Compiled) -> Iterator[Fault]:
             name, value = str(entry.get("name")), str(entry.get("value", ""))
             if (_SECRET_NAME.search(name) and value) or _SECRET_VALUE.search(value):
                 yield Fault(7, label, f"environment `{name}` looks like a secret in plain text")
+    yield from _iterations_are_labelled(compiled)
     for name, _, task_name, task in compiled.tasks():
         for key, source in task.get("inputs", {}).get("parameters", {}).items():
             constant = str(source.get("runtimeValue", {}).get("constant", ""))
             if _SECRET_VALUE.search(constant):
                 yield Fault(7, f"{name}.{task_name}", f"input `{key}` looks like a secret")
+
+
+def _iterations_are_labelled(compiled: Compiled) -> Iterator[Fault]:
+    """Where a graph is given its iteration, all pods inside carry that number."""
+    for _, _, _, task in compiled.tasks():
+        number = task.get("inputs", {}).get("parameters", {}).get("number", {})
+        constant = number.get("runtimeValue", {}).get("constant")
+        if constant is None:
+            continue
+        for label in compiled.executors_inside(task["componentRef"]["name"]):
+            labels = compiled.pods.get(label, {}).get("podMetadata", {}).get("labels", {})
+            seen = labels.get(ITERATION_LABEL)
+            if seen != str(int(constant)):
+                yield Fault(
+                    *(7, label),
+                    f"label `{ITERATION_LABEL}` must be '{int(constant)}', got {seen!r}",
+                )
 
 
 def retries_outlast_timeouts(compiled: Compiled) -> Iterator[Fault]:

@@ -1,0 +1,297 @@
+"""The lint accepts what we compile, and notices each thing that it is there to notice."""
+
+import copy
+
+import pytest
+import yaml
+
+from components.images import PROFILES
+from pipelines import lint_graph
+from pipelines.compile import GOLDEN, compile_text, file_name
+from pipelines.lint import RULES, lint, lint_documents, main
+from pipelines.lint_model import Compiled
+from pipelines.post_train import profile_named
+
+
+@pytest.fixture(scope="module")
+def documents():
+    text = compile_text(profile_named("gpu-1x8", num_iterations=2))
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
+def rules_broken(documents, **options):
+    return {fault.rule for fault in lint_documents(documents, **options)}
+
+
+def exit_dag(spec):
+    return spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+
+
+def iteration(spec):
+    return spec["components"]["comp-iteration-1"]["dag"]["tasks"]
+
+
+def undeclared_input(spec, _):
+    # What KFP 2.17 compiles for a run parameter as a resource request inside a loop.
+    loop = spec["components"]["comp-for-loop-2"]
+    del loop["inputDefinitions"]["parameters"]["pipelinechannel--policy_pin"]
+
+
+def undeclared_secret(_, pods):
+    reference = pods["exec-rollout-1"]["secretAsEnv"][0]["secretNameParameter"]
+    reference["componentInputParameter"] = "pipelinechannel--nothing"
+
+
+def unknown_producer(spec, _):
+    source = iteration(spec)["train-1"]["inputs"]["artifacts"]["rewards"]
+    source["taskOutputArtifact"]["producerTask"] = "reward-9"
+
+
+def producer_without_edge(spec, _):
+    iteration(spec)["train-1"]["dependentTasks"] = []
+
+
+def output_of_a_missing_task(spec, _):
+    outputs = spec["components"]["comp-iteration-1"]["dag"]["outputs"]["parameters"]
+    outputs["state_pin"]["valueFromParameter"]["producerSubtask"] = "nobody"
+
+
+def cycle(spec, _):
+    iteration(spec)["reward-1"]["dependentTasks"].append("checkpoint-1")
+
+
+def stage_before_prepare(spec, _):
+    task = exit_dag(spec)["curate"]
+    task["dependentTasks"] = []
+    task["inputs"]["parameters"]["config_sha256"] = {"runtimeValue": {"constant": ""}}
+
+
+def missing_stage(spec, _):
+    del exit_dag(spec)["evaluate"]
+    exit_dag(spec)["next-run"]["dependentTasks"].remove("evaluate")
+
+
+def cached_stage(spec, _):
+    iteration(spec)["train-1"]["cachingOptions"] = {"enableCache": True}
+
+
+def gpu_without_toleration(_, pods):
+    del pods["exec-train-1"]["tolerations"]
+
+
+def gpu_without_selector(_, pods):
+    del pods["exec-train-1"]["nodeSelector"]
+
+
+def gpu_without_shared_memory(_, pods):
+    del pods["exec-rollout-1"]["emptyDirMounts"][0]
+
+
+def cpu_with_accelerator(spec, _):
+    container = spec["deploymentSpec"]["executors"]["exec-reward-1"]["container"]
+    container["resources"]["accelerator"] = {"resourceType": "nvidia.com/gpu"}
+
+
+def no_timeout(_, pods):
+    del pods["exec-reward-1"]["activeDeadlineSeconds"]
+
+
+def no_memory_limit(spec, _):
+    container = spec["deploymentSpec"]["executors"]["exec-reward-1"]["container"]
+    del container["resources"]["resourceMemoryLimit"]
+
+
+def foreign_image(spec, _):
+    spec["deploymentSpec"]["executors"]["exec-reward-1"]["container"]["image"] = "python:3.11"
+
+
+def no_run_id(_, pods):
+    pods["exec-reward-1"]["fieldPathAsEnv"].pop(0)
+
+
+def no_stage_label(_, pods):
+    del pods["exec-curate"]["podMetadata"]["labels"]["planish/iteration"]
+
+
+def another_iteration(_, pods):
+    pods["exec-train-1"]["podMetadata"]["labels"]["planish/iteration"] = "2"
+
+
+def no_secret(_, pods):
+    del pods["exec-curate"]["secretAsEnv"]
+
+
+def plain_secret(spec, _):
+    container = spec["deploymentSpec"]["executors"]["exec-reward-1"]["container"]
+    container["env"] = [{"name": "MINIO_SECRET_KEY", "value": "hunter2hunter2"}]
+
+
+def secret_in_a_parameter(spec, _):
+    exit_dag(spec)["prepare"]["inputs"]["parameters"]["requests"] = {
+        "runtimeValue": {"constant": "https://me:hunter2@example.org"}
+    }
+
+
+def no_retries(spec, _):
+    del iteration(spec)["reward-1"]["retryPolicy"]
+
+
+def short_backoff(spec, _):
+    iteration(spec)["train-1"]["retryPolicy"]["backoffMaxDuration"] = "3600s"
+
+
+def retried_exit_task(spec, _):
+    spec["root"]["dag"]["tasks"]["report"]["retryPolicy"] = {"maxRetryCount": 1}
+
+
+def exit_task_for_success_only(spec, _):
+    del spec["root"]["dag"]["tasks"]["report"]["triggerPolicy"]
+
+
+def argument_that_no_stage_takes(spec, _):
+    container = spec["deploymentSpec"]["executors"]["exec-reward-1"]["container"]
+    container["command"][-1] = container["command"][-1].replace(
+        "num_shards=num_shards", "shards=num_shards"
+    )
+
+
+def argument_of_another_type(spec, _):
+    container = spec["deploymentSpec"]["executors"]["exec-reward-1"]["container"]
+    container["command"][-1] = container["command"][-1].replace("number: int", "number: str")
+
+
+def input_not_given(spec, _):
+    del iteration(spec)["checkpoint-1"]["inputs"]["parameters"]["offset"]
+
+
+def loop_over_texts(spec, _):
+    iteration(spec)["for-loop-2"]["parameterIterator"]["items"]["raw"] = '["a", "b"]'
+
+
+def loop_over_artifacts(spec, _):
+    iteration(spec)["for-loop-2"]["artifactIterator"] = {}
+
+
+def loop_without_limit(spec, _):
+    del iteration(spec)["for-loop-2"]["iteratorPolicy"]
+
+
+def too_large(spec, _):
+    spec["components"]["comp-curate"]["padding"] = "x" * lint_graph.MAX_STORED_BYTES
+
+
+def too_many_pods(spec, _):
+    iteration(spec)["for-loop-2"]["parameterIterator"]["items"]["raw"] = str(list(range(400)))
+
+
+def pod_without_executor(_, pods):
+    pods["exec-ghost"] = copy.deepcopy(pods["exec-curate"])
+
+
+def executor_without_pod(_, pods):
+    del pods["exec-evaluate"]
+
+
+def hidden_parameter(spec, _):
+    del spec["root"]["inputDefinitions"]["parameters"]["webhook"]
+
+
+def undescribed_parameter(spec, _):
+    del spec["root"]["inputDefinitions"]["parameters"]["seed"]["description"]
+
+
+def retyped_parameter(spec, _):
+    spec["root"]["inputDefinitions"]["parameters"]["seed"]["parameterType"] = "STRING"
+
+
+MUTATIONS = [
+    *((1, undeclared_input), (1, undeclared_secret)),
+    *((2, unknown_producer), (2, producer_without_edge), (2, output_of_a_missing_task)),
+    *((3, cycle), (3, stage_before_prepare), (3, missing_stage)),
+    (4, cached_stage),
+    *((5, gpu_without_toleration), (5, gpu_without_selector), (5, gpu_without_shared_memory)),
+    *((5, cpu_with_accelerator), (5, no_timeout), (5, no_memory_limit)),
+    (6, foreign_image),
+    *(
+        (7, no_run_id),
+        (7, no_stage_label),
+        (7, another_iteration),
+        (7, no_secret),
+        (7, plain_secret),
+    ),
+    (7, secret_in_a_parameter),
+    *((8, no_retries), (8, short_backoff), (8, retried_exit_task)),
+    (8, exit_task_for_success_only),
+    *((9, argument_that_no_stage_takes), (9, argument_of_another_type), (9, input_not_given)),
+    *((10, loop_over_texts), (10, loop_over_artifacts), (10, loop_without_limit)),
+    *((11, too_large), (11, too_many_pods)),
+    *((12, pod_without_executor), (12, executor_without_pod)),
+    *((13, hidden_parameter), (13, undescribed_parameter), (13, retyped_parameter)),
+]
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_the_golden_files_have_no_fault(name):
+    assert lint((GOLDEN / file_name(PROFILES[name])).read_text()) == []
+
+
+@pytest.mark.parametrize(("rule", "mutate"), MUTATIONS, ids=[m.__name__ for _, m in MUTATIONS])
+def test_a_broken_pipeline_breaks_its_rule(documents, rule, mutate):
+    broken = copy.deepcopy(documents)
+    mutate(broken[0], broken[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"])
+    assert rule in rules_broken(broken)
+
+
+def test_every_rule_has_a_mutation():
+    assert {rule for rule, _ in MUTATIONS} == set(RULES) == set(range(1, 14))
+
+
+def test_an_order_of_keys_and_whole_floats_change_nothing(documents):
+    assert rules_broken(documents) == set()
+    text = yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=False, width=20)
+    assert lint(text) == []
+
+
+def test_a_release_takes_digests_only(documents):
+    images = {n: f"example.org/{n}@sha256:{'a' * 64}" for n in ("core", "rollout", "train")}
+    text = compile_text(profile_named("cpu-tiny", num_iterations=1), images)
+    assert lint(text, images=images, release=True) == []
+    assert rules_broken(documents, release=True) == {6}
+    moving = {"core": "example.org/core:latest"}
+    text = compile_text(profile_named("cpu-tiny", num_iterations=1), moving)
+    assert {fault.rule for fault in lint(text, images=moving)} == {6}
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_pods_are_counted_as_the_back_end_makes_them(iterations):
+    text = compile_text(profile_named("cpu-tiny", num_iterations=iterations))
+    documents = list(yaml.load_all(text, yaml.CSafeLoader))
+    compiled = Compiled.from_documents(documents, images={}, release=False)
+    # Root and exit handler have one driver each, the six tasks of a run two pods each. An
+    # iteration has its own driver, that of the loop, one and two pods for each of the two
+    # shards, and two for each of the three other tasks.
+    assert lint_graph.pods_of(compiled) == 2 + 6 * 2 + iterations * (1 + 1 + 2 * 3 + 3 * 2)
+
+
+@pytest.mark.slow
+def test_thirty_iterations_fit_the_workflow_object():
+    text = compile_text(profile_named("gpu-1x8", num_iterations=30))
+    documents = list(yaml.load_all(text, yaml.CSafeLoader))
+    compiled = Compiled.from_documents(documents, images={}, release=False)
+    assert lint_graph.stored_bytes(compiled) < lint_graph.MAX_STORED_BYTES == 524_288
+    assert lint(text) == []
+
+
+def test_a_file_that_is_no_pipeline_is_refused():
+    with pytest.raises(ValueError, match="one document with `root`, got 0"):
+        lint("a: 1\n")
+
+
+def test_the_command_line_tells_faults_and_fails(tmp_path, capsys):
+    good = GOLDEN / file_name(PROFILES["cpu-tiny"])
+    assert main([str(good)]) == 0
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(good.read_text().replace("maxRetryCount: 1", "maxRetryCount: 0"))
+    assert main([str(bad)]) == 1
+    assert "rule 8" in capsys.readouterr().err
+    assert main([str(good), "--image", "core=other/core:1"]) == 1

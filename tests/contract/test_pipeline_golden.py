@@ -1,0 +1,108 @@
+"""Compiled pipelines equal the committed files, and compiling is deterministic."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from components.images import IMAGES, PROFILES
+from pipelines.compile import GOLDEN, compile_text, drift, file_name, main, normalised
+from pipelines.lint import lint
+from pipelines.post_train import profile_named
+
+NAMES = sorted(PROFILES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_golden_file_is_up_to_date(name):
+    path = GOLDEN / file_name(PROFILES[name])
+    assert drift(path, compile_text(PROFILES[name])) == []
+
+
+def test_there_is_one_golden_file_for_each_profile():
+    assert sorted(p.name for p in GOLDEN.glob("*.yaml")) == sorted(
+        file_name(profile) for profile in PROFILES.values()
+    )
+
+
+def test_compilations_in_other_processes_are_byte_equal():
+    profile = profile_named("gpu-1x8", num_iterations=2)
+    script = (
+        "from pipelines.compile import compile_text; from pipelines.post_train import "
+        "profile_named as p; import sys; "
+        "sys.stdout.write(compile_text(p('gpu-1x8', num_iterations=2)))"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            check=True,
+            text=True,
+            cwd=GOLDEN.parents[2],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert {*texts} == {compile_text(profile)}
+
+
+def test_a_changed_default_is_a_drift(tmp_path):
+    text = (GOLDEN / file_name(PROFILES["cpu-tiny"])).read_text()
+    path = tmp_path / "old.yaml"
+    path.write_text(text.replace("defaultValue: dapo-tiny", "defaultValue: grpo-tiny"))
+    lines = drift(path, text)
+    assert "+        defaultValue: dapo-tiny" in lines
+    assert drift(tmp_path / "absent.yaml", text)
+
+
+def test_another_sdk_version_is_no_drift():
+    text = "a: 1\nsdkVersion: kfp-2.17.0\nb: 2\n"
+    assert normalised(text) == "a: 1\nb: 2\n"
+
+
+def test_check_fails_on_a_stale_file_and_says_where(tmp_path, capsys):
+    arguments = ["--profile", "cpu-tiny", "--iterations", "1", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert main([*arguments, "--check"]) == 0
+    path = tmp_path / "post-train-cpu-tiny.yaml"
+    path.write_text(path.read_text().replace("maxRetryCount: 1", "maxRetryCount: 2", 1))
+    capsys.readouterr()
+    assert main([*arguments, "--check"]) == 1
+    told = capsys.readouterr().err
+    changed = [line.split() for line in told.splitlines() if "maxRetryCount" in line]
+    assert [words[0][0] for words in changed if words[-1] in "12"][:2] == ["-", "+"]
+    assert "failed post-train-cpu-tiny.yaml" in told
+
+
+def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
+    options = ["--profile", "gpu-1x8", "--iterations", "1", "--out", str(tmp_path)]
+    images = {name: f"mirror.example:5000/{name}:7" for name in IMAGES}
+    for name, reference in images.items():
+        options += ["--image", f"{name}={reference}"]
+    assert main(options) == 0
+    text = (tmp_path / "post-train-gpu-1x8.yaml").read_text()
+    spec = next(iter(yaml.safe_load_all(text)))
+    used = {e["container"]["image"] for e in spec["deploymentSpec"]["executors"].values()}
+    assert used == set(images.values())
+    assert lint(text, images=images) == []
+    assert {fault.rule for fault in lint(text)} == {6}
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--iterations", "0"], "1 to 30, got 0"),
+        (["--iterations", "31"], "1 MiB"),
+        (["--shards", "33"], "`num_shards` must be 1 to 32, got 33"),
+        (["--parallelism", "-1"], "`parallelism` must be 0"),
+        (["--image", "core"], "name=reference"),
+        (["--image", "cor=x"], "an image must be one of"),
+    ],
+)
+def test_impossible_options_end_with_code_two_and_the_reason(option, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*option, "--profile", "cpu-tiny", "--check"])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
