@@ -1,0 +1,184 @@
+"""Components and the stages behind them take the same arguments; the table of them is true."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import components
+import planish
+from components import images
+from planish.stage import stage_parser
+
+FOLDER = Path(components.__file__).parent
+STAGES = {
+    "checkpoint": "checkpoint",
+    "curate": "curate",
+    "evaluate": "evaluate",
+    "next_run": "next",
+    "prepare": "prepare",
+    "report": "report",
+    "reward": "reward",
+    "rollout": "rollout",
+    "sft": "sft",
+    "train": "train",
+}
+"""Component to stage: the key of the image and resource tables, and the label of its pods."""
+
+SAMPLES = {"str": "x", "int": "3", "float": "0.5", "bool": "true"}
+
+
+def spec(name):
+    return getattr(components, name).component_spec
+
+
+def source(name):
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def call_of(function):
+    call = next(n for n in ast.walk(function) if isinstance(n, ast.Call) and _is_run(n))
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+
+
+def _is_run(node):
+    return isinstance(node.func, ast.Name) and node.func.id == "run"
+
+
+def stage_run(name):
+    module = next(n.module for n in source(name).body if isinstance(n, ast.ImportFrom))
+    return importlib.import_module(module).run
+
+
+def outputs(name):
+    """Return (output parameters, output artifacts) of a component."""
+    found = spec(name).outputs or {}
+    artifacts = [key for key, value in found.items() if value.type.startswith("system.")]
+    return [key for key in found if key not in artifacts], artifacts
+
+
+def test_every_component_is_exported_and_has_a_stage():
+    assert components.__all__ == sorted(STAGES)
+    assert set(STAGES.values()) == set(images.STAGE_IMAGES)
+    for profile in images.PROFILES.values():
+        assert set(profile.stages) == set(images.STAGE_IMAGES)
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_a_component_is_one_import_and_one_call_by_keywords(name):
+    body = source(name).body
+    kinds = [type(node).__name__ for node in body]
+    assert kinds[1:] in (["ImportFrom", "Return"], ["ImportFrom", "Expr"])
+    assert kinds[0] == "Expr"
+    assert isinstance(body[0].value, ast.Constant)
+    assert not body[2].value.args
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_the_arguments_of_a_component_are_those_of_its_stage(name):
+    accepted = inspect.signature(stage_run(name)).parameters
+    passed = set(call_of(source(name)))
+    needed = {k for k, p in accepted.items() if p.default is inspect.Parameter.empty}
+    assert passed <= set(accepted)
+    assert needed <= passed
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_the_arguments_of_a_component_parse_with_the_stages_own_parser(name):
+    function = source(name)
+    types = {a.arg: ast.unparse(a.annotation) for a in function.args.args}
+    words = []
+    for argument, value in call_of(function).items():
+        sample = SAMPLES.get(types.get(value, ""), "x")
+        words += [f"--{argument.replace('_', '-')}", sample]
+    parsed = vars(stage_parser(stage_run(name)).parse_args(words))
+    for argument, value in call_of(function).items():
+        kind = types.get(value, "")
+        if kind in SAMPLES:
+            assert type(parsed[argument]).__name__ == kind
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_a_stage_gives_the_output_parameters_that_its_component_declares(name):
+    declared = outputs(name)[0]
+    result = inspect.signature(stage_run(name), eval_str=True).return_annotation
+    fields = getattr(result, "_fields", ())
+    assert list(fields) == declared
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_a_component_shows_at_most_three_artifacts_and_always_metrics(name):
+    _, artifacts = outputs(name)
+    assert "metrics" in artifacts
+    assert len(artifacts) <= 3
+
+
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_parameters_are_scalars(name):
+    for value in (spec(name).inputs or {}).values():
+        allowed = ("String", "Integer", "Float", "Boolean", "system.", "PipelineTaskFinalStatus")
+        assert value.type.startswith(allowed)
+
+
+def test_the_tag_of_the_images_is_the_version_of_the_package():
+    assert planish.__version__ == images.VERSION
+    for reference in images.IMAGES.values():
+        assert reference.endswith(f":{planish.__version__}")
+
+
+def test_components_and_pipelines_import_without_heavy_packages():
+    script = (
+        "import sys, components, pipelines.compile, pipelines.submit; "
+        "print(sorted({'torch', 'transformers', 'vllm', 'numpy', 'pyarrow'} & set(sys.modules)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=FOLDER.parent,
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def row(name):
+    parameters, artifacts = outputs(name)
+    inputs = list(spec(name).inputs or {})
+    cells = [
+        f"`{name}`",
+        STAGES[name],
+        images.STAGE_IMAGES[STAGES[name]],
+        " ".join(inputs),
+        " ".join(parameters),
+        " ".join(artifacts),
+        "beta",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def test_the_table_in_the_readme_is_the_code():
+    text = (FOLDER / "README.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| `[a-z_]+` \|", line)]
+    assert rows == [row(name) for name in sorted(STAGES)]
+
+
+def test_the_resource_table_in_the_readme_is_the_code():
+    text = (FOLDER / "README.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| [a-z]+ \| .*[0-9] s \|$", line)]
+    assert rows == [resource_row(stage) for stage in images.STAGE_IMAGES]
+
+
+def resource_row(stage):
+    cells = [stage]
+    for profile in (images.CPU_TINY, images.GPU_1X8):
+        wanted = profile.stages[stage]
+        gpus = f", {wanted.gpus} GPU" if wanted.gpus else ""
+        cells.append(f"{wanted.cpu} cpu, {wanted.memory}{gpus}")
+        cells.append(f"{wanted.retries} x {wanted.timeout_seconds} s")
+    return "| " + " | ".join(cells) + " |"
