@@ -30,17 +30,17 @@ from planish.store import open_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.3
-LEARNING_STAGES = ("rollout", "reward", "train", "checkpoint")
-"""Stages whose seconds the control may spend on supervised training instead."""
+WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
+"""Stage to the metric that holds its seconds without process start, imports and loading."""
 
 FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "curate": (
-        ("prompts_train", "prompts", "{:.0f}"),
-        ("prompts_evaluation", "held out", "{:.0f}"),
+        ("num_train", "prompts", "{:.0f}"),
+        ("num_evaluation", "held out", "{:.0f}"),
     ),
     "sft": (("steps", "steps", "{:.0f}"), ("accuracy", "accuracy", "{:.3f}")),
     "rollout": (
-        ("accuracy", "accuracy", "{:.3f}"),
+        ("accuracy_mean", "accuracy", "{:.3f}"),
         ("ds/kept_frac", "kept", "{:.0%}"),
         ("response_length_mean", "tokens each", "{:.1f}"),
     ),
@@ -161,6 +161,16 @@ def seconds_by_stage(tasks: Sequence[Task]) -> dict[str, float]:
     return {stage: round(seconds, 2) for stage, seconds in total.items()}
 
 
+def work_seconds(tasks: Sequence[Task]) -> float:
+    """Return the seconds spent on sampling and updating; of parallel shards the slowest counts."""
+    slowest: dict[tuple[str, int], float] = defaultdict(float)
+    for task in tasks:
+        metric = WORK_SECONDS.get(task.stage, "")
+        key = (task.stage, task.iteration)
+        slowest[key] = max(slowest[key], task.metrics.get(metric, 0.0))
+    return sum(slowest.values())
+
+
 def default_root(arguments: argparse.Namespace) -> str:
     """Return the folder of this demo: one for each seed, preset and choice of data."""
     choice = [arguments.config, arguments.overrides, arguments.model, arguments.dataset]
@@ -248,7 +258,7 @@ def finish(
             "iterations",
         )
     }
-    learning = sum(stages.get(stage, 0.0) for stage in LEARNING_STAGES)
+    learning = work_seconds(tasks)
     if not arguments.no_control and learning > 0:
         control = run_control(arguments.root, learning, log_path)
         console.print(
