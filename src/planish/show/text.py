@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -33,21 +34,16 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def table(title: str, *columns: str, rows: list[list[Any]], width: int = 60) -> Table:
-    """Return a table of printable cells; numbers stand on the right."""
-    built = Table(
-        title=Text(title),
-        title_justify="left",
-        show_edge=False,
-        pad_edge=False,
-        show_header=any(columns),
-    )
+def table(title: str, *columns: str, rows: list[list[Any]], width: int = 60) -> Group:
+    """Return a title and a table of printable cells; numbers stand on the right."""
+    built = Table(show_edge=False, pad_edge=False, show_header=any(columns))
     for number, column in enumerate(columns):
         numeric = bool(rows) and all(_is_number(row[number]) for row in rows)
         built.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         built.add_row(*(printable(cell, width=width) for cell in row))
-    return built
+    heading = Text(title, style="bold", no_wrap=True, overflow="ignore")
+    return Group(heading, built, Text())
 
 
 def _is_number(value: object) -> bool:
