@@ -193,7 +193,10 @@ def _fetch(store: Store, uri: str, manifest: Manifest) -> Path:
 
 
 def _prune(cache: Path, current: Path) -> None:
-    folders = sorted(cache.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)
-    for folder in folders[_CACHE_KEEPS:]:
-        if folder != current and time.time() - folder.stat().st_mtime > _CACHE_SECONDS:
+    ages: dict[Path, float] = {}
+    for folder in cache.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process prunes too
+            ages[folder] = time.time() - folder.stat().st_mtime
+    for folder in sorted(ages, key=ages.__getitem__)[_CACHE_KEEPS:]:
+        if folder != current and ages[folder] > _CACHE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
