@@ -58,7 +58,7 @@ class Ref:
         try:
             raw: Any = json.loads(text)
             ref = cls(raw["schema"], raw["uri"], raw["manifest_sha256"], dict(raw["attributes"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RecordError(
                 f"a Ref must be JSON with schema, uri, manifest_sha256 and attributes, got "
                 f"{text[:200]!r} ({error}); the stage that wrote it has failed"
