@@ -37,7 +37,6 @@ class Permission:
 
 PERMISSIONS: tuple[Permission, ...] = (
     Permission("", "resourcequotas", "list"),
-    Permission("", "pods", "list"),
     Permission("argoproj.io", "workflows", "list"),
 )
 """What the stages do in the namespace of the run; the role in `manifests/base` grants it."""

@@ -67,12 +67,17 @@ class KubernetesApi:
         ]
 
     def run_is_active(self, run_id: str) -> bool:
-        """Look for the workflow of a run by its label."""
-        found = self._custom.list_namespaced_custom_object(
-            *("argoproj.io", "v1alpha1", self.namespace, "workflows"),
-            label_selector=f"pipeline/runid={run_id}",
-            _request_timeout=TIMEOUT_SECONDS,
-        )
-        return any(
-            item.get("status", {}).get("phase", "") in ACTIVE_PHASES for item in found["items"]
-        )
+        """Look for the workflow of a run: by label with Kubeflow, by name with plain Argo."""
+        for selector in (
+            {"label_selector": f"pipeline/runid={run_id}"},
+            {"field_selector": f"metadata.name={run_id}"},
+        ):
+            found = self._custom.list_namespaced_custom_object(
+                *("argoproj.io", "v1alpha1", self.namespace, "workflows"),
+                **selector,
+                _request_timeout=TIMEOUT_SECONDS,
+            )
+            phases = [item.get("status", {}).get("phase", "") for item in found["items"]]
+            if any(phase in ACTIVE_PHASES for phase in phases):
+                return True
+        return False

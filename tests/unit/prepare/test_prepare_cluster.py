@@ -81,10 +81,10 @@ def test_a_sufficient_cluster_has_no_fault():
 
 
 def test_missing_verbs_are_listed():
-    cluster = FakeCluster(denied=("list pods", "list nodes"), machines=())
+    cluster = FakeCluster(denied=("list workflows.argoproj.io", "list nodes"), machines=())
     findings = check_cluster(cluster, REQUESTS, assume_autoscaling=True)
     assert len(findings.faults) == 1
-    assert "allowed to list pods, list nodes, but" in findings.faults[0]
+    assert "allowed to list workflows.argoproj.io, list nodes, but" in findings.faults[0]
     assert findings.warnings == ()
 
 
@@ -201,7 +201,11 @@ def test_the_real_client_sends_what_the_api_expects(recorder):
         assert api.run_is_active("7f3a") is False
         assert api.allowed(Permission("argoproj.io", "workflows", "list"), namespaced=True)
         assert api.allowed(Permission("", "nodes", "list"), namespaced=False)
-    assert Recorder.asked[2][1] == f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a"
+    assert [path for _, path, _ in Recorder.asked[2:5]] == [
+        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
+        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
+        f"{workflows}?fieldSelector=metadata.name%3D7f3a",
+    ]
     assert [body["spec"]["resourceAttributes"] for _, _, body in Recorder.asked[-2:]] == [
         {"group": "argoproj.io", "resource": "workflows", "verb": "list", "namespace": "team"},
         {"group": "", "resource": "nodes", "verb": "list"},

@@ -1,0 +1,165 @@
+"""The real pipeline through kfp's local runner, on stages that only write down that they ran."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.fake_stages import read_events, write_fake_stages
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+RUNNER = """
+import sys, tempfile, warnings
+from kfp import local
+from pipelines.post_train import build_post_train, profile_named
+warnings.simplefilter("ignore")
+root, iterations, shards = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+local.init(local.SubprocessRunner(use_venv=False), pipeline_root=sys.argv[4], raise_on_error=True)
+profile = profile_named("cpu-tiny", num_iterations=iterations, num_shards=shards)
+build_post_train(profile)(root=root, seed=5, webhook="http://127.0.0.1:9/hook")
+"""
+
+
+class Bench:
+    """A run root, the stand-in stages, and the runner in a child process."""
+
+    def __init__(self, folder):
+        self.modules = write_fake_stages(folder / "modules")
+        self.root = folder / "run"
+        self.artifacts = folder / "artifacts"
+        (self.root / "break").mkdir(parents=True)
+
+    def start(self, *, iterations=2, shards=2, rollout_seconds=0.0):
+        command = [sys.executable, "-c", RUNNER, f"file://{self.root}"]
+        command += [str(iterations), str(shards), str(self.artifacts)]
+        environment = {**os.environ, "PYTHONPATH": f"{self.modules}:{REPOSITORY}"}
+        environment["FAKE_ROLLOUT_SECONDS"] = str(rollout_seconds)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, **options):
+        """Run to the end; return (exit code, events, output)."""
+        process = self.start(**options)
+        output, _ = process.communicate(timeout=300)
+        return process.returncode, read_events(self.root), output
+
+    def tell(self, stage, iteration, how):
+        (self.root / "break" / f"{stage}-{iteration}").write_text(how)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+def order(events):
+    return [(e["stage"], e["iteration"]) for e in events if e["stage"] != "rollout-end"]
+
+
+def test_all_stages_run_in_order_and_hand_on_their_pins(bench):
+    code, events, output = bench.run(iterations=2, shards=2)
+    assert code == 0, output[-3000:]
+    one = [("rollout", 3), ("rollout", 3), ("reward", 3), ("train", 3), ("checkpoint", 3)]
+    two = [(stage, 4) for stage, _ in one]
+    assert order(events) == [
+        *(("prepare", 0), ("curate", 0), ("sft", 0)),
+        *one,
+        *two,
+        *(("evaluate", 0), ("next", 0), ("report", 0)),
+    ]
+    pins = [
+        (e["policy_pin"], e["state_pin"], e["number"], e["offset"])
+        for e in events
+        if e["stage"] == "rollout"
+    ]
+    assert pins == [("policy-2", "", 1, 2)] * 2 + [("policy-3", "state-3", 2, 2)] * 2
+    evaluated = next(e for e in events if e["stage"] == "evaluate")
+    assert (evaluated["baseline_pin"], evaluated["policy_pin"]) == ("policy-2", "policy-4")
+    prepared = events[0]
+    assert (prepared["seed"], prepared["num_iterations"], prepared["num_shards"]) == (5, 2, 2)
+    assert {e["threads"] for e in events} == {"1"}
+
+
+def test_the_exit_task_hears_of_success(bench):
+    _, events, _ = bench.run(iterations=1)
+    report = events[-1]
+    assert report["stage"] == "report"
+    assert (report["state"], report["error_message"]) == ("SUCCEEDED", "")
+    assert report["webhook"] == "http://127.0.0.1:9/hook"
+
+
+@pytest.mark.parametrize("stage", ["prepare", "train", "evaluate"])
+def test_after_a_failure_nothing_but_the_exit_task_runs(bench, stage):
+    iteration = 3 if stage == "train" else 0
+    bench.tell(stage, iteration, "always")
+    code, events, _ = bench.run(iterations=2)
+    assert code == 1
+    attempts = 1 if stage == "prepare" else 2
+    assert order(events)[-1 - attempts :] == [
+        *[(stage, iteration)] * attempts,
+        ("report", 0),
+    ]
+    assert events[-1]["state"] == "FAILED"
+    assert events[-1]["error_message"]
+
+
+def test_a_failed_attempt_is_tried_again_with_the_same_inputs(bench):
+    bench.tell("train", 3, "once")
+    code, events, output = bench.run(iterations=1)
+    assert code == 0, output[-3000:]
+    attempts = [e for e in events if e["stage"] == "train"]
+    assert len(attempts) == 2
+    first, second = ({k: v for k, v in e.items() if k not in ("pid", "time")} for e in attempts)
+    assert first == second
+    assert 1.0 <= attempts[1]["time"] - attempts[0]["time"] < 60.0
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_shard_runs_once_with_its_own_index(bench, shards):
+    code, events, output = bench.run(iterations=1, shards=shards)
+    assert code == 0, output[-3000:]
+    rollouts = [e for e in events if e["stage"] == "rollout"]
+    assert sorted(e["shard"] for e in rollouts) == list(range(shards))
+    assert {e["num_shards"] for e in rollouts} == {shards}
+
+
+def test_shards_run_side_by_side_in_processes_of_their_own(bench):
+    code, events, output = bench.run(iterations=1, shards=2, rollout_seconds=2.0)
+    assert code == 0, output[-3000:]
+    begun = [e for e in events if e["stage"] == "rollout"]
+    ended = [e for e in events if e["stage"] == "rollout-end"]
+    assert len({e["pid"] for e in begun}) == 2
+    assert max(e["time"] for e in begun) < min(e["time"] for e in ended)
+
+
+def test_every_declared_output_exists_after_a_run(bench):
+    bench.run(iterations=1)
+    files = {path.name for path in bench.artifacts.rglob("*") if path.is_file()}
+    expected = {"summary", "prompts", "policy", "rollouts", "rewards", "state", "evaluation"}
+    assert expected | {"report"} <= files
+
+
+def test_a_killed_run_leaves_nothing_that_stops_the_next_one(bench):
+    process = bench.start(iterations=2, rollout_seconds=1.0)
+    deadline = time.monotonic() + 120
+    while not any(e["stage"] == "rollout" for e in read_events(bench.root)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    before = len(read_events(bench.root))
+    code, events, output = bench.run(iterations=2)
+    assert code == 0, output[-3000:]
+    assert order(events[before:])[-1] == ("report", 0)

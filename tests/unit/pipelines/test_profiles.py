@@ -1,0 +1,101 @@
+"""Limits of profiles, image tables and what a pipeline asks of a cluster."""
+
+import dataclasses
+import json
+
+import pytest
+
+from components.images import CPU_TINY, GPU_1X8, GPU_4X8, IMAGES, Resources, resolve_images
+from pipelines.compile import parse_images
+from pipelines.post_train import build_post_train, check_profile, largest_requests, profile_named
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_iterations": 0}, "`num_iterations` must be 1 to 30, got 0; the workflow object"),
+        ({"num_iterations": 31}, "1 MiB"),
+        ({"num_shards": 0, "parallelism": 0}, "`num_shards` must be 1 to 32, got 0"),
+        ({"num_shards": 33, "parallelism": 0}, "every shard adds pods"),
+        ({"parallelism": -1}, "`parallelism` must be 0"),
+        ({"parallelism": 3}, "got 3; a loop cannot run more tasks than it has"),
+        ({"name": "GPU_8"}, r"must match \[a-z0-9-\], got 'GPU_8'"),
+    ],
+)
+def test_counts_outside_their_limits_name_limit_and_reason(changes, words):
+    profile = dataclasses.replace(CPU_TINY, **changes)
+    with pytest.raises(ValueError, match=words):
+        check_profile(profile)
+    with pytest.raises(ValueError, match=words):
+        build_post_train(profile)
+
+
+def test_all_faults_of_a_profile_are_told_at_once():
+    profile = dataclasses.replace(CPU_TINY, num_iterations=0, num_shards=40, name="-")
+    with pytest.raises(ValueError, match=r"num_iterations.*num_shards.*profile name"):
+        check_profile(profile)
+
+
+@pytest.mark.parametrize(("iterations", "shards"), [(1, 1), (30, 1), (1, 32)])
+def test_the_limits_themselves_are_allowed(iterations, shards):
+    profile = profile_named("cpu-tiny", num_iterations=iterations, num_shards=shards)
+    assert (profile.num_iterations, profile.num_shards) == (iterations, shards)
+    assert profile.parallelism == shards
+
+
+def test_an_unknown_profile_is_refused():
+    with pytest.raises(ValueError, match=r"must be one of \['cpu-tiny', 'gpu-1x8', 'gpu-4x8'\]"):
+        profile_named("gpu-9x9")
+
+
+def test_the_shipped_profiles_are_what_their_names_say():
+    assert (CPU_TINY.num_iterations, CPU_TINY.num_shards) == (8, 2)
+    assert all(r.gpus == 0 for r in CPU_TINY.stages.values())
+    for profile, shards in ((GPU_1X8, 8), (GPU_4X8, 32)):
+        assert profile.num_shards == shards
+        assert profile.stages["rollout"].gpus * shards == shards
+        assert profile.stages["train"].gpus == 8
+
+
+def test_a_long_stage_is_still_retried():
+    resources = Resources("1", "1Gi", timeout_seconds=7200, retries=3)
+    assert resources.backoff_max_seconds == 4 * 7200 + 3600
+
+
+def test_requests_of_the_tiny_profile_are_one_large_pod_or_two_rollouts():
+    assert json.loads(largest_requests(CPU_TINY)) == {
+        "pod": {"cpu": "1", "memory": "4Gi"},
+        "total": {"cpu": "2000m", "memory": str(8 * 2**30)},
+    }
+
+
+def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
+    found = json.loads(largest_requests(GPU_4X8))
+    assert found["pod"]["nvidia.com/gpu"] == "8"
+    assert found["total"]["nvidia.com/gpu"] == "32"
+    assert found["total"]["cpu"] == f"{32 * 12 * 1000}m"
+    assert found["total"]["memory"] == str(32 * 160 * 2**30)
+
+
+def test_an_amount_that_kubernetes_does_not_know_is_refused():
+    stages = {**CPU_TINY.stages, "train": Resources("1", "8GB", timeout_seconds=60)}
+    with pytest.raises(ValueError, match="got '8GB'"):
+        largest_requests(dataclasses.replace(CPU_TINY, stages=stages))
+
+
+def test_images_are_replaced_by_name():
+    assert resolve_images({"core": "mirror/core:2"}) == {**IMAGES, "core": "mirror/core:2"}
+    assert resolve_images() == IMAGES
+    assert parse_images(["core=a/b:c", "train=x@sha256:1=2"]) == {
+        "core": "a/b:c",
+        "train": "x@sha256:1=2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [({"cor": "x"}, r"one of \['core', 'rollout', 'train'\], got"), ({"core": " "}, "empty")],
+)
+def test_unknown_and_empty_images_are_refused(images, words):
+    with pytest.raises(ValueError, match=words):
+        resolve_images(images)
