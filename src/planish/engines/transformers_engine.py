@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from planish.engines import fused_decoder
 from planish.engines.base import BaseEngine
-from planish.engines.decoder import Decoder, ModuleDecoder
+from planish.engines.decoder import Decoder
 from planish.engines.fused_decoder import FusedDecoder
 from planish.engines.kv_cache import KeyValueCache
 from planish.engines.requests import (
@@ -34,10 +33,10 @@ from planish.engines.requests import (
 )
 from planish.engines.rows import Row, Rows
 from planish.engines.sampling import choose
+from planish.engines.served_model import ServedModel, open_model
 from planish.engines.weights import WeightSource
 from planish.errors import ConfigError, EngineError
 from planish.logprobs import TokenScorer
-from planish.models.policy import Policy, load_policy
 
 
 class TransformersEngine(BaseEngine):
@@ -70,7 +69,7 @@ class TransformersEngine(BaseEngine):
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._max_model_len, self._fused = max_model_len, fused
         self._device = torch.device(device)
-        self._policy: Policy | None = None
+        self._served: ServedModel | None = None
         self._counts = dict.fromkeys(("tokens", "steps", "row_steps", "prefill_tokens"), 0)
 
     # Start and stop.
@@ -83,7 +82,7 @@ class TransformersEngine(BaseEngine):
             seed_split_exact=True,
             pause_keep=True,
             score=True,
-            moe=bool(getattr(self._model.config, "num_experts", 0)) if self._policy else False,
+            moe=bool(self._served and self._served.config.get("num_experts")),
         )
 
     @property
@@ -92,50 +91,57 @@ class TransformersEngine(BaseEngine):
         return type(self._decoder).__name__
 
     def _load(self, model: ModelRef, source: WeightSource | None) -> int:
-        policy = model.policy
-        self._owns_model = policy is None
-        if policy is None:
-            policy = load_policy(model.pin, device=str(self._device))
-        self._policy = policy
-        self._model: Any = policy.model.eval()
-        limit = int(getattr(self._model.config, "max_position_embeddings", 0) or 1 << 20)
-        self._max_model_len = min(self._max_model_len or limit, limit)
-        self._eos = frozenset(policy.tokenizer.eos_token_ids)
-        self._vocab_size = int(self._model.get_output_embeddings().weight.shape[0])
-        self._rows = Rows(self._max_rows, self._vocab_size, self._device)
+        served = open_model(model, self._device, fused=self._fused)
         if source is not None:
-            self._write_weights(source)
+            served.write(source)
+        limit = int(served.config.get("max_position_embeddings") or 1 << 20)
+        self._max_model_len = min(self._max_model_len or limit, limit)
+        self._eos = frozenset(served.eos_token_ids)
+        self._vocab_size = served.vocab_size
+        self._rows = Rows(self._max_rows, self._vocab_size, self._device)
         self._cache = KeyValueCache(self._max_rows, self._device)
-        self._decoder = self._choose_decoder()
-        return int(policy.version)
+        self._served = served
+        self._decoder = self._choose_decoder(served)
+        return served.version
 
-    def _choose_decoder(self) -> Decoder:
-        """Return the fast decoder where it gives the model's own logits, else the general one."""
+    def _choose_decoder(self, served: ServedModel) -> Decoder:
+        """Return the fused decoder where it fits, else the general one.
+
+        Where transformers' modules are at hand, a decoder must prove itself against their forward.
+        """
+        kinds: list[Callable[[KeyValueCache], Decoder]] = []
+        if self._fused and served.fits_fused():
+            # weights that were handed over keep their storage: their owner may save them
+            kinds.append(
+                partial(FusedDecoder, served.config, served.tensors, share=served.modules is None)
+            )
+        if served.modules is None:
+            return kinds[0](self._cache)
+        from planish.engines.module_decoder import ModuleDecoder
+
+        kinds.append(partial(ModuleDecoder, served.modules))
         faults = []
-        kinds: list[Callable[[KeyValueCache], Decoder]] = [partial(ModuleDecoder, self._model)]
-        if self._fused and fused_decoder.fits(self._model):
-            kinds.insert(0, partial(FusedDecoder, self._model, share=self._owns_model))
         for kind in kinds:
             probe = kind(KeyValueCache(2, self._device))
-            error = self._probe(probe)
+            error = self._probe(probe, served.modules)
             if error < 1.0:
                 return kind(self._cache)
             faults.append(f"{type(probe).__name__} {error:.2g}")
         raise EngineError(
             f"cached decoding must give the logits of the plain forward, got errors of "
-            f"{', '.join(faults)} tolerances with {type(self._model).__name__}; use another engine"
+            f"{', '.join(faults)} tolerances with {served.architecture}; use another engine"
         )
 
     @torch.inference_mode()
-    def _probe(self, decoder: Decoder) -> float:
+    def _probe(self, decoder: Decoder, modules: Any) -> float:
         """Return the error of cached decoding on eight tokens, in tolerances."""
         ids = torch.arange(1, 17, device=self._device).view(2, 8) % self._vocab_size
-        expected = self._model(input_ids=ids, use_cache=False).logits[:, 5:].float()
+        expected = modules(input_ids=ids, use_cache=False).logits[:, 5:].float()
         decoder.cache.reserve(8)
         rows = torch.arange(2, device=self._device)
         decoder.prefill(ids[:, :5], rows, rows)
         worst = 0.0
-        tolerance = 1e-3 if expected.dtype == self._model.dtype else 0.1
+        tolerance = 1e-3 if modules.dtype == torch.float32 else 0.1
         for position in range(5, 8):
             where = torch.full_like(rows, position)
             bias = torch.zeros((2, position + 1), device=self._device)
@@ -147,13 +153,13 @@ class TransformersEngine(BaseEngine):
         return worst
 
     def _release(self) -> None:
-        self._policy = None
-        for name in ("_model", "_decoder", "_cache", "_rows"):
+        self._served = None
+        for name in ("_decoder", "_cache", "_rows"):
             self.__dict__.pop(name, None)
 
     def layout(self) -> list[ShardSpec]:
         """Return one whole box per tensor."""
-        tensors = self._model.state_dict() if self._policy is not None else {}
+        tensors = self._served.tensors if self._served is not None else {}
         return [
             ShardSpec(0, "full", name, tuple(slice(0, n) for n in tensor.shape))
             for name, tensor in tensors.items()
@@ -165,7 +171,7 @@ class TransformersEngine(BaseEngine):
         return {
             **super().stats(),
             **self._counts,
-            "cache_bytes": self._cache.num_bytes() if self._policy is not None else 0,
+            "cache_bytes": self._cache.num_bytes() if self._served is not None else 0,
             "occupancy": self._counts["row_steps"] / steps / self._max_rows,
         }
 
@@ -186,7 +192,7 @@ class TransformersEngine(BaseEngine):
         return self._max_rows - len(self._rows)
 
     def _num_running(self) -> int:
-        return len(self._rows) if self._policy is not None else 0
+        return len(self._rows) if self._served is not None else 0
 
     def _row(self, request: Request) -> Row:
         start = len(request.prompt_ids) + len(request.response_prefix)
@@ -281,34 +287,13 @@ class TransformersEngine(BaseEngine):
 
     # Weights and scores.
 
-    def _write_weights(self, source: WeightSource) -> tuple[int, int]:
-        """Read everything, then write in place; return tensors and bytes."""
-        own = dict(self._model.named_parameters())
-        given = source.names()
-        tied = set(getattr(self._model, "all_tied_weights_keys", {}) or ())
-        faults = [f"{name} is missing" for name in own if name not in given and name not in tied]
-        faults += [
-            f"{name} has shape {tuple(given[name][0])} in place of {tuple(tensor.shape)}"
-            for name, tensor in own.items()
-            if name in given and tuple(given[name][0]) != tuple(tensor.shape)
-        ]
-        if faults:
-            raise EngineError(
-                f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
-                f" ({len(faults)} in all); export the policy of this run"
-            )
-        fresh = {name: source.read(name) for name in own if name in given}
-        with torch.no_grad():
-            for name, tensor in fresh.items():
-                own[name].data.copy_(tensor)
-        return len(fresh), sum(tensor.nbytes for tensor in fresh.values())
-
     @torch.inference_mode()
     def _replace_weights(
         self, source: WeightSource, version: int, keep_cache: bool
     ) -> WeightUpdate:
         start = time.monotonic()
-        num_tensors, num_bytes = self._write_weights(source)
+        assert self._served is not None
+        num_tensors, num_bytes = self._served.write(source)
         self._decoder.refresh()
         recomputed = 0
         if self._rows.rows:
@@ -323,7 +308,8 @@ class TransformersEngine(BaseEngine):
     @torch.inference_mode()
     def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
         """Return log-probabilities at temperature 1 of the tokens after the first n of each."""
-        scorer = TokenScorer(self._model)
+        assert self._served is not None
+        scorer = TokenScorer(self._served.as_modules(self._device))
         results: list[list[float]] = []
         for tokens, given in sequences:
             if given < 1 or given > len(tokens):

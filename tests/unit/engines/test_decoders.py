@@ -97,9 +97,32 @@ def test_scaled_rotary_embeddings_are_used(rope):
     check_against_the_plain_forward(policy, engine)
 
 
-def test_dynamic_rotary_embeddings_go_to_the_general_decoder():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert not fused_decoder.fits(family_policy("Llama", rope_parameters=rope).model)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Phi3ForCausalLM", {}),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}),
+        ("LlamaForCausalLM", {"rms_norm_eps": None}),
+        ("LlamaForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("LlamaForCausalLM", {"sliding_window": 5}),
+        ("LlamaForCausalLM", {"rope_parameters": None}),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("LlamaForCausalLM", {"tie_word_embeddings": False}),
+    ],
+)
+def test_what_the_fused_decoder_does_not_cover_goes_elsewhere(architecture, changes):
+    good = {
+        "hidden_act": "silu",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+    }
+    names = ["model.embed_tokens.weight", "model.layers.11.mlp.up_proj.weight"]
+    assert fused_decoder.fits("LlamaForCausalLM", good, names)
+    assert not fused_decoder.fits(architecture, {**good, **changes}, names)
+    assert not fused_decoder.fits("LlamaForCausalLM", good, [*names, "model.layers.0.mlp.extra"])
 
 
 def test_half_precision_gives_nearly_the_log_probabilities_of_single_precision():

@@ -19,7 +19,16 @@ from planish.engines.weights import DictWeights, FolderWeights, open_weights
 from planish.errors import ConfigError, EngineError
 from planish.logprobs import TokenScorer
 from planish.models.policy import save_policy
-from tests.unit.engines.tiny import ids_of, prompt, qwen3_policy, reference_greedy, request, start
+from tests.unit.engines.tiny import (
+    family_policy,
+    ids_of,
+    prompt,
+    qwen3_policy,
+    reference_greedy,
+    reference_logprobs,
+    request,
+    start,
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +135,41 @@ def test_an_engine_opens_from_a_pinned_policy(saved, policy):
     assert engine.state == "closed"
     assert engine.stats()["state"] == "closed"
     assert engine.layout() == []
+
+
+def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
+    code = (
+        "import sys\nfrom planish.engines import open_engine\n"
+        f"engine = open_engine('transformers', {saved!r})\n"
+        "print(engine.decoder_name, any('modeling_qwen3' in name for name in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["FusedDecoder", "False"]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Phi"])
+def test_an_exported_family_gives_the_tokens_of_its_modules(tmp_path, family):
+    changes = {"sliding_window": None} if family == "Mistral" else {}
+    policy = family_policy(family, tie_word_embeddings=False, **changes)
+    pin = save_policy(f"file://{tmp_path}/p", policy, version=1, parents={}, attributes={}).pin()
+    requests = [request(i, 12, temperature=0.0) for i in range(4)]
+    with open_engine("transformers", pin) as engine:
+        assert engine.decoder_name == ("ModuleDecoder" if family == "Phi" else "FusedDecoder")
+        for one, output in zip(requests, engine.generate(requests), strict=True):
+            assert output.token_ids == reference_greedy(policy, one.prompt_ids, 12)
+
+
+def test_scores_follow_an_update_of_a_model_served_from_files(saved):
+    other = qwen3_policy(5)
+    weights = DictWeights({n: p.detach() for n, p in other.model.named_parameters()})
+    with open_engine("transformers", saved) as engine:
+        before = engine.score([((5, 6, 7), 1)])[0]
+        engine.update_weights(weights, 4)
+        after = engine.score([((5, 6, 7), 1)])[0]
+        output = engine.generate([request(0, 8, temperature=0.0)])[0]
+    assert after == pytest.approx(reference_logprobs(other, (5,), (6, 7)), abs=1e-5)
+    assert np.abs(np.array(after) - before).max() > 0.01
+    assert output.token_ids == reference_greedy(other, prompt(0), 8)
 
 
 def test_weights_of_another_policy_replace_those_of_the_folder(saved):
