@@ -6,10 +6,16 @@ import itertools
 import os
 import random
 
+import hypothesis
 import numpy as np
 import pytest
 
+from tests.servers.run_control_plane import PROGRAMS, ControlPlane
 from tests.servers.run_minio import BINARY, Minio, free_port
+
+# The same examples in every run, and no failure because another process was using the machine.
+hypothesis.settings.register_profile("planish", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("planish")
 
 _bucket_numbers = itertools.count()
 
@@ -51,6 +57,19 @@ def s3_root(minio) -> str:
     name = f"runs-{os.getpid()}-{next(_bucket_numbers)}"
     minio.make_bucket(name)
     return f"s3://{name}"
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory):
+    """A Kubernetes API server with its controllers; one per pytest-xdist worker."""
+    if not all(program.exists() for program in PROGRAMS):
+        pytest.skip("no Kubernetes here: build it with `tests/servers/build.sh etcd kubernetes`")
+    plane = ControlPlane(tmp_path_factory.mktemp("control-plane"))
+    try:
+        plane.start()
+        yield plane
+    finally:
+        plane.stop()
 
 
 @pytest.fixture

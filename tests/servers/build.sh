@@ -8,6 +8,11 @@ bin="$(cd "$here/../.." && pwd)/.cache/bin"
 
 declare -A package=(
   [minio]=github.com/minio/minio
+  [etcd]=.
+  [kubernetes]=.
+)
+declare -A flags=(
+  [kubernetes]='-X k8s.io/component-base/version.gitVersion=v1.34.4'
 )
 
 command -v go >/dev/null || {
@@ -15,20 +20,24 @@ command -v go >/dev/null || {
   exit 1
 }
 mkdir -p "$bin"
+# Two builds at once would only wait for each other's processors.
+exec 9>"$bin/.lock"
+flock 9
 for name in "${@:-minio}"; do
   [[ -n "${package[$name]:-}" ]] || {
     echo "a server must be one of ${!package[*]}, got '$name'" >&2
     exit 2
   }
   cd "$here/$name"
-  stamp="$(cat go.mod go.sum | sha256sum | cut -d' ' -f1) $(go env GOVERSION)"
+  stamp="$(cat go.mod go.sum ./*.go | sha256sum | cut -d' ' -f1) $(go env GOVERSION)"
   if [[ -x "$bin/$name" && "$(cat "$bin/$name.stamp" 2>/dev/null)" == "$stamp" ]]; then
     continue
   fi
   echo "building $name (minutes, once)" >&2
-  # The build replaces the binary at its end only, so that an interrupted one leaves nothing.
+  # The binary is replaced at the end only, so that an interrupted build leaves nothing.
   GOFLAGS=-mod=readonly CGO_ENABLED=0 \
-    go build -trimpath -buildvcs=false -ldflags '-s -w' -o "$bin/$name.new" "${package[$name]}"
+    go build -trimpath -buildvcs=false -ldflags "-s -w ${flags[$name]:-}" \
+    -o "$bin/$name.new" "${package[$name]}"
   mv "$bin/$name.new" "$bin/$name"
   echo "$stamp" >"$bin/$name.stamp"
 done

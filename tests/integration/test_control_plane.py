@@ -1,0 +1,54 @@
+"""The Kubernetes control plane of the tests does what manifests and clients need."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.server
+
+JOB = {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": "one"},
+    "spec": {
+        "template": {
+            "spec": {"restartPolicy": "Never", "containers": [{"name": "c", "image": "none"}]}
+        }
+    },
+}
+
+
+def test_the_server_tells_the_pinned_version(control_plane):
+    told = json.loads(control_plane.kubectl("version", "-o", "json").stdout)
+    assert told["serverVersion"]["gitVersion"] == "v1.34.4"
+    assert told["clientVersion"]["gitVersion"] == "v1.34.4"
+
+
+def test_a_controller_makes_the_pod_of_a_job(control_plane):
+    path = control_plane.folder / "job.json"
+    path.write_text(json.dumps(JOB))
+    control_plane.kubectl("apply", "-f", str(path))
+    control_plane.kubectl("wait", "--for=jsonpath={.status.active}=1", "job/one", "--timeout=60s")
+    pods = json.loads(
+        control_plane.kubectl("get", "pods", "-l", "job-name=one", "-o", "json").stdout
+    )
+    assert [pod["status"]["phase"] for pod in pods["items"]] == ["Pending"]
+    control_plane.kubectl("delete", "job", "one")
+
+
+def test_a_manifest_with_an_unknown_field_is_refused(control_plane):
+    path = control_plane.folder / "bad.json"
+    path.write_text(json.dumps({**JOB, "spek": 1}))
+    done = control_plane.kubectl("apply", "--dry-run=server", "-f", str(path), check=False)
+    assert done.returncode == 1
+    assert 'unknown field "spek"' in done.stderr
+
+
+def test_rights_are_checked(control_plane):
+    done = control_plane.kubectl(
+        "auth", "can-i", "create", "jobs", "--as=system:serviceaccount:default:default", check=False
+    )
+    assert done.stdout.strip() == "no"
+    assert control_plane.kubectl("auth", "can-i", "create", "jobs").stdout.strip() == "yes"

@@ -1,0 +1,159 @@
+"""Start a Kubernetes control plane of our own on free ports: etcd, API server, controllers.
+
+No kubelet: pods are created and stay pending, which is what manifests, RBAC and clients need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import ssl
+import subprocess
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.servers.run_minio import REPOSITORY, free_port
+
+BIN = REPOSITORY / ".cache" / "bin"
+PROGRAMS = (BIN / "etcd", BIN / "kubernetes")
+
+
+@dataclass
+class ControlPlane:
+    """A running control plane; `kubeconfig` is what clients need."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    processes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.folder / "kubeconfig"
+
+    def start(self, *, controllers: bool = True) -> None:
+        """Start all programs and wait until the API server and the default namespace are there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        etcd = self._start_etcd()
+        self._write_keys()
+        self._start_api_server(etcd)
+        self._wait("/readyz")
+        if controllers:
+            self._run(
+                ("kubernetes", "kube-controller-manager", f"--kubeconfig={self.kubeconfig}"),
+                f"--service-account-private-key-file={self.folder}/service-account.key",
+                "--leader-elect=false",
+                "--secure-port=0",
+            )
+            # Pods need the service account that a controller makes.
+            self._wait("/api/v1/namespaces/default/serviceaccounts/default")
+
+    def stop(self) -> None:
+        """End all programs, the last started first."""
+        for process in reversed(self.processes):
+            process.kill()
+            process.wait(timeout=30)
+        self.processes.clear()
+
+    def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+        """Run kubectl as administrator and return what it printed."""
+        return subprocess.run(
+            [BIN / "kubernetes", "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments],
+            capture_output=True,
+            text=True,
+            check=check,
+            env=self._environment(),
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "HOME": str(self.folder), "GOMAXPROCS": "2"}
+
+    def _run(self, command: tuple[str, ...], *flags: str) -> None:
+        with open(self.folder / f"{command[-1].partition('=')[0]}.log", "ab") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    [BIN / command[0], *command[1:], *flags],
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment(),
+                )
+            )
+
+    def _start_etcd(self) -> str:
+        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self._run(
+            ("etcd", f"--data-dir={self.folder / 'etcd'}"),
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        )
+        return client
+
+    def _write_keys(self) -> None:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import rsa
+
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        (self.folder / "service-account.key").write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.TraditionalOpenSSL,
+                serialization.NoEncryption(),
+            )
+        )
+        (self.folder / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')
+        certificate = str(self.folder / "certificates" / "apiserver.crt")
+        server = {"server": f"https://127.0.0.1:{self.port}", "certificate-authority": certificate}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": server}],
+            "users": [{"name": "admin", "user": {"token": self.token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+        }
+        # JSON is YAML.
+        self.kubeconfig.write_text(json.dumps(config))
+
+    def _start_api_server(self, etcd: str) -> None:
+        key = self.folder / "service-account.key"
+        self._run(
+            ("kubernetes", "kube-apiserver"),
+            f"--etcd-servers={etcd}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self.port}",
+            f"--cert-dir={self.folder / 'certificates'}",
+            f"--token-auth-file={self.folder / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={key}",
+            f"--service-account-signing-key-file={key}",
+            "--service-cluster-ip-range=10.0.0.0/24",
+        )
+
+    def _wait(self, path: str, *, seconds: float = 120.0) -> None:
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{self.port}{path}",
+            headers={"Authorization": f"Bearer {self.token}"},
+        )
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            dead = [p for p in self.processes if p.poll() is not None]
+            if dead:
+                break
+            try:
+                certificate = self.folder / "certificates" / "apiserver.crt"
+                context = ssl.create_default_context(cafile=certificate)
+                with urllib.request.urlopen(request, timeout=2, context=context):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        logs = [f"{p.name}:\n{p.read_text()[-1500:]}" for p in sorted(self.folder.glob("*.log"))]
+        raise RuntimeError("the control plane does not answer\n" + "\n".join(logs))
