@@ -1,0 +1,358 @@
+"""Manifests: overlays resolve, references hold, pods are safe, steps fit the stages."""
+
+import importlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.dressing import SECRET_ENV
+from components.images import IMAGES, STAGE_IMAGES
+from planish.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
+from planish.stage import stage_parser
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "manifests"
+OVERLAYS = ("overlays/local", "overlays/gpu")
+WORKLOADS = ("Deployment", "Job")
+
+
+def load(path):
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def resolve(folder):
+    """Return all objects of a kustomization, its patches merged and its secrets generated."""
+    (kustomization,) = load(folder / "kustomization.yaml")
+    objects = []
+    for name in kustomization.get("resources", []):
+        path = folder / name
+        objects += resolve(path.resolve()) if path.is_dir() else load(path)
+    for generator in kustomization.get("secretGenerator", []):
+        lines = [
+            line for env in generator["envs"] for line in (folder / env).read_text().splitlines()
+        ]
+        data = dict(line.split("=", 1) for line in lines)
+        metadata = {"name": generator["name"]}
+        objects.append({"kind": "Secret", "metadata": metadata, "stringData": data})
+    for patch in kustomization.get("patches", []):
+        (change,) = load(folder / patch["path"])
+        target = find(objects, change["kind"], change["metadata"]["name"])
+        merge(target, change)
+    return objects
+
+
+def merge(target, change):
+    """Lay a strategic merge patch over an object; lists merge by name."""
+    for key, value in change.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            merge(target[key], value)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:
+                named = [t for t in target.get(key, []) if t.get("name") == item.get("name")]
+                if named:
+                    merge(named[0], item)
+                else:
+                    target.setdefault(key, []).append(item)
+        elif value is None:
+            target.pop(key, None)
+        else:
+            target[key] = value
+
+
+def find(objects, kind, name):
+    found = [o for o in objects if o["kind"] == kind and o["metadata"]["name"] == name]
+    assert len(found) == 1, (kind, name, len(found))
+    return found[0]
+
+
+def names(objects, kind):
+    return {o["metadata"]["name"] for o in objects if o["kind"] == kind}
+
+
+def pods(objects):
+    """Yield (object, pod spec) for every workload."""
+    for item in objects:
+        if item["kind"] in WORKLOADS:
+            yield item, item["spec"]["template"]["spec"]
+
+
+def walk(node, key):
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name == key:
+                yield value
+            yield from walk(value, key)
+    elif isinstance(node, list):
+        for value in node:
+            yield from walk(value, key)
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def objects(request):
+    return resolve(FOLDER / request.param)
+
+
+def test_every_file_of_a_folder_belongs_to_its_kustomization():
+    for path in FOLDER.rglob("kustomization.yaml"):
+        (kustomization,) = load(path)
+        named = set(kustomization.get("resources", []))
+        named |= {patch["path"] for patch in kustomization.get("patches", [])}
+        files = {p.name for p in path.parent.glob("*.yaml")} - {"kustomization.yaml"}
+        assert files == {name for name in named if name.endswith(".yaml")}, path
+
+
+def test_no_object_is_there_twice(objects):
+    keys = [(o["kind"], o["metadata"]["name"]) for o in objects]
+    assert len(keys) == len(set(keys))
+
+
+def test_service_accounts_config_maps_and_claims_that_are_named_exist(objects):
+    accounts = {"default", *names(objects, "ServiceAccount")}
+    for item, pod in pods(objects):
+        assert pod["serviceAccountName"] in accounts, item["metadata"]["name"]
+        for volume in pod["volumes"]:
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in names(objects, "ConfigMap")
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                assert claim in names(objects, "PersistentVolumeClaim")
+    for item in objects:
+        if item["kind"].endswith("RoleBinding"):
+            reference = item["roleRef"]
+            assert reference["name"] in names(objects, reference["kind"])
+            assert {s["name"] for s in item["subjects"]} <= accounts
+
+
+def test_secrets_that_are_named_have_the_keys_that_are_read():
+    objects = resolve(FOLDER / "overlays/local")
+    secrets = {o["metadata"]["name"]: o["stringData"] for o in objects if o["kind"] == "Secret"}
+    for reference in walk(objects, "secretKeyRef"):
+        assert reference["key"] in secrets[reference["name"]]
+    assert set(SECRET_ENV) == set(secrets["planish-store"])
+
+
+def test_services_reach_a_named_port_of_pods_with_their_labels(objects):
+    for service in (o for o in objects if o["kind"] == "Service"):
+        selector = service["spec"]["selector"].items()
+        ports = {
+            port["name"]
+            for item, pod in pods(objects)
+            if selector <= item["spec"]["template"]["metadata"]["labels"].items()
+            for container in pod["containers"]
+            for port in container.get("ports", [])
+        }
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+
+
+def test_pods_run_without_privileges_and_within_limits(objects):
+    for _, pod in pods(objects):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            for kind in ("requests", "limits"):
+                assert set(container["resources"][kind]) == {"cpu", "memory"}
+
+
+def test_servers_have_probes(objects):
+    for item, pod in pods(objects):
+        if item["kind"] == "Deployment":
+            for container in pod["containers"]:
+                assert {"readinessProbe", "livenessProbe"} <= set(container)
+
+
+def test_images_are_tagged_in_one_place():
+    (kustomization,) = load(FOLDER / "base/kustomization.yaml")
+    tagged = {image["name"]: image["newTag"] for image in kustomization["images"]}
+    used = {c["image"] for _, pod in pods(resolve(FOLDER / "base")) for c in pod["containers"]}
+    assert used == set(tagged)
+    assert all(tag != "latest" for tag in tagged.values())
+
+
+def test_replacements_point_at_things_that_exist():
+    (kustomization,) = load(FOLDER / "base/kustomization.yaml")
+    objects = resolve(FOLDER / "base")
+    for replacement in kustomization["replacements"]:
+        source = replacement["source"]
+        data = find(objects, source["kind"], source["name"])
+        assert source["fieldPath"].removeprefix("data.") in data["data"]
+        for target in replacement["targets"]:
+            item = find(objects, target["select"]["kind"], target["select"]["name"])
+            (path,) = target["fieldPaths"]
+            variable = re.search(r"env\.\[name=(\w+)\]", path)[1]
+            assert variable in {e["name"] for e in next(walk(item, "env"))}
+
+
+def test_the_launcher_of_kubeflow_uses_our_bucket_secret_and_service():
+    objects = resolve(FOLDER / "overlays/local")
+    data = find(objects, "ConfigMap", "kfp-launcher")["data"]
+    bucket = find(objects, "ConfigMap", "planish-install")["data"]["bucket"]
+    assert data["defaultPipelineRoot"] == f"s3://{bucket}/kfp"
+    default = yaml.safe_load(data["providers"])["s3"]["default"]
+    secret = find(objects, "Secret", default["credentials"]["secretRef"]["secretName"])
+    assert default["credentials"]["secretRef"]["accessKeyKey"] in secret["stringData"]
+    host = default["endpoint"].removeprefix("http://")
+    assert host == secret["stringData"]["endpoint"]
+    assert host.split(".")[0] in names(objects, "Service")
+
+
+def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
+    objects = resolve(FOLDER / "base")
+
+    def granted(kind, name):
+        return {
+            (group, resource, verb)
+            for rule in find(objects, kind, name)["rules"]
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+
+    asked = {(p.group, p.resource, p.verb) for p in PERMISSIONS}
+    argo = {("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")}
+    assert granted("Role", "planish-runner") == asked | argo
+    everywhere = {(p.group, p.resource, p.verb) for p in CLUSTER_PERMISSIONS}
+    assert granted("ClusterRole", "planish-node-reader") == everywhere
+    operator = {("batch", "jobs", v) for v in ("list", "delete")}
+    operator |= {("", "services", v) for v in ("list", "delete")}
+    assert granted("Role", "planish-operator") == operator
+
+
+def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
+    code = (REPOSITORY / "src/planish/prepare/kubernetes_api.py").read_text()
+    code += (REPOSITORY / "pipelines/submit.py").read_text()
+    called = set(re.findall(r"self\._(?:core|batch|custom|authorization)\.([a-z_]+)\(", code))
+    assert called == {
+        "create_self_subject_access_review",  # every account may ask about itself
+        "list_namespaced_resource_quota",
+        "list_node",
+        "list_namespaced_custom_object",
+        "list_namespaced_job",
+        "delete_namespaced_job",
+        "list_namespaced_service",
+        "delete_namespaced_service",
+    }
+
+
+def test_the_patch_of_kubeflow_never_retries_a_wrong_configuration():
+    objects = resolve(FOLDER / "overlays/kfp-patch")
+    data = find(objects, "ConfigMap", "workflow-controller-configmap")["data"]
+    retry = yaml.safe_load(data["workflowDefaults"])["spec"]["templateDefaults"]["retryStrategy"]
+    assert retry["retryPolicy"] == "Always"
+    assert "asInt(lastRetry.exitCode) != 2" in retry["expression"]
+    assert yaml.safe_load(data["failedPodRestart"]) == {"enabled": True, "maxRestarts": 3}
+    server = find(objects, "Deployment", "ml-pipeline")
+    patch = yaml.safe_load(next(walk(server, "env"))[0]["value"])
+    classes = names(resolve(FOLDER / "overlays/gpu"), "PriorityClass")
+    assert patch["podPriorityClassName"] in classes
+
+
+WORKFLOW = load(FOLDER / "argo/post-train.yaml")[0]
+TEMPLATES = {template["name"]: template for template in WORKFLOW["spec"]["templates"]}
+STEPS = sorted(name for name, template in TEMPLATES.items() if "container" in template)
+
+
+def test_the_workflow_has_every_stage_but_the_chain():
+    assert set(STEPS) == set(STAGE_IMAGES) - {"next"}
+    assert WORKFLOW["spec"]["onExit"] == "report"
+    account = WORKFLOW["spec"]["serviceAccountName"]
+    assert account in names(resolve(FOLDER / "base"), "ServiceAccount")
+    assert WORKFLOW["spec"]["podMetadata"]["labels"]["pipeline/runid"] == "{{workflow.name}}"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_command_line_of_a_step_fits_its_stage(name):
+    container = TEMPLATES[name]["container"]
+    assert container["command"][:2] == ["python", "-m"]
+    run = importlib.import_module(f"{container['command'][2]}.stage").run
+    sample = {"true": "true", "false": "false"}
+    words = []
+    for argument in container["args"]:
+        option, _, value = argument.partition("=")
+        kind = stage_kind(run, option)
+        filled = re.sub(r"\{\{.*?\}\}", "false" if kind == "bool" else "3", value)
+        words.append(f"{option}={sample.get(filled, filled)}")
+    parsed = stage_parser(run).parse_args(words)
+    assert parsed.root == "3"
+
+
+def stage_kind(run, option):
+    action = stage_parser(run)._option_string_actions[option]
+    return "bool" if getattr(action.type, "__name__", "") == "_parse_bool" else "other"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_image_secret_limits_and_retries(name):
+    template = TEMPLATES[name]
+    container = template["container"]
+    assert container["image"] == IMAGES[STAGE_IMAGES[name]]
+    secrets = {e["name"] for e in container["env"] if "secretKeyRef" in e.get("valueFrom", {})}
+    assert secrets == set(SECRET_ENV.values())
+    assert container["resources"]["limits"]["memory"]
+    assert template["activeDeadlineSeconds"] > 0
+    if name in ("prepare", "report"):
+        assert "retryStrategy" not in template
+    else:
+        assert "asInt(lastRetry.exitCode) != 2" in template["retryStrategy"]["expression"]
+        assert template["retryStrategy"]["affinity"] == {"nodeAntiAffinity": {}}
+
+
+def test_tasks_name_templates_and_give_exactly_their_inputs():
+    for template in TEMPLATES.values():
+        for task in template.get("dag", {}).get("tasks", []):
+            called = TEMPLATES[task["template"]]
+            wanted = {p["name"] for p in called.get("inputs", {}).get("parameters", [])}
+            given = {p["name"] for p in task.get("arguments", {}).get("parameters", [])}
+            assert given == wanted, task["name"]
+
+
+def test_outputs_that_tasks_take_exist():
+    for template in TEMPLATES.values():
+        tasks = {t["name"]: t for t in template.get("dag", {}).get("tasks", [])}
+        text = yaml.safe_dump(template)
+        for name, output in re.findall(r"tasks\.([\w-]+)\.outputs\.parameters\.([\w-]+)", text):
+            made = TEMPLATES[tasks[name]["template"]]["outputs"]["parameters"]
+            assert output in {p["name"] for p in made}
+        for parameter in re.findall(r"workflow\.parameters\.([\w-]+)", text):
+            known = {p["name"] for p in WORKFLOW["spec"]["arguments"]["parameters"]}
+            assert parameter in known
+
+
+def test_images_readme_and_dockerfiles_are_in_step():
+    folder = REPOSITORY / "images"
+    files = {path.name.removesuffix(".Dockerfile") for path in folder.glob("*.Dockerfile")}
+    assert files == set(IMAGES)
+    text = (folder / "README.md").read_text()
+    for name in IMAGES:
+        stages = [stage for stage, image in STAGE_IMAGES.items() if image == name]
+        assert re.search(rf"\| `{name}` \| .* \| {', '.join(stages)} \|", text)
+
+
+@pytest.mark.parametrize("name", sorted(IMAGES))
+def test_images_run_as_a_number_and_take_another_base(name):
+    text = (REPOSITORY / f"images/{name}.Dockerfile").read_text()
+    assert re.search(r"^USER 65532:65532$", text, re.M)
+    assert re.search(r"^ENTRYPOINT \[\]$", text, re.M)
+    assert "FROM ${BASE}" in text
+    assert "PYTHONUNBUFFERED=1" in text
+    extras = re.search(r'"/build\[([a-z,]+)\]"', text)[1].split(",")
+    assert "pipelines" in extras
+    assert re.search(
+        rf"\| `{name}` \| {', '.join(extras)} \|", (REPOSITORY / "images/README.md").read_text()
+    )
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here")
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "overlays/kfp-patch"])
+def test_kustomize_itself_builds_the_same_objects(overlay):
+    command = ["kubectl", "kustomize", str(FOLDER / overlay)]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {(o["kind"], o["metadata"]["name"]) for o in yaml.safe_load_all(built)}
+    ours = {(o["kind"], o["metadata"]["name"]) for o in resolve(FOLDER / overlay)}
+    assert found == ours
