@@ -6,7 +6,8 @@ with everyone else, so that tokens are sampled in one place only.
 
 transformers' own continuous batching is not used: its sampler draws from the global generator, so
 a response would depend on its neighbours and on its windows, it can not change weights under frozen
-requests, and its paged attention on CPU is slower than plain `generate` at these sizes.
+requests, and on CPU its paged attention is several times slower than plain `generate`
+(tests/benchmarks/results/rollout.json).
 """
 
 from __future__ import annotations
