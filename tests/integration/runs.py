@@ -90,3 +90,11 @@ def manifests(root: str, part: str) -> dict[str, dict[str, Any]]:
         for uri in store.list(root + "/")
         if uri.endswith("/manifest.json") and part in uri
     }
+
+
+def newest_state(root: str) -> str:
+    """Return the pinned URI of the newest train state."""
+    found = manifests(root, "/states/")
+    path = max(found)
+    data = open_store(root).read(f"{root}/{path}")
+    return f"{root}/{path.removesuffix('/manifest.json')}#sha256={sha256(data).hexdigest()}"

@@ -42,7 +42,8 @@ def test_kill_in_a_stage_then_the_same_command_gives_equal_digests(
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
     process = runs.start(root, log)
-    runs.wait_for_stage(root, stage, iteration)
+    if stage != "prepare":
+        runs.wait_for_stage(root, stage, iteration)
     pause = random.SystemRandom().uniform(0, 1.5)
     time.sleep(pause)
     runs.kill(process)
