@@ -282,6 +282,18 @@ def test_thirty_iterations_fit_the_workflow_object():
     assert lint(text) == []
 
 
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_the_table_of_profiles_in_the_readme_is_true(name):
+    profile = PROFILES[name]
+    documents = yaml.load_all((GOLDEN / file_name(profile)).read_text(), yaml.CSafeLoader)
+    compiled = Compiled.from_documents(list(documents), images={}, release=False)
+    row = (
+        f"| {name} | {profile.num_iterations} | {profile.num_shards} | "
+        f"{lint_graph.pods_of(compiled)} | {lint_graph.stored_bytes(compiled):,} |"
+    )
+    assert row in (GOLDEN.parents[2] / "pipelines" / "README.md").read_text()
+
+
 def test_a_file_that_is_no_pipeline_is_refused():
     with pytest.raises(ValueError, match="one document with `root`, got 0"):
         lint("a: 1\n")
