@@ -71,21 +71,16 @@ def build_iteration(profile: Profile, images: Mapping[str, str], label: int) -> 
 
         of_run = {"root": root, "config_sha256": config_sha256}
         of_iteration = {**of_run, "number": number, "offset": offset, "policy_pin": policy_pin}
+        of_batch = {**of_iteration, "num_shards": profile.num_shards}
         with dsl.ParallelFor(
             shards, name="shards", parallelism=profile.parallelism or profile.num_shards
         ) as shard:
-            rolled = _numbered(rollout, label)(
-                **of_iteration,
-                shard=shard,
-                num_shards=profile.num_shards,
-                state_pin=state_pin,
-            )
+            rolled = _numbered(rollout, label)(**of_batch, shard=shard, state_pin=state_pin)
             worn(rolled, "rollout")
-        rewarded = _numbered(reward, label)(**of_iteration, num_shards=profile.num_shards)
+        rewarded = _numbered(reward, label)(**of_batch)
         worn(rewarded, "reward").after(rolled)
         trained = _numbered(train, label)(
-            **of_iteration,
-            num_shards=profile.num_shards,
+            **of_batch,
             state_pin=state_pin,
             rewards=rewarded.outputs["rewards"],
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planish.config import config_sha256
 from planish.errors import ConfigError
@@ -136,19 +136,10 @@ def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
     return alive
 
 
-def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
-    """Do the work of the stage.
-
-    Args:
-        root: URI of the run, without a slash at the end.
-        wish: the run parameters.
-        api: the cluster; None asks for it only inside one.
-
-    Raises:
-        ConfigError: whatever the user must mend; at most the lock has been written then.
-        StoreUnavailable: the store does not answer.
-    """
-    api = api or _cluster_api()
+def _check(
+    root: str, wish: Wish, api: ClusterApi | None
+) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:
+    """Return the resolved configuration and the warnings; raise every fault."""
     # The first touch of the store: tells a missing bucket, refused keys and silence apart.
     open_store(root).exists(layout.run_file(root))
     config = build_config(
@@ -166,6 +157,23 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults:
         raise ConfigError("; ".join(faults))
+    return config, findings.warnings
+
+
+def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
+    """Do the work of the stage.
+
+    Args:
+        root: URI of the run, without a slash at the end.
+        wish: the run parameters.
+        api: the cluster; None asks for it only inside one.
+
+    Raises:
+        ConfigError: whatever the user must mend; at most the lock has been written then.
+        StoreUnavailable: the store does not answer.
+    """
+    api = api or _cluster_api()
+    config, warnings = _check(root, wish, api)
     lock = acquire(root, current_holder(), alive=liveness(api))
     run_file, changed, is_new = open_run_file(
         *(root, config),
@@ -180,7 +188,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     plan = Plan(
         *(root, run_file, link, wish.num_shards, is_new, newest_version(root)),
         changed=changed,
-        warnings=findings.warnings,
+        warnings=warnings,
     )
     text = render(plan)
     logger.info("plan\n%s", text)
