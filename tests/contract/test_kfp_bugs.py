@@ -9,6 +9,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import yaml
@@ -73,6 +74,18 @@ def test_b1_resources_from_a_parameter_inside_a_loop_dangle(tmp_path):
     task = loop["dag"]["tasks"]["take"]
     used = {s.get("componentInputParameter") for s in task["inputs"]["parameters"].values()}
     assert "pipelinechannel--memory" in used - declared
+
+
+def test_b2_retries_of_an_exit_task_are_accepted(tmp_path):
+    @dsl.pipeline(name="b2")
+    def pipeline():
+        last = give()
+        last.set_retry(2)
+        with dsl.ExitHandler(last):
+            take(number=1)
+
+    spec = compiled(pipeline, tmp_path)[0]
+    assert spec["root"]["dag"]["tasks"]["give"]["retryPolicy"]["maxRetryCount"] == 2
 
 
 def test_b6_collected_over_an_empty_loop_fails_locally(tmp_path):
@@ -162,6 +175,45 @@ def test_b10_a_workspace_root_is_deleted_with_everything_in_it(tmp_path):
     assert not (workspace / "mine").exists()
 
 
+def test_b11_an_absent_parameter_cannot_be_passed_on(tmp_path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+
+    @dsl.component(**OPTIONS)
+    def maybe(folder: str, text: Optional[str] = None):  # noqa: UP045 - kfp knows no unions
+        import pathlib
+
+        pathlib.Path(folder, "ran").write_text(str(text))
+
+    @dsl.pipeline(name="b11")
+    def pipeline(folder: str, text: Optional[str] = None):  # noqa: UP045
+        maybe(folder=folder, text=text)
+
+    with pytest.raises(Exception, match="Unknown value type"):
+        run_local(pipeline, tmp_path, folder=str(folder))
+
+
+def test_b12_secrets_are_ignored_locally(tmp_path):
+    from kfp import kubernetes
+
+    folder = tmp_path / "notes"
+    folder.mkdir()
+
+    @dsl.component(**OPTIONS)
+    def look(folder: str):
+        import os
+        import pathlib
+
+        pathlib.Path(folder, "ran").write_text(os.environ.get("FROM_SECRET", "nothing"))
+
+    @dsl.pipeline(name="b12")
+    def pipeline(folder: str):
+        kubernetes.use_secret_as_env(look(folder=folder), "secret", {"key": "FROM_SECRET"})
+
+    run_local(pipeline, tmp_path, folder=str(folder))
+    assert notes(folder) == ["nothing"]
+
+
 def test_b13_the_subprocess_runner_refuses_container_components(tmp_path):
     @dsl.container_component
     def container():
@@ -173,6 +225,30 @@ def test_b13_the_subprocess_runner_refuses_container_components(tmp_path):
 
     with pytest.raises(RuntimeError, match="only supports running Lightweight Python"):
         run_local(pipeline, tmp_path)
+
+
+def test_b15_integers_in_metadata_come_back_as_floats(tmp_path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+
+    @dsl.component(**OPTIONS)
+    def make(data: dsl.Output[dsl.Dataset]):
+        data.metadata["step"] = 3
+        with open(data.path, "w") as file:
+            file.write("x")
+
+    @dsl.component(**OPTIONS)
+    def use(folder: str, data: dsl.Input[dsl.Dataset]):
+        import pathlib
+
+        pathlib.Path(folder, "ran").write_text(repr(data.metadata["step"]))
+
+    @dsl.pipeline(name="b15")
+    def pipeline(folder: str):
+        use(folder=folder, data=make().outputs["data"])
+
+    run_local(pipeline, tmp_path, folder=str(folder))
+    assert notes(folder) == ["3.0"]
 
 
 def test_b16_the_subprocess_runner_makes_a_virtual_environment_unless_told():
