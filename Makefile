@@ -56,6 +56,7 @@ tools:  ## Debian packages that the tests use, where this machine lets us instal
 bench: $(VENV)/.installed  ## measure; results go to tests/benchmarks/results
 	$(BIN)/python -m tests.benchmarks.bench_rollout $(ARGS)
 	$(BIN)/python -m tests.benchmarks.bench_train $(ARGS)
+	$(BIN)/python -m tests.benchmarks.bench_overhead
 
 studies: $(VENV)/.installed  ## experiments of many runs (tens of minutes)
 	$(BIN)/python -m tests.benchmarks.studies $(ARGS)

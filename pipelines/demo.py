@@ -68,6 +68,7 @@ class Task:
     shard: int
     state: str
     start_seconds: float
+    startup_seconds: float
     seconds: float
     metrics: Mapping[str, float]
     already_done: bool
@@ -99,6 +100,7 @@ def read_tasks(root: str, since: float) -> list[Task]:
                 shard=entry["shard"],
                 state=entry["state"],
                 start_seconds=entry["start_seconds"],
+                startup_seconds=entry.get("startup_seconds", 0.0),
                 seconds=entry["seconds"],
                 metrics=entry.get("metrics", {}),
                 already_done=entry.get("already_done", False),
@@ -112,7 +114,7 @@ def progress_line(task: Task, elapsed: float) -> str:
     """Return the line that tells of one ended task.
 
     Example:
-        >>> progress_line(Task("reward", 2, 0, "done", 0, 1.5, {"reward_mean": -0.2}, False, ""), 9)
+        >>> progress_line(Task("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, ""), 9)
         '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
     """
     where = f"iteration {task.iteration}" if task.iteration else ""
@@ -269,6 +271,8 @@ def finish(
         result["control"] = control
     result["seconds"] = round(time.monotonic() - began, 1)
     result["seconds_by_stage"] = stages
+    starts = [task.startup_seconds for task in tasks]
+    result["process_start_seconds_mean"] = round(sum(starts) / max(1, len(starts)), 2)
     result["report"] = f"{layout.report(arguments.root)}/report.html"
     console.print(f"report     {result['report']}", highlight=False)
     print(json.dumps(result, sort_keys=True))
