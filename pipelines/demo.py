@@ -114,7 +114,8 @@ def progress_line(task: Task, elapsed: float) -> str:
     """Return the line that tells of one ended task.
 
     Example:
-        >>> progress_line(Task("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, ""), 9)
+        >>> task = Task("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, "")
+        >>> progress_line(task, 9)
         '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
     """
     where = f"iteration {task.iteration}" if task.iteration else ""

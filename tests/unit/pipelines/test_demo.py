@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pipelines.demo import (
+    Task,
+    default_root,
+    progress_line,
+    read_tasks,
+    seconds_by_stage,
+    work_seconds,
+)
+from planish.records import layout
+from planish.store.documents import write_json
+
+REWARD = Task("reward", 2, 0, "done", 10.0, 0.5, 1.5, {"reward_mean": -0.2}, False, "")
+
+
+def test_a_progress_line_tells_where_what_and_how_long() -> None:
+    assert progress_line(REWARD, 9) == ("    9.0 s  iteration 2  reward       1.5 s  reward -0.200")
+    failed = dataclasses.replace(REWARD, state="failed", error="no rows")
+    assert progress_line(failed, 9).endswith("FAILED: no rows")
+    done = dataclasses.replace(REWARD, already_done=True)
+    assert progress_line(done, 9).endswith("already done")
+    shard = dataclasses.replace(REWARD, stage="rollout", shard=1, metrics={"accuracy_mean": 0.5})
+    assert "rollout 2 " in progress_line(shard, 9)
+    assert "accuracy 0.500" in progress_line(shard, 9)
+
+
+def test_parallel_shards_count_once() -> None:
+    def shard(index: int, start: float, seconds: float, sampled: float) -> Task:
+        return Task(
+            *("rollout", 1, index, "done", start, 0.5, seconds),
+            *({"sample_seconds": sampled}, False, ""),
+        )
+
+    tasks = [shard(0, 0.0, 4.0, 2.0), shard(1, 1.0, 5.0, 3.0)]
+    trained = Task("train", 1, 0, "done", 6.0, 0.5, 9.0, {"update_seconds": 4.0}, False, "")
+    assert seconds_by_stage([*tasks, trained]) == {"rollout": 6.0, "train": 9.0}
+    assert work_seconds([*tasks, trained]) == 7.0
+
+
+def test_only_ended_attempts_of_this_run_are_read(tmp_path: Path) -> None:
+    root = tmp_path.as_uri()
+
+    def log(stage: str, state: str, start: float) -> None:
+        entry = {"stage": stage, "iteration": 1, "shard": 0, "state": state}
+        entry |= {"start_seconds": start, "seconds": 1.0, "metrics": {"a": 1.0}}
+        write_json(layout.stage_log(root, stage, 1, 0), entry)
+
+    log("reward", "done", 100.0)
+    log("train", "running", 101.0)
+    log("curate", "done", 50.0)
+    (tmp_path / "logs" / "00001-checkpoint-00.json").write_text('{"half')
+    found = read_tasks(root, since=99.0)
+    assert [(task.stage, task.metrics) for task in found] == [("reward", {"a": 1.0})]
+
+
+def test_each_choice_has_a_folder_of_its_own() -> None:
+    import argparse
+
+    options = {"config": "", "overrides": "", "model": "", "dataset": "", "iterations": None}
+    base = argparse.Namespace(**options, shards=None, preset="dapo-tiny", seed=3)
+    other = argparse.Namespace(**vars(base) | {"dataset": "x.jsonl"})
+    assert "/runs/dapo-tiny-seed3-" in default_root(base)
+    assert default_root(base) != default_root(other)
