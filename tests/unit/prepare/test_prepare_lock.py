@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from planish import lock
+from planish import lock, stage_log
 from planish.errors import ConfigError, RecordError
 from planish.lock import Holder, acquire, beat, current_holder, is_alive, read_lock
 from planish.records import layout
@@ -174,3 +175,14 @@ def test_the_lock_object_names_holder_and_heartbeat(file_root):
     document = json.loads(open_store(uri).read(uri))
     assert sorted(document) == ["heartbeat_seconds", "holder"]
     assert document["holder"]["pid"] == os.getpid()
+
+
+def test_a_running_stage_beats_for_its_run(file_root, monkeypatch):
+    monkeypatch.setattr(stage_log, "FLUSH_SECONDS", 0.02)
+    acquire(file_root, current_holder(), now=1000.0)
+    with stage_log.StageLog(file_root, "train", 1, 0, log_format="%(message)s"):
+        deadline = time.monotonic() + 20
+        while read_lock(file_root).heartbeat_seconds == 1000.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert read_lock(file_root).heartbeat_seconds > 1_000_000

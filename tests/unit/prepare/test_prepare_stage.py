@@ -187,7 +187,7 @@ def test_the_cluster_tells_whether_the_run_of_a_lock_lives(file_root):
 
 
 @pytest.mark.server
-def test_a_missing_bucket_refused_keys_and_silence_are_told_apart(minio, monkeypatch, free_port):
+def test_a_missing_bucket_and_refused_keys_are_told_apart(minio, monkeypatch):
     with pytest.raises(ConfigError, match="bucket 'no-such-bucket' must exist"):
         prepare("s3://no-such-bucket/run", wish())
     secret = os.environ["MINIO_SECRET_KEY"]
@@ -195,6 +195,17 @@ def test_a_missing_bucket_refused_keys_and_silence_are_told_apart(minio, monkeyp
     with pytest.raises(Exception, match="MINIO_SECRET_KEY") as refused:
         prepare("s3://no-such-bucket/run", wish())
     assert not re.search(f"wrong-secret-of-mine|{re.escape(secret)}", str(refused.value))
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_ends_with_code_seventy_five(tmp_path, monkeypatch, free_port):
+    monkeypatch.setenv("MINIO_ENDPOINT", f"127.0.0.1:{free_port}")
+    monkeypatch.setenv("MINIO_ACCESS_KEY", "a-key-of-mine")
+    monkeypatch.setenv("MINIO_SECRET_KEY", "a-secret-of-mine")
+    monkeypatch.setenv("MINIO_SECURE", "0")
+    with pytest.raises(SystemExit) as caught:
+        run_stage(tmp_path / "a", "s3://bucket/run")
+    assert caught.value.code == 75
 
 
 @pytest.mark.server
