@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planish.config import parse_section
 from planish.errors import PlanishError, exit_code
@@ -22,6 +22,9 @@ from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.sft.config import SftConfig
 from planish.store.documents import read_json
+
+if TYPE_CHECKING:
+    from planish.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,6 @@ def measure_control(
     from planish.models.policy import load_policy
     from planish.parallel import pick_device
     from planish.sft.probe import Probe
-    from planish.sft.traces import encode_traces
-    from planish.sft.training import train_steps
 
     tables: dict[str, dict[str, Any]] = read_json(layout.run_file(root))["config"]
     config = parse_section(SftConfig, tables.get("sft", {}), section="sft")
@@ -60,6 +61,32 @@ def measure_control(
         uri = layout.policy(root, 0)
         policy_pin = f"{uri}#sha256={read_manifest(uri).sha256}"
     policy = load_policy(policy_pin, dtype=torch.float32, device=pick_device(config.device))
+    learnt = _learn(root, policy, config, seconds, seed=seed, learning_rate=learning_rate)
+    prompts = read_set(PromptSet, layout.evaluation_prompts(root))
+    with Probe(policy, config, seed) as probe:
+        accuracy = probe.accuracy(
+            prompts,
+            num_samples=int(measured["num_samples"]),
+            temperature=float(measured["temperature"]),
+            top_p=float(measured["top_p"]),
+        )
+        greedy = probe.accuracy(prompts, num_samples=1, temperature=0.0)
+    return {"accuracy": accuracy, "greedy": greedy, "learning_rate": learning_rate, **learnt}
+
+
+def _learn(
+    root: str,
+    policy: Policy,
+    config: SftConfig,
+    seconds: float,
+    *,
+    seed: int,
+    learning_rate: float,
+) -> dict[str, float]:
+    """Train on all traces of the run until the time is up."""
+    from planish.sft.traces import encode_traces
+    from planish.sft.training import train_steps
+
     limit = int(getattr(policy.model.config, "max_position_embeddings", 0) or 0)
     traces = encode_traces(
         read_set(TraceSet, layout.traces(root)), policy.tokenizer, max_tokens=limit
@@ -76,22 +103,9 @@ def measure_control(
     number = 0
     while time.monotonic() - begin < seconds:
         number = next(steps).number
-    spent = time.monotonic() - begin
-    prompts = read_set(PromptSet, layout.evaluation_prompts(root))
-    with Probe(policy, config, seed) as probe:
-        accuracy = probe.accuracy(
-            prompts,
-            num_samples=int(measured["num_samples"]),
-            temperature=float(measured["temperature"]),
-            top_p=float(measured["top_p"]),
-        )
-        greedy = probe.accuracy(prompts, num_samples=1, temperature=0.0)
     return {
-        "accuracy": accuracy,
-        "greedy": greedy,
-        "learning_rate": learning_rate,
         "num_traces": float(len(traces.tokens)),
-        "seconds": spent,
+        "seconds": time.monotonic() - begin,
         "steps": float(number),
     }
 
