@@ -32,7 +32,7 @@ class TrainBatch:
     input_ids: Tensor
     """[B, S] int64."""
     position_ids: Tensor
-    """[B, S] int64, 0 on padding."""
+    """[B, S] int64, 0 to S - 1 in each row."""
     attention_mask: Tensor
     """[B, S] bool, True on real tokens."""
     policy_mask: Tensor

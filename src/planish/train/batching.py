@@ -66,7 +66,8 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     zeros = torch.zeros(shape, dtype=torch.float32)
     return TrainBatch(
         input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(np.where(real, column, 0).astype(np.int64)),
+        # Positions run on over padding: one that starts again at 0 would begin a packed sequence.
+        position_ids=torch.from_numpy(np.tile(column, (shape[0], 1)).astype(np.int64)),
         attention_mask=torch.from_numpy(real),
         policy_mask=torch.from_numpy(trained),
         value_mask=torch.from_numpy(in_response),

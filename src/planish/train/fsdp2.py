@@ -162,8 +162,10 @@ class Fsdp2Trainer:
             else contextlib.nullcontext()
         )
         with precision:
+            # Rows begin at column 0, so positions are those that the model takes by default, at
+            # the price of one row.
             logprobs, entropy = self.scorer(
-                micro.input_ids, micro.position_ids, select, self.temperature, with_entropy
+                micro.input_ids, None, select, self.temperature, with_entropy
             )
         return scatter_tokens(select, logprobs), scatter_tokens(select, entropy)
 

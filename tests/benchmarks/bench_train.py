@@ -1,0 +1,296 @@
+"""Train-step speed and memory against a bare PyTorch loop with the same model, batch and loss.
+
+`python -m tests.benchmarks.bench_train` measures rounds in which all systems take turns, and writes
+`results/train.json`. Ratios are medians over rounds of the quotient within one round, of processor
+seconds of one thread: other work on the machine disturbs them less than wall seconds.
+
+Systems: `ours` (length-sorted micro-batches, all metrics), `bare` (micro-batches as they come, each
+padded to its longest row, logits of every position, no metrics), `bare_selected` (the same, LM head
+on response tokens only), `packed` (ours, on rows of packed sequences with a block-diagonal mask).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from planish.algorithms import build_algorithm
+from planish.algorithms.base import Denominators, TrainBatch
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy, load_policy, save_policy
+from planish.parallel import SINGLE
+from planish.train.batching import scatter_tokens
+from planish.train.config import TrainConfig
+from planish.train.fsdp2 import Fsdp2Trainer, set_up_torch
+from tests.benchmarks.facts import write_result
+
+ROLLOUTS = 64
+MINIBATCHES = 8
+SYSTEMS = ("ours", "bare", "bare_selected", "packed")
+CPU = torch.device("cpu")
+SHAPES = {
+    # Median, sigma and cap of log-normal response lengths, in tokens.
+    "column_traces": (22.0, 0.35, 48),
+    "heavy_tail": (24.5, 1.0, 384),
+}
+
+
+def make_batch(shape: str, seed: int) -> TrainBatch:
+    """One rollout batch of the demo's size with prompts of 8 to 12 tokens."""
+    median, sigma, cap = SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    rows = ROLLOUTS * MINIBATCHES
+    prompts = rng.integers(8, 13, rows)
+    responses = np.clip(rng.lognormal(np.log(median), sigma, rows).astype(int), 1, cap)
+    ends = prompts + responses
+    column = np.arange(ends.max())
+    real = column < ends[:, None]
+    trained = real & (column >= prompts[:, None])
+    zeros = torch.zeros(real.shape)
+    old = torch.from_numpy(np.where(trained, -1.5, 0).astype(np.float32))
+    return TrainBatch(
+        input_ids=torch.from_numpy(np.where(real, rng.integers(4, 50, real.shape), 0)),
+        position_ids=torch.from_numpy(np.tile(column, (rows, 1))),
+        attention_mask=torch.from_numpy(real),
+        policy_mask=torch.from_numpy(trained),
+        value_mask=torch.from_numpy(trained),
+        rollout_logprobs=old,
+        old_logprobs=old,
+        values=zeros,
+        advantages=zeros,
+        returns=zeros,
+        reward=torch.from_numpy(rng.choice([-1.0, 1.0], rows).astype(np.float32)),
+        accuracy=torch.zeros(rows),
+        group_index=torch.arange(rows, dtype=torch.int32) // 8,
+        is_truncated=torch.zeros(rows, dtype=torch.bool),
+        is_finished=torch.ones(rows, dtype=torch.bool),
+    )
+
+
+class Ours:
+    """The trainer of the program with the real algorithm."""
+
+    def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
+        self.trainer = Fsdp2Trainer(config, pin, temperature=1.0, seed=0, ranks=SINGLE, device=CPU)
+        self.algorithm = algorithm
+
+    def step(self, batch: TrainBatch, counts: Denominators) -> None:
+        def loss_fn(logprobs, entropy, values, micro):
+            return self.algorithm.loss(logprobs, entropy, values, micro, counts)
+
+        self.trainer.step(batch, loss_fn, learning_rate=5e-4)
+
+
+class Bare:
+    """What one writes by hand: forward, surrogate, backward, clip, AdamW."""
+
+    def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
+        self.config = config
+        self.model = load_policy(pin, dtype=torch.float32).model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4, fused=True)
+
+    def logprobs(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        logits = self.model(ids, use_cache=False).logits[:, :-1]
+        chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
+        return torch.nn.functional.pad(chosen.squeeze(-1), (1, 0))
+
+    def step(self, batch: TrainBatch, counts: Denominators) -> None:
+        longest = int(batch.attention_mask.sum(1).max())
+        size = max(1, self.config.tokens_per_microbatch // longest)
+        for start in range(0, len(batch), size):
+            rows = slice(start, start + size)
+            width = int(batch.attention_mask[rows].sum(1).max())
+            at = (rows, slice(0, width))
+            mask, advantages = batch.policy_mask[at], batch.advantages[at]
+            logprobs = self.logprobs(batch.input_ids[at], mask)
+            ratio = (logprobs - batch.old_logprobs[at]).exp()
+            clipped = ratio.clamp(0.8, 1.28)
+            losses = torch.max(-advantages * ratio, -advantages * clipped)
+            (losses.masked_fill(~mask, 0).sum() / counts.minibatch["tokens"]).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class BareSelected(Bare):
+    """The bare loop with the LM head on response tokens only."""
+
+    def logprobs(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.model(ids, use_cache=False).last_hidden_state[:, :-1][mask[:, 1:]]
+        logits = self.model.lm_head(hidden)
+        chosen = torch.log_softmax(logits, -1).gather(-1, ids[mask][:, None]).squeeze(-1)
+        return torch.zeros(mask.shape).masked_scatter(mask, chosen)
+
+
+class Packed(Ours):
+    """Our scorer on packed rows: no padding at all, a mask over the whole row instead."""
+
+    def step(self, batch: TrainBatch, counts: Denominators) -> None:
+        trainer, real = self.trainer, batch.attention_mask
+        lengths = real.sum(1)
+        budget = trainer.config.tokens_per_microbatch
+        start = 0
+        while start < len(batch):
+            fits = int((lengths[start:].cumsum(0) <= budget).sum())
+            rows = slice(start, start + max(1, fits))
+            start = rows.stop
+            kept = real[rows]
+            flat = {
+                name: getattr(batch, name)[rows][kept][None]
+                for name in ("input_ids", "position_ids", "policy_mask", "old_logprobs",
+                             "rollout_logprobs", "advantages")
+            }  # fmt: skip
+            scored, entropy = trainer.scorer(
+                flat["input_ids"], flat["position_ids"], flat["policy_mask"], 1.0
+            )
+            mask = flat["policy_mask"]
+            one = batch.take(torch.zeros(1, dtype=torch.int64)).updated(**flat)
+            output = self.algorithm.loss(
+                scatter_tokens(mask, scored), scatter_tokens(mask, entropy), None, one, counts
+            )
+            output.loss.backward()
+        trainer._clip()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+
+CLASSES = {"ours": Ours, "bare": Bare, "bare_selected": BareSelected, "packed": Packed}
+
+
+def build(name: str, folder: str, budget: int):
+    """Return a system and the algorithm it trains with."""
+    config = TrainConfig(learning_rate=5e-4, weight_decay=0.01, tokens_per_microbatch=budget)
+    set_up_torch(config, CPU)
+    policy = build_policy(ModelConfig(), seed=0)
+    ref = save_policy(f"file://{folder}/{name}", policy, version=0, parents={}, attributes={})
+    algorithm = build_algorithm({"name": "dapo"})
+    return CLASSES[name](ref.pin(), config, algorithm), algorithm
+
+
+def steps_of(algorithm, batch: TrainBatch):
+    """The mini-batches of one rollout batch with their denominators."""
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(batch)))
+    whole = algorithm.counts(batch)
+    for part in order.chunk(MINIBATCHES):
+        minibatch = batch.take(part)
+        yield minibatch, Denominators(algorithm.counts(minibatch), whole, MINIBATCHES)
+
+
+def one_iteration(system, algorithm, batch: TrainBatch) -> None:
+    """Train on all mini-batches of one rollout batch."""
+    for minibatch, counts in steps_of(algorithm, batch):
+        system.step(minibatch, counts)
+
+
+def one_round(systems: dict, batch: TrainBatch, number: int) -> dict[str, float]:
+    """Processor seconds of each system for one rollout batch; they take turns at every step."""
+    seconds = dict.fromkeys(systems, 0.0)
+    algorithm = build_algorithm({"name": "dapo"})
+    for step, (minibatch, counts) in enumerate(steps_of(algorithm, batch)):
+        first = (number + step) % len(SYSTEMS)
+        for name in SYSTEMS[first:] + SYSTEMS[:first]:
+            started = time.process_time()
+            systems[name].step(minibatch, counts)
+            seconds[name] += time.process_time() - started
+    return seconds
+
+
+def check_equal(folder: str, batch: TrainBatch, algorithm) -> float:
+    """Largest difference of weights between ours and each other system after one iteration."""
+    weights = {}
+    for name in SYSTEMS:
+        system, _ = build(name, folder, 4096)
+        one_iteration(system, algorithm, batch)
+        model = system.trainer.scorer.model if hasattr(system, "trainer") else system.model
+        weights[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return max((weights["ours"] - w).abs().max().item() for w in weights.values())
+
+
+def measure_speed(shape: str, budget: int, rounds: int, folder: str) -> dict:
+    """Tokens per second of each system and the median ratios to ours."""
+    batch = build_algorithm({"name": "dapo"}).advantages(make_batch(shape, 0))
+    tokens = int(batch.attention_mask.sum())
+    systems = {name: build(name, folder, budget)[0] for name in SYSTEMS}
+    # The first round warms caches and allocators up.
+    measured = [one_round(systems, batch, number) for number in range(rounds + 1)][1:]
+    seconds = {name: [taken[name] for taken in measured] for name in SYSTEMS}
+    speed = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
+    ratios = {
+        f"ours_over_{name}": statistics.median(
+            other / ours for ours, other in zip(seconds["ours"], seconds[name], strict=True)
+        )
+        for name in SYSTEMS[1:]
+    }
+    padded = float(batch.attention_mask.float().mean())
+    return {"tokens_per_second": speed, **ratios, "real_share_when_padded": padded}
+
+
+def measure_memory(shape: str, budget: int) -> dict:
+    """Peak resident bytes of a process that trains three iterations, per system."""
+    peaks = {}
+    for name in SYSTEMS:
+        line = [sys.executable, "-m", "tests.benchmarks.bench_train", "--memory-of", name,
+                "--shape", shape, "--budget", str(budget)]  # fmt: skip
+        done = subprocess.run(line, check=True, capture_output=True, text=True)
+        peaks[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    ratio = {
+        f"ours_over_{n}": peaks["ours"]["peak_bytes"] / peaks[n]["peak_bytes"] for n in SYSTEMS[1:]
+    }
+    return {"systems": peaks, **ratio}
+
+
+def peak_bytes() -> int:
+    """Peak resident bytes of this process; getrusage would count its parent's too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = next(line for line in lines if line.startswith("VmHWM"))
+    return int(found.split()[1]) * 1024
+
+
+def print_memory(name: str, shape: str, budget: int) -> None:
+    """Body of a memory measurement: prints the peak as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        system, algorithm = build(name, folder, budget)
+        batch = algorithm.advantages(make_batch(shape, 0))
+        before = peak_bytes()
+        for _ in range(3):
+            one_iteration(system, algorithm, batch)
+    print(json.dumps({"peak_bytes": peak_bytes(), "before_training_bytes": before}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=int, default=0)
+    parser.add_argument("--shape", default="")
+    parser.add_argument("--memory-of", default="", choices=["", *SYSTEMS])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.memory_of:
+        print_memory(options.memory_of, options.shape, options.budget)
+        return
+    result: dict = {"rollouts_per_minibatch": ROLLOUTS, "minibatches": MINIBATCHES}
+    with tempfile.TemporaryDirectory() as folder:
+        algorithm = build_algorithm({"name": "dapo"})
+        batch = algorithm.advantages(make_batch("column_traces", 0))
+        result["largest_weight_difference"] = check_equal(folder, batch, algorithm)
+        for shape in SHAPES:
+            for budget in [options.budget] if options.budget else [1024, 4096, 8192]:
+                key = f"{shape}/tokens_per_microbatch={budget}"
+                result[key] = measure_speed(shape, budget, options.rounds, folder)
+                print(key, json.dumps(result[key]))
+            result[f"{shape}/memory"] = measure_memory(shape, options.budget or 4096)
+            print(shape, json.dumps(result[f"{shape}/memory"]))
+    print(write_result("train", "measured-cpu", result, "tests.benchmarks.bench_train"))
+
+
+if __name__ == "__main__":
+    main()
