@@ -1,0 +1,200 @@
+"""The trainer on a real tiny model in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from planish.algorithms.base import Denominators, LossOutput
+from planish.algorithms.dapo import Dapo, DapoConfig
+from planish.checkpoint import api as checkpoint
+from planish.errors import ConfigError
+from planish.parallel import SINGLE, pick_device
+from planish.records import layout
+from planish.records.refs import Ref
+from planish.train.batching import train_batch
+from planish.train.config import TrainConfig
+from planish.train.fsdp2 import decoder_layers
+from planish.train.job import TrainJob
+from planish.train.trainer import open_trainer
+from planish.train.worker import main
+from tests.unit.train.runs import TINY, add_iteration, random_rollouts, rewards_for, start_run
+
+ALGORITHM = Dapo(DapoConfig())
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return start_run(f"file://{tmp_path_factory.mktemp('run')}/root")
+
+
+@pytest.fixture(scope="module")
+def batch(tiny):
+    rollouts = random_rollouts(tiny.policy, 5)
+    batch = train_batch(rollouts, rewards_for(rollouts, 6))
+    # Old log-probabilities a little off, so that ratios are not all 1.
+    return ALGORITHM.advantages(batch.updated(old_logprobs=batch.rollout_logprobs - 0.05))
+
+
+def trainer_of(tiny, **changes):
+    return open_trainer(
+        TrainConfig(**{**TINY, **changes}), tiny.policy_pin,
+        temperature=1.0, seed=3, ranks=SINGLE, device=CPU,
+    )  # fmt: skip
+
+
+def one_step(trainer, batch, loss=ALGORITHM.loss):
+    counts = ALGORITHM.counts(batch)
+    denominators = Denominators(counts, counts, 1)
+
+    def loss_fn(logprobs, entropy, values, micro):
+        return loss(logprobs, entropy, values, micro, denominators)
+
+    return trainer.step(batch, loss_fn, learning_rate=5e-4)
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.parameters.values()])
+
+
+@pytest.mark.parametrize("budget", [1, 60, 200, 10**6])
+def test_i1_the_token_budget_changes_neither_loss_nor_gradient(tiny, batch, budget):
+    whole = trainer_of(tiny, tokens_per_microbatch=10**7)
+    wanted = one_step(whole, batch)
+    split = trainer_of(tiny, tokens_per_microbatch=budget)
+    seen = one_step(split, batch)
+    assert seen.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert seen[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
+    # After one step the first moment is a tenth of the clipped gradient.
+    ours, theirs = (t.state()["optimizer"] for t in (split, whole))
+    for name in (n for n in ours if n.endswith(".exp_avg")):
+        assert (ours[name] - theirs[name]).abs().max() < 1e-6, name
+
+
+def test_logprobs_equal_those_of_a_plain_forward_pass(tiny, batch):
+    seen = trainer_of(tiny, tokens_per_microbatch=64).logprobs(batch)
+    wanted = batch.rollout_logprobs
+    assert (seen - wanted).abs().max() < 2e-5
+    assert (seen[~batch.policy_mask] == 0).all()
+
+
+def test_gradient_norm_is_clipped_before_the_step(tiny, batch):
+    # Plain AdamW is nearly blind to the scale of a gradient, its second moment is not.
+    loose, tight = trainer_of(tiny, grad_clip=1e9), trainer_of(tiny, grad_clip=0.01)
+    norm = one_step(loose, batch)["grad_norm"]
+    assert one_step(tight, batch)["grad_norm"] == pytest.approx(norm, rel=1e-6)
+
+    def second_moment(trainer):
+        return sum(s["exp_avg_sq"].sum().item() for s in trainer.optimizer.state.values())
+
+    scale = second_moment(tight) / second_moment(loose)
+    assert scale == pytest.approx((0.01 / norm) ** 2, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(tiny, batch):
+    trainer = trainer_of(tiny)
+    one_step(trainer, batch)
+    before = {k: v.clone() for part in trainer.state().values() for k, v in part.items()}
+
+    def broken(logprobs, entropy, values, micro, denominators):
+        return LossOutput((logprobs * float("nan")).sum())
+
+    metrics = one_step(trainer, batch, broken)
+    assert metrics["skipped"] == 1.0
+    assert not math.isfinite(metrics["grad_norm"])
+    after = {k: v for part in trainer.state().values() for k, v in part.items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert one_step(trainer, batch)["skipped"] == 0.0
+
+
+def test_recomputing_layers_gives_the_same_gradients_without_dropout(tiny, batch):
+    plain, thrifty = trainer_of(tiny), trainer_of(tiny, activation_checkpointing=True)
+    assert one_step(thrifty, batch) == one_step(plain, batch)
+    assert torch.equal(weights(plain), weights(thrifty))
+    inner = [m for layer in decoder_layers(thrifty.scorer.model) for m in layer.children()]
+    assert not any(m.training for m in inner)
+
+
+def test_half_precision_compute_keeps_float32_weights_and_stays_close(tiny, batch):
+    full, half = trainer_of(tiny), trainer_of(tiny, compute_dtype="bfloat16")
+    wanted, seen = one_step(full, batch), one_step(half, batch)
+    assert seen["loss"] == pytest.approx(wanted["loss"], abs=2e-2)
+    assert seen["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-2)
+    assert all(p.dtype == torch.float32 for p in half.parameters.values())
+    assert seen["loss"] != wanted["loss"]
+
+
+def test_state_loads_back_with_moments_and_random_streams(tiny, batch, file_root):
+    trainer = trainer_of(tiny)
+    one_step(trainer, batch)
+    extra = {"num_ranks": 1, "device": "cpu"}
+    ref = checkpoint.save(
+        layout.state(file_root, 1), {**trainer.state(), "extra": extra}, parents={}, attributes={}
+    )
+    drawn = torch.rand(3)
+    again = trainer_of(tiny)
+    again.load(ref.pin())
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(weights(again), weights(trainer))
+    assert one_step(again, batch) == one_step(trainer, batch)
+    assert torch.equal(weights(again), weights(trainer))
+
+
+def test_a_trainer_without_critic_has_no_values_and_closes(tiny, batch):
+    trainer = trainer_of(tiny)
+    with pytest.raises(NotImplementedError, match="no critic"):
+        trainer.values(batch)
+    trainer.close()
+    assert not hasattr(trainer, "scorer")
+    with pytest.raises(ConfigError, match="fsdp2"):
+        trainer_of(tiny, trainer="fdsp2")
+
+
+def test_automatic_device_is_the_cpu_where_there_is_no_accelerator():
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    assert pick_device("auto").type == wanted
+    assert pick_device("cpu").type == "cpu"
+
+
+@pytest.fixture
+def one_rank(monkeypatch, free_port):
+    """The environment that torchrun would set for a job of one process."""
+    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in {**values, "MASTER_PORT": free_port}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def worker_job(root, folder):
+    run = start_run(root)
+    rewards = add_iteration(run, 1)
+    job = TrainJob(root, run.config, run.digest, 1, 2, run.policy_pin, "", rewards.pin())
+    (folder / "job.json").write_text(job.to_json())
+    return job, [str(folder / "job.json"), str(folder / "result.json")]
+
+
+def test_a_worker_writes_its_result_and_leaves_the_process_group(file_root, tmp_path, one_rank):
+    _, arguments = worker_job(file_root, tmp_path)
+    assert main(arguments) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    ref = Ref.from_json(result["state"])
+    assert checkpoint.read_state_info(ref.pin())["step"] == 4
+    assert result["metrics"]["num_rollouts"] == 32
+    assert not torch.distributed.is_initialized()
+    assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_a_worker_tells_its_error_in_a_file(file_root, tmp_path, one_rank):
+    job, arguments = worker_job(file_root, tmp_path)
+    text = job.to_json().replace('"temperature": 1.0', '"temperature": 0.0')
+    (tmp_path / "job.json").write_text(text)
+    assert main(arguments) == 2
+    fault = json.loads((tmp_path / "result.error").read_text())
+    assert fault["error"] == "ConfigError"
+    assert "rollout.temperature" in fault["message"]
+    assert not (tmp_path / "result.json").exists()
