@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from tests.servers.run_minio import REPOSITORY
+
 pytestmark = pytest.mark.server
 
 JOB = {
@@ -52,3 +54,18 @@ def test_rights_are_checked(control_plane):
     )
     assert done.stdout.strip() == "no"
     assert control_plane.kubectl("auth", "can-i", "create", "jobs").stdout.strip() == "yes"
+
+
+@pytest.mark.parametrize("overlay", ["local", "gpu"])
+def test_a_real_server_accepts_every_object_of_an_overlay(control_plane, overlay):
+    folder = REPOSITORY / "manifests" / "overlays" / overlay
+    built = control_plane.kubectl("kustomize", str(folder)).stdout
+    path = control_plane.folder / f"{overlay}.yaml"
+    path.write_text(built)
+    control_plane.kubectl("create", "namespace", "planish", check=False)
+    done = control_plane.kubectl(
+        "apply", "--dry-run=server", "--validate=strict", "-f", str(path), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    accepted = [line for line in done.stdout.splitlines() if line.endswith("(server dry run)")]
+    assert len(accepted) == built.count("\nkind: ") + built.startswith("kind: ")
