@@ -283,7 +283,7 @@ def main() -> None:
         batch = algorithm.advantages(make_batch("column_traces", 0))
         result["largest_weight_difference"] = check_equal(folder, batch, algorithm)
         for shape in SHAPES:
-            for budget in [options.budget] if options.budget else [1024, 4096, 8192]:
+            for budget in [options.budget] if options.budget else [512, 1024, 2048, 4096]:
                 key = f"{shape}/tokens_per_microbatch={budget}"
                 result[key] = measure_speed(shape, budget, options.rounds, folder)
                 print(key, json.dumps(result[key]))
