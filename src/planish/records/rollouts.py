@@ -64,7 +64,9 @@ class RolloutSet:
         Column("sample_index", "int32", "position in the group"),
         Column("prompt_tokens", "list<int32>", "after the chat template; equal within a group"),
         Column("response_tokens", "list<int32>", "with the end token when it was sampled"),
-        Column("rollout_logprobs", "list<float32>", "natural log, under the sampling policy"),
+        Column(
+            "rollout_logprobs", "list<float32>", "natural log, of the distribution sampled from"
+        ),
         Column("policy_version", "list<int32>", "version that sampled the token"),
         Column("window_start", "int32", "first response token sampled in this iteration"),
         Column("finish", "int8", "0 STOP, 1 LENGTH, 2 WINDOW, 3 ABORT"),
@@ -84,12 +86,13 @@ class RolloutSet:
     response_tokens: Ragged
     """[R] rows of int32, with the end token when it was sampled."""
     rollout_logprobs: Ragged
-    """[R] rows of float32, natural log of each token under the policy that sampled it, at
-    temperature 1, before top-k and top-p."""
+    """[R] rows of float32, natural log of each token's probability in the distribution that it was
+    sampled from: after temperature, top-k and top-p."""
     policy_version: Ragged
     """[R] rows of int32, the version that sampled the token."""
     window_start: npt.NDArray[np.int32]
-    """[R] int32, index in the response of the first token sampled in this iteration."""
+    """[R] int32, index in the response of the first token sampled in this iteration; reused surplus
+    groups keep the 0 of the iteration that sampled them."""
     finish: npt.NDArray[np.int8]
     """[R] int8, a `FinishReason`."""
     rollout_id: list[str]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planish.errors import RecordError
+from planish.records.refs import parse_pin
 
 
 class Cursor(TypedDict):
@@ -58,6 +59,33 @@ def parse_cursor(raw: object) -> Cursor:
             f"{str(raw)[:200]}; the train state that holds it is damaged"
         )
     return Cursor(next=cursor["next"], pending=list(cursor["pending"]))
+
+
+def parse_data(raw: object) -> tuple[Cursor, list[str]]:
+    """Check what a train state says about its data.
+
+    Returns:
+        The prompt cursor, and the surplus sets that the next rollout may use as pins relative to
+        the root of the run (no root, so that equal runs have equal states).
+
+    Raises:
+        RecordError: of another form.
+
+    Example:
+        >>> parse_data({"next": 4, "pending": [2]})
+        ({'next': 4, 'pending': [2]}, [])
+    """
+    if not isinstance(raw, Mapping):
+        return parse_cursor(raw), []
+    pins = raw.get("surplus", [])
+    if not isinstance(pins, list) or not all(isinstance(pin, str) for pin in pins):
+        raise RecordError(
+            f"`surplus` of a train state must be a list of pins, got {str(pins)[:200]}; the train "
+            "state that holds it is damaged"
+        )
+    for pin in pins:
+        parse_pin(pin)
+    return parse_cursor({k: v for k, v in raw.items() if k != "surplus"}), list(pins)
 
 
 def assign(cursor: Cursor, shard: int, num_shards: int) -> Iterator[int]:

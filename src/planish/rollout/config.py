@@ -5,9 +5,9 @@ Source: DAPO, arXiv 2503.14476, sections 3.2 and 4.1, and its public training sc
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from planish.config import Section
 from planish.engines import ENGINES
@@ -36,7 +36,8 @@ class RolloutConfig(Section):
     """Keep only groups with right and wrong responses, and draw until the batch is full. DAPO,
     section 3.2."""
     generation_prompts_factor: float = Field(default=3.0, gt=0.0, le=64.0)
-    """Prompts of one generation round over the groups of the batch. DAPO's script: 1536 / 512."""
+    """Prompts of one generation round over the groups that are to be drawn. DAPO's script:
+    1536 / 512."""
     shrink_rounds: bool = False
     """Let later rounds draw only what the share of kept groups so far makes likely to be needed,
     plus a quarter. False is the published recipe; true samples less and trains on the same."""
@@ -45,6 +46,10 @@ class RolloutConfig(Section):
     starvation_policy: Literal["train_partial", "relax", "raise"] = "train_partial"
     """When the rounds are over and groups are missing: train on what there is, fill up with groups
     that carry no signal (needs `reward.keep_uniform_groups`), or fail."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Policy versions that a surplus group of dynamic sampling may be old when it is trained on.
+    With 1 or more, such groups fill the next batch first and rounds draw for the room that is
+    left; 0 draws their prompts again. DAPO, algorithm 1: 0."""
     sample_retries: int = Field(default=1, ge=0, le=10)
     """How often a response that the engine failed on is tried again before its group is dropped."""
     max_rows: int = Field(default=256, ge=1)
@@ -53,6 +58,14 @@ class RolloutConfig(Section):
     """Torch device of the engine."""
     threads: int = Field(default=1, ge=1)
     """Torch threads of the process."""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `max_staleness` out at its default: runs without it keep their digest."""
+        table: dict[str, Any] = handler(self)
+        if self.max_staleness == 0:
+            table.pop("max_staleness", None)
+        return table
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

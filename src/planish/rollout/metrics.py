@@ -9,13 +9,18 @@ import numpy as np
 from planish.engines.requests import FinishReason
 from planish.rollout.groups import Fate, Group
 from planish.rollout.sampler import Batch
+from planish.rollout.surplus import Exchange
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch, exchange: Exchange | None = None) -> dict[str, float]:
     """Return counts, shares of the fates of groups, and lengths.
 
     Response lengths and accuracy are those of all complete groups that were generated, not of the
     kept ones: they describe the policy. `kept_*` describe the batch.
+
+    Args:
+        batch: what was drawn.
+        exchange: what became of surplus groups; None where there is no reuse.
     """
     groups = batch.generated()
     complete = [g for g in groups if g.fate is not Fate.INCOMPLETE]
@@ -42,14 +47,29 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
             metrics[name] = fates.count(fate) / len(fates)
         metrics["accuracy_mean"] = float(np.mean([g.accuracy for g in complete]))
         metrics.update(_lengths(complete))
-    if batch.kept:
-        metrics["ds/samples_per_trained_sample"] = (
-            metrics["num_generated_rollouts"] / metrics["num_rollouts"]
-        )
-        metrics["kept_accuracy_mean"] = float(np.mean([g.accuracy for g in batch.kept]))
-        kept = _lengths(batch.kept)
-        metrics["kept_response_length_mean"] = kept["response_length_mean"]
+    num_right = sum(sum(g.accuracy) for g in batch.kept)
+    if exchange is not None:
+        num_right += sum(exchange.used.num_right)
+        _add_surplus(metrics, batch, exchange)
+    rows = metrics["num_rollouts"]
+    if rows:
+        metrics["ds/samples_per_trained_sample"] = metrics["num_generated_rollouts"] / rows
+        metrics["kept_accuracy_mean"] = num_right / rows
+        metrics["kept_response_length_mean"] = metrics["num_kept_tokens"] / rows
     return metrics
+
+
+def _add_surplus(metrics: dict[str, float], batch: Batch, exchange: Exchange) -> None:
+    """Count the reused groups in; num_groups + dropped + surplus + expired = generated + taken."""
+    used = exchange.used.rollouts
+    metrics["num_groups"] += used.num_groups
+    metrics["num_rollouts"] += used.num_rows
+    metrics["num_kept_tokens"] += len(used.response_tokens.values)
+    metrics["num_dropped_groups"] = len(batch.dropped)
+    metrics["ds/surplus"] = len(exchange.carried) + exchange.num_undrawn
+    metrics["ds/surplus_taken"] = exchange.num_taken
+    metrics["ds/surplus_used"] = len(exchange.used)
+    metrics["ds/surplus_expired"] = exchange.num_expired
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Dynamic sampling: draw groups in rounds until the batch is full.
 
 The filter looks at accuracy only; rewards and their shaping are the reward stage's. Which prompts
-are consumed is decided here: kept and dropped ones are, surplus ones are not and come again.
+are consumed is decided here: kept and dropped ones are; surplus ones are not and come again, unless
+they are written for the next iteration.
 
 Source: DAPO, arXiv 2503.14476, section 3.2 and algorithm 1.
 """
@@ -51,9 +52,14 @@ class Batch:
         """Return all groups by ordinal."""
         return sorted([*self.kept, *self.dropped, *self.surplus], key=lambda g: g.ordinal)
 
-    def consumed(self) -> list[int]:
-        """Return the sorted ordinals that must not be drawn again."""
-        return sorted(group.ordinal for group in [*self.kept, *self.dropped])
+    def consumed(self, *, with_surplus: bool = False) -> list[int]:
+        """Return the sorted ordinals that must not be drawn again.
+
+        Args:
+            with_surplus: also those of surplus groups, since the groups themselves are kept.
+        """
+        surplus = self.surplus if with_surplus else []
+        return sorted(group.ordinal for group in [*self.kept, *self.dropped, *surplus])
 
 
 def draw_batch(

@@ -6,20 +6,23 @@ import logging
 import time
 from typing import Any
 
-from planish.errors import ConfigError
+from planish.errors import ConfigError, ObjectMissing
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import Ref, parse_pin
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import Cursor, assign, fresh_cursor, parse_cursor
+from planish.records.stream import Cursor, assign, fresh_cursor, parse_data
 from planish.rollout.config import RolloutConfig
 from planish.rollout.groups import as_rollouts
 from planish.rollout.metrics import batch_metrics
 from planish.rollout.sampler import Batch, draw_batch
+from planish.rollout.surplus import Exchange, Surplus, Taken, read_surplus, settle, take_over
 from planish.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
 
 logger = logging.getLogger(__name__)
+
+_STATES = layout.state("", 0).rpartition("/")[0] + "/"
 
 
 def run(
@@ -59,14 +62,16 @@ def run(
     )
 
 
-def read_cursor(state_pin: str) -> Cursor:
-    """Return the prompt cursor of a train state; a fresh one for ""."""
+def read_data(state_pin: str) -> tuple[Cursor, list[str]]:
+    """Return prompt cursor and pins of surplus sets of a train state; fresh ones for ""."""
     if not state_pin:
-        return fresh_cursor()
+        return fresh_cursor(), []
     from planish.checkpoint.api import read_state_info
 
-    data = read_state_info(state_pin)["data"]
-    return parse_cursor({"next": data["next"], "pending": data["pending"]})
+    cursor, pins = parse_data(read_state_info(state_pin)["data"])
+    # A forked run begins with the state of another root, whose surplus lies there too.
+    root = parse_pin(state_pin)[0].rpartition(_STATES)[0]
+    return cursor, [f"{root}/{pin}" for pin in pins]
 
 
 def shard_groups(num_groups: int, shard: int, num_shards: int) -> int:
@@ -87,7 +92,7 @@ def _work(context: Context, num_shards: int, policy_pin: str, state_pin: str) ->
             f"{config.prompts_per_iteration} in an iteration, got shard {context.shard} of "
             f"{num_shards}; set fewer rollout shards"
         )
-    cursor = read_cursor(state_pin)
+    cursor, pins = read_data(state_pin)
     prompts_uri = layout.prompts(context.root)
     prompts_digest = read_manifest(prompts_uri).sha256
     parents = {"prompts": prompts_digest, "policy": parse_pin(policy_pin)[1]}
@@ -99,23 +104,76 @@ def _work(context: Context, num_shards: int, policy_pin: str, state_pin: str) ->
         "num_shards": num_shards,
         "cursor": dict(cursor),
     }
+    reuse = config.max_staleness > 0 or bool(pins)
+    if reuse:
+        facts["surplus_sources"] = [parse_pin(pin)[1] for pin in pins]
     ready = _ready(context, parents, facts)
     if ready is not None:
         return ready
     if mark_stopped(context.root, context.iteration):
         attributes = {**facts, "stopped": True, "consumed": [], "metrics": {}}
+        attributes |= {"surplus_sha256": ""} if reuse else {}
         return _write(context, RolloutSet.empty(), parents, attributes, {})
     prompts = read_set(PromptSet, prompts_uri, sha256=prompts_digest)
-    batch, version, timing = _sample(context, config, prompts, policy_pin, cursor, num_shards)
-    numbers = batch_metrics(batch)
+    mine = read_surplus(pins).share(context.shard, num_shards)
+    batch, taken, version, timing = _sample(
+        context, config, prompts, policy_pin, cursor, num_shards, mine
+    )
+    facts |= {"policy_version": version}
+    exchange = _settle(context, config, prompts, batch, taken, version) if reuse else None
     attributes = {
         **facts,
         "stopped": False,
-        "policy_version": version,
-        "consumed": batch.consumed(),
-        "metrics": numbers,
+        "consumed": batch.consumed(with_surplus=config.max_staleness > 0),
+        "metrics": batch_metrics(batch, exchange),
     }
-    return _write(context, as_rollouts(batch.kept, prompts), parents, attributes, timing)
+    rollouts = as_rollouts(batch.kept, prompts)
+    if exchange is not None:
+        attributes["surplus_sha256"] = _write_surplus(context, exchange.carried, parents, facts)
+        rollouts = RolloutSet.concat([exchange.used.rollouts, rollouts])
+    return _write(context, rollouts, parents, attributes, timing)
+
+
+def _settle(
+    context: Context,
+    config: RolloutConfig,
+    prompts: PromptSet,
+    batch: Batch,
+    taken: Taken,
+    version: int,
+) -> Exchange:
+    """Decide about the surplus; the policy of the next iteration is this iteration's version."""
+    keep = config.max_staleness > 0
+    return settle(
+        taken,
+        Surplus.of(batch.surplus if keep else [], prompts, version),
+        next_version=context.iteration,
+        max_staleness=config.max_staleness,
+        num_undrawn=0 if keep else len(batch.surplus),
+    )
+
+
+def _write_surplus(
+    context: Context, surplus: Surplus, parents: dict[str, str], facts: dict[str, Any]
+) -> str:
+    """Write the groups for the next iteration; returns the digest, "" for none."""
+    if not len(surplus):
+        return ""
+    names = ("config_sha256", "iteration", "seed", "shard", "num_shards", "policy_version")
+    attributes = {**{name: facts[name] for name in names}, **surplus.attributes()}
+    uri = layout.surplus(context.root, context.iteration, context.shard)
+    return write_set(uri, surplus.rollouts, parents=parents, attributes=attributes).manifest_sha256
+
+
+def _has_surplus(context: Context, digest: str) -> bool:
+    """Tell whether the surplus set that the rollouts name is there; "" names none."""
+    if not digest:
+        return True
+    uri = layout.surplus(context.root, context.iteration, context.shard)
+    try:
+        return read_manifest(uri).sha256 == digest
+    except ObjectMissing:
+        return False
 
 
 def _ready(context: Context, parents: dict[str, str], facts: dict[str, Any]) -> Outcome | None:
@@ -126,6 +184,8 @@ def _ready(context: Context, parents: dict[str, str], facts: dict[str, Any]) -> 
         return None
     attributes = read_manifest(uri, sha256=ref.manifest_sha256).attributes
     if any(attributes.get(name) != value for name, value in facts.items()):
+        return None
+    if not _has_surplus(context, attributes.get("surplus_sha256", "")):
         return None
     if attributes["stopped"] and not is_stopped(context.root, context.iteration):
         return None
@@ -139,8 +199,13 @@ def _sample(
     policy_pin: str,
     cursor: Cursor,
     num_shards: int,
-) -> tuple[Batch, int, dict[str, float]]:
-    """Return the batch, the policy version, and timings for the eyes of people."""
+    mine: Surplus,
+) -> tuple[Batch, Taken, int, dict[str, float]]:
+    """Fill the batch from `mine`, then draw what is missing.
+
+    Returns:
+        The drawn batch, what became of `mine`, the policy version, and timings for people.
+    """
     import torch
 
     from planish.engines import open_engine
@@ -160,9 +225,10 @@ def _sample(
         )
         ordinals = assign(cursor, context.shard, num_shards)
         room = shard_groups(config.prompts_per_iteration, context.shard, num_shards)
-        batch = draw_batch(ordinals, sample, room, config)
-        seconds = time.monotonic() - loaded
         version = engine.version()
+        taken = take_over(mine, room=room, version=version, max_staleness=config.max_staleness)
+        batch = draw_batch(ordinals, sample, room - len(taken.used), config)
+        seconds = time.monotonic() - loaded
         tokens = sum(group.num_tokens for group in batch.generated())
         occupancy = float(engine.stats().get("occupancy", 0.0))
     timing = {
@@ -171,7 +237,7 @@ def _sample(
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "engine_occupancy": occupancy,
     }
-    return batch, version, timing
+    return batch, taken, version, timing
 
 
 def _write(

@@ -19,7 +19,7 @@ from planish.records.manifest import Manifest
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import Cursor, advance, fresh_cursor, parse_cursor
+from planish.records.stream import advance, fresh_cursor, parse_data
 from planish.store import open_store
 from planish.train.config import TrainConfig
 
@@ -82,6 +82,11 @@ class TrainJob:
             raise ConfigError(f"`rollout.temperature` must be a number above 0, got {value!r}")
         return value
 
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions that a surplus group may be old; 0 is no reuse."""
+        return int(self.config.get("rollout", {}).get("max_staleness", 0))
+
     def parents(self) -> dict[str, str]:
         """Return the digests of the inputs by name."""
         pins = {"policy": self.policy_pin, "rewards": self.rewards_pin, "state": self.state_pin}
@@ -112,11 +117,12 @@ class JobResult:
         return cls(Ref.from_json(raw["state"]), raw["metrics"])
 
 
-def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, Cursor]:
+def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
     """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
 
     Returns:
-        Rollouts in shard order, rewards row by row, and the prompt cursor for the new train state.
+        Rollouts in shard order, rewards row by row, and the `data` of the new train state: the
+        prompt cursor, and pins of surplus sets where there are any.
 
     Raises:
         RecordError: a set is damaged, or the rewards score other rollouts.
@@ -126,6 +132,7 @@ def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, Cursor]:
     rewards = read_set(RewardSet, uri, sha256=digest)
     sets: list[RolloutSet] = []
     consumed: list[int] = []
+    surplus: list[str] = []
     for shard in range(job.num_shards):
         place = layout.rollouts(job.root, job.iteration, shard)
         manifest = read_manifest(place)
@@ -136,8 +143,29 @@ def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, Cursor]:
             )
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
         consumed += _ordinals(manifest, place)
-    cursor = parse_cursor(job.info().get("data", fresh_cursor()))
-    return RolloutSet.concat(sets), rewards, advance(cursor, consumed)
+        surplus += _surplus(job, shard, manifest)
+    # The sets that the state before names are used up: the rollouts took over all their groups.
+    cursor, _ = parse_data(job.info().get("data", fresh_cursor()))
+    data: dict[str, Any] = {**advance(cursor, consumed)}
+    if surplus:
+        data["surplus"] = surplus
+    return RolloutSet.concat(sets), rewards, data
+
+
+def _surplus(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
+    """Return the pin, relative to the root, of a shard's surplus set that is not too old.
+
+    Raises:
+        RecordError: the set at its place is not the one that the rollouts name.
+    """
+    digest = manifest.attributes.get("surplus_sha256", "")
+    if not digest:
+        return []
+    place = layout.surplus(job.root, job.iteration, shard)
+    versions = read_manifest(place, sha256=digest).attributes["versions"]
+    if job.iteration - max(versions) > job.max_staleness:
+        return []
+    return [f"{place.removeprefix(f'{job.root}/')}#sha256={digest}"]
 
 
 def _ordinals(manifest: Manifest, place: str) -> list[int]:

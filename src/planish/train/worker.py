@@ -31,7 +31,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     Every rank calls it; the first one writes what is not sharded.
     """
     config = job.train
-    rollouts, rewards, cursor = read_inputs(job)
+    rollouts, rewards, data = read_inputs(job)
     info = job.info()
     progress = Progress.from_json(info) if info else Progress()
     algorithm = build_algorithm(job.config.get("algorithm", {}))
@@ -62,7 +62,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         write_report(layout.update(job.root, job.iteration), report)
     extra = {
         **result.progress.to_json(),
-        "data": cursor,
+        "data": data,
         "policy_version": job.iteration,
         "num_ranks": ranks.size,
         "device": device.type,

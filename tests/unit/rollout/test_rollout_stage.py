@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from planish.checkpoint.api import save
 from planish.config import config_sha256
 from planish.engines.sampling import request_seed
 from planish.models.config import ModelConfig
@@ -194,7 +195,7 @@ def test_a_second_call_is_already_done_with_the_same_metrics(new_run):
 def test_another_cursor_is_not_already_done(new_run, monkeypatch):
     run = new_run()
     first, _ = run.call()
-    monkeypatch.setattr(stage, "read_cursor", lambda pin: {"next": 7, "pending": [2]})
+    monkeypatch.setattr(stage, "read_data", lambda pin: ({"next": 7, "pending": [2]}, []))
     second, _ = run.call()
     assert second.manifest_sha256 != first.manifest_sha256
     assert run.attributes()["consumed"][0] == 2
@@ -311,6 +312,84 @@ def test_a_policy_that_fails_on_a_prompt_loses_that_group_only(new_run, caplog):
     assert metrics["group_dropped_incomplete"] >= 1
     assert "must be finite" in caplog.text
     assert np.isfinite(rollouts.rollout_logprobs.values).all()
+
+
+def after_iteration(run, number, num_shards):
+    """Write a train state as the train stage would, and the policy after it; returns its pin."""
+    found = [run.attributes(number, s) for s in range(num_shards)]
+    before = found[0]["cursor"]
+    pins = [
+        f"iterations/{number:05d}/surplus/{s:02d}#sha256={a['surplus_sha256']}"
+        for s, a in enumerate(found)
+        if a["surplus_sha256"]
+    ]
+    data = {**advance(before, [k for a in found for k in a["consumed"]]), "surplus": pins}
+    uri = layout.policy(run.root, number)
+    policy = easy_policy()
+    run.policy_pin = save_policy(uri, policy, version=number, parents={}, attributes={}).pin()
+    state = {"model": {"x": torch.zeros(1)}, "extra": {"data": data}}
+    return save(layout.state(run.root, number), state, parents={}, attributes={}).pin()
+
+
+def test_surplus_groups_fill_the_next_batch_first(new_run):
+    run = new_run(generation_prompts_factor=4.0, max_staleness=1)
+    for shard in range(2):
+        run.call(shard, 2)
+    sets = [read_manifest(layout.surplus(run.root, 1, s)) for s in range(2)]
+    first = [run.attributes(1, s) for s in range(2)]
+    for manifest, attributes in zip(sets, first, strict=True):
+        assert manifest.sha256 == attributes["surplus_sha256"]
+        assert set(manifest.attributes["ordinals"]) < set(attributes["consumed"])
+        assert len(manifest.attributes["ordinals"]) == attributes["metrics"]["ds/surplus"]
+    waiting = sorted(k for m in sets for k in m.attributes["ordinals"])
+    groups = [read_set(RolloutSet, layout.surplus(run.root, 1, s)) for s in range(2)]
+    pool = RolloutSet.concat(groups)
+    order = np.argsort([k for m in sets for k in m.attributes["ordinals"]])
+    state = after_iteration(run, 1, 2)
+    refs = [run.call(shard, 3, state_pin=state, number=2)[0] for shard in range(3)]
+    second = [run.attributes(2, s) for s in range(3)]
+    for shard, attributes in enumerate(second):
+        numbers = attributes["metrics"]
+        mine = order[shard::3]
+        used = int(numbers["ds/surplus_used"])
+        assert used == min(2, len(mine)) > 0
+        made = read_set(RolloutSet, refs[shard].uri)
+        assert made.take_groups(range(used)) == pool.take_groups(mine[:used])
+        assert set(made.take_groups(range(used)).policy_version.values.tolist()) == {0}
+        assert numbers["num_groups"] == 2
+        assert numbers["ds/surplus_taken"] == len(mine)
+        # version 2 samples next: what version 0 has sampled is too old by then
+        assert numbers["ds/surplus_expired"] == len(mine) - used
+        assert attributes["surplus_sources"] == [m.sha256 for m in sets]
+        assert not set(attributes["consumed"]) & set(waiting)
+    consumed = [k for a in [*first, *second] for k in a["consumed"]]
+    assert len(consumed) == len(set(consumed))
+    total = sum(a["metrics"]["num_generated_groups"] for a in [*first, *second])
+    assert len(consumed) == total
+
+
+def test_reuse_is_already_done_only_while_its_surplus_set_is_there(new_run):
+    run = new_run(generation_prompts_factor=4.0, max_staleness=1)
+    first, _ = run.call()
+    assert run.call()[0] == first
+    assert run.log()["already_done"] is True
+    open_store(run.root).delete(layout.surplus(run.root, 1, 0) + "/manifest.json")
+    assert run.call()[0] == first
+    assert run.log()["already_done"] is False
+    digest = run.attributes()["surplus_sha256"]
+    assert read_manifest(layout.surplus(run.root, 1, 0)).sha256 == digest
+    other = new_run(generation_prompts_factor=4.0, max_staleness=1)
+    assert other.call()[0].manifest_sha256 == first.manifest_sha256
+
+
+def test_without_reuse_nothing_new_is_written(new_run):
+    run = new_run(generation_prompts_factor=4.0)
+    _, metrics = run.call()
+    assert metrics["ds/surplus"] > 0
+    assert "ds/surplus_used" not in metrics
+    assert not {"surplus_sha256", "surplus_sources"} & set(run.attributes())
+    uri = layout.surplus(run.root, 1, 0) + "/manifest.json"
+    assert not open_store(uri).exists(uri)
 
 
 def test_the_command_line_names_every_parameter():
