@@ -46,7 +46,7 @@ check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: unde
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m 'not slow and not server and not gpu and not cluster' tests/unit tests/contract $(ARGS)
 
 servers:  ## build the test servers from their Go modules into .cache/bin
-	tests/servers/build.sh minio
+	tests/servers/build.sh minio etcd kubernetes
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them
 	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
@@ -63,6 +63,7 @@ studies: $(VENV)/.installed  ## experiments of many runs (tens of minutes)
 
 golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the review
 	$(BIN)/python -m tests.golden.write
+	$(BIN)/python -m tests.golden.write_surface
 	$(BIN)/python -m pipelines.compile
 
 compile: $(VENV)/.installed  ## compile the pipelines; CHECK=1 fails when the golden YAML differs

@@ -105,7 +105,7 @@ _TINY_HEAVY = Resources("1", "4Gi", timeout_seconds=30 * MINUTE, retries=1, back
 
 CPU_TINY = Profile(
     name="cpu-tiny",
-    num_iterations=8,
+    num_iterations=12,
     num_shards=2,
     parallelism=2,
     stages={

@@ -36,12 +36,11 @@ from planish.records.refs import Ref
 from planish.stage_log import StageLog
 from planish.store import open_store
 from planish.store.documents import read_json, write_json
+from planish.telemetry import LOG_FORMAT
 
 logger = logging.getLogger(__name__)
 
 SectionT = TypeVar("SectionT", bound=Section)
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class Artifact(Protocol):

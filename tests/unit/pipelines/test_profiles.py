@@ -49,7 +49,7 @@ def test_an_unknown_profile_is_refused():
 
 
 def test_the_shipped_profiles_are_what_their_names_say():
-    assert (CPU_TINY.num_iterations, CPU_TINY.num_shards) == (8, 2)
+    assert (CPU_TINY.num_iterations, CPU_TINY.num_shards) == (12, 2)
     assert all(r.gpus == 0 for r in CPU_TINY.stages.values())
     for profile, shards in ((GPU_1X8, 8), (GPU_4X8, 32)):
         assert profile.num_shards == shards
