@@ -43,8 +43,8 @@ _STAGES = {
         from collections import namedtuple
         Prepared = namedtuple("Prepared", "config_sha256 offset chain_index")
         def run(*, root, preset, config, overrides, model, dataset, seed, resume_from, chain_index,
-                num_iterations, num_shards, allow_config_change, assume_autoscaling, requests, summary,
-                metrics):
+                num_iterations, num_shards, allow_config_change, assume_autoscaling, requests,
+                summary, metrics):
             note("prepare", root=root, preset=preset, seed=seed, chain_index=chain_index,
                  num_iterations=num_iterations, num_shards=num_shards,
                  allow_config_change=allow_config_change,
