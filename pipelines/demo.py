@@ -215,12 +215,17 @@ def read_summary(root: str) -> dict[str, Any]:
     return summary
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the last line of standard output is JSON."""
+def demo_parser() -> argparse.ArgumentParser:
+    """Return the command line of the demo."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser, root_required=False)
     parser.add_argument("--no-control", action="store_true", help="skip the supervised control")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; the last line of standard output is JSON."""
+    arguments = demo_parser().parse_args(argv)
     arguments.root = (arguments.root or default_root(arguments)).rstrip("/")
     console = Console(soft_wrap=True)
     logs = REPOSITORY / "runs" / "logs"
