@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.local import run_parameters
+from planish.config import preset_names
 from planish.errors import PlanishError
 from planish.records import layout
 from planish.store import open_store
@@ -215,6 +216,16 @@ def read_summary(root: str) -> dict[str, Any]:
     return summary
 
 
+def tiny_preset(name: str) -> str:
+    """Return the preset that a demo runs: the tiny one where only an algorithm is named.
+
+    Example:
+        >>> tiny_preset("vapo"), tiny_preset("dapo-paper")
+        ('vapo-tiny', 'dapo-paper')
+    """
+    return f"{name}-tiny" if f"{name}-tiny" in preset_names() else name
+
+
 def demo_parser() -> argparse.ArgumentParser:
     """Return the command line of the demo."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -226,6 +237,7 @@ def demo_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the last line of standard output is JSON."""
     arguments = demo_parser().parse_args(argv)
+    arguments.preset = tiny_preset(arguments.preset)
     arguments.root = (arguments.root or default_root(arguments)).rstrip("/")
     console = Console(soft_wrap=True)
     logs = REPOSITORY / "runs" / "logs"

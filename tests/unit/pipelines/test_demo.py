@@ -9,6 +9,7 @@ from pipelines.demo import (
     progress_line,
     read_tasks,
     seconds_by_stage,
+    tiny_preset,
     work_seconds,
 )
 from planish.records import layout
@@ -55,6 +56,15 @@ def test_only_ended_attempts_of_this_run_are_read(tmp_path: Path) -> None:
     (tmp_path / "logs" / "00001-checkpoint-00.json").write_text('{"half')
     found = read_tasks(root, since=99.0)
     assert [(task.stage, task.metrics) for task in found] == [("reward", {"a": 1.0})]
+
+
+def test_an_algorithm_alone_means_its_tiny_preset() -> None:
+    assert [tiny_preset(name) for name in ("grpo", "dapo-tiny", "dapo-paper", "typo")] == [
+        "grpo-tiny",
+        "dapo-tiny",
+        "dapo-paper",
+        "typo",
+    ]
 
 
 def test_each_choice_has_a_folder_of_its_own() -> None:
