@@ -68,7 +68,7 @@ def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
     if section not in SECTIONS:
         raise ConfigError(
             f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
-            f"{_nearest(section, SECTIONS)}"
+            f"{nearest(section, SECTIONS)}"
         )
     found = _resolve(SECTIONS[section])
     if isinstance(found, type):
@@ -77,7 +77,8 @@ def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
     return picker(raw)
 
 
-def _nearest(key: str, valid: Iterable[str]) -> str:
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing."""
     close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
     return f"; did you mean `{close[0]}`?" if close else ""
 
@@ -99,7 +100,7 @@ def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
     path = ".".join([section, *(str(part) for part in item["loc"])])
     value = item.get("input")
     if item["type"] == "extra_forbidden":
-        hint = _nearest(str(item["loc"][-1]), cls.model_fields) or (
+        hint = nearest(str(item["loc"][-1]), cls.model_fields) or (
             f"; valid keys are {sorted(cls.model_fields)}"
         )
         return f"`{path}` is not a known key, got {value!r}{hint}"
@@ -140,7 +141,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     """
     names = preset_names()
     if name not in names:
-        raise ConfigError(f"a preset must be one of {names}, got {name!r}{_nearest(name, names)}")
+        raise ConfigError(f"a preset must be one of {names}, got {name!r}{nearest(name, names)}")
     text = (resources.files("planish") / "presets" / f"{name}.toml").read_text("utf-8")
     return parse_toml(text, name=f"preset {name}")
 

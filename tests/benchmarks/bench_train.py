@@ -63,6 +63,7 @@ def make_batch(shape: str, seed: int) -> TrainBatch:
         attention_mask=torch.from_numpy(real),
         policy_mask=torch.from_numpy(trained),
         value_mask=torch.from_numpy(trained),
+        positive_mask=torch.zeros(real.shape, dtype=torch.bool),
         rollout_logprobs=old,
         old_logprobs=old,
         values=zeros,
@@ -84,8 +85,8 @@ class Ours:
         self.algorithm = algorithm
 
     def step(self, batch: TrainBatch, counts: Denominators) -> None:
-        def loss_fn(logprobs, entropy, values, micro):
-            return self.algorithm.loss(logprobs, entropy, values, micro, counts)
+        def loss_fn(logprobs, entropy, micro):
+            return self.algorithm.loss(logprobs, entropy, micro, counts)
 
         self.trainer.step(batch, loss_fn, learning_rate=5e-4)
 
@@ -155,7 +156,7 @@ class Packed(Ours):
             mask = flat["policy_mask"]
             one = batch.take(torch.zeros(1, dtype=torch.int64)).updated(**flat)
             output = self.algorithm.loss(
-                scatter_tokens(mask, scored), scatter_tokens(mask, entropy), None, one, counts
+                scatter_tokens(mask, scored), scatter_tokens(mask, entropy), one, counts
             )
             output.loss.backward()
         trainer._clip()

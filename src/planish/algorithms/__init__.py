@@ -6,52 +6,51 @@ are given, so that configurations can be checked by processes that have no use f
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planish.config import Section
+from planish.config import Section, nearest
 from planish.errors import ConfigError
 
 if TYPE_CHECKING:
-    from planish.algorithms.base import Algorithm
+    from planish.algorithms.base import Algorithm, Recipe
 
 ALGORITHMS: dict[str, str] = {
-    "dapo": "planish.algorithms.dapo:Dapo",
-    "grpo": "planish.algorithms.grpo:Grpo",
+    "dapo": "planish.algorithms.dapo:RECIPE",
+    "grpo": "planish.algorithms.grpo:RECIPE",
 }
-"""Name to `module:Class`; the class meets `planish.algorithms.base.Algorithm`."""
+"""Name to `module:attribute`, a `planish.algorithms.base.Recipe`."""
 
 DEFAULT_ALGORITHM = "dapo"
 
 
-def algorithm_class(name: str) -> type[Algorithm]:
-    """Return the class behind `name`.
+def algorithm_recipe(raw: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that the raw `[algorithm]` table asks for by its `name`.
 
     Raises:
         ConfigError: no such algorithm; the nearest name is given.
     """
+    name = raw.get("name", DEFAULT_ALGORITHM)
     if name not in ALGORITHMS:
-        close = difflib.get_close_matches(str(name), list(ALGORITHMS), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"`algorithm.name` must be one of {sorted(ALGORITHMS)}, got {name!r}{hint}"
+            f"`algorithm.name` must be one of {sorted(ALGORITHMS)}, got {name!r}"
+            f"{nearest(str(name), ALGORITHMS)}"
         )
     module, _, attribute = ALGORITHMS[name].partition(":")
-    found: type[Algorithm] = getattr(importlib.import_module(module), attribute)
+    found: Recipe = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def algorithm_config(raw: Mapping[str, Any]) -> type[Section]:
-    """Return the configuration class that the raw `[algorithm]` table asks for by its `name`."""
-    return algorithm_class(raw.get("name", DEFAULT_ALGORITHM)).config_class
+    """Return the configuration class of the raw `[algorithm]` table."""
+    return algorithm_recipe(raw).config_class
 
 
 def build_algorithm(raw: Mapping[str, Any]) -> Algorithm:
-    """Build the algorithm of a resolved `[algorithm]` table.
+    """Build the algorithm of an `[algorithm]` table.
 
     Raises:
         ConfigError: unknown name, key or value.
     """
-    return algorithm_class(raw.get("name", DEFAULT_ALGORITHM)).from_table(raw)
+    return algorithm_recipe(raw).build(raw)

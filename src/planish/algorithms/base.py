@@ -7,11 +7,11 @@ into micro-batches and ranks changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from planish.config import Section
+from planish.config import Section, parse_section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,8 @@ class TrainBatch:
     """[B, S] bool, tokens in the policy loss."""
     value_mask: Tensor
     """[B, S] bool, tokens in the value loss."""
+    positive_mask: Tensor
+    """[B, S] bool, tokens in the language-model loss on correct responses."""
     rollout_logprobs: Tensor
     """[B, S] float32, from the engine that sampled; 0 outside responses."""
     old_logprobs: Tensor
@@ -116,49 +118,88 @@ class LossOutput:
 
 
 class LossFn(Protocol):
-    """The loss that a trainer calls on each micro-batch; denominators are already bound."""
+    """The policy loss that a trainer calls on each micro-batch; denominators are already bound."""
 
-    def __call__(
-        self, logprobs: Tensor, entropy: Tensor, values: Tensor | None, batch: TrainBatch
-    ) -> LossOutput:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         """Return the part of the loss that belongs to one micro-batch.
 
         Args:
-            logprobs: [B, S] float32 under the current policy, 0 outside `batch.policy_mask`.
+            logprobs: [B, S] float32 under the current policy, 0 outside `batch.policy_mask` and
+                `batch.positive_mask`.
             entropy: [B, S] float32 of the distribution at each token, no gradient.
-            values: [B, S] float32 of the current critic; None for algorithms without one.
             batch: the micro-batch.
+        """
+
+
+class ValueLossFn(Protocol):
+    """The value loss that a trainer calls on each micro-batch; denominators are already bound."""
+
+    def __call__(self, values: Tensor, batch: TrainBatch) -> LossOutput:
+        """Return the part of the value loss that belongs to one micro-batch.
+
+        Args:
+            values: [B, S] float32 of the current critic, 0 outside `batch.value_mask`.
+            batch: the micro-batch; its own `values` are those of the old critic.
         """
 
 
 class Algorithm(Protocol):
     """One published recipe: masks and advantages, then a loss with its denominators."""
 
-    config_class: ClassVar[type[Section]]
-    """Class of the `[algorithm]` table; its field `name` is the key in `ALGORITHMS`."""
     needs_values: ClassVar[bool]
-    """True where the trainer must also run a critic."""
-
-    @classmethod
-    def from_table(cls, raw: Mapping[str, Any]) -> Self:
-        """Build from the raw `[algorithm]` table.
-
-        Raises:
-            ConfigError: unknown key or wrong value.
-        """
+    """True where the trainer must also run a critic: the class meets `ActorCritic` too."""
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Return the whole rollout batch with masks, advantages and returns filled in."""
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Return what the loss divides by; counts of disjoint batches add up."""
+        """Return what the policy loss divides by; counts of disjoint batches add up.
+
+        A mini-batch whose counts are all 0 makes no policy step.
+        """
 
     def loss(
-        self,
-        logprobs: Tensor,
-        entropy: Tensor,
-        values: Tensor | None,
-        batch: TrainBatch,
-        denominators: Denominators,
+        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
     ) -> LossOutput:
-        """Return one micro-batch's part of the loss; see `LossFn`."""
+        """Return one micro-batch's part of the policy loss; see `LossFn`."""
+
+
+class ActorCritic(Algorithm, Protocol):
+    """A recipe with a critic: `needs_values` is True."""
+
+    def value_counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Return what the value loss divides by; counts of disjoint batches add up.
+
+        A mini-batch whose counts are all 0 makes no critic step.
+        """
+
+    def value_loss(
+        self, values: Tensor, batch: TrainBatch, denominators: Denominators
+    ) -> LossOutput:
+        """Return one micro-batch's part of the value loss; see `ValueLossFn`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An entry of the table of algorithms: a class and the constants that it runs with.
+
+    Several recipes share a class where one paper's algorithm is another's with other constants.
+
+    Example:
+        >>> from planish.algorithms.dapo import Dapo, DapoConfig
+        >>> Recipe(DapoConfig, Dapo).build({"clip_high": 0.3}).config.clip_high
+        0.3
+    """
+
+    config_class: type[Section]
+    """Class of the `[algorithm]` table; its field `name` is the key in `ALGORITHMS`."""
+    algorithm_class: Callable[[Any], Algorithm]
+    """Takes a parsed `config_class`."""
+
+    def build(self, raw: Mapping[str, Any]) -> Algorithm:
+        """Build from the raw `[algorithm]` table.
+
+        Raises:
+            ConfigError: unknown key or wrong value.
+        """
+        return self.algorithm_class(parse_section(self.config_class, raw, section="algorithm"))

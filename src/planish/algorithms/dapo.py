@@ -8,19 +8,17 @@ Source: DAPO, arXiv 2503.14476, sections 2.3, 3.1, 3.3, 3.4 and 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from planish.algorithms.base import Denominators, LossOutput, TrainBatch
+from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.group_policy import (
     GroupPolicyConfig,
     fill_group_advantages,
     policy_loss,
 )
 from planish.algorithms.losses import Aggregation, loss_counts
-from planish.config import Section, parse_section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,18 +36,12 @@ class DapoConfig(GroupPolicyConfig):
 
 
 class Dapo:
-    """DAPO's policy update."""
+    """Group-relative advantages and the clipped policy loss."""
 
-    config_class: ClassVar[type[Section]] = DapoConfig
     needs_values: ClassVar[bool] = False
 
-    def __init__(self, config: DapoConfig) -> None:
+    def __init__(self, config: GroupPolicyConfig) -> None:
         self.config = config
-
-    @classmethod
-    def from_table(cls, raw: Mapping[str, Any]) -> Dapo:
-        """Build from the raw `[algorithm]` table."""
-        return cls(parse_section(DapoConfig, raw, section="algorithm"))
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in the policy mask and the group-relative advantages."""
@@ -60,12 +52,10 @@ class Dapo:
         return loss_counts(batch.policy_mask)
 
     def loss(
-        self,
-        logprobs: Tensor,
-        entropy: Tensor,
-        values: Tensor | None,
-        batch: TrainBatch,
-        denominators: Denominators,
+        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
     ) -> LossOutput:
         """Return one micro-batch's part of the clipped surrogate."""
         return policy_loss(logprobs, entropy, batch, denominators, self.config)
+
+
+RECIPE = Recipe(DapoConfig, Dapo)

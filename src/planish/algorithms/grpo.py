@@ -8,20 +8,12 @@ Source: GRPO, arXiv 2402.03300, section 4.1; DAPO, arXiv 2503.14476, section 2.2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Literal
 
-from planish.algorithms.base import Denominators, LossOutput, TrainBatch
-from planish.algorithms.group_policy import (
-    GroupPolicyConfig,
-    fill_group_advantages,
-    policy_loss,
-)
-from planish.algorithms.losses import Aggregation, loss_counts
-from planish.config import Section, parse_section
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from planish.algorithms.base import Recipe
+from planish.algorithms.dapo import Dapo
+from planish.algorithms.group_policy import GroupPolicyConfig
+from planish.algorithms.losses import Aggregation
 
 
 class GrpoConfig(GroupPolicyConfig):
@@ -33,35 +25,4 @@ class GrpoConfig(GroupPolicyConfig):
     """Every response weighs the same, whatever its length."""
 
 
-class Grpo:
-    """GRPO's policy update."""
-
-    config_class: ClassVar[type[Section]] = GrpoConfig
-    needs_values: ClassVar[bool] = False
-
-    def __init__(self, config: GrpoConfig) -> None:
-        self.config = config
-
-    @classmethod
-    def from_table(cls, raw: Mapping[str, Any]) -> Grpo:
-        """Build from the raw `[algorithm]` table."""
-        return cls(parse_section(GrpoConfig, raw, section="algorithm"))
-
-    def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fill in the policy mask and the group-relative advantages."""
-        return fill_group_advantages(batch, self.config)
-
-    def counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Count tokens and sequences in the policy loss."""
-        return loss_counts(batch.policy_mask)
-
-    def loss(
-        self,
-        logprobs: Tensor,
-        entropy: Tensor,
-        values: Tensor | None,
-        batch: TrainBatch,
-        denominators: Denominators,
-    ) -> LossOutput:
-        """Return one micro-batch's part of the clipped surrogate."""
-        return policy_loss(logprobs, entropy, batch, denominators, self.config)
+RECIPE = Recipe(GrpoConfig, Dapo)

@@ -71,6 +71,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         attention_mask=torch.from_numpy(real),
         policy_mask=torch.from_numpy(trained),
         value_mask=torch.from_numpy(in_response),
+        positive_mask=torch.zeros(shape, dtype=torch.bool),
         rollout_logprobs=torch.from_numpy(logprobs),
         old_logprobs=zeros,
         values=zeros,
@@ -181,7 +182,7 @@ def gather_rows(batch: TrainBatch, rows: Rows) -> TrainBatch:
     if len(rows) == 0:
         idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=2)
         off = torch.zeros_like(idle.policy_mask)
-        return idle.updated(attention_mask=off, policy_mask=off, value_mask=off)
+        return idle.updated(attention_mask=off, policy_mask=off, value_mask=off, positive_mask=off)
     index = torch.from_numpy(np.ascontiguousarray(rows))
     longest = int(batch.attention_mask.index_select(0, index).sum(1).max())
     return batch.take(index, num_columns=longest)

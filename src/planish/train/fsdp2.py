@@ -131,7 +131,7 @@ class Fsdp2Trainer:
         for rows in self._plan(minibatch):
             micro = gather_rows(minibatch, rows).to(self.device)
             logprobs, entropy = self._score(micro)
-            output = loss_fn(logprobs, entropy, None, micro)
+            output = loss_fn(logprobs, entropy, micro)
             # Sharded gradients are averaged over ranks; the parts of the loss are to be summed.
             torch.autograd.backward(output.loss * self.ranks.size)
             tally.add(output)

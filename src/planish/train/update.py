@@ -159,11 +159,10 @@ def _run_steps(
         def loss_fn(
             logprobs: Tensor,
             entropy: Tensor,
-            values: Tensor | None,
             batch: TrainBatch,
             denominators: Denominators = denominators,
         ) -> LossOutput:
-            return algorithm.loss(logprobs, entropy, values, batch, denominators)
+            return algorithm.loss(logprobs, entropy, batch, denominators)
 
         metrics = trainer.step(minibatch, loss_fn, learning_rate=rate)
         metrics |= {

@@ -23,6 +23,7 @@ def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, gr
         attention_mask=torch.ones_like(mask),
         policy_mask=mask,
         value_mask=mask,
+        positive_mask=torch.zeros_like(mask),
         rollout_logprobs=old_logprobs if rollout is None else tokens(rollout),
         old_logprobs=old_logprobs,
         values=torch.zeros(mask.shape),

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from planish.algorithms import ALGORITHMS, algorithm_config, build_algorithm
+from planish.algorithms.base import LossOutput, Recipe
 from planish.algorithms.dapo import Dapo, DapoConfig
-from planish.algorithms.grpo import Grpo, GrpoConfig
-from planish.config import parse_section
+from planish.algorithms.grpo import GrpoConfig
+from planish.config import Section, parse_section
 from planish.errors import ConfigError
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
 
@@ -20,7 +21,7 @@ from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
 def run_loss(algorithm, batch, new, entropy=None):
     batch = algorithm.advantages(batch)
     entropy = torch.zeros_like(new) if entropy is None else entropy
-    return algorithm.loss(new, entropy, None, batch, whole_step(algorithm, batch))
+    return algorithm.loss(new, entropy, batch, whole_step(algorithm, batch))
 
 
 def test_dapo_defaults_are_the_published_ones():
@@ -49,7 +50,7 @@ def test_dapo_and_grpo_by_hand_on_one_group_of_two():
     # DAPO: ratio 1.25 is inside 1.28. GRPO: cut to 1.2 where the advantage is positive.
     dapo = run_loss(Dapo(DapoConfig(advantage_epsilon=0.0)), batch, new)
     assert dapo.loss.item() == pytest.approx((-3 * 1.25 * a + 1.25 * a) / 4, abs=1e-6)
-    grpo = run_loss(Grpo(GrpoConfig(advantage_epsilon=0.0)), batch, new)
+    grpo = run_loss(Dapo(GrpoConfig(advantage_epsilon=0.0)), batch, new)
     assert grpo.loss.item() == pytest.approx((-1.2 * a + 1.25 * a) / 2, abs=1e-6)
 
 
@@ -130,7 +131,7 @@ def test_correction_scales_the_loss_of_each_token():
 def test_picker_follows_the_name_and_names_the_nearest_key():
     assert algorithm_config({"name": "grpo"}) is GrpoConfig
     assert algorithm_config({}) is DapoConfig
-    with pytest.raises(ConfigError, match="did you mean 'dapo'"):
+    with pytest.raises(ConfigError, match="did you mean `dapo`"):
         algorithm_config({"name": "dpao"})
     with pytest.raises(ConfigError, match="clip_higher"):
         build_algorithm({"name": "dapo", "clip_higher": 0.3})
@@ -151,15 +152,17 @@ def test_impossible_constants_are_refused(table, message):
         parse_section(DapoConfig, table, section="algorithm")
 
 
+class PlainConfig(Section):
+    name: str = "plain"
+
+
 class PlainGradient:
     """A new algorithm: one class and one line in the table."""
 
-    config_class = DapoConfig
     needs_values = False
 
-    @classmethod
-    def from_table(cls, raw):
-        return cls()
+    def __init__(self, config):
+        self.config = config
 
     def advantages(self, batch):
         return batch.updated(advantages=batch.reward[:, None] * batch.policy_mask)
@@ -167,15 +170,16 @@ class PlainGradient:
     def counts(self, batch):
         return {"rows": float(len(batch))}
 
-    def loss(self, logprobs, entropy, values, batch, denominators):
-        from planish.algorithms.base import LossOutput
-
+    def loss(self, logprobs, entropy, batch, denominators):
         total = -(logprobs * batch.advantages).sum()
         return LossOutput(total / denominators.minibatch["rows"])
 
 
+PLAIN = Recipe(PlainConfig, PlainGradient)
+
+
 def test_a_new_algorithm_is_one_line_in_the_table(monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "plain", f"{__name__}:PlainGradient")
+    monkeypatch.setitem(ALGORITHMS, "plain", f"{__name__}:PLAIN")
     algorithm = build_algorithm({"name": "plain"})
     batch = make_batch(ragged_mask([1, 2], 2), reward=[1.0, -1.0])
     output = run_loss(algorithm, batch, torch.full((2, 2), -0.5))

@@ -52,8 +52,8 @@ def one_step(trainer, batch, loss=ALGORITHM.loss):
     counts = ALGORITHM.counts(batch)
     denominators = Denominators(counts, counts, 1)
 
-    def loss_fn(logprobs, entropy, values, micro):
-        return loss(logprobs, entropy, values, micro, denominators)
+    def loss_fn(logprobs, entropy, micro):
+        return loss(logprobs, entropy, micro, denominators)
 
     return trainer.step(batch, loss_fn, learning_rate=5e-4)
 
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(tiny, ba
     one_step(trainer, batch)
     before = {k: v.clone() for part in trainer.state().values() for k, v in part.items()}
 
-    def broken(logprobs, entropy, values, micro, denominators):
+    def broken(logprobs, entropy, micro, denominators):
         return LossOutput((logprobs * float("nan")).sum())
 
     metrics = one_step(trainer, batch, broken)

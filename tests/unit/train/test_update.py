@@ -28,7 +28,7 @@ class TableTrainer:
 
     def step(self, minibatch, loss_fn, *, learning_rate):
         logprobs = self.table * minibatch.policy_mask
-        output = loss_fn(logprobs, torch.zeros_like(logprobs), None, minibatch)
+        output = loss_fn(logprobs, torch.zeros_like(logprobs), minibatch)
         (gradient,) = torch.autograd.grad(output.loss, self.table)
         self.rates.append(learning_rate)
         norm = self.norms.pop(0) if self.norms else gradient.norm().item()
