@@ -68,6 +68,16 @@ def surplus(root: str, number: int, shard: int) -> str:
     return f"{iteration(root, number)}/surplus/{shard:02d}"
 
 
+def values(root: str, number: int) -> str:
+    """Critic's values of the responses that go on in the next iteration."""
+    return f"{iteration(root, number)}/values"
+
+
+def carry(root: str, number: int, shard: int) -> str:
+    """Responses of a shard that go on in the next iteration."""
+    return f"{iteration(root, number)}/carry/{shard:02d}"
+
+
 def rewards(root: str, number: int) -> str:
     """Rewards of all shards' rollouts, rows in shard order."""
     return f"{iteration(root, number)}/rewards"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,31 +62,68 @@ def parse_cursor(raw: object) -> Cursor:
     return Cursor(next=cursor["next"], pending=list(cursor["pending"]))
 
 
-def parse_data(raw: object) -> tuple[Cursor, list[str]]:
-    """Check what a train state says about its data.
+@dataclass(frozen=True)
+class StreamState:
+    """What a train state says about its data; pins are relative to the root of the run.
 
-    Returns:
-        The prompt cursor, and the surplus sets that the next rollout may use as pins relative to
-        the root of the run (no root, so that equal runs have equal states).
+    No root, so that equal runs have equal states.
+
+    Example:
+        >>> StreamState(fresh_cursor(), carry=[f"carry/00#sha256={'0' * 64}"]).to_data()["next"]
+        0
+    """
+
+    cursor: Cursor
+    """Prompts that are consumed."""
+    surplus: list[str] = field(default_factory=list)
+    """Surplus sets that the next rollout may use."""
+    carry: list[str] = field(default_factory=list)
+    """Carry sets, one per shard of the iteration that wrote them; empty where no response goes on
+    from one iteration to the next."""
+    values: str = ""
+    """Values of the tokens of unfinished responses; "" for none."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what `parse_data` reads; parts that hold nothing are left out."""
+        parts = {"surplus": self.surplus, "carry": self.carry, "values": self.values}
+        return {**self.cursor, **{name: part for name, part in parts.items() if part}}
+
+
+def parse_data(raw: object) -> StreamState:
+    """Check what a train state says about its data.
 
     Raises:
         RecordError: of another form.
 
     Example:
-        >>> parse_data({"next": 4, "pending": [2]})
-        ({'next': 4, 'pending': [2]}, [])
+        >>> parse_data({"next": 4, "pending": [2]}).cursor
+        {'next': 4, 'pending': [2]}
     """
     if not isinstance(raw, Mapping):
-        return parse_cursor(raw), []
-    pins = raw.get("surplus", [])
+        return StreamState(parse_cursor(raw))
+    others = ("surplus", "carry", "values")
+    cursor = parse_cursor({name: part for name, part in raw.items() if name not in others})
+    values = raw.get("values", "")
+    if not isinstance(values, str):
+        raise RecordError(
+            f"`values` of a train state must be a pin, got {str(values)[:200]}; the train state "
+            "that holds it is damaged"
+        )
+    if values:
+        parse_pin(values)
+    return StreamState(cursor, _pins(raw, "surplus"), _pins(raw, "carry"), values)
+
+
+def _pins(raw: Mapping[str, object], name: str) -> list[str]:
+    pins = raw.get(name, [])
     if not isinstance(pins, list) or not all(isinstance(pin, str) for pin in pins):
         raise RecordError(
-            f"`surplus` of a train state must be a list of pins, got {str(pins)[:200]}; the train "
+            f"`{name}` of a train state must be a list of pins, got {str(pins)[:200]}; the train "
             "state that holds it is damaged"
         )
     for pin in pins:
         parse_pin(pin)
-    return parse_cursor({k: v for k, v in raw.items() if k != "surplus"}), list(pins)
+    return list(pins)
 
 
 def assign(cursor: Cursor, shard: int, num_shards: int) -> Iterator[int]:

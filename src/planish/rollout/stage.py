@@ -68,10 +68,10 @@ def read_data(state_pin: str) -> tuple[Cursor, list[str]]:
         return fresh_cursor(), []
     from planish.checkpoint.api import read_state_info
 
-    cursor, pins = parse_data(read_state_info(state_pin)["data"])
+    data = parse_data(read_state_info(state_pin)["data"])
     # A forked run begins with the state of another root, whose surplus lies there too.
     root = parse_pin(state_pin)[0].rpartition(_STATES)[0]
-    return cursor, [f"{root}/{pin}" for pin in pins]
+    return data.cursor, [f"{root}/{pin}" for pin in data.surplus]
 
 
 def shard_groups(num_groups: int, shard: int, num_shards: int) -> int:

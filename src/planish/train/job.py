@@ -145,7 +145,7 @@ def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
         consumed += _ordinals(manifest, place)
         surplus += _surplus(job, shard, manifest)
     # The sets that the state before names are used up: the rollouts took over all their groups.
-    cursor, _ = parse_data(job.info().get("data", fresh_cursor()))
+    cursor = parse_data(job.info().get("data", fresh_cursor())).cursor
     data: dict[str, Any] = {**advance(cursor, consumed)}
     if surplus:
         data["surplus"] = surplus

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import RecordError
-from planish.records.stream import advance, assign, fresh_cursor, parse_cursor, parse_data, position
+from planish.records.stream import (
+    StreamState,
+    advance,
+    assign,
+    fresh_cursor,
+    parse_cursor,
+    parse_data,
+    position,
+)
 
 
 def test_a_fresh_cursor_deals_ordinals_to_shards_in_turn():
@@ -107,11 +115,18 @@ def test_a_damaged_cursor_is_refused(raw):
 def test_data_of_a_state_is_the_cursor_and_pins_below_the_root():
     cursor = {"next": 4, "pending": [2]}
     pin = f"iterations/00003/surplus/00#sha256={'0' * 64}"
-    assert parse_data(cursor) == (cursor, [])
-    assert parse_data({**cursor, "surplus": [pin]}) == (cursor, [pin])
-    for bad in ("x", [1], ["iterations/00003/surplus/00"], {}):
-        with pytest.raises(RecordError, match=r"list of pins|pinned URI"):
-            parse_data({**cursor, "surplus": bad})
+    assert parse_data(cursor) == StreamState(cursor)
+    assert parse_data({**cursor, "surplus": [pin]}) == StreamState(cursor, [pin])
+    whole = StreamState(cursor, [pin], [pin, pin], pin)
+    assert parse_data(whole.to_data()) == whole
+    assert StreamState(cursor).to_data() == cursor
+    for name in ("surplus", "carry"):
+        for bad in ("x", [1], ["iterations/00003/surplus/00"], {}):
+            with pytest.raises(RecordError, match=r"list of pins|pinned URI"):
+                parse_data({**cursor, name: bad})
+    for bad in ([pin], 3, "iterations/00003/values"):
+        with pytest.raises(RecordError, match=r"must be a pin|pinned URI"):
+            parse_data({**cursor, "values": bad})
     for bad in (None, {"next": 4}, {**cursor, "other": []}):
         with pytest.raises(RecordError, match="prompt cursor"):
             parse_data(bad)
