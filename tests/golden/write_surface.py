@@ -14,6 +14,7 @@ from pathlib import Path
 import planish.records
 import planish.store
 from planish.__main__ import parser
+from planish.algorithms import ALGORITHMS
 from planish.config import SECTIONS, section_class
 from planish.records import PromptSet, RewardSet, RolloutSet, TraceSet
 from planish.telemetry import METRICS
@@ -67,7 +68,7 @@ def configuration() -> str:
     """One line per key of every section; defaults are left to the tests of the sections."""
     lines = []
     for section in sorted(SECTIONS):
-        names = ("dapo", "grpo") if section == "algorithm" else ("",)
+        names = sorted(ALGORITHMS) if section == "algorithm" else [""]
         for name in names:
             cls = section_class(section, {"name": name} if name else {})
             title = f"{section}[{name}]" if name else section

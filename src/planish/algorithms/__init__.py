@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 ALGORITHMS: dict[str, str] = {
     "dapo": "planish.algorithms.dapo:RECIPE",
     "grpo": "planish.algorithms.grpo:RECIPE",
+    "ppo": "planish.algorithms.ppo:RECIPE",
+    "tppo": "planish.algorithms.tppo:RECIPE",
+    "vapo": "planish.algorithms.vapo:RECIPE",
+    "vc_ppo": "planish.algorithms.vc_ppo:RECIPE",
 }
 """Name to `module:attribute`, a `planish.algorithms.base.Recipe`."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from planish.algorithms.masked import hidden, last_column, masked_mean
+from planish.algorithms.masked import hidden, last_column, masked_mean, masked_whiten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +132,58 @@ def monte_carlo_returns(token_rewards: Tensor, mask: Tensor) -> Tensor:
     """Sum the rewards from each token to the end of its row (gamma 1), 0 outside the mask."""
     rewards = hidden(token_rewards, mask)
     return hidden(rewards.flip(1).cumsum(1).flip(1), mask)
+
+
+def return_targets(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """Return the critic's targets, [B, S] float32: advantage plus value under its own decay.
+
+    With gamma and decay 1 they are the exact Monte-Carlo returns, which no value can bias.
+
+    Args:
+        token_rewards: [B, S] float32.
+        values: [B, S] float32, of the state before each token.
+        mask: [B, S] bool, tokens of finished responses.
+        gamma: discount.
+        lam: decay, one for all or [B].
+
+    Source: VAPO, arXiv 2504.05118, section 4.1, decoupled GAE.
+    """
+    if gamma == 1 and isinstance(lam, float | int) and lam == 1:
+        return monte_carlo_returns(token_rewards, mask)
+    return gae(token_rewards, values, mask, gamma=gamma, lam=lam) + hidden(values, mask)
+
+
+def scaled_advantages(
+    advantages: Tensor, mask: Tensor, *, whiten: bool, clip: float | None
+) -> Tensor:
+    """Return the advantages that train, [B, S], 0 outside the mask.
+
+    Args:
+        advantages: [B, S] of the whole rollout batch.
+        mask: [B, S] bool, tokens in the policy loss; no other moves the mean.
+        whiten: shift and scale to mean 0 and variance 1 over the mask.
+        clip: bound that holds after whitening; None is off.
+    """
+    scaled = masked_whiten(advantages, mask) if whiten else hidden(advantages, mask)
+    return scaled if clip is None else scaled.clamp(-clip, clip)
+
+
+def advantage_metrics(advantages: Tensor, mask: Tensor, decay: Tensor) -> dict[str, float]:
+    """Describe advantages before they are scaled, and the decay of their rows.
+
+    Returns:
+        Mean and population deviation over the mask and the mean decay; nothing without a token.
+    """
+    if not bool(mask.any()):
+        return {}
+    mean = masked_mean(advantages, mask)
+    return {
+        "advantage_mean": float(mean),
+        "advantage_std": float(masked_mean((advantages - mean) ** 2, mask).sqrt()),
+        "lambda_mean": float(decay.double().mean()),
+    }
 
 
 def adaptive_lambda(lengths: Tensor, *, alpha: float, minimum: float) -> Tensor:

@@ -167,6 +167,13 @@ class Algorithm(Protocol):
 class ActorCritic(Algorithm, Protocol):
     """A recipe with a critic: `needs_values` is True."""
 
+    def describe(self, batch: TrainBatch) -> dict[str, float]:
+        """Return metrics of the advantages before they are scaled.
+
+        Args:
+            batch: the whole rollout batch as `advantages` gets it, values filled in.
+        """
+
     def value_counts(self, batch: TrainBatch) -> dict[str, float]:
         """Return what the value loss divides by; counts of disjoint batches add up.
 

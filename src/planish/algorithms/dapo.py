@@ -1,4 +1,4 @@
-"""DAPO: asymmetric clip, token-level loss, group-relative advantages, no KL penalty.
+"""DAPO: asymmetric clip, token-level loss, group-relative advantages, no KL penalty, no critic.
 
 Dynamic sampling belongs to the rollout stage, overlong reward shaping to the reward stage; what
 is left for the update is here.
@@ -12,16 +12,30 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from planish.algorithms.advantages import StdKind, group_advantages, spread
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
-from planish.algorithms.group_policy import (
-    GroupPolicyConfig,
-    fill_group_advantages,
-    policy_loss,
+from planish.algorithms.clipped_policy import (
+    ClippedPolicyConfig,
+    clipped_policy_loss,
+    with_old_policy,
 )
 from planish.algorithms.losses import Aggregation, loss_counts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class GroupPolicyConfig(ClippedPolicyConfig):
+    """Constants of an update whose advantages compare the rollouts of a group."""
+
+    std: StdKind = "sample"
+    """Standard deviation of a group: n - 1 ("sample") or n ("population")."""
+    advantage_epsilon: float = Field(default=1e-6, ge=0.0)
+    """Added to the standard deviation of a group."""
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss (DAPO section 3.4); off in the full recipe."""
+    exclude_truncated_from_stats: bool = False
+    """Leave truncated responses out of the mean and deviation of their group too."""
 
 
 class DapoConfig(GroupPolicyConfig):
@@ -44,8 +58,21 @@ class Dapo:
         self.config = config
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fill in the policy mask and the group-relative advantages."""
-        return fill_group_advantages(batch, self.config)
+        """Give every token of a response its reward relative to the group's (section 2.3)."""
+        config = self.config
+        whole = batch.is_truncated.logical_not()
+        per_row = group_advantages(
+            batch.reward,
+            batch.group_index,
+            std=config.std,
+            epsilon=config.advantage_epsilon,
+            in_stats=whole if config.exclude_truncated_from_stats else None,
+        )
+        mask = batch.policy_mask
+        if config.overlong_filtering:
+            mask = mask & whole.unsqueeze(1)
+        batch = with_old_policy(batch, config)
+        return batch.updated(policy_mask=mask, advantages=spread(per_row, mask))
 
     def counts(self, batch: TrainBatch) -> dict[str, float]:
         """Count tokens and sequences in the policy loss."""
@@ -54,8 +81,8 @@ class Dapo:
     def loss(
         self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
     ) -> LossOutput:
-        """Return one micro-batch's part of the clipped surrogate."""
-        return policy_loss(logprobs, entropy, batch, denominators, self.config)
+        """Return one micro-batch's part of the clipped loss (sections 3.1 and 3.3)."""
+        return clipped_policy_loss(logprobs, entropy, batch, denominators, self.config)
 
 
 RECIPE = Recipe(DapoConfig, Dapo)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from planish.algorithms.base import Recipe
-from planish.algorithms.dapo import Dapo
-from planish.algorithms.group_policy import GroupPolicyConfig
+from planish.algorithms.dapo import Dapo, GroupPolicyConfig
 from planish.algorithms.losses import Aggregation
 
 

@@ -9,7 +9,6 @@ J. Schulman's "Approximating KL divergence" (2020).
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal
 
 from planish.algorithms.base import Denominators
@@ -130,8 +129,8 @@ def value_losses(
     old_values: Tensor,
     returns: Tensor,
     *,
-    clip_low: float = math.inf,
-    clip_high: float = math.inf,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
 ) -> Tensor:
     """Return half the squared error of each value, the larger of free and clipped.
 
@@ -139,10 +138,14 @@ def value_losses(
         values: current critic, any shape.
         old_values: critic at the start of the iteration.
         returns: targets.
-        clip_low: how far below `old_values` the clipped value may go.
+        clip_low: how far below `old_values` the clipped value may go; None is any distance.
         clip_high: and above.
     """
-    clipped = values.maximum(old_values - clip_low).minimum(old_values + clip_high)
+    clipped = values
+    if clip_low is not None:
+        clipped = clipped.maximum(old_values - clip_low)
+    if clip_high is not None:
+        clipped = clipped.minimum(old_values + clip_high)
     return 0.5 * ((values - returns) ** 2).maximum((clipped - returns) ** 2)
 
 

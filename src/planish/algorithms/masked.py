@@ -51,3 +51,10 @@ def last_column(mask: Tensor) -> Tensor:
     columns = (mask != 0).long().cumsum(1)
     # The first column where the running count reaches its total is the last 1 of the row.
     return (columns == columns[:, -1:]).long().argmax(1) * (columns[:, -1] > 0)
+
+
+def without_last(mask: Tensor, num_tokens: int) -> Tensor:
+    """Return the mask without the last `num_tokens` entries of each row, [B, S] bool."""
+    kept = mask != 0
+    to_come = kept.flip(1).long().cumsum(1).flip(1)
+    return kept & (to_come > num_tokens)

@@ -1,6 +1,8 @@
-"""The critic-less recipe that DAPO and GRPO share: group-relative advantages, clipped surrogate.
+"""The clipped policy loss that all recipes share, with its metrics and its constants.
 
-Each published algorithm is a file that pins the constants of `GroupPolicyConfig`.
+Advantages come from elsewhere: whether a group or a critic made them makes no difference here.
+
+Source: PPO, arXiv 1707.06347, section 3; DAPO, arXiv 2503.14476, section 3.1.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from planish.algorithms.advantages import StdKind, group_advantages, spread
 from planish.algorithms.base import Denominators, LossOutput, TrainBatch
 from planish.algorithms.losses import Aggregation, aggregate, clipped_surrogate, policy_ratio
 from planish.algorithms.masked import hidden
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GroupPolicyConfig(Section):
-    """Constants of a critic-less clipped policy update."""
+class ClippedPolicyConfig(Section):
+    """Constants of the clipped policy loss."""
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     """The ratio is clipped below 1 - clip_low."""
@@ -33,14 +34,6 @@ class GroupPolicyConfig(Section):
     """How the losses of tokens become one number."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Maximum response length in tokens; needed by aggregation `seq-sum-norm` only."""
-    std: StdKind = "sample"
-    """Standard deviation of a group: n - 1 ("sample") or n ("population")."""
-    advantage_epsilon: float = Field(default=1e-6, ge=0.0)
-    """Added to the standard deviation of a group."""
-    overlong_filtering: bool = False
-    """Leave truncated responses out of the loss (DAPO section 3.4); off in the full recipe."""
-    exclude_truncated_from_stats: bool = False
-    """Leave truncated responses out of the mean and deviation of their group too."""
     correction: Correction = "off"
     """Importance weights for tokens whose engine differs from the trainer; `bypass` takes the
     engine's log-probabilities as those of the old policy."""
@@ -50,7 +43,7 @@ class GroupPolicyConfig(Section):
     """Cap, or upper end of the band."""
 
     @model_validator(mode="after")
-    def _complete(self) -> GroupPolicyConfig:
+    def _complete(self) -> ClippedPolicyConfig:
         if self.aggregation == "seq-sum-norm" and self.norm_tokens is None:
             raise ValueError("`norm_tokens` must be given for aggregation 'seq-sum-norm', got None")
         if self.correction_min > self.correction_max:
@@ -61,35 +54,19 @@ class GroupPolicyConfig(Section):
         return self
 
 
-def fill_group_advantages(batch: TrainBatch, config: GroupPolicyConfig) -> TrainBatch:
-    """Return the batch with policy mask and group-relative advantages filled in.
-
-    Args:
-        batch: the whole rollout batch, all members of each group.
-        config: constants of the algorithm.
-    """
-    mask = batch.policy_mask
-    whole = batch.is_truncated.logical_not()
-    per_row = group_advantages(
-        batch.reward,
-        batch.group_index,
-        std=config.std,
-        epsilon=config.advantage_epsilon,
-        in_stats=whole if config.exclude_truncated_from_stats else None,
-    )
-    if config.overlong_filtering:
-        mask = mask & whole.unsqueeze(1)
-    if config.correction == "bypass":
-        batch = batch.updated(old_logprobs=batch.rollout_logprobs)
-    return batch.updated(policy_mask=mask, advantages=spread(per_row, mask))
+def with_old_policy(batch: TrainBatch, config: ClippedPolicyConfig) -> TrainBatch:
+    """Return the batch with the engine's log-probabilities as the old ones under `bypass`."""
+    if config.correction != "bypass":
+        return batch
+    return batch.updated(old_logprobs=batch.rollout_logprobs)
 
 
-def policy_loss(
+def clipped_policy_loss(
     logprobs: Tensor,
     entropy: Tensor,
     batch: TrainBatch,
     denominators: Denominators,
-    config: GroupPolicyConfig,
+    config: ClippedPolicyConfig,
 ) -> LossOutput:
     """Return one micro-batch's part of the clipped policy loss, with its metrics.
 
@@ -101,6 +78,7 @@ def policy_loss(
         config: constants of the algorithm.
     """
     mask = batch.policy_mask
+    count = mask.sum()
     new, old = hidden(logprobs, mask), hidden(batch.old_logprobs, mask)
     advantages = hidden(batch.advantages, mask)
     ratio = policy_ratio(new, old)
@@ -111,8 +89,9 @@ def policy_loss(
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
+    metrics = _clip_metrics(ratio.detach(), advantages, old, mask, config)
     if config.correction not in ("off", "bypass"):
-        losses = losses * correction_weights(
+        weights = correction_weights(
             old,
             batch.rollout_logprobs,
             mask,
@@ -120,9 +99,9 @@ def policy_loss(
             minimum=config.correction_min,
             maximum=config.correction_max,
         )
+        losses = losses * weights
+        metrics["correction_weight"] = (hidden(weights, mask).sum(), count)
     loss = aggregate(losses, mask, config.aggregation, denominators, norm_tokens=config.norm_tokens)
-    metrics = _clip_metrics(ratio.detach(), advantages, old, mask, config)
-    count = mask.sum()
     metrics["entropy"] = (hidden(entropy.detach(), mask).sum(), count)
     metrics["approx_kl"] = ((old - new.detach()).sum(), count)
     error = hidden((ratio.detach() - 1).abs(), mask).max()
@@ -130,7 +109,7 @@ def policy_loss(
 
 
 def _clip_metrics(
-    ratio: Tensor, advantages: Tensor, old: Tensor, mask: Tensor, config: GroupPolicyConfig
+    ratio: Tensor, advantages: Tensor, old: Tensor, mask: Tensor, config: ClippedPolicyConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
     count = mask.sum()
     above = mask & (advantages > 0) & (ratio > 1 + config.clip_high)

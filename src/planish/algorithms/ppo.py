@@ -1,0 +1,34 @@
+"""PPO with a critic, as the baseline that VAPO starts from: none of its seven changes.
+
+Source: PPO, arXiv 1707.06347, section 3; VAPO, arXiv 2504.05118, section 5.1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from planish.algorithms.base import Recipe
+from planish.algorithms.losses import Aggregation
+from planish.algorithms.vapo import ActorCriticConfig, Vapo
+
+
+class PpoConfig(ActorCriticConfig):
+    """Constants of the baseline."""
+
+    name: Literal["ppo"] = "ppo"
+    """Key in the table of algorithms."""
+    lambda_critic: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Decay of the critic's target, equal to the policy's."""
+    lambda_alpha: float = Field(default=0.0, ge=0.0)
+    """0: the policy's decay is 0.95 at every length."""
+    clip_high: float = Field(default=0.2, ge=0.0)
+    """Symmetric clip."""
+    aggregation: Aggregation = "seq-mean-token-mean"
+    """Every response weighs the same, whatever its length."""
+    positive_coefficient: float = Field(default=0.0, ge=0.0)
+    """No language-model loss on correct responses."""
+
+
+RECIPE = Recipe(PpoConfig, Vapo)

@@ -1,0 +1,172 @@
+"""T-PPO: the policy learns from a response while it is still being generated.
+
+Generation is cut into windows. Each iteration every slot generates at most `window_tokens`, and
+
+1. the policy trains on the tokens of this window, finished or not: an extended estimate of the
+   advantage takes the state after the cut to be worth as much as the last one before it;
+2. the last tokens before a cut, which lean most on that assumption, are left out;
+3. the critic trains on finished responses only, on all their tokens, as in VAPO.
+
+Successive batching of the slots belongs to the rollout stage. Windows that hold the longest
+response make this VAPO with other constants. Where the text says "public code" it is that of the
+paper's authors, which may differ from what the paper ran.
+
+Source: T-PPO, arXiv 2506.15050.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from planish.algorithms.advantages import (
+    advantage_metrics,
+    gae,
+    last_value,
+    scaled_advantages,
+    terminal_rewards,
+)
+from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
+from planish.algorithms.clipped_policy import with_old_policy
+from planish.algorithms.losses import Aggregation
+from planish.algorithms.masked import without_last
+from planish.algorithms.vapo import (
+    ActorCriticConfig,
+    Vapo,
+    critic_targets,
+    of_finished,
+    policy_decay,
+    positive_tokens,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TppoConfig(ActorCriticConfig):
+    """Constants of T-PPO; decay, positive loss and clip of the ratio are VAPO's."""
+
+    name: Literal["tppo"] = "tppo"
+    """Key in the table of algorithms."""
+    window_tokens: int = Field(default=8192, ge=1)
+    """Most tokens that a slot generates in an iteration; must equal `rollout.window_tokens`."""
+    ignored_tail_tokens: int = Field(default=8, ge=0)
+    """Tokens before a cut that do not train the policy, as in the public code."""
+    dual_clip: float | None = Field(default=10.0, gt=1.0)
+    """Bounds the loss of tokens with negative advantage, as in the public code."""
+    advantage_clip: float | None = Field(default=10.0, gt=0.0)
+    """Advantages are kept in [-10, 10] after whitening, as in the public code."""
+    value_clip_low: float | None = Field(default=0.5, gt=0.0)
+    """How far below its old value a value may go in the value loss, as in the public code."""
+    value_clip_high: float | None = Field(default=0.6, gt=0.0)
+    """How far above its old value, as in the public code."""
+    aggregation: Aggregation = "batch-token"
+    """Every token of the rollout batch weighs the same, as in the public code."""
+    value_aggregation: Aggregation = "seq-mean-token-mean"
+    """Every finished response weighs the same, as in the public code."""
+
+    @model_validator(mode="after")
+    def _leaves_tokens(self) -> TppoConfig:
+        if self.ignored_tail_tokens >= self.window_tokens:
+            raise ValueError(
+                "`ignored_tail_tokens` must be below `window_tokens`, got "
+                f"{self.ignored_tail_tokens} >= {self.window_tokens}; no unfinished response "
+                "would train the policy"
+            )
+        return self
+
+
+class Tppo:
+    """Advantages of a window; the losses are those of VAPO on other tokens."""
+
+    needs_values: ClassVar[bool] = True
+
+    def __init__(self, config: TppoConfig) -> None:
+        self.config = config
+        self.losses = Vapo(config)
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Fill in masks, advantages of the window and returns of finished responses."""
+        config = self.config
+        policy_mask = trained_tokens(batch, config.ignored_tail_tokens)
+        advantages, decay = self._estimates(batch)
+        return with_old_policy(batch, config).updated(
+            policy_mask=policy_mask,
+            value_mask=of_finished(batch, batch.value_mask),
+            positive_mask=positive_tokens(batch, config),
+            advantages=scaled_advantages(
+                advantages, policy_mask, whiten=config.whiten_advantages, clip=config.advantage_clip
+            ),
+            returns=critic_targets(batch, decay, config),
+        )
+
+    def describe(self, batch: TrainBatch) -> dict[str, float]:
+        """Measure decay, advantages before whitening, and how many tokens the filter leaves out."""
+        advantages, decay = self._estimates(batch)
+        trained = trained_tokens(batch, self.config.ignored_tail_tokens)
+        metrics = advantage_metrics(advantages, trained, decay)
+        return {**metrics, "num_ignored_tokens": float((batch.policy_mask & ~trained).sum())}
+
+    def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Return the advantages of the window's tokens, [B, S], and the decay of each row."""
+        window = batch.policy_mask
+        decay = policy_decay(expected_lengths(batch, self.config.window_tokens), self.config)
+        advantages = gae(
+            terminal_rewards(batch.reward, window, batch.is_finished),
+            batch.values,
+            window,
+            gamma=self.config.gamma,
+            lam=decay,
+            bootstrap=boundary_values(batch),
+        )
+        return advantages, decay
+
+    def counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Count tokens and sequences in the policy loss, and tokens in its positive part."""
+        return self.losses.counts(batch)
+
+    def loss(
+        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
+    ) -> LossOutput:
+        """Return one micro-batch's part of the clipped loss and of its positive part."""
+        return self.losses.loss(logprobs, entropy, batch, denominators)
+
+    def value_counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Count tokens and sequences in the value loss."""
+        return self.losses.value_counts(batch)
+
+    def value_loss(
+        self, values: Tensor, batch: TrainBatch, denominators: Denominators
+    ) -> LossOutput:
+        """Return one micro-batch's part of the squared error, clipped where so configured."""
+        return self.losses.value_loss(values, batch, denominators)
+
+
+def boundary_values(batch: TrainBatch) -> Tensor:
+    """Return the value after each row's last token, [B]: 0 once finished, else the last one known.
+
+    At gamma 1 the last step before a cut then has no error, and a critic that is constant over
+    the window gives no advantage: a critic has to be trained before its policy.
+
+    Source: T-PPO, arXiv 2506.15050, extended generalised advantage estimation.
+    """
+    return last_value(batch.values, batch.policy_mask).masked_fill(batch.is_finished, 0.0)
+
+
+def expected_lengths(batch: TrainBatch, window_tokens: int) -> Tensor:
+    """Return the tokens of each response, [B] int64; unfinished ones get half a window more.
+
+    Source: as in the public code.
+    """
+    so_far = batch.value_mask.sum(1)
+    return so_far + (window_tokens // 2) * batch.is_finished.logical_not()
+
+
+def trained_tokens(batch: TrainBatch, ignored_tail_tokens: int) -> Tensor:
+    """Select the window's tokens without those just before a cut, [B, S] bool."""
+    before_cut = without_last(batch.policy_mask, ignored_tail_tokens)
+    return batch.policy_mask.where(batch.is_finished.unsqueeze(1), before_cut)
+
+
+RECIPE = Recipe(TppoConfig, Tppo)

@@ -1,0 +1,223 @@
+"""VAPO: policy optimisation with a critic that long responses do not break.
+
+The seven changes to PPO, in the order of section 5.1. The first and the last are not here:
+
+1. value pretraining: `[critic]`, done by the train stage while the policy is frozen;
+2. decoupled estimates of advantage: the critic's target and the policy's advantage each have
+   their own decay;
+3. the policy's decay grows with the length of the response;
+4. clip-higher, and
+5. the token-level loss: constants of the clipped policy loss;
+6. a language-model loss on correct responses;
+7. group sampling: `[rollout]`. A group is data only, advantages come from the critic.
+
+Every change can be switched off alone by its field.
+
+Source: VAPO, arXiv 2504.05118, sections 4 and 5.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from planish.algorithms.advantages import (
+    adaptive_lambda,
+    advantage_metrics,
+    gae,
+    return_targets,
+    scaled_advantages,
+    terminal_rewards,
+)
+from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
+from planish.algorithms.clipped_policy import (
+    ClippedPolicyConfig,
+    clipped_policy_loss,
+    with_old_policy,
+)
+from planish.algorithms.losses import (
+    Aggregation,
+    aggregate,
+    loss_counts,
+    negative_log_likelihood,
+    value_losses,
+)
+from planish.algorithms.masked import hidden
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ActorCriticConfig(ClippedPolicyConfig):
+    """Constants of an update with a critic; the defaults are VAPO's."""
+
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Discount of rewards, per token."""
+    lambda_critic: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Decay of the critic's target; 1 is the Monte-Carlo return (section 4.1)."""
+    decoupled_gae: bool = True
+    """False makes the critic's target with the policy's decay, whatever `lambda_critic` is."""
+    lambda_policy: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Decay of the policy's advantage where `lambda_alpha` is 0."""
+    lambda_alpha: float = Field(default=0.05, ge=0.0)
+    """The decay is 1 - 1 / (lambda_alpha * response tokens) (section 4.2); 0 is `lambda_policy`
+    at every length."""
+    lambda_min: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Lower bound of the decay that follows the length, as in the public code of T-PPO's authors;
+    it binds below 400 tokens."""
+    clip_high: float = Field(default=0.28, ge=0.0)
+    """The ratio is clipped above 1 + clip_high; 0.2 switches clip-higher off (section 4.3)."""
+    aggregation: Aggregation = "token-mean"
+    """Every token weighs the same; `seq-mean-token-mean` is PPO's mean within each response first
+    (section 4.2)."""
+    positive_coefficient: float = Field(default=0.1, ge=0.0)
+    """Weight of the language-model loss on correct responses (section 4.3); 0 is off."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of the whole rollout batch to mean 0 and variance 1; ours,
+    the paper does not say."""
+    advantage_clip: float | None = Field(default=None, gt=0.0)
+    """Advantages are kept in [-advantage_clip, advantage_clip] after whitening; None is off."""
+    value_clip_low: float | None = Field(default=None, gt=0.0)
+    """How far below its old value a value may go in the value loss; None is any distance."""
+    value_clip_high: float | None = Field(default=None, gt=0.0)
+    """How far above its old value; None is any distance."""
+    value_aggregation: Aggregation = "token-mean"
+    """How the value losses of tokens become one number."""
+
+    @model_validator(mode="after")
+    def _has_norm(self) -> ActorCriticConfig:
+        if self.value_aggregation == "seq-sum-norm" and self.norm_tokens is None:
+            raise ValueError(
+                "`norm_tokens` must be given for value_aggregation 'seq-sum-norm', got None"
+            )
+        return self
+
+
+class VapoConfig(ActorCriticConfig):
+    """Published constants of VAPO."""
+
+    name: Literal["vapo"] = "vapo"
+    """Key in the table of algorithms."""
+
+
+class Vapo:
+    """Advantages and returns from a critic, the policy loss with its positive part, value loss.
+
+    Rows that a window cut short take no part until they are finished.
+    """
+
+    needs_values: ClassVar[bool] = True
+
+    def __init__(self, config: ActorCriticConfig) -> None:
+        self.config = config
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Fill in masks, advantages with the policy's decay and returns with the critic's."""
+        config = self.config
+        policy_mask = of_finished(batch, batch.policy_mask)
+        advantages, decay = self._estimates(batch)
+        return with_old_policy(batch, config).updated(
+            policy_mask=policy_mask,
+            value_mask=of_finished(batch, batch.value_mask),
+            positive_mask=positive_tokens(batch, config),
+            advantages=scaled_advantages(
+                advantages, policy_mask, whiten=config.whiten_advantages, clip=config.advantage_clip
+            ),
+            returns=critic_targets(batch, decay, config),
+        )
+
+    def describe(self, batch: TrainBatch) -> dict[str, float]:
+        """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
+        advantages, decay = self._estimates(batch)
+        return advantage_metrics(
+            advantages, of_finished(batch, batch.policy_mask), decay[batch.is_finished]
+        )
+
+    def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Return the policy's advantages, [B, S], and the decay of each row."""
+        decay = policy_decay(batch.value_mask.sum(1), self.config)
+        mask = of_finished(batch, batch.policy_mask)
+        rewards = terminal_rewards(batch.reward, mask, batch.is_finished)
+        return gae(rewards, batch.values, mask, gamma=self.config.gamma, lam=decay), decay
+
+    def counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Count tokens and sequences in the policy loss, and tokens in its positive part."""
+        return {
+            **loss_counts(batch.policy_mask),
+            "positive_tokens": loss_counts(batch.positive_mask)["tokens"],
+        }
+
+    def loss(
+        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
+    ) -> LossOutput:
+        """Return one micro-batch's part of the clipped loss and of its positive part."""
+        output = clipped_policy_loss(logprobs, entropy, batch, denominators, self.config)
+        coefficient = self.config.positive_coefficient
+        if coefficient == 0:
+            return output
+        likelihood = negative_log_likelihood(logprobs, batch.positive_mask)
+        num_tokens = max(denominators.minibatch["positive_tokens"], 1.0)
+        metrics = {"nll_loss": (likelihood.detach(), batch.positive_mask.sum())}
+        return replace(
+            output,
+            loss=output.loss + coefficient * likelihood / num_tokens,
+            means={**output.means, **metrics},
+        )
+
+    def value_counts(self, batch: TrainBatch) -> dict[str, float]:
+        """Count tokens and sequences in the value loss."""
+        return loss_counts(batch.value_mask)
+
+    def value_loss(
+        self, values: Tensor, batch: TrainBatch, denominators: Denominators
+    ) -> LossOutput:
+        """Return one micro-batch's part of the squared error, clipped where so configured."""
+        config, mask = self.config, batch.value_mask
+        new, old = hidden(values, mask), hidden(batch.values, mask)
+        returns = hidden(batch.returns, mask)
+        free = value_losses(new, old, returns)
+        losses = value_losses(
+            new, old, returns, clip_low=config.value_clip_low, clip_high=config.value_clip_high
+        )
+        loss = aggregate(
+            losses, mask, config.value_aggregation, denominators, norm_tokens=config.norm_tokens
+        )
+        raised = mask & (losses.detach() > free.detach())
+        return LossOutput(loss, {"value_clipfrac": (raised.sum(), mask.sum())})
+
+
+def of_finished(batch: TrainBatch, mask: Tensor) -> Tensor:
+    """Return the part of a mask that lies in finished rows, [B, S] bool."""
+    return mask & batch.is_finished.unsqueeze(1)
+
+
+def policy_decay(lengths: Tensor, config: ActorCriticConfig) -> Tensor:
+    """Return the decay of the policy's advantages, [B] float32, for response lengths [B]."""
+    if config.lambda_alpha == 0:
+        return lengths.float().new_full(lengths.shape, config.lambda_policy)
+    return adaptive_lambda(lengths, alpha=config.lambda_alpha, minimum=config.lambda_min)
+
+
+def critic_targets(batch: TrainBatch, decay: Tensor, config: ActorCriticConfig) -> Tensor:
+    """Return the critic's target at every response token of finished rows, [B, S].
+
+    Args:
+        batch: values filled in.
+        decay: [B] of the policy's advantages; used where the estimates are not decoupled.
+        config: constants of the algorithm.
+    """
+    mask = of_finished(batch, batch.value_mask)
+    rewards = terminal_rewards(batch.reward, mask, batch.is_finished)
+    lam = config.lambda_critic if config.decoupled_gae else decay
+    return return_targets(rewards, batch.values, mask, gamma=config.gamma, lam=lam)
+
+
+def positive_tokens(batch: TrainBatch, config: ActorCriticConfig) -> Tensor:
+    """Select every response token of finished, correct rows, [B, S] bool; none where it is off."""
+    chosen = (batch.accuracy > 0) & (config.positive_coefficient > 0)
+    return of_finished(batch, batch.value_mask) & chosen.unsqueeze(1)
+
+
+RECIPE = Recipe(VapoConfig, Vapo)
