@@ -8,7 +8,11 @@ from planish.algorithms.base import Denominators, TrainBatch
 
 
 def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, group=None, **more):
-    """A batch with the given mask; everything that is not named is 0."""
+    """A batch with the given mask; everything that is not named is 0.
+
+    `more` names `truncated`, `finished`, `accuracy`, `values`, `returns`, and `response`: all
+    response tokens, where `mask` holds those of this window only.
+    """
     mask = torch.as_tensor(mask).bool()
     rows = mask.shape[0]
 
@@ -17,29 +21,36 @@ def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, gr
 
     old_logprobs = tokens(old)
     reward = torch.zeros(rows) if reward is None else torch.as_tensor(reward, dtype=torch.float32)
+    accuracy = more.get("accuracy")
     return TrainBatch(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
         position_ids=torch.zeros(mask.shape, dtype=torch.int64),
         attention_mask=torch.ones_like(mask),
         policy_mask=mask,
-        value_mask=mask,
+        value_mask=torch.as_tensor(more.get("response", mask)).bool(),
         positive_mask=torch.zeros_like(mask),
         rollout_logprobs=old_logprobs if rollout is None else tokens(rollout),
         old_logprobs=old_logprobs,
-        values=torch.zeros(mask.shape),
+        values=tokens(more.get("values")),
         advantages=tokens(advantages),
-        returns=torch.zeros(mask.shape),
+        returns=tokens(more.get("returns")),
         reward=reward,
-        accuracy=(reward > 0).float(),
+        accuracy=(reward > 0).float() if accuracy is None else torch.as_tensor(accuracy).float(),
         group_index=torch.zeros(rows, dtype=torch.int32) if group is None else torch.tensor(group),
         is_truncated=torch.as_tensor(more.get("truncated", [False] * rows)),
-        is_finished=torch.ones(rows, dtype=torch.bool),
+        is_finished=torch.as_tensor(more.get("finished", [True] * rows)),
     )
 
 
 def whole_step(algorithm, batch, num_minibatches=1):
     """Denominators of an optimizer step that holds the whole batch."""
     counts = algorithm.counts(batch)
+    return Denominators(counts, counts, num_minibatches)
+
+
+def value_step(algorithm, batch, num_minibatches=1):
+    """Denominators of a critic step that holds the whole batch."""
+    counts = algorithm.value_counts(batch)
     return Denominators(counts, counts, num_minibatches)
 
 

@@ -14,20 +14,20 @@ from planish.algorithms.advantages import (
     gae,
     group_advantages,
     last_value,
-    monte_carlo_returns,
 )
 from planish.algorithms.base import Denominators
 from planish.algorithms.losses import (
     aggregate,
     clipped_surrogate,
     loss_counts,
-    negative_log_likelihood,
     policy_ratio,
-    value_losses,
 )
 from planish.algorithms.masked import masked_mean, masked_whiten
+from planish.algorithms.tppo import Tppo, TppoConfig, expected_lengths
+from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.evaluate.metrics import pass_at_k
 from planish.shaping import overlong_penalty
+from tests.unit.algorithms.batches import make_batch, value_step, whole_step
 
 NUMBERS = Path(__file__).parents[2] / "golden" / "numbers"
 
@@ -54,9 +54,50 @@ def test_gae_gives_the_golden_advantages(case):
     close(seen[0], case["advantages"])
 
 
-def test_two_windows_have_the_same_return_at_every_token():
-    rewards = torch.tensor([[0.0, 0, 0, 0, 0, 1]])
-    close(monte_carlo_returns(rewards, torch.ones(1, 6))[0], [1.0] * 6)
+WINDOWS = golden("windows")
+
+
+def tppo(window_tokens=WINDOWS["window_tokens"], **changes):
+    """T-PPO with the decay of the golden windows, every token trained and nothing scaled."""
+    plain = {"lambda_alpha": 0.0, "whiten_advantages": False, "ignored_tail_tokens": 0}
+    lam = {"lambda_policy": WINDOWS["lam"], "window_tokens": window_tokens}
+    return Tppo(TppoConfig(**(plain | lam | changes)))
+
+
+def six_tokens(start, stop):
+    """The response as it is after the window that generated tokens `start` to `stop`."""
+    column = torch.arange(6)[None]
+    return make_batch(
+        (column >= start) & (column < stop),
+        response=column < stop,
+        values=torch.tensor([WINDOWS["values"]]),
+        reward=[WINDOWS["reward"]],
+        finished=[stop == 6],
+    )
+
+
+def test_tppo_gives_the_golden_advantages_of_two_windows():
+    first = tppo().advantages(six_tokens(0, 4))
+    close(first.advantages[0, :4], WINDOWS["first_window"])
+    close(first.returns[0, :4], WINDOWS["first_window_returns"])
+    assert not first.value_mask.any()
+    second = tppo().advantages(six_tokens(4, 6))
+    close(second.advantages[0], [0.0] * 4 + WINDOWS["second_window"])
+    close(second.returns[0], WINDOWS["returns"])
+    assert second.value_mask.all()
+
+
+def test_tppo_gives_the_golden_advantages_of_one_window_that_holds_the_response():
+    whole = tppo(window_tokens=6).advantages(six_tokens(0, 6))
+    close(whole.advantages[0], WINDOWS["one_window"])
+    close(whole.returns[0], WINDOWS["returns"])
+
+
+def test_an_unfinished_response_of_one_long_window_has_the_golden_decay():
+    batch = make_batch(torch.ones(1, 8192), finished=[False])
+    assert expected_lengths(batch, 8192).tolist() == [12288]
+    algorithm = Tppo(TppoConfig(lambda_min=0.0))
+    close(algorithm.describe(batch)["lambda_mean"], dict(golden("lambda_policy")["rows"])[12288])
 
 
 @pytest.mark.parametrize("case", golden("group_advantages"))
@@ -102,12 +143,17 @@ def test_dapo_microbatch_gives_golden_ratios_losses_and_aggregates():
     close(masked_mean(symmetric, mask), case["symmetric_token_mean"])
 
 
-def test_positive_example_loss_adds_to_the_golden_total():
+def test_vapo_adds_the_golden_positive_loss_to_the_golden_policy_loss():
     case, mask, new, old, advantages = microbatch()
-    nll = negative_log_likelihood(new[:1], mask[:1]) / mask[:1].sum()
-    close(nll, case["positive_nll"])
-    losses = clipped_surrogate(policy_ratio(new, old), advantages, clip_low=0.2, clip_high=0.28)
-    close(masked_mean(losses, mask) + case["nll_weight"] * nll, case["with_nll"])
+    batch = make_batch(mask, old=old, reward=[1.0, -1.0], advantages=advantages)
+    algorithm = Vapo(VapoConfig(positive_coefficient=case["nll_weight"]))
+    batch = algorithm.advantages(batch).updated(advantages=advantages)
+    step = whole_step(algorithm, batch)
+    assert step.minibatch == {"tokens": 5.0, "sequences": 2.0, "positive_tokens": 3.0}
+    output = algorithm.loss(new, torch.zeros_like(new), batch, step)
+    total, count = output.means["nll_loss"]
+    close(total / count, case["positive_nll"])
+    close(output.loss, case["with_nll"])
 
 
 def test_whitening_gives_the_golden_numbers():
@@ -117,14 +163,15 @@ def test_whitening_gives_the_golden_numbers():
     close(masked_whiten(x, mask)[0], [*case["whitened"], 0.0])
 
 
-def test_value_loss_gives_the_golden_numbers_clipped_and_free():
+@pytest.mark.parametrize(("clip", "wanted"), [(True, "clipped"), (False, "unclipped")])
+def test_value_loss_gives_the_golden_numbers_clipped_and_free(clip, wanted):
     case = golden("value")
-    new, old, returns = (
-        torch.tensor(case[k], dtype=torch.float32) for k in ("new", "old", "returns")
-    )
-    clip = case["clip"]
-    close(value_losses(new, old, returns, clip_low=clip, clip_high=clip).mean(), case["clipped"])
-    close(value_losses(new, old, returns).mean(), case["unclipped"])
+    old, returns = [case["old"]], [case["returns"]]
+    batch = make_batch(torch.ones(1, 2), values=old, returns=returns)
+    clips = {"value_clip_low": case["clip"], "value_clip_high": case["clip"]} if clip else {}
+    algorithm = Vapo(VapoConfig(**clips))
+    output = algorithm.value_loss(torch.tensor([case["new"]]), batch, value_step(algorithm, batch))
+    close(output.loss, case[wanted])
 
 
 def test_explained_variance_gives_the_golden_number():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.algorithms.advantages import (
+    adaptive_lambda,
     gae,
     group_advantages,
     monte_carlo_returns,
@@ -18,8 +21,10 @@ from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.grpo import GrpoConfig
 from planish.algorithms.losses import aggregate, clipped_surrogate, loss_counts, policy_ratio
+from planish.algorithms.tppo import Tppo, TppoConfig
+from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.shaping import overlong_penalty
-from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
+from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 SEEDS = st.integers(0, 2**32 - 1)
 FAST = settings(max_examples=40, deadline=None)
@@ -32,47 +37,87 @@ def random_batch(seed, rows=6, width=7):
     new = (old + torch.randn(rows, width, generator=g) * 0.4).clamp(max=0)
     reward = torch.randint(0, 2, (rows,), generator=g).float() * 2 - 1
     batch = make_batch(
-        mask, old=old, reward=reward, group=[0] * (rows // 2) + [1] * (rows - rows // 2)
+        mask,
+        old=old,
+        reward=reward,
+        group=[0] * (rows // 2) + [1] * (rows - rows // 2),
+        values=torch.rand(rows, width, generator=g),
+        finished=(torch.rand(rows, generator=g) < 0.7).tolist(),
     )
     return batch, new
 
 
-def loss_and_gradient(algorithm, batch, new, parts, step):
+def loss_and_gradient(loss, batch, new, parts, step):
     """Loss and gradient of an optimizer step that is split into the given rows."""
-    logprobs = new.clone().requires_grad_()
+    scores = new.clone().requires_grad_()
     total = 0.0
     for rows in parts:
-        part = batch.take(torch.tensor(rows))
-        output = algorithm.loss(logprobs[rows], torch.zeros_like(new[rows]), part, step)
+        output = loss(scores[rows], batch.take(torch.tensor(rows)), step)
         output.loss.backward()
         total += output.loss.item()
-    return total, logprobs.grad
+    return total, scores.grad
 
 
-@pytest.mark.parametrize("algorithm", [Dapo(DapoConfig()), Dapo(GrpoConfig())])
+def check_split_order_and_padding(loss, batch, new, step, seed):
+    value, gradient = loss_and_gradient(loss, batch, new, [list(range(6))], step)
+    order = np.random.default_rng(seed).permutation(6)
+    parts = [part.tolist() for part in np.split(order, [1, 3])]
+    split_value, split_gradient = loss_and_gradient(loss, batch, new, parts, step)
+    assert split_value == pytest.approx(value, abs=1e-6)
+    torch.testing.assert_close(split_gradient, gradient, atol=1e-6, rtol=0)
+    per_token = [f.name for f in fields(batch) if getattr(batch, f.name).dim() == 2]
+    wide = {name: torch.nn.functional.pad(getattr(batch, name), (0, 3)) for name in per_token}
+    garbage = torch.nn.functional.pad(new, (0, 3), value=float("nan"))
+    padded_value, padded_gradient = loss_and_gradient(
+        loss, batch.updated(**wide), garbage, [list(range(6))], step
+    )
+    assert padded_value == pytest.approx(value, abs=1e-6)
+    torch.testing.assert_close(padded_gradient[:, :-3], gradient, atol=1e-6, rtol=0)
+
+
+TPPO = Tppo(TppoConfig(window_tokens=7, ignored_tail_tokens=1))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Dapo(DapoConfig()), Dapo(GrpoConfig()), Vapo(VapoConfig()), TPPO]
+)
 @given(seed=SEEDS)
 @FAST
 def test_i1_micro_batch_split_order_and_padding_change_neither_loss_nor_gradient(algorithm, seed):
     batch, new = random_batch(seed)
     batch = algorithm.advantages(batch)
-    step = whole_step(algorithm, batch)
-    loss, gradient = loss_and_gradient(algorithm, batch, new, [list(range(6))], step)
-    order = np.random.default_rng(seed).permutation(6)
-    parts = [part.tolist() for part in np.split(order, [1, 3])]
-    split_loss, split_gradient = loss_and_gradient(algorithm, batch, new, parts, step)
-    assert split_loss == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(split_gradient, gradient, atol=1e-6, rtol=0)
-    wide = {
-        name: torch.nn.functional.pad(getattr(batch, name), (0, 3))
-        for name in ("policy_mask", "old_logprobs", "rollout_logprobs", "advantages")
-    }
-    padded = batch.updated(**wide)
-    garbage = torch.nn.functional.pad(new, (0, 3), value=float("nan"))
-    padded_loss, padded_gradient = loss_and_gradient(
-        algorithm, padded, garbage, [list(range(6))], step
+
+    def loss(logprobs, part, step):
+        return algorithm.loss(logprobs, torch.zeros_like(logprobs), part, step)
+
+    check_split_order_and_padding(loss, batch, new, whole_step(algorithm, batch), seed)
+
+
+@pytest.mark.parametrize("algorithm", [Vapo(VapoConfig()), TPPO])
+@given(seed=SEEDS)
+@FAST
+def test_i1_holds_for_the_value_loss_too(algorithm, seed):
+    batch, new = random_batch(seed)
+    batch = algorithm.advantages(batch)
+    step = value_step(algorithm, batch)
+    check_split_order_and_padding(algorithm.value_loss, batch, new, step, seed)
+
+
+@pytest.mark.parametrize("algorithm", [Vapo(VapoConfig()), TPPO])
+@given(seed=SEEDS)
+@FAST
+def test_i1_advantages_do_not_depend_on_padding_or_order(algorithm, seed):
+    batch, _ = random_batch(seed)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(6))
+    per_token = [f.name for f in fields(batch) if getattr(batch, f.name).dim() == 2]
+    wide = {name: torch.nn.functional.pad(getattr(batch, name), (2, 3)) for name in per_token}
+    seen, wanted = (
+        algorithm.advantages(batch.updated(**wide).take(order)),
+        algorithm.advantages(batch),
     )
-    assert padded_loss == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(padded_gradient[:, :-3], gradient, atol=1e-6, rtol=0)
+    for name in ("advantages", "returns", "policy_mask", "value_mask", "positive_mask"):
+        inner = getattr(seen, name)[:, 2:-3]
+        torch.testing.assert_close(inner, getattr(wanted, name)[order], atol=2e-6, rtol=0)
 
 
 @given(seed=SEEDS, gamma=st.floats(0.5, 1.0))
@@ -191,3 +236,23 @@ def test_i9_a_group_trains_exactly_when_its_accuracies_are_mixed(seed, width):
     for k in range(4):
         mixed = 0 < accuracy[group == k].sum() < width
         assert bool((seen[group == k] != 0).any()) is bool(mixed)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30_000), min_size=2, unique=True),
+    alpha=st.floats(0.01, 2.0),
+    minimum=st.floats(0.0, 0.999),
+)
+@FAST
+def test_i10_policy_decay_rises_with_the_length_where_the_bound_does_not_hold_it(
+    lengths, alpha, minimum
+):
+    lengths = sorted(lengths)
+    decay = adaptive_lambda(torch.tensor(lengths), alpha=alpha, minimum=minimum)
+    assert (decay >= np.float32(minimum)).all()
+    assert (decay < 1).all()
+    assert (decay.diff() >= 0).all()
+    # Two neighbouring lengths of 30,000 differ by less than float32 can tell.
+    apart = torch.tensor([1 - 1 / (alpha * n) for n in lengths], dtype=torch.float64)
+    free = apart[:-1] > minimum + 1e-6
+    assert (decay.diff()[free & (apart.diff() > 2e-7)] > 0).all()
