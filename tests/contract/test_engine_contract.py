@@ -66,6 +66,23 @@ def test_the_stop_token_is_the_last_token(new_engine):
     assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, stop)
 
 
+def test_any_of_several_stop_tokens_ends_a_response(new_engine):
+    free = new_engine().generate([request(0, 30)])[0].token_ids
+    late, early = free[9], free[4]
+    output = new_engine().generate([request(0, 30, stop_token_ids=(late, early))])[0]
+    first = min(free.index(late), free.index(early))
+    assert output.token_ids == free[: first + 1]
+    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, free[first])
+
+
+def test_a_stop_token_on_the_last_place_of_the_budget_is_a_stop(new_engine):
+    free = new_engine().generate([request(0, 30)])[0].token_ids
+    first = free.index(free[7])
+    output = new_engine().generate([request(0, first + 1, stop_token_ids=(free[7],))])[0]
+    assert output.num_tokens == first + 1
+    assert (output.finish_reason, output.stop_token_id) == (FinishReason.STOP, free[7])
+
+
 def test_the_models_own_end_token_stops_unless_it_is_ignored(new_engine):
     policy = qwen3_policy()
     end = policy.tokenizer.eos_token_ids[0]
