@@ -28,6 +28,7 @@ SECTIONS: dict[str, str] = {
     "reward": "planish.reward.config:RewardConfig",
     "algorithm": "planish.algorithms:algorithm_config",
     "train": "planish.train.config:TrainConfig",
+    "critic": "planish.train.config:CriticConfig",
     "evaluate": "planish.evaluate.config:EvaluateConfig",
 }
 """Section name to `module:class`, or to `module:function` that picks a class from the raw table."""

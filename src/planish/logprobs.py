@@ -1,8 +1,11 @@
-"""Log-probabilities and entropies of given tokens: the only place that shifts logits.
+"""Log-probabilities, entropies and values of given tokens: the only place that shifts columns.
 
-It samples nothing and knows no mask but the selection that it is given.
+What belongs to a token comes from the hidden state before it: the distribution that it was sampled
+from, and the value of the state in which it was chosen. Nothing here samples or knows a mask but
+the selection that it is given.
 
-Source: entropy of the full distribution and float32 numerics as in DAPO, arXiv 2503.14476.
+Source: entropy of the full distribution and float32 numerics as in DAPO, arXiv 2503.14476; values
+of the state before each action as in generalised advantage estimation, arXiv 1506.02438, section 2.
 """
 
 from __future__ import annotations
@@ -17,6 +20,36 @@ from planish.errors import ConfigError, RecordError
 
 TOKENS_PER_CHUNK = 4096
 """Selected tokens whose logits exist in memory at once."""
+
+
+def hidden_before(
+    body: Any, input_ids: Tensor, position_ids: Tensor | None, select: Tensor
+) -> Tensor:
+    """Return the last hidden state before each selected token.
+
+    Args:
+        body: decoder of transformers without its head (untyped, hence Any).
+        input_ids: [B, S] int64, padded on the right; padding needs no attention mask since
+            attention is causal.
+        position_ids: [B, S] int64, or None for 0..S-1. Positions that start again at 0 inside a
+            row separate packed sequences.
+        select: [B, S] bool; column 0 has no token before it and must be False.
+
+    Returns:
+        [K, H] in the body's type, of the K selected tokens in row-major order.
+
+    Raises:
+        RecordError: column 0 is selected.
+    """
+    if bool(select[:, 0].any()):
+        raise RecordError(
+            "`select` must be False in column 0, got True in rows "
+            f"{select[:, 0].nonzero().flatten()[:8].tolist()}; nothing comes before a first token"
+        )
+    extra: dict[str, Tensor] = {} if position_ids is None else {"position_ids": position_ids}
+    output = body(input_ids=input_ids, use_cache=False, **extra)
+    hidden: Tensor = output.last_hidden_state[:, :-1][select[:, 1:]]
+    return hidden
 
 
 class TokenScorer(nn.Module):
@@ -45,12 +78,9 @@ class TokenScorer(nn.Module):
         """Score the selected tokens given the tokens before them.
 
         Args:
-            input_ids: [B, S] int64, padded on the right; padding needs no attention mask since
-                attention is causal.
-            position_ids: [B, S] int64, or None for 0..S-1. Positions that start again at 0 inside
-                a row separate packed sequences.
-            select: [B, S] bool; column `t` selects the token `input_ids[:, t]`. Column 0 has no
-                token before it and must be False.
+            input_ids: [B, S] int64, as for `hidden_before`.
+            position_ids: [B, S] int64, or None for 0..S-1.
+            select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
             temperature: of the distribution that is scored, > 0.
             with_entropy: False returns zeros as entropies and saves their time.
 
@@ -65,17 +95,9 @@ class TokenScorer(nn.Module):
             raise RecordError(
                 f"`temperature` must be above 0, got {temperature!r}; pass the rollouts' own"
             )
-        if bool(select[:, 0].any()):
-            raise RecordError(
-                "`select` must be False in column 0, got True in rows "
-                f"{select[:, 0].nonzero().flatten()[:8].tolist()}; nothing predicts a first token"
-            )
         body = getattr(self.model, self.model.base_model_prefix)
-        extra: dict[str, Tensor] = {} if position_ids is None else {"position_ids": position_ids}
-        output = body(input_ids=input_ids, use_cache=False, **extra)
-        selected = select[:, 1:]
-        hidden = output.last_hidden_state[:, :-1][selected]
-        targets = input_ids[:, 1:][selected]
+        hidden = hidden_before(body, input_ids, position_ids, select)
+        targets = input_ids[select]
         return self._score(hidden, targets, temperature, with_entropy)
 
     def _score(
@@ -110,6 +132,36 @@ class TokenScorer(nn.Module):
             # p * log p is 0, not NaN, where a token is masked out with a logit of -inf.
             entropy = torch.special.entr(logprobs.detach().exp()).sum(-1)
         return chosen, entropy
+
+
+class ValueScorer(nn.Module):
+    """A critic that returns the values of selected tokens; its forward is the whole computation."""
+
+    def __init__(self, critic: Any) -> None:
+        """Wrap a `planish.models.critic.Critic`; parameters are shared."""
+        super().__init__()
+        self.critic = critic
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None, select: Tensor) -> Tensor:
+        """Return the value of the state before each selected token.
+
+        Args:
+            input_ids: [B, S] int64, as for `hidden_before`.
+            position_ids: [B, S] int64, or None for 0..S-1.
+            select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
+
+        Returns:
+            [K] float32 of the K selected tokens in row-major order.
+
+        Raises:
+            RecordError: column 0 is selected.
+        """
+        hidden = hidden_before(self.critic.body, input_ids, position_ids, select)
+        head = self.critic.head
+        # Values are subtracted from each other: half precision would drown small advantages.
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores = nn.functional.linear(hidden.float(), head.weight.float(), head.bias.float())
+        return scores.squeeze(-1)
 
 
 def logits(model: Any, hidden: Tensor) -> Tensor:

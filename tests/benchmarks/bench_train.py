@@ -150,7 +150,7 @@ class Packed(Ours):
                 for name in ("input_ids", "position_ids", "policy_mask", "old_logprobs",
                              "rollout_logprobs", "advantages")
             }  # fmt: skip
-            scored, entropy = trainer.scorer(
+            scored, entropy = trainer.policy.scorer(
                 flat["input_ids"], flat["position_ids"], flat["policy_mask"], 1.0
             )
             mask = flat["policy_mask"]
@@ -159,9 +159,9 @@ class Packed(Ours):
                 scatter_tokens(mask, scored), scatter_tokens(mask, entropy), one, counts
             )
             output.loss.backward()
-        trainer._clip()
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        trainer.policy._clip()
+        trainer.policy.optimizer.step()
+        trainer.policy.optimizer.zero_grad()
 
 
 CLASSES = {"ours": Ours, "bare": Bare, "bare_selected": BareSelected, "packed": Packed}
@@ -211,7 +211,7 @@ def check_equal(folder: str, batch: TrainBatch, algorithm) -> float:
     for name in SYSTEMS:
         system, _ = build(name, folder, 4096)
         one_iteration(system, algorithm, batch)
-        model = system.trainer.scorer.model if hasattr(system, "trainer") else system.model
+        model = system.trainer.policy.scorer.model if hasattr(system, "trainer") else system.model
         weights[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
     return max((weights["ours"] - w).abs().max().item() for w in weights.values())
 

@@ -14,8 +14,9 @@ from planish.algorithms import build_algorithm
 from planish.parallel import SINGLE
 from planish.train.batching import train_batch
 from planish.train.config import TrainConfig
+from planish.train.progress import Progress
 from planish.train.trainer import open_trainer
-from planish.train.update import Progress, run_update
+from planish.train.update import run_update
 from tests.unit.train.runs import TINY, random_rollouts, rewards_for, start_run
 
 LOSSES = Path(__file__).parent / "losses"

@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 
     from planish.checkpoint.dcp import StoreReader
 
-__all__ = ["STATE_SCHEMA", "export_hf", "latest", "load", "read_state_info", "save"]
+__all__ = ["STATE_SCHEMA", "export_hf", "latest", "load", "parts", "read_state_info", "save"]
 
-PREFIXES: dict[str, str] = {"model": "model", "optimizer": "optim", "random": "random"}
+PREFIXES: dict[str, str] = {
+    "model": "model",
+    "optimizer": "optim",
+    "critic": "critic",
+    "critic_optimizer": "critic_optim",
+    "random": "random",
+}
 """Part of a state to the first word of its tensors' names."""
 
 State = Mapping[str, Any]
@@ -136,6 +142,17 @@ def read_state_info(pin: str) -> dict[str, Any]:
         CheckpointError: damaged.
     """
     return StateFolder.open(pin).extra()
+
+
+def parts(pin: str) -> set[str]:
+    """Return which parts of `PREFIXES` a state holds, without reading a tensor.
+
+    Raises:
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: damaged.
+    """
+    found = {name.partition(".")[0] for name in StateFolder.open(pin).index()}
+    return {part for part, prefix in PREFIXES.items() if prefix in found}
 
 
 def export_hf(

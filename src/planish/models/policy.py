@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ SCHEMA = "policy/1"
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
-_ARCHITECTURE = re.compile(r"[A-Za-z0-9]+ForCausalLM")
+_ARCHITECTURE = re.compile(r"[A-Za-z0-9]+(?P<head>For[A-Za-z]+)")
 
 
 @dataclass
@@ -104,10 +104,17 @@ def load_policy(
     return Policy(model=model, tokenizer=load_tokenizer(folder), version=version, folder=folder)
 
 
-def load_model(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
-    """Load the causal LM of a checked local folder, in evaluation mode.
+def load_model(
+    folder: Path, *, dtype: torch.dtype | None = None, heads: Sequence[str] = ("ForCausalLM",)
+) -> Any:
+    """Load the model of a checked local folder, in evaluation mode.
 
     Only the class that config.json names is imported: the automatic classes cost seconds more.
+
+    Args:
+        folder: what `save_pretrained` wrote.
+        dtype: of the weights in memory; None keeps the saved one.
+        heads: endings of the names of classes that will do.
 
     Raises:
         ConfigError: unreadable config.json, unknown architecture, or weights that do not fit.
@@ -115,7 +122,7 @@ def load_model(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
-    model_class = _model_class(read_model_config(folder))
+    model_class = _model_class(read_model_config(folder), heads)
     disable_progress_bar()
     try:
         model, report = model_class.from_pretrained(
@@ -128,7 +135,7 @@ def load_model(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
         )
     except (*_LOADING_ERRORS, SafetensorError) as error:
         raise ConfigError(
-            f"a model folder must hold a causal language model that transformers opens, got "
+            "a model folder must hold a model that this version of transformers opens, got "
             f"{str(folder)!r} ({type(error).__name__}: {str(error)[:300]}); check its config.json "
             "and *.safetensors"
         ) from None
@@ -163,19 +170,21 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _model_class(config: Mapping[str, Any]) -> Any:
+def _model_class(config: Mapping[str, Any], heads: Sequence[str]) -> Any:
     import transformers
 
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
+    match = _ARCHITECTURE.fullmatch(name) if isinstance(name, str) else None
     found = None
-    if isinstance(name, str) and _ARCHITECTURE.fullmatch(name):
-        found = getattr(transformers, name, None)
+    if match is not None and match["head"] in heads:
+        found = getattr(transformers, match[0], None)
     if found is None:
+        wanted = " or ".join(f"'Qwen3{head}'" for head in heads)
         raise ConfigError(
-            "`architectures` in config.json must name a causal language model that this version of "
-            f"transformers ({transformers.__version__}) knows, such as 'Qwen3ForCausalLM', got "
-            f"{names!r}; choose another model: code that comes with a model is never run"
+            "`architectures` in config.json must name a model that this version of transformers "
+            f"({transformers.__version__}) knows, such as {wanted}, got {names!r}; choose another "
+            "model: code that comes with a model is never run"
         )
     return found
 
@@ -210,45 +219,6 @@ def save_policy(
             policy.model.generation_config.save_pretrained(folder)
         policy.tokenizer.save(folder)
         return _write(uri, folder, policy.model.state_dict(), version, parents, attributes)
-
-
-def export_policy(
-    uri: str,
-    weights: Mapping[str, Tensor],
-    source: Path,
-    *,
-    version: int,
-    parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
-) -> Ref:
-    """Write new weights with the configuration and tokenizer of an earlier policy.
-
-    Args:
-        uri: folder of the policy.
-        weights: every tensor by its Hugging Face name, whole; cast to the type of `source`.
-        source: local folder of the policy that training began with.
-        version: `policy_version` to write down.
-        parents: name to manifest sha256.
-        attributes: further attributes of the manifest.
-
-    Returns:
-        Ref of schema `policy/1`.
-    """
-    with tempfile.TemporaryDirectory(prefix="planish-policy-") as name:
-        folder = Path(name)
-        for path in _other_files(source):
-            (folder / path.name).write_bytes(path.read_bytes())
-        return _write(uri, folder, weights, version, parents, attributes)
-
-
-def _other_files(source: Path) -> list[Path]:
-    """Return what a policy holds beside weights and manifest."""
-    weights = (".safetensors", ".safetensors.index.json")
-    return [
-        path
-        for path in sorted(source.iterdir())
-        if path.is_file() and path.name != "manifest.json" and not path.name.endswith(weights)
-    ]
 
 
 def _write(

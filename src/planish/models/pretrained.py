@@ -49,8 +49,13 @@ def load_pretrained(
     return Policy(model=model, tokenizer=tokenizer, version=0, folder=folder)
 
 
-def find_folder(path: str, *, revision: str = "main") -> Path:
+def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -> Path:
     """Return the local folder of a pretrained model, fetching it from the hub for a hub id.
+
+    Args:
+        path: folder or hub id.
+        revision: branch, tag or commit on the hub.
+        key: where the configuration gives `path`, for messages.
 
     Raises:
         ConfigError: not a usable name, no such folder, or the hub can not give it.
@@ -58,7 +63,7 @@ def find_folder(path: str, *, revision: str = "main") -> Path:
     text = path.removeprefix("file://")
     if not text or ".." in PurePosixPath(text).parts or "\0" in text:
         raise ConfigError(
-            f"`model.path` must be a hub id or a folder without `..`, got {path!r}; write the "
+            f"`{key}` must be a hub id or a folder without `..`, got {path!r}; write the "
             "folder's absolute path"
         )
     folder = Path(text).expanduser()
@@ -66,13 +71,13 @@ def find_folder(path: str, *, revision: str = "main") -> Path:
         return folder
     if path.startswith(("file://", "/", "./", "~")) or not _HUB_ID.fullmatch(text):
         raise ConfigError(
-            f"`model.path` must be an existing folder or a hub id such as 'Qwen/Qwen3-0.6B', got "
+            f"`{key}` must be an existing folder or a hub id such as 'Qwen/Qwen3-0.6B', got "
             f"{path!r}; check the spelling, or save the model there first"
         )
-    return _fetch_from_hub(text, revision)
+    return _fetch_from_hub(text, revision, key)
 
 
-def _fetch_from_hub(hub_id: str, revision: str) -> Path:
+def _fetch_from_hub(hub_id: str, revision: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -101,17 +106,17 @@ def _fetch_from_hub(hub_id: str, revision: str) -> Path:
     except HfHubHTTPError as error:
         remedy = (
             f"it answered with HTTP status {error.response.status_code}: log in with "
-            "`hf auth login`, try again later, or give a folder as `model.path`"
+            f"`hf auth login`, try again later, or give a folder as `{key}`"
         )
     except (LocalEntryNotFoundError, OSError) as error:
         remedy = (
             "the hub can not be reached or failed, and the cache has no copy "
             f"({type(error).__name__}): download it where there is a network and give its folder "
-            "as `model.path`"
+            f"as `{key}`"
         )
     else:
         return Path(found)
-    raise ConfigError(f"`model.path` must be a model that the hub gives, got {hub_id!r}; {remedy}")
+    raise ConfigError(f"`{key}` must be a model that the hub gives, got {hub_id!r}; {remedy}")
 
 
 def check_folder(folder: Path) -> None:

@@ -15,6 +15,7 @@ from planish.records.refs import Ref, parse_pin
 from planish.records.reports import EvalReport, UpdateReport, read_report, write_report
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.values import ValueSet
 
 __all__ = [
     "EvalReport",
@@ -27,6 +28,7 @@ __all__ = [
     "RolloutSet",
     "TraceSet",
     "UpdateReport",
+    "ValueSet",
     "fetch_files",
     "finished",
     "parse_pin",

@@ -22,13 +22,14 @@ ROW_GROUP_CELLS = 1 << 20
 
 _MAX_TEXT_BYTES = 1 << 31
 _SCALARS: dict[str, pa.DataType] = {
+    "int64": pa.int64(),
     "int32": pa.int32(),
     "int8": pa.int8(),
     "float32": pa.float32(),
     "bool": pa.bool_(),
     "text": pa.string(),
 }
-_DTYPES = {_SCALARS[name]: np.dtype(name) for name in ("int32", "int8", "float32")}
+_DTYPES = {_SCALARS[name]: np.dtype(name) for name in ("int64", "int32", "int8", "float32")}
 
 
 def _list_of(value: pa.DataType) -> pa.DataType:

@@ -16,7 +16,7 @@ from planish.errors import RecordError
 from planish.records.ragged import Array, Ragged
 
 Kind = Literal[
-    "int32", "int8", "float32", "bool", "text", "messages", "list<int32>", "list<float32>"
+    "int64", "int32", "int8", "float32", "bool", "text", "messages", "list<int32>", "list<float32>"
 ]
 Messages = list[dict[str, str]]
 ColumnData = Array | Ragged | list[str] | list[Messages]

@@ -49,8 +49,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     prompts = rollouts.prompt_tokens.take(groups)
     responses = rollouts.response_tokens.take(rows)
     _refuse_empty(rows, prompts, responses, rollouts)
-    starts = prompts.lengths
-    ends = starts + responses.lengths
+    starts, ends = prompts.lengths, prompts.lengths + responses.lengths
     shape = (len(rows), int(ends.max()) if len(rows) else 1)
     column = np.arange(shape[1])
     real = column < ends[:, None]
@@ -132,16 +131,16 @@ def plan_microbatches(
     """Cut the sequences of an optimizer step into micro-batches of similar length, for each rank.
 
     Sequences are sorted by length, so that little is padding, and filled into micro-batches up to
-    the budget. Every rank gets the same number of micro-batches, since sharded models compute in
-    step; a rank short of sequences gets empty ones.
+    the budget; those of length 0 are left out. Every rank gets the same number of micro-batches,
+    since sharded models compute in step; a rank short of sequences gets empty ones.
 
     Args:
-        lengths: [B] int64, tokens of each sequence.
+        lengths: [B] int64, tokens of each sequence that are to be computed.
         tokens_per_microbatch: rows * longest row must not exceed it; a longer row goes alone.
         num_ranks: data-parallel processes.
 
     Returns:
-        Per rank a list of row numbers; together each row exactly once.
+        Per rank a list of row numbers; together each row of a length above 0 exactly once.
 
     Example:
         >>> plan = plan_microbatches(np.array([3, 9, 4, 8]), 18, 1)
@@ -149,6 +148,7 @@ def plan_microbatches(
         [[3, 1], [0, 2]]
     """
     order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
     parts: list[Rows] = []
     # From the longest down: the first micro-batch is the largest, so memory peaks early.
     stop = len(order)
@@ -167,25 +167,27 @@ def plan_microbatches(
     return [parts[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def lengths_of(batch: TrainBatch) -> npt.NDArray[np.int64]:
-    """Return the real tokens of each sequence, [B] int64."""
-    counts: npt.NDArray[np.int64] = batch.attention_mask.sum(1).cpu().numpy()
-    return counts
+def selected_lengths(mask: Tensor) -> npt.NDArray[np.int64]:
+    """Return the columns up to the last selected token of each row, [B] int64; 0 without any.
+
+    Attention is causal: columns behind it change nothing.
+    """
+    columns = torch.arange(1, mask.shape[1] + 1)
+    lengths: npt.NDArray[np.int64] = (mask * columns).amax(1).numpy()
+    return lengths
 
 
-def gather_rows(batch: TrainBatch, rows: Rows) -> TrainBatch:
-    """Return the given rows without the columns that are padding in all of them.
+def gather_rows(batch: TrainBatch, rows: Rows, *, num_columns: int) -> TrainBatch:
+    """Return the first columns of the given rows.
 
     No rows give one row of padding whose masks are all False: a rank without sequences still has
     to take part in the collective work of the others.
     """
     if len(rows) == 0:
-        idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=2)
+        idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=num_columns)
         off = torch.zeros_like(idle.policy_mask)
         return idle.updated(attention_mask=off, policy_mask=off, value_mask=off, positive_mask=off)
-    index = torch.from_numpy(np.ascontiguousarray(rows))
-    longest = int(batch.attention_mask.index_select(0, index).sum(1).max())
-    return batch.take(index, num_columns=longest)
+    return batch.take(torch.from_numpy(np.ascontiguousarray(rows)), num_columns=num_columns)
 
 
 def scatter_tokens(mask: Tensor, per_token: Tensor) -> Tensor:

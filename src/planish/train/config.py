@@ -1,10 +1,10 @@
-"""Configuration of the train stage; the defaults are DAPO's published values."""
+"""Configuration of the train stage; the defaults are the published values of DAPO and VAPO."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from planish.config import Section
 
@@ -50,3 +50,47 @@ class TrainConfig(Section):
     """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
     timeout_seconds: float = Field(default=1800.0, gt=0.0)
     """How long a rank waits for its peers."""
+
+
+class CriticConfig(Section):
+    """The value model: where it comes from and how it is trained.
+
+    It is used by algorithms with a critic only. AdamW's decays, weight decay, the limit of the
+    gradient norm and the size of mini-batches are those of `[train]`.
+    """
+
+    init: Literal["policy", "model", "random", "state"] = "policy"
+    """Backbone of a new critic: `policy` copies the policy's; `model` opens `path`, a reward model
+    (the published choice, VAPO section 5.1) or a causal language model; `random` is untrained, of
+    the policy's sizes; `state` takes the critic of another run's train state."""
+    path: str = ""
+    """Folder or hub id for `model`, pin of a train state (`<uri>#sha256=<digest>`) for `state`."""
+    head_std: float = Field(default=0.01, ge=0.0)
+    """Standard deviation of the weights of a new value head; 0 begins with values of 0."""
+    learning_rate: float = Field(default=2e-6, gt=0.0)
+    """Constant after warm-up (VAPO section 5.1)."""
+    warmup_iterations: int = Field(default=20, ge=0)
+    """Linear warm-up over this many rollout batches that train the critic; 0 is none."""
+    pretrain_iterations: int = Field(default=50, ge=0)
+    """Rollout batches that train the critic alone, before the policy's first update (VAPO section
+    5.1: 50 steps); 0 is none."""
+    pretrain_learning_rate: float | None = Field(default=None, gt=0.0)
+    """Rate of value pretraining; None is `learning_rate`."""
+    pretrain_passes: int = Field(default=1, ge=1)
+    """How often value pretraining uses each rollout."""
+    pretrain_explained_variance: float | None = Field(default=None, le=1.0)
+    """Value pretraining ends early once the explained variance reaches this; None is no rule."""
+    pretrain_value_loss: float | None = Field(default=None, gt=0.0)
+    """Value pretraining ends early once the value loss is not above this; None is no rule."""
+    pretrain_patience: int = Field(default=1, ge=1)
+    """Rollout batches in a row on which every given rule must hold, each before it is trained on;
+    the last of them trains the policy already."""
+
+    @model_validator(mode="after")
+    def _has_its_path(self) -> CriticConfig:
+        if (self.init in ("model", "state")) != bool(self.path):
+            raise ValueError(
+                "`path` must be given for init 'model' and 'state' and for no other, got "
+                f"{self.path!r} for {self.init!r}"
+            )
+        return self

@@ -19,9 +19,10 @@ from planish.records.manifest import Manifest
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import advance, fresh_cursor, parse_data
+from planish.records.stream import StreamState, advance, fresh_cursor, parse_data
+from planish.records.values import ValueSet
 from planish.store import open_store
-from planish.train.config import TrainConfig
+from planish.train.config import CriticConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class TrainJob:
         return parse_section(TrainConfig, self.config.get("train", {}), section="train")
 
     @property
+    def critic(self) -> CriticConfig:
+        """Configuration of the critic, for algorithms with one."""
+        return parse_section(CriticConfig, self.config.get("critic", {}), section="critic")
+
+    @property
     def temperature(self) -> float:
         """Temperature that the rollouts were sampled at.
 
@@ -117,12 +123,24 @@ class JobResult:
         return cls(Ref.from_json(raw["state"]), raw["metrics"])
 
 
-def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
-    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
+@dataclass(frozen=True)
+class Inputs:
+    """What an iteration of training reads, all shards together."""
 
-    Returns:
-        Rollouts in shard order, rewards row by row, and the `data` of the new train state: the
-        prompt cursor, and pins of surplus sets where there are any.
+    rollouts: RolloutSet
+    """In shard order."""
+    rewards: RewardSet
+    """Row `r` scores row `r` of the rollouts."""
+    stream: StreamState
+    """Where prompts, surplus and carry stand afterwards; its values are still to be written."""
+    ordinals: list[int] | None
+    """Of each group; None where responses are not cut by windows."""
+    values: ValueSet
+    """Values of the tokens that earlier iterations sampled; none where nothing was stored."""
+
+
+def read_inputs(job: TrainJob) -> Inputs:
+    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
 
     Raises:
         RecordError: a set is damaged, or the rewards score other rollouts.
@@ -133,6 +151,8 @@ def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
     sets: list[RolloutSet] = []
     consumed: list[int] = []
     surplus: list[str] = []
+    carry: list[str] = []
+    ordinals: list[int] = []
     for shard in range(job.num_shards):
         place = layout.rollouts(job.root, job.iteration, shard)
         manifest = read_manifest(place)
@@ -142,14 +162,47 @@ def read_inputs(job: TrainJob) -> tuple[RolloutSet, RewardSet, dict[str, Any]]:
                 f"({sorted(scored)}); run the reward stage of iteration {job.iteration} again"
             )
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
-        consumed += _ordinals(manifest, place)
+        consumed += _ordinals(manifest, place, "consumed")
         surplus += _surplus(job, shard, manifest)
+        carried = _carry(job, shard, manifest)
+        carry += carried
+        if carried:
+            ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
     # The sets that the state before names are used up: the rollouts took over all their groups.
-    cursor = parse_data(job.info().get("data", fresh_cursor())).cursor
-    data: dict[str, Any] = {**advance(cursor, consumed)}
-    if surplus:
-        data["surplus"] = surplus
-    return RolloutSet.concat(sets), rewards, data
+    before = parse_data(job.info().get("data", fresh_cursor()))
+    return Inputs(
+        rollouts=RolloutSet.concat(sets),
+        rewards=rewards,
+        stream=StreamState(advance(before.cursor, consumed), surplus, carry),
+        ordinals=ordinals if carry else None,
+        values=_stored_values(job, before.values),
+    )
+
+
+def _stored_values(job: TrainJob, pin: str) -> ValueSet:
+    if not pin:
+        return ValueSet.from_rows({})
+    path, digest = parse_pin(pin)
+    return read_set(ValueSet, f"{job.root}/{path}", sha256=digest)
+
+
+def relative_pin(job: TrainJob, place: str, digest: str) -> str:
+    """Return a pin without the root of the run, so that equal runs have equal states."""
+    return f"{place.removeprefix(f'{job.root}/')}#sha256={digest}"
+
+
+def _carry(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
+    """Return the pin of a shard's carry set; none where responses are not cut by windows.
+
+    Raises:
+        RecordError: the set at its place is not the one that the rollouts name.
+    """
+    digest = manifest.attributes.get("carry_sha256", "")
+    if not digest:
+        return []
+    place = layout.carry(job.root, job.iteration, shard)
+    read_manifest(place, sha256=digest)
+    return [relative_pin(job, place, digest)]
 
 
 def _surplus(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
@@ -165,17 +218,20 @@ def _surplus(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
     versions = read_manifest(place, sha256=digest).attributes["versions"]
     if job.iteration - max(versions) > job.max_staleness:
         return []
-    return [f"{place.removeprefix(f'{job.root}/')}#sha256={digest}"]
+    return [relative_pin(job, place, digest)]
 
 
-def _ordinals(manifest: Manifest, place: str) -> list[int]:
-    consumed = manifest.attributes.get("consumed", [])
-    if not isinstance(consumed, list) or not all(type(k) is int for k in consumed):
+def _ordinals(manifest: Manifest, place: str, name: str, *, count: int = -1) -> list[int]:
+    """Return a list of prompt ordinals from a manifest, of a certain length where one is given."""
+    found = manifest.attributes.get(name, [])
+    good = isinstance(found, list) and all(type(k) is int and k >= 0 for k in found)
+    if not good or (count >= 0 and len(found) != count):
+        many = "" if count < 0 else f"{count} "
         raise RecordError(
-            f"`consumed` of `{place}` must be a list of prompt ordinals, got {consumed!r:.80}; "
+            f"`{name}` of `{place}` must be a list of {many}prompt ordinals, got {found!r:.80}; "
             "run the rollout stage again"
         )
-    return consumed
+    return list(found)
 
 
 def already_done(job: TrainJob, next_step: int) -> Ref | None:

@@ -1,4 +1,4 @@
-"""What a trainer is: the model, its optimizer and the ranks behind four verbs.
+"""What a trainer is: policy and critic, their optimizers and the ranks behind a few verbs.
 
 A trainer knows no algorithm: it is handed a mini-batch with masks and advantages and a loss to
 call, and gives metrics back.
@@ -10,10 +10,10 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from planish.algorithms.base import LossFn, TrainBatch
+from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.errors import ConfigError
 from planish.parallel import Ranks
-from planish.train.config import TrainConfig
+from planish.train.config import CriticConfig, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -24,34 +24,39 @@ TRAINERS: dict[str, str] = {"fsdp2": "planish.train.fsdp2:Fsdp2Trainer"}
 
 
 class Trainer(Protocol):
-    """A policy in training; every rank calls every method with the same arguments."""
+    """A policy in training; every rank calls every method with the same arguments.
+
+    `values` and `value_step` are for trainers that were opened with a critic.
+    """
 
     def load(self, pin: str) -> None:
         """Replace weights, optimizer and random states by those of a saved train state.
 
         Raises:
-            LayoutMismatch: saved with another model; nothing has been changed.
+            LayoutMismatch: saved with another model, or without the critic that is needed; nothing
+                has been changed.
         """
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """Return the log-probabilities of the tokens in `policy_mask`, [B, S] float32 on CPU."""
 
     def values(self, batch: TrainBatch) -> Tensor:
-        """Return the critic's values, [B, S] float32 on CPU.
-
-        Raises:
-            NotImplementedError: this trainer has no critic.
-        """
+        """Return the critic's values of the tokens in `value_mask`, [B, S] float32 on CPU."""
 
     def step(
         self, minibatch: TrainBatch, loss_fn: LossFn, *, learning_rate: float
     ) -> dict[str, float]:
-        """Make one optimizer step.
+        """Make one optimizer step of the policy on `policy_mask` and `positive_mask`.
 
         Returns:
             The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 where
             the gradient was not finite and no step was made.
         """
+
+    def value_step(
+        self, minibatch: TrainBatch, loss_fn: ValueLossFn, *, learning_rate: float
+    ) -> dict[str, float]:
+        """Make one optimizer step of the critic on `value_mask`; returns as `step`."""
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the parts of the train state that are tensors: this rank's shards."""
@@ -68,6 +73,7 @@ def open_trainer(
     seed: int,
     ranks: Ranks,
     device: torch.device,
+    critic: CriticConfig | None = None,
 ) -> Trainer:
     """Build the trainer that `config.trainer` names, with the weights of a policy.
 
@@ -78,9 +84,10 @@ def open_trainer(
         seed: of the random streams of a fresh start.
         ranks: this process among the training processes.
         device: of this rank.
+        critic: how to build a critic; None for algorithms without one.
 
     Raises:
-        ConfigError: no such trainer.
+        ConfigError: no such trainer, or no such critic.
     """
     if config.trainer not in TRAINERS:
         raise ConfigError(
@@ -89,6 +96,12 @@ def open_trainer(
     module, _, name = TRAINERS[config.trainer].partition(":")
     build: Any = getattr(importlib.import_module(module), name)
     trainer: Trainer = build(
-        config, policy_pin, temperature=temperature, seed=seed, ranks=ranks, device=device
+        config,
+        policy_pin,
+        temperature=temperature,
+        seed=seed,
+        ranks=ranks,
+        device=device,
+        critic=critic,
     )
     return trainer

@@ -1,70 +1,32 @@
-"""One iteration of training: old log-probabilities, advantages, optimizer steps, metrics.
+"""One iteration of training: old log-probabilities and values, advantages, optimizer steps.
 
 Knows neither the algorithm's name nor the trainer's; both are protocols.
 
-Source: DAPO, arXiv 2503.14476, algorithm 1.
+Source: DAPO, arXiv 2503.14476, algorithm 1; VAPO, arXiv 2504.05118, section 4.1 (critic).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from planish.algorithms.base import Algorithm, Denominators, LossOutput, TrainBatch
+from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
 from planish.algorithms.mismatch import mismatch_metrics
-from planish.errors import CheckpointError
 from planish.train.batching import Rows, split_minibatches
-from planish.train.config import TrainConfig
+from planish.train.config import CriticConfig, TrainConfig
+from planish.train.metrics import batch_metrics, group_metrics, step_summary, value_metrics
+from planish.train.pretraining import critic_learning_rate, judge
+from planish.train.progress import Progress
 from planish.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Counters of a training; part of the train state.
-
-    Example:
-        >>> Progress(step=32, updates=31, iterations=2).to_json()["skipped_in_row"]
-        0
-    """
-
-    step: int = 0
-    """Mini-batches seen; an iteration without a rollout counts as one empty mini-batch."""
-    updates: int = 0
-    """Optimizer steps made: `step` without empty and skipped mini-batches."""
-    iterations: int = 0
-    """Rollout batches trained on; drives the warm-up."""
-    skipped_in_row: int = 0
-    """Mini-batches with non-finite gradients since the last good one."""
-    skipped_total: int = 0
-    """Mini-batches with non-finite gradients so far."""
-
-    def to_json(self) -> dict[str, int]:
-        """Return the counters as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Progress:
-        """Read the counters from the JSON part of a train state.
-
-        Raises:
-            CheckpointError: a counter is missing or no count.
-        """
-        names = list(asdict(cls()))
-        bad = {n: raw.get(n) for n in names if type(raw.get(n)) is not int or raw[n] < 0}
-        if bad:
-            raise CheckpointError(
-                f"a train state must hold the counters {names} as counts, got {bad}; resume from "
-                "an earlier state"
-            )
-        return cls(**{name: raw[name] for name in names})
+Step = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -73,10 +35,20 @@ class UpdateResult:
 
     scalars: dict[str, float]
     """Metrics over the iteration."""
-    minibatches: list[dict[str, float]]
-    """Metrics of each optimizer step."""
+    minibatches: list[Step]
+    """Metrics of each mini-batch."""
     progress: Progress
     """Counters after the iteration."""
+    values: Tensor | None = None
+    """[B, S] float32 of the critic before the iteration; None without a critic or a rollout."""
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Learning rates of an iteration; None trains nothing."""
+
+    policy: float | None
+    critic: float | None
 
 
 def num_steps(num_rows: int, config: TrainConfig) -> int:
@@ -99,40 +71,97 @@ def run_update(
     config: TrainConfig,
     progress: Progress,
     seed: Sequence[int],
+    critic: CriticConfig | None = None,
+    earlier_values: Tensor | None = None,
 ) -> UpdateResult:
-    """Train on one rollout batch.
+    """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
 
     Args:
         trainer: the policy in training, at the weights that the old policy is fixed at.
-        algorithm: gives masks, advantages and the loss.
+        algorithm: gives masks, advantages and the losses.
         batch: the kept rollouts; may be empty.
         config: of the train stage.
         progress: counters before the iteration.
         seed: what the order of the mini-batches depends on.
+        critic: of an algorithm with values; the defaults when None.
+        earlier_values: [B, S] float32, values of tokens that earlier iterations sampled, NaN for
+            all others; None where there are none.
     """
-    rate = learning_rate(config, progress.iterations)
+    critic = critic or CriticConfig()
+    start = progress
     if len(batch) == 0:
-        logger.warning("no rollouts to train on step=%d", progress.step)
-        progress = replace(progress, step=progress.step + 1, iterations=progress.iterations + 1)
-        return UpdateResult({"num_rollouts": 0.0, "empty_minibatches": 1.0}, [], progress)
+        return _without_rollouts(algorithm, progress, critic)
     sampled = batch.policy_mask
     batch = batch.updated(old_logprobs=trainer.logprobs(batch))
-    if algorithm.needs_values:
-        batch = batch.updated(values=trainer.values(batch))
     scalars = batch_metrics(batch)
     scalars |= mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, sampled)
+    values: Tensor | None = None
+    if algorithm.needs_values:
+        values, missing = _old_values(trainer, batch, earlier_values)
+        batch = batch.updated(values=values)
+        scalars |= cast(ActorCritic, algorithm).describe(batch) | missing
     batch = algorithm.advantages(batch)
-    scalars |= _advantage_metrics(batch)
-    parts = split_minibatches(
-        len(batch), config.rollouts_per_minibatch, config.num_passes, seed=seed
+    scalars |= group_metrics(batch)
+    rates = _Rates(learning_rate(config, progress.iterations), None)
+    passes = config.num_passes
+    if algorithm.needs_values:
+        scalars |= value_metrics(batch)
+        progress = judge(critic, progress, scalars)
+        rates = replace(rates, critic=critic_learning_rate(critic, progress))
+        if not progress.pretrain_done:
+            rates, passes = replace(rates, policy=None), critic.pretrain_passes
+        scalars["pretraining"] = float(not progress.pretrain_done)
+    parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
+    minibatches, progress = _run_steps(trainer, algorithm, batch, parts, rates, config, progress)
+    progress = _after_iteration(start, progress, num_steps(len(batch), config), rates, scalars)
+    scalars |= step_summary(minibatches)
+    scalars |= {"learning_rate": rates.policy or 0.0}
+    if rates.critic is not None:
+        scalars["critic_learning_rate"] = rates.critic
+    scalars |= {name: float(count) for name, count in progress.to_json().items()}
+    return UpdateResult(scalars, minibatches, progress, values)
+
+
+def _without_rollouts(
+    algorithm: Algorithm, progress: Progress, critic: CriticConfig
+) -> UpdateResult:
+    """Advance the counters of an iteration that has nothing to train on."""
+    logger.warning("no rollouts to train on step=%d", progress.step)
+    trains = not algorithm.needs_values or judge(critic, progress, {}).pretrain_done
+    progress = replace(
+        progress, step=progress.step + 1, iterations=progress.iterations + int(trains)
     )
-    minibatches, progress = _run_steps(
-        trainer, algorithm, batch, parts, rate=rate, config=config, progress=progress
+    return UpdateResult({"num_rollouts": 0.0, "empty_minibatches": 1.0}, [], progress)
+
+
+def _old_values(
+    trainer: Trainer, batch: TrainBatch, earlier: Tensor | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the values before the iteration; tokens of earlier windows keep their own."""
+    fresh = trainer.values(batch)
+    if earlier is None:
+        return fresh, {}
+    unknown = earlier.isnan()
+    missing = batch.value_mask & ~batch.policy_mask & unknown
+    return fresh.where(unknown, earlier), {"num_missing_values": float(missing.sum())}
+
+
+def _after_iteration(
+    start: Progress,
+    progress: Progress,
+    steps: int,
+    rates: _Rates,
+    scalars: dict[str, float],
+) -> Progress:
+    """Count the iteration: for the policy, for the critic, or for value pretraining."""
+    values = int(rates.critic is not None and scalars.get("num_value_tokens", 0.0) > 0)
+    return replace(
+        progress,
+        step=start.step + steps,
+        iterations=start.iterations + int(rates.policy is not None),
+        critic_iterations=start.critic_iterations + values,
+        pretrain_iterations=start.pretrain_iterations + values * int(rates.policy is None),
     )
-    progress = replace(progress, iterations=progress.iterations + 1)
-    scalars |= _summary(minibatches)
-    scalars |= {"learning_rate": rate, **{k: float(v) for k, v in progress.to_json().items()}}
-    return UpdateResult(scalars, minibatches, progress)
 
 
 def _run_steps(
@@ -140,105 +169,75 @@ def _run_steps(
     algorithm: Algorithm,
     batch: TrainBatch,
     parts: Sequence[Rows],
-    *,
-    rate: float,
+    rates: _Rates,
     config: TrainConfig,
     progress: Progress,
-) -> tuple[list[dict[str, float]], Progress]:
+) -> tuple[list[Step], Progress]:
+    """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
     whole = algorithm.counts(batch)
-    results: list[dict[str, float]] = []
+    critic = cast(ActorCritic, algorithm) if rates.critic is not None else None
+    whole_values = critic.value_counts(batch) if critic is not None else {}
+    results: list[Step] = []
     for rows in parts:
         minibatch = batch.take(torch.from_numpy(rows))
         progress = replace(progress, step=progress.step + 1)
-        counts = algorithm.counts(minibatch)
-        if not any(counts.values()):
-            results.append({"loss": 0.0, "empty": 1.0, "num_rollouts": float(len(minibatch))})
-            continue
-        denominators = Denominators(counts, whole, len(parts))
-
-        def loss_fn(
-            logprobs: Tensor,
-            entropy: Tensor,
-            batch: TrainBatch,
-            denominators: Denominators = denominators,
-        ) -> LossOutput:
-            return algorithm.loss(logprobs, entropy, batch, denominators)
-
-        metrics = trainer.step(minibatch, loss_fn, learning_rate=rate)
-        metrics |= {
-            "num_rollouts": float(len(minibatch)),
-            "num_tokens": float(minibatch.policy_mask.sum()),
-        }
-        results.append(metrics)
-        progress = _count(progress, skipped=metrics["skipped"] > 0, config=config)
-        logger.debug("step=%d loss=%.6f", progress.step, metrics["loss"])
+        step: Step = {}
+        if critic is not None and rates.critic is not None:
+            counts = Denominators(critic.value_counts(minibatch), whole_values, len(parts))
+            found = _value_step(trainer, critic, minibatch, counts, rates.critic)
+            if found:
+                progress = progress.after_critic_step(
+                    skipped=found["value_skipped"] > 0, alarm_after=config.alarm_after_skipped
+                )
+            step |= found
+        if rates.policy is not None:
+            counts = Denominators(algorithm.counts(minibatch), whole, len(parts))
+            found = _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
+            if found:
+                progress = progress.after_policy_step(
+                    skipped=found["skipped"] > 0, alarm_after=config.alarm_after_skipped
+                )
+            step |= found
+        if not step:
+            step = {"loss": 0.0, "empty": 1.0}
+        step["num_rollouts"] = float(len(minibatch))
+        results.append(step)
+        logger.debug("step=%d loss=%.6f", progress.step, step.get("loss", 0.0))
     return results, progress
 
 
-def _count(progress: Progress, *, skipped: bool, config: TrainConfig) -> Progress:
-    if not skipped:
-        return replace(progress, updates=progress.updates + 1, skipped_in_row=0)
-    progress = replace(
-        progress,
-        skipped_in_row=progress.skipped_in_row + 1,
-        skipped_total=progress.skipped_total + 1,
-    )
-    log = logger.error if progress.skipped_in_row >= config.alarm_after_skipped else logger.warning
-    log(
-        "gradient not finite, optimizer step skipped step=%d in_row=%d; lower "
-        "`train.learning_rate` or look at the rollouts of this iteration",
-        *(progress.step, progress.skipped_in_row),
-    )
-    return progress
+def _policy_step(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    minibatch: TrainBatch,
+    denominators: Denominators,
+    rate: float,
+) -> Step:
+    """Step the policy; nothing is done and returned for a mini-batch without a trained token."""
+    if not any(denominators.minibatch.values()):
+        return {}
+
+    def loss_fn(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
+        return algorithm.loss(logprobs, entropy, batch, denominators)
+
+    metrics = trainer.step(minibatch, loss_fn, learning_rate=rate)
+    return metrics | {"num_tokens": float(minibatch.policy_mask.sum())}
 
 
-def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe a rollout batch that is not empty: counts, rewards, lengths."""
-    lengths = batch.value_mask.sum(1).double()
-    return {
-        "num_rollouts": float(len(batch)),
-        "num_groups": float(len(set(batch.group_index.tolist()))),
-        "num_tokens": float(batch.policy_mask.sum()),
-        "reward_mean": float(batch.reward.double().mean()),
-        "reward_max": float(batch.reward.max()),
-        "reward_min": float(batch.reward.min()),
-        "accuracy_mean": float(batch.accuracy.double().mean()),
-        "response_tokens_mean": float(lengths.mean()),
-        "response_tokens_max": float(lengths.max()),
-        "truncated_fraction": float(batch.is_truncated.double().mean()),
-    }
+def _value_step(
+    trainer: Trainer,
+    algorithm: ActorCritic,
+    minibatch: TrainBatch,
+    denominators: Denominators,
+    rate: float,
+) -> Step:
+    """Step the critic; nothing is done and returned for a mini-batch without a target."""
+    if not any(denominators.minibatch.values()):
+        return {}
 
+    def loss_fn(values: Tensor, batch: TrainBatch) -> LossOutput:
+        return algorithm.value_loss(values, batch, denominators)
 
-def _advantage_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Count groups that train on nothing, and those whose rewards differ by length alone."""
-    active = (batch.advantages != 0).any(1)
-    groups: dict[int, tuple[set[float], bool]] = {}
-    for group, accuracy, trains in zip(
-        batch.group_index.tolist(), batch.accuracy.tolist(), active.tolist(), strict=True
-    ):
-        seen, any_active = groups.get(group, (set(), False))
-        groups[group] = (seen | {accuracy}, any_active or trains)
-    return {
-        "zero_advantage_groups": float(sum(not on for _, on in groups.values())),
-        "length_only_groups": float(sum(on and len(a) == 1 for a, on in groups.values())),
-    }
-
-
-def _summary(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average each metric over the optimizer steps that have it."""
-    steps = [m for m in minibatches if not m.get("empty")]
-    summary = {"empty_minibatches": float(len(minibatches) - len(steps))}
-    if not steps:
-        return summary
-    for name in sorted({name for step in steps for name in step}):
-        if name in ("num_rollouts", "num_tokens", "skipped"):
-            continue
-        found = [step[name] for step in steps if name in step and math.isfinite(step[name])]
-        if found:
-            summary[name] = sum(found) / len(found)
-    # Before the first step the policy is the old policy: any other ratio is a bug, or a
-    # temperature, mask or dropout that differs between the two passes.
-    if "ratio_error_max" in steps[0]:
-        summary["first_step_ratio_error"] = steps[0]["ratio_error_max"]
-    summary["skipped_steps"] = sum(step["skipped"] for step in steps)
-    return summary
+    metrics = trainer.value_step(minibatch, loss_fn, learning_rate=rate)
+    own = ("loss", "grad_norm", "skipped")
+    return {f"value_{name}" if name in own else name: x for name, x in metrics.items()}

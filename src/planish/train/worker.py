@@ -9,18 +9,28 @@ import json
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from planish.algorithms import build_algorithm
+from planish.algorithms.base import TrainBatch
 from planish.checkpoint import api as checkpoint
 from planish.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.records import layout
+from planish.records.io import write_set
 from planish.records.reports import UpdateReport, write_report
+from planish.records.stream import StreamState
 from planish.train.batching import train_batch
-from planish.train.job import JobResult, TrainJob, read_inputs
+from planish.train.job import Inputs, JobResult, TrainJob, read_inputs, relative_pin
+from planish.train.progress import Progress
 from planish.train.trainer import open_trainer
-from planish.train.update import Progress, UpdateResult, run_update
+from planish.train.update import UpdateResult, run_update
+from planish.train.window_values import earlier_values, values_to_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +41,8 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     Every rank calls it; the first one writes what is not sharded.
     """
     config = job.train
-    rollouts, rewards, data = read_inputs(job)
+    inputs = read_inputs(job)
     info = job.info()
-    progress = Progress.from_json(info) if info else Progress()
     algorithm = build_algorithm(job.config.get("algorithm", {}))
     device = pick_device(config.device, ranks.rank)
     trainer = open_trainer(
@@ -43,34 +52,33 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         seed=job.seed,
         ranks=ranks,
         device=device,
+        critic=job.critic if algorithm.needs_values else None,
     )
     if job.state_pin:
         trainer.load(job.state_pin)
     started = time.perf_counter()
+    batch = train_batch(inputs.rollouts, inputs.rewards)
     result = run_update(
         trainer,
         algorithm,
-        train_batch(rollouts, rewards),
+        batch,
         config=config,
-        progress=progress,
+        progress=Progress.from_json(info) if info else Progress(),
         seed=(job.seed, job.iteration),
+        critic=job.critic,
+        earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
     )
     seconds = time.perf_counter() - started
     attributes = _attributes(job, result, ranks)
+    stream = inputs.stream
     if ranks.is_first:
+        if algorithm.needs_values:
+            stream = _write_values(job, inputs, batch, result)
         report = UpdateReport(result.scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    extra = {
-        **result.progress.to_json(),
-        "data": data,
-        "policy_version": job.iteration,
-        "num_ranks": ranks.size,
-        "device": device.type,
-        "config_sha256": job.config_sha256,
-    }
     state = checkpoint.save(
         layout.state(job.root, result.progress.step),
-        {**trainer.state(), "extra": extra},
+        {**trainer.state(), "extra": _extra(job, result, stream, ranks, device.type)},
         parents=job.parents(),
         attributes=attributes,
         ranks=ranks,
@@ -79,6 +87,41 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     speed = result.scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
     metrics = {**result.scalars, "update_seconds": seconds, "tokens_per_second": speed}
     return JobResult(state, metrics)
+
+
+def _earlier_values(inputs: Inputs, batch: TrainBatch) -> Tensor | None:
+    if inputs.ordinals is None:
+        return None
+    return earlier_values(batch, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values)
+
+
+def _write_values(
+    job: TrainJob, inputs: Inputs, batch: TrainBatch, result: UpdateResult
+) -> StreamState:
+    """Write the values of responses that go on, and return the stream with their pin."""
+    if inputs.ordinals is None:
+        return inputs.stream
+    values = values_to_store(
+        batch, result.values, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values
+    )
+    place = layout.values(job.root, job.iteration)
+    facts = {"config_sha256": job.config_sha256, "iteration": job.iteration}
+    ref = write_set(place, values, parents=job.parents(), attributes=facts)
+    return replace(inputs.stream, values=relative_pin(job, place, ref.manifest_sha256))
+
+
+def _extra(
+    job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks, device: str
+) -> dict[str, Any]:
+    """Return the JSON part of the train state; that of the first rank is written."""
+    return {
+        **result.progress.to_json(),
+        "data": stream.to_data(),
+        "policy_version": job.iteration,
+        "num_ranks": ranks.size,
+        "device": device,
+        "config_sha256": job.config_sha256,
+    }
 
 
 def _attributes(job: TrainJob, result: UpdateResult, ranks: Ranks) -> dict[str, str | int]:

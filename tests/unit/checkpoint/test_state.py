@@ -132,8 +132,8 @@ def test_a_part_alone_loads_when_not_strict(file_root):
 def test_values_that_are_no_tensors_and_unknown_parts_are_refused(file_root):
     with pytest.raises(CheckpointError, match="must be a tensor"):
         save(file_root, state={"model": {"w": [1, 2]}, "extra": {}})
-    with pytest.raises(CheckpointError, match="critic"):
-        save(file_root, state={"critic": {}})
+    with pytest.raises(CheckpointError, match="gossip"):
+        save(file_root, state={"gossip": {}})
     assert api.latest(file_root) is None
 
 

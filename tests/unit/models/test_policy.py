@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from planish.errors import ConfigError, ObjectMissing, RecordError
 from planish.models.config import ModelConfig
 from planish.models.policy import (
     build_policy,
-    export_policy,
     load_model,
     load_policy,
     read_model_config,
@@ -101,34 +101,6 @@ def test_bfloat16_policy_keeps_its_type_unless_another_is_asked_for(tmp_path):
     assert load_policy(ref.pin(), dtype=torch.float32).model.dtype == torch.float32
 
 
-def test_export_keeps_tokenizer_and_configuration_and_casts_the_weights(tmp_path):
-    policy = build_policy(TINY.model_copy(update={"dtype": "bfloat16"}), seed=1)
-    source = load_policy(save(tmp_path / "p", policy).pin())
-    trained = {k: v.float() + 1.0 for k, v in source.model.state_dict().items()}
-    uri = f"file://{tmp_path / 'q'}"
-    ref = export_policy(
-        uri, trained, source.folder, version=4, parents={"state": "d" * 64}, attributes=FACTS
-    )
-    exported = load_policy(ref.pin())
-    assert exported.version == 4
-    assert exported.model.dtype == torch.bfloat16
-    for name, tensor in exported.model.state_dict().items():
-        assert torch.equal(tensor, trained[name].to(torch.bfloat16)), name
-    assert read_manifest(uri).parents == {"state": "d" * 64}
-    for name in ("tokenizer.json", "config.json", "chat_template.jinja"):
-        assert (exported.folder / name).read_bytes() == (source.folder / name).read_bytes()
-    assert exported.model.lm_head.weight is exported.model.model.embed_tokens.weight
-
-
-def test_export_of_unchanged_weights_repeats_the_bytes_of_the_weights(tmp_path):
-    source = load_policy(save(tmp_path / "p", build_policy(TINY, seed=1)).pin())
-    weights = dict(reversed(source.model.state_dict().items()))
-    uri = f"file://{tmp_path / 'q'}"
-    export_policy(uri, weights, source.folder, version=1, parents={}, attributes={})
-    name = "model.safetensors"
-    assert (tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes()
-
-
 def test_another_digest_or_a_damaged_file_is_refused(tmp_path):
     ref = save(tmp_path / "p", build_policy(TINY, seed=1))
     with pytest.raises(RecordError, match="sha256"):
@@ -186,13 +158,13 @@ def test_unreadable_configuration_is_named(tmp_path, text, fault):
 
 
 def test_incomplete_weights_are_refused_instead_of_filled_with_noise(tmp_path):
-    source = load_policy(save(tmp_path / "p", build_policy(TINY, seed=1)).pin())
-    weights = source.model.state_dict()
+    save(tmp_path / "p", build_policy(TINY, seed=1))
+    path = tmp_path / "p" / "model.safetensors"
+    weights = load_file(path)
     del weights["model.norm.weight"]
-    uri = f"file://{tmp_path / 'q'}"
-    ref = export_policy(uri, weights, source.folder, version=1, parents={}, attributes={})
+    save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"complete, got none for \['model.norm.weight'\]"):
-        load_policy(ref.pin())
+        load_model(tmp_path / "p")
 
 
 def test_weights_of_another_shape_or_no_weights_at_all_are_a_clear_error(tmp_path):
@@ -202,5 +174,5 @@ def test_weights_of_another_shape_or_no_weights_at_all_are_a_clear_error(tmp_pat
     data = (tmp_path / "q" / "model.safetensors").read_bytes()
     for wrong in (data, data[:100], b""):
         (tmp_path / "p" / "model.safetensors").write_bytes(wrong)
-        with pytest.raises(ConfigError, match="must hold a causal language model"):
+        with pytest.raises(ConfigError, match="must hold a model that"):
             load_model(tmp_path / "p")

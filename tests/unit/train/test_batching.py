@@ -15,9 +15,9 @@ from planish.records.ragged import Ragged
 from planish.records.rollouts import FinishReason
 from planish.train.batching import (
     gather_rows,
-    lengths_of,
     plan_microbatches,
     scatter_tokens,
+    selected_lengths,
     split_minibatches,
     train_batch,
 )
@@ -120,17 +120,31 @@ def test_ranks_without_sequences_get_an_idle_row(rollouts):
     plan = plan_microbatches(np.array([5]), 100, 3)
     assert [[p.tolist() for p in parts] for parts in plan] == [[[0]], [[]], [[]]]
     batch = train_batch(rollouts, rewards_for(rollouts, 2))
-    idle = gather_rows(batch, plan[1][0])
+    idle = gather_rows(batch, plan[1][0], num_columns=2)
     assert idle.input_ids.shape == (1, 2)
-    assert not idle.policy_mask.any()
+    masks = (idle.policy_mask, idle.value_mask, idle.positive_mask, idle.attention_mask)
+    assert not any(mask.any() for mask in masks)
 
 
-def test_gathered_rows_lose_only_common_padding(rollouts):
+def test_sequences_without_a_selected_token_are_in_no_micro_batch():
+    plan = plan_microbatches(np.array([0, 5, 0, 3]), 8, 2)
+    rows = np.concatenate([part for parts in plan for part in parts])
+    assert sorted(rows.tolist()) == [1, 3]
+    assert plan_microbatches(np.zeros(3, np.int64), 8, 2) == [[], []]
+
+
+def test_selected_length_runs_to_the_last_selected_token():
+    mask = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
+    assert selected_lengths(mask).tolist() == [4, 0, 5]
+
+
+def test_gathered_rows_lose_the_columns_behind_the_last_one(rollouts):
     batch = train_batch(rollouts, rewards_for(rollouts, 2))
-    rows = np.argsort(lengths_of(batch))[:3]
-    part = gather_rows(batch, rows)
-    assert part.input_ids.shape[1] == lengths_of(batch)[rows].max()
-    assert part.attention_mask.sum() == lengths_of(batch)[rows].sum()
+    lengths = selected_lengths(batch.attention_mask)
+    rows = np.argsort(lengths)[:3]
+    part = gather_rows(batch, rows, num_columns=int(lengths[rows].max()))
+    assert part.input_ids.shape[1] == lengths[rows].max()
+    assert part.attention_mask.sum() == lengths[rows].sum()
 
 
 def test_scattered_tokens_return_to_their_places_with_gradient():

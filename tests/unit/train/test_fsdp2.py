@@ -18,8 +18,8 @@ from planish.records import layout
 from planish.records.refs import Ref
 from planish.train.batching import train_batch
 from planish.train.config import TrainConfig
-from planish.train.fsdp2 import decoder_layers
 from planish.train.job import TrainJob
+from planish.train.sharded_model import decoder_layers
 from planish.train.trainer import open_trainer
 from planish.train.worker import main
 from tests.unit.train.runs import TINY, add_iteration, random_rollouts, rewards_for, start_run
@@ -59,7 +59,7 @@ def one_step(trainer, batch, loss=ALGORITHM.loss):
 
 
 def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.parameters.values()])
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters.values()])
 
 
 @pytest.mark.parametrize("budget", [1, 60, 200, 10**6])
@@ -91,7 +91,7 @@ def test_gradient_norm_is_clipped_before_the_step(tiny, batch):
     assert one_step(tight, batch)["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
     def second_moment(trainer):
-        return sum(s["exp_avg_sq"].sum().item() for s in trainer.optimizer.state.values())
+        return sum(s["exp_avg_sq"].sum().item() for s in trainer.policy.optimizer.state.values())
 
     scale = second_moment(tight) / second_moment(loose)
     assert scale == pytest.approx((0.01 / norm) ** 2, rel=1e-3)
@@ -117,7 +117,9 @@ def test_recomputing_layers_gives_the_same_gradients_without_dropout(tiny, batch
     plain, thrifty = trainer_of(tiny), trainer_of(tiny, activation_checkpointing=True)
     assert one_step(thrifty, batch) == one_step(plain, batch)
     assert torch.equal(weights(plain), weights(thrifty))
-    inner = [m for layer in decoder_layers(thrifty.scorer.model) for m in layer.children()]
+    inner = [
+        m for layer in decoder_layers(thrifty.policy.scorer.model.model) for m in layer.children()
+    ]
     assert not any(m.training for m in inner)
 
 
@@ -126,7 +128,7 @@ def test_half_precision_compute_keeps_float32_weights_and_stays_close(tiny, batc
     wanted, seen = one_step(full, batch), one_step(half, batch)
     assert seen["loss"] == pytest.approx(wanted["loss"], abs=2e-2)
     assert seen["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-2)
-    assert all(p.dtype == torch.float32 for p in half.parameters.values())
+    assert all(p.dtype == torch.float32 for p in half.policy.parameters.values())
     assert seen["loss"] != wanted["loss"]
 
 
@@ -146,12 +148,10 @@ def test_state_loads_back_with_moments_and_random_streams(tiny, batch, file_root
     assert torch.equal(weights(again), weights(trainer))
 
 
-def test_a_trainer_without_critic_has_no_values_and_closes(tiny, batch):
+def test_a_closed_trainer_holds_no_model_and_unknown_trainers_are_refused(tiny):
     trainer = trainer_of(tiny)
-    with pytest.raises(NotImplementedError, match="no critic"):
-        trainer.values(batch)
     trainer.close()
-    assert not hasattr(trainer, "scorer")
+    assert not hasattr(trainer.policy, "scorer")
     with pytest.raises(ConfigError, match="fsdp2"):
         trainer_of(tiny, trainer="fdsp2")
 

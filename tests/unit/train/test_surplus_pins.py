@@ -64,8 +64,12 @@ def job_after(root, iteration, surplus_versions, *, state_pin="", staleness=1):
     return TrainJob(root, config, "c", iteration, num_shards, "", state_pin, ref.pin())
 
 
+def data_of(job):
+    return read_inputs(job).stream.to_data()
+
+
 def test_the_state_names_surplus_sets_below_the_root(file_root):
-    _, _, data = read_inputs(job_after(file_root, 3, [2, None, 2]))
+    data = data_of(job_after(file_root, 3, [2, None, 2]))
     digests = [read_manifest(layout.surplus(file_root, 3, s)).sha256 for s in (0, 2)]
     assert data["surplus"] == [
         f"iterations/00003/surplus/00#sha256={digests[0]}",
@@ -76,22 +80,22 @@ def test_the_state_names_surplus_sets_below_the_root(file_root):
 
 def test_sets_that_the_next_policy_may_not_train_on_are_left_out(file_root):
     # the next policy is version 4: sampled by 2 is 2 old, by 3 is 1 old
-    _, _, data = read_inputs(job_after(file_root, 4, [2, 3]))
+    data = data_of(job_after(file_root, 4, [2, 3]))
     assert [pin.split("#")[0] for pin in data["surplus"]] == ["iterations/00004/surplus/01"]
-    _, _, data = read_inputs(job_after(file_root, 4, [2, 3], staleness=2))
+    data = data_of(job_after(file_root, 4, [2, 3], staleness=2))
     assert len(data["surplus"]) == 2
 
 
 def test_a_state_without_surplus_holds_the_cursor_alone(file_root):
-    _, _, data = read_inputs(job_after(file_root, 1, [None, None]))
+    data = data_of(job_after(file_root, 1, [None, None]))
     assert data == {"next": 2, "pending": []}
 
 
 def test_sets_of_the_state_before_are_used_up(file_root):
-    _, _, data = read_inputs(job_after(file_root, 1, [0]))
+    data = data_of(job_after(file_root, 1, [0]))
     state = {"model": {"x": torch.zeros(1)}, "extra": {"data": data}}
     pin = save(layout.state(file_root, 1), state, parents={}, attributes={}).pin()
-    _, _, after = read_inputs(job_after(file_root, 2, [None], state_pin=pin))
+    after = data_of(job_after(file_root, 2, [None], state_pin=pin))
     assert after == {"next": 2, "pending": []}
 
 

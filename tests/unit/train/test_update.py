@@ -11,7 +11,9 @@ import torch
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.errors import CheckpointError
 from planish.train.config import TrainConfig
-from planish.train.update import Progress, batch_metrics, learning_rate, num_steps, run_update
+from planish.train.metrics import batch_metrics
+from planish.train.progress import Progress
+from planish.train.update import learning_rate, num_steps, run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 
 
@@ -157,25 +159,6 @@ def test_groups_without_signal_and_groups_that_differ_by_length_are_counted():
     )
     scalars = update(TableTrainer(2), batch).scalars
     assert (scalars["zero_advantage_groups"], scalars["length_only_groups"]) == (1.0, 1.0)
-
-
-def test_an_algorithm_with_values_asks_the_trainer_for_them():
-    class WithValues(Dapo):
-        needs_values = True
-
-    trainer = TableTrainer(3)
-    trainer.values = lambda batch: torch.full(batch.policy_mask.shape, 0.5)
-    seen = []
-
-    class Spy(WithValues):
-        def advantages(self, batch):
-            seen.append(batch.values.mean().item())
-            return super().advantages(batch)
-
-    run_update(
-        trainer, Spy(DapoConfig()), batch_of(), config=config(), progress=Progress(), seed=(0, 1)
-    )
-    assert seen == [0.5]
 
 
 def test_progress_survives_json_and_refuses_what_is_no_count():

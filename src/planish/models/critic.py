@@ -1,0 +1,128 @@
+"""Critics: a backbone of their own under a value head, built from a policy or a reward model.
+
+A critic shares no parameter with the policy. It is saved as a part of the train state only, and
+rollout engines never see it.
+
+Source: VAPO, arXiv 2504.05118, section 4.1 (where a value model starts from, and why).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planish.errors import ConfigError
+from planish.models.policy import load_model
+from planish.models.pretrained import check_folder, find_folder
+
+_HEADS = ("ForSequenceClassification", "ForCausalLM")
+
+
+class Critic(nn.Module):
+    """Backbone and head; `planish.logprobs.ValueScorer` is what computes values with it."""
+
+    def __init__(self, body: Any, head: nn.Linear) -> None:
+        """Join a decoder of transformers (untyped, hence Any) and a linear head with a bias."""
+        super().__init__()
+        self.body = body
+        self.head = head
+
+
+def critic_from_policy(model: Any, *, seed: int, head_std: float) -> Critic:
+    """Copy the backbone of a causal LM and put a new value head on it.
+
+    Args:
+        model: causal LM of transformers; it is left as it is.
+        seed: of the head; the global random state is left as it was.
+        head_std: standard deviation of the head's weights; its bias is 0.
+    """
+    body = copy.deepcopy(_body(model))
+    return Critic(body, _new_head(body, seed, head_std)).eval()
+
+
+def random_critic(model: Any, *, seed: int, head_std: float) -> Critic:
+    """Build an untrained critic of the sizes of a causal LM; arguments as `critic_from_policy`."""
+    old = _body(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_stream(seed, 1))
+        body = type(old)(copy.deepcopy(old.config))
+    body = body.to(old.dtype)
+    return Critic(body, _new_head(body, seed, head_std)).eval()
+
+
+def load_critic_model(path: str, *, seed: int, head_std: float, vocab_size: int) -> Critic:
+    """Load a critic from a pretrained model, in float32.
+
+    A reward model (`*ForSequenceClassification` with one label) gives backbone and head, a causal
+    language model gives the backbone.
+
+    Args:
+        path: folder or hub id.
+        seed: of the new head, where one is needed.
+        head_std: of the new head.
+        vocab_size: tokens of the policy, which the critic must know as well.
+
+    Raises:
+        ConfigError: tells what is wrong with the name or the folder, and what to do.
+    """
+    folder = find_folder(path, key="critic.path")
+    check_folder(folder)
+    model = load_model(folder, dtype=torch.float32, heads=_HEADS)
+    body = _body(model)
+    if body.config.vocab_size < vocab_size:
+        raise ConfigError(
+            f"the model of `critic.path` must know the {vocab_size} tokens of the policy, got "
+            f"{body.config.vocab_size} in {path!r}; take one of the policy's family"
+        )
+    if type(model).__name__.endswith("ForCausalLM"):
+        return Critic(body, _new_head(body, seed, head_std)).eval()
+    return Critic(body, _reward_head(model, path)).eval()
+
+
+def _body(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix)
+
+
+def _stream(seed: int, number: int) -> int:
+    """Return the seed of one of a critic's own random streams."""
+    state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
+
+
+def _new_head(body: Any, seed: int, std: float) -> nn.Linear:
+    head = _blank_head(int(body.config.hidden_size))
+    generator = torch.Generator().manual_seed(_stream(seed, 0))
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * std)
+    return head
+
+
+def _blank_head(width: int) -> nn.Linear:
+    """Return a head of zeros, drawn from no random stream."""
+    head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+    return head
+
+
+def _reward_head(model: Any, path: str) -> nn.Linear:
+    """Return the head of a reward model, with a bias of 0 where it has none."""
+    score: Any = getattr(model, "score", None)
+    if not isinstance(score, nn.Linear) or score.out_features != 1:
+        seen = score if score is None else tuple(getattr(score, "weight", Tensor()).shape)
+        raise ConfigError(
+            "the reward model of `critic.path` must have one label and a linear head `score`, got "
+            f"{type(model).__name__} with {seen} in {path!r}; take a decoder that scores a whole "
+            "response with one number"
+        )
+    head = _blank_head(score.in_features)
+    with torch.no_grad():
+        head.weight.copy_(score.weight)
+        if score.bias is not None:
+            head.bias.copy_(score.bias)
+    return head

@@ -1,0 +1,123 @@
+"""Values: what the critic said about responses that go on in the next iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from planish.records.ragged import Array, Ragged
+from planish.records.schema import (
+    Column,
+    ColumnData,
+    column_faults,
+    raise_faults,
+    records_equal,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ValueSet:
+    """One row per response that its window cut, sorted by (ordinal, sample_index).
+
+    A token keeps the value that it was given in the iteration that sampled it: the value loss clips
+    around it once the response is finished.
+
+    Example:
+        >>> values = ValueSet(
+        ...     ordinal=np.array([4, 4]), sample_index=np.arange(2, dtype=np.int32),
+        ...     values=Ragged.from_lists([[0.5, 0.25], [0.125]], np.float32))
+        >>> values.validate(), values.num_rows
+        (None, 2)
+    """
+
+    SCHEMA: ClassVar[str] = "values/1"
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column("ordinal", "int64", "place of the prompt in the stream of prompts"),
+        Column("sample_index", "int32", "position in the group"),
+        Column("values", "list<float32>", "of the state before each response token so far"),
+    )
+
+    ordinal: npt.NDArray[np.int64]
+    """[R] int64, place of the prompt in the stream of prompts."""
+    sample_index: npt.NDArray[np.int32]
+    """[R] int32, position in the group."""
+    values: Ragged
+    """[R] rows of float32, of the state before each response token so far."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of responses R."""
+        return len(self.ordinal)
+
+    @classmethod
+    def from_rows(cls, rows: Mapping[tuple[int, int], Array]) -> ValueSet:
+        """Build from (ordinal, sample_index) to values; rows are sorted."""
+        keys = sorted(rows)
+        return cls(
+            ordinal=np.array([ordinal for ordinal, _ in keys], np.int64),
+            sample_index=np.array([sample for _, sample in keys], np.int32),
+            values=Ragged.from_lists([rows[key] for key in keys], np.float32),
+        )
+
+    def to_rows(self) -> dict[tuple[int, int], Array]:
+        """Return (ordinal, sample_index) to values."""
+        keys = zip(self.ordinal.tolist(), self.sample_index.tolist(), strict=True)
+        return {key: self.values.row(row) for row, key in enumerate(keys)}
+
+    def columns(self) -> dict[str, ColumnData]:
+        """Return the data of every column."""
+        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> ValueSet:
+        """Build the set from its columns."""
+        return cls(**columns)
+
+    def group_starts(self) -> Array:
+        """Every row may begin a row group."""
+        return np.ones(self.num_rows, dtype=np.bool_)
+
+    def validate(self) -> None:
+        """Check every rule of the schema.
+
+        Raises:
+            RecordError: with every fault.
+        """
+        kinds = {column.name: column.kind for column in self.COLUMNS}
+        faults = column_faults(self.columns(), kinds, self.num_rows)
+        if not faults:
+            faults = self._row_faults()
+        raise_faults(self.SCHEMA, faults, remedy="the train stage writes this set")
+
+    def _row_faults(self) -> list[str]:
+        faults = []
+        for name in ("ordinal", "sample_index"):
+            lowest = getattr(self, name).min(initial=0)
+            if lowest < 0:
+                faults.append(f"`{name}` must be 0 or more, got {lowest}")
+        step, rise = np.diff(self.ordinal), np.diff(self.sample_index)
+        stuck = np.flatnonzero((step < 0) | ((step == 0) & (rise <= 0)))
+        if len(stuck):
+            faults.append(
+                "rows must rise by (`ordinal`, `sample_index`), got "
+                f"({self.ordinal[stuck[0] + 1]}, {self.sample_index[stuck[0] + 1]}) after "
+                f"({self.ordinal[stuck[0]]}, {self.sample_index[stuck[0]]})"
+            )
+        wrong = ~np.isfinite(self.values.values)
+        if wrong.any():
+            faults.append(
+                f"`values` must be finite, got {self.values.values[wrong][0]} "
+                f"({wrong.sum()} values)"
+            )
+        return faults
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ValueSet):
+            return NotImplemented
+        return records_equal(self.columns(), other.columns())
+
+    __hash__ = None  # type: ignore[assignment]

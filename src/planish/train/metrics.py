@@ -1,0 +1,99 @@
+"""What an iteration of training says about itself: rollouts, advantages, values, steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from planish.algorithms.advantages import explained_variance
+from planish.algorithms.base import TrainBatch
+from planish.algorithms.losses import value_losses
+from planish.algorithms.masked import masked_mean
+
+_COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped")
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Describe a rollout batch that is not empty: counts, rewards, lengths."""
+    lengths = batch.value_mask.sum(1).double()
+    return {
+        "num_rollouts": float(len(batch)),
+        "num_groups": float(len(set(batch.group_index.tolist()))),
+        "num_tokens": float(batch.policy_mask.sum()),
+        "reward_mean": float(batch.reward.double().mean()),
+        "reward_max": float(batch.reward.max()),
+        "reward_min": float(batch.reward.min()),
+        "accuracy_mean": float(batch.accuracy.double().mean()),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": float(lengths.max()),
+        "truncated_fraction": float(batch.is_truncated.double().mean()),
+    }
+
+
+def group_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Count groups that train on nothing, and those whose rewards differ by length alone."""
+    active = (batch.advantages != 0).any(1)
+    groups: dict[int, tuple[set[float], bool]] = {}
+    for group, accuracy, trains in zip(
+        batch.group_index.tolist(), batch.accuracy.tolist(), active.tolist(), strict=True
+    ):
+        seen, any_active = groups.get(group, (set(), False))
+        groups[group] = (seen | {accuracy}, any_active or trains)
+    return {
+        "zero_advantage_groups": float(sum(not on for _, on in groups.values())),
+        "length_only_groups": float(sum(on and len(a) == 1 for a, on in groups.values())),
+    }
+
+
+def value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Compare the critic before the iteration with its targets, over `value_mask`.
+
+    Args:
+        batch: as the algorithm's `advantages` returned it.
+
+    Returns:
+        Counts alone where no token has a target. `ev_undefined` is 1 where all targets are equal.
+    """
+    mask = batch.value_mask
+    counts = {
+        "num_finished": float(batch.is_finished.sum()),
+        "num_value_tokens": float(mask.sum()),
+        "positive_rollouts": float(batch.positive_mask.any(1).sum()),
+    }
+    if not counts["num_value_tokens"]:
+        return counts
+    values, returns = batch.values.double(), batch.returns.double()
+    explained = float(explained_variance(returns, values, mask))
+    losses = value_losses(values, values, returns)
+    return {
+        **counts,
+        "explained_variance": 0.0 if math.isnan(explained) else explained,
+        "ev_undefined": float(math.isnan(explained)),
+        "fresh_value_loss": float(masked_mean(losses, mask)),
+        "value_mean": float(masked_mean(values, mask)),
+        "return_mean": float(masked_mean(returns, mask)),
+    }
+
+
+def step_summary(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average each metric over the optimizer steps that have it."""
+    steps = [m for m in minibatches if not m.get("empty")]
+    summary = {"empty_minibatches": float(len(minibatches) - len(steps))}
+    if not steps:
+        return summary
+    for name in sorted({name for step in steps for name in step}):
+        if name in _COUNTS:
+            continue
+        found = [step[name] for step in steps if name in step and math.isfinite(step[name])]
+        if found:
+            summary[name] = sum(found) / len(found)
+    # Before the first step the policy is the old policy: any other ratio is a bug, or a
+    # temperature, mask or dropout that differs between the two passes.
+    first = next((step for step in steps if "ratio_error_max" in step), None)
+    if first is not None:
+        summary["first_step_ratio_error"] = first["ratio_error_max"]
+    for skipped, name in (("skipped", "skipped_steps"), ("value_skipped", "value_skipped_steps")):
+        found = [step[skipped] for step in steps if skipped in step]
+        if found:
+            summary[name] = sum(found)
+    return summary
