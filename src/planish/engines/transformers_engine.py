@@ -71,7 +71,9 @@ class TransformersEngine(BaseEngine):
         self._max_model_len, self._fused = max_model_len, fused
         self._device = torch.device(device)
         self._served: ServedModel | None = None
-        self._counts = dict.fromkeys(("tokens", "steps", "row_steps", "prefill_tokens"), 0)
+        self._counts = dict.fromkeys(
+            ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens"), 0
+        )
 
     # Start and stop.
 
@@ -167,7 +169,11 @@ class TransformersEngine(BaseEngine):
         ]
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start; `occupancy` is living rows per step over `max_rows`."""
+        """Return counters since the start.
+
+        `steps` are forward passes that decode, `most_rows` the most living rows of any of them,
+        `occupancy` living rows per step over `max_rows`.
+        """
         steps = max(self._counts["steps"], 1)
         return {
             **super().stats(),
@@ -263,6 +269,7 @@ class TransformersEngine(BaseEngine):
         ids, logprobs = choose(rows.forbid_stops(logits), rows.uniform(), rows.choice)
         self._counts["steps"] += 1
         self._counts["row_steps"] += len(rows)
+        self._counts["most_rows"] = max(self._counts["most_rows"], len(rows))
         ended = rows.accept(ids, logprobs, cells)
         return self._end(ended.tolist(), None) if len(ended) else []
 

@@ -50,6 +50,15 @@ class RolloutConfig(Section):
     """Policy versions that a surplus group of dynamic sampling may be old when it is trained on.
     With 1 or more, such groups fill the next batch first and rounds draw for the room that is
     left; 0 draws their prompts again. DAPO, algorithm 1: 0."""
+    window_tokens: int = Field(default=0, ge=0)
+    """Most tokens that a response grows by in one iteration; one that is not finished then keeps
+    its slot and goes on in the next iteration under the newer policy. Slots are
+    `prompts_per_iteration` x `group_size`. 0 generates whole responses. T-PPO, arXiv 2506.15050;
+    its authors' public code: 8192."""
+    unfinished: Literal["train", "hold", "hold_group"] = "train"
+    """With `window_tokens`, what train gets: `train`, the window of every response (T-PPO);
+    `hold`, each response once it is finished, with all its tokens of several policy versions;
+    `hold_group`, the same once its whole group is finished, for advantages that compare a group."""
     sample_retries: int = Field(default=1, ge=0, le=10)
     """How often a response that the engine failed on is tried again before its group is dropped."""
     max_rows: int = Field(default=256, ge=1)
@@ -61,11 +70,11 @@ class RolloutConfig(Section):
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `max_staleness` out at its default: runs without it keep their digest."""
+        """Leave out what is off: runs without it keep their digest."""
         table: dict[str, Any] = handler(self)
-        if self.max_staleness == 0:
-            table.pop("max_staleness", None)
-        return table
+        off = [] if self.max_staleness else ["max_staleness"]
+        off += [] if self.window_tokens else ["window_tokens", "unfinished"]
+        return {name: value for name, value in table.items() if name not in off}
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
@@ -76,4 +85,20 @@ class RolloutConfig(Section):
                 "`group_size` must be at least 2 with `dynamic_sampling`, got "
                 f"{self.group_size}; one response is never both right and wrong"
             )
+        self._check_windows()
         return self
+
+    def _check_windows(self) -> None:
+        if not self.window_tokens:
+            if self.unfinished != "train":
+                raise ValueError(
+                    f"`window_tokens` must be above 0 with `unfinished` = {self.unfinished!r}, got "
+                    "0; whole responses are always finished"
+                )
+            return
+        if self.dynamic_sampling or self.max_staleness:
+            raise ValueError(
+                "`dynamic_sampling` must be false and `max_staleness` 0 with `window_tokens`, got "
+                f"{self.dynamic_sampling} and {self.max_staleness}; slots are not thrown away, and "
+                "carried responses need no surplus"
+            )

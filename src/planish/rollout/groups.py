@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-import numpy.typing as npt
-
 from planish.engines.requests import FinishReason, Output
 from planish.records.prompts import PromptSet
-from planish.records.ragged import Ragged
 from planish.records.rollouts import FinishReason as Finish
 from planish.records.rollouts import RolloutSet
+from planish.rollout.slots import Slot, SlotGroup, as_set
 
-_FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
+FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
+"""What an engine says of a response that it ended, in the words of the record."""
 
 
 class Fate(StrEnum):
@@ -64,29 +62,29 @@ class Group:
         return sum(output.num_tokens for output in self.outputs)
 
 
-def _ragged(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> Ragged:
-    return Ragged.from_lists(rows, dtype) if rows else Ragged.empty(dtype)
-
-
 def as_rollouts(groups: Sequence[Group], prompts: PromptSet) -> RolloutSet:
     """Return complete groups as one record, in their order."""
-    if not groups:
-        return RolloutSet.empty()
-    pairs = [(g, s) for g, group in enumerate(groups) for s in range(len(group.outputs))]
-    outputs = [groups[g].outputs[s] for g, s in pairs]
-    ids = [prompts.prompt_id[groups[g].prompt] for g, _ in pairs]
-    return RolloutSet(
-        group_index=np.array([g for g, _ in pairs], np.int32),
-        sample_index=np.array([s for _, s in pairs], np.int32),
-        prompt_tokens=_ragged([group.prompt_tokens for group in groups], np.int32),
-        response_tokens=_ragged([output.token_ids for output in outputs], np.int32),
-        rollout_logprobs=_ragged([output.logprobs for output in outputs], np.float32),
-        policy_version=_ragged([output.versions for output in outputs], np.int32),
-        window_start=np.zeros(len(pairs), np.int32),
-        finish=np.array([_FINISH[output.finish_reason] for output in outputs], np.int8),
-        rollout_id=[f"{i}-{s:03d}" for i, (_, s) in zip(ids, pairs, strict=True)],
-        prompt_id=ids,
-        response=[groups[g].responses[s] for g, s in pairs],
-        answer=[prompts.answer[groups[g].prompt] for g, _ in pairs],
-        verifier=[prompts.verifier[groups[g].prompt] for g, _ in pairs],
+    return as_set([_slots(group, prompts) for group in groups])
+
+
+def _slots(group: Group, prompts: PromptSet) -> SlotGroup:
+    return SlotGroup(
+        ordinal=group.ordinal,
+        drawn=0,
+        prompt_id=prompts.prompt_id[group.prompt],
+        prompt_tokens=group.prompt_tokens,
+        answer=prompts.answer[group.prompt],
+        verifier=prompts.verifier[group.prompt],
+        slots=tuple(
+            Slot(sample).extended(
+                output.token_ids,
+                output.logprobs,
+                output.versions,
+                FINISH[output.finish_reason],
+                text,
+            )
+            for sample, (output, text) in enumerate(
+                zip(group.outputs, group.responses, strict=True)
+            )
+        ),
     )

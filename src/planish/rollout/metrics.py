@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from planish.engines.requests import FinishReason
+from planish.records.rollouts import FinishReason as Finish
+from planish.records.rollouts import RolloutSet
+from planish.rollout.carry import num_open
 from planish.rollout.groups import Fate, Group
 from planish.rollout.sampler import Batch
+from planish.rollout.slots import Slot, SlotGroup
 from planish.rollout.surplus import Exchange
+from planish.verifiers import Verdict
 
 
 def batch_metrics(batch: Batch, exchange: Exchange | None = None) -> dict[str, float]:
@@ -70,6 +77,97 @@ def _add_surplus(metrics: dict[str, float], batch: Batch, exchange: Exchange) ->
     metrics["ds/surplus_taken"] = exchange.num_taken
     metrics["ds/surplus_used"] = len(exchange.used)
     metrics["ds/surplus_expired"] = exchange.num_expired
+
+
+def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
+    """Return how many decode iterations the tokens took, and how full these were.
+
+    Args:
+        stats: counters of the engine; one that does not count gives no metrics.
+        num_tokens: response tokens generated.
+
+    Returns:
+        `decode_iterations`, and `slot_utilisation`: tokens per decode iteration over the most rows
+        that the engine held at once.
+    """
+    if not {"steps", "most_rows"} <= set(stats):
+        return {}
+    metrics = {"decode_iterations": float(stats["steps"])}
+    cells = stats["steps"] * stats["most_rows"]
+    if cells:
+        metrics["slot_utilisation"] = num_tokens / cells
+    return metrics
+
+
+def staleness_metrics(rollouts: RolloutSet, version: int) -> dict[str, float]:
+    """Return how many versions before `version` the response tokens were sampled."""
+    ages = version - rollouts.policy_version.values.astype(np.int64)
+    if not len(ages):
+        return {}
+    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one window did to one response; a failed one is the same before and after."""
+
+    group: SlotGroup
+    """Its group."""
+    before: Slot
+    """The response as it was carried."""
+    after: Slot
+    """The response with its window."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of the window."""
+        return self.after.num_tokens - self.before.num_tokens
+
+
+def window_metrics(
+    growths: Sequence[Growth],
+    given: Sequence[SlotGroup],
+    kept: Sequence[SlotGroup],
+    verdicts: Sequence[Verdict],
+) -> dict[str, float]:
+    """Return counts of slots, and lengths and accuracy of what this iteration has finished.
+
+    Args:
+        growths: one for each slot.
+        given: groups of the rollout set.
+        kept: groups of the carry set.
+        verdicts: on the responses that were finished just now.
+    """
+    finished = [growth.after for growth in growths if not growth.after.is_open]
+    given_slots = [slot for group in given for slot in group.slots]
+    num_tokens = sum(growth.num_new_tokens for growth in growths)
+    metrics: dict[str, float] = {
+        "num_groups": len(given),
+        "num_rollouts": len(given_slots),
+        "num_generated_groups": len({growth.group.ordinal for growth in growths}),
+        "num_generated_rollouts": len(growths),
+        "num_generated_tokens": num_tokens,
+        "num_kept_tokens": sum(slot.num_tokens - slot.start for slot in given_slots),
+        "num_live_slots": len(growths),
+        "num_continued": sum(growth.before.num_tokens > 0 for growth in growths),
+        "num_prefix_tokens": sum(growth.before.num_tokens for growth in growths),
+        "num_failed_rows": sum(growth.num_new_tokens == 0 for growth in growths),
+        "num_finished": len(finished),
+        "num_carried": num_open(kept),
+        "num_waiting": num_open(kept) - (len(growths) - len(finished)),
+        "num_verifier_errors": sum(verdict.error for verdict in verdicts),
+    }
+    if num_tokens:
+        logprobs = sum(float(g.after.logprobs[g.before.num_tokens :].sum()) for g in growths)
+        metrics["logprob_mean"] = logprobs / num_tokens
+    if finished:
+        lengths = np.array([slot.num_tokens for slot in finished])
+        metrics["accuracy_mean"] = float(np.mean([verdict.accuracy for verdict in verdicts]))
+        metrics["response_length_mean"] = float(lengths.mean())
+        metrics["response_length_max"] = float(lengths.max())
+        cut = sum(slot.finish is Finish.LENGTH for slot in finished)
+        metrics["truncated_frac"] = cut / len(finished)
+    return metrics
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:

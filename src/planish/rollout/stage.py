@@ -1,28 +1,27 @@
-"""The rollout stage: sample one shard of the groups of an iteration and write them."""
+"""The rollout stage: sample one shard of an iteration and write it as one rollout set."""
 
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
-from planish.errors import ConfigError, ObjectMissing
+from planish.errors import ConfigError
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import Ref, parse_pin
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import Cursor, assign, fresh_cursor, parse_data
 from planish.rollout.config import RolloutConfig
-from planish.rollout.groups import as_rollouts
-from planish.rollout.metrics import batch_metrics
-from planish.rollout.sampler import Batch, draw_batch
-from planish.rollout.surplus import Exchange, Surplus, Taken, read_surplus, settle, take_over
+from planish.rollout.side_sets import is_there
+from planish.rollout.task import Task, read_data
+from planish.rollout.whole import sample_whole
+from planish.rollout.windows import sample_windows
 from planish.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
 
 logger = logging.getLogger(__name__)
 
-_STATES = layout.state("", 0).rpartition("/")[0] + "/"
+_SIDE_SETS = {"surplus_sha256": layout.surplus, "carry_sha256": layout.carry}
+"""Attribute of the rollout set to the place of the set that it names."""
 
 
 def run(
@@ -62,29 +61,26 @@ def run(
     )
 
 
-def read_data(state_pin: str) -> tuple[Cursor, list[str]]:
-    """Return prompt cursor and pins of surplus sets of a train state; fresh ones for ""."""
-    if not state_pin:
-        return fresh_cursor(), []
-    from planish.checkpoint.api import read_state_info
-
-    data = parse_data(read_state_info(state_pin)["data"])
-    # A forked run begins with the state of another root, whose surplus lies there too.
-    root = parse_pin(state_pin)[0].rpartition(_STATES)[0]
-    return data.cursor, [f"{root}/{pin}" for pin in data.surplus]
-
-
-def shard_groups(num_groups: int, shard: int, num_shards: int) -> int:
-    """Return how many groups a shard keeps; the first ones take the remainder.
-
-    Example:
-        >>> [shard_groups(7, shard, 3) for shard in range(3)]
-        [3, 2, 2]
-    """
-    return num_groups // num_shards + (shard < num_groups % num_shards)
-
-
 def _work(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Outcome:
+    task = _task(context, num_shards, policy_pin, state_pin)
+    facts = task.facts()
+    ready = _ready(task, facts)
+    if ready is not None:
+        return ready
+    if mark_stopped(context.root, context.iteration):
+        attributes = {**facts, "stopped": True, "consumed": [], "metrics": {}}
+        attributes |= {"surplus_sha256": ""} if task.has_surplus else {}
+        # the state before, which stays, still names the carry sets
+        attributes |= {"carry_sha256": ""} if task.config.window_tokens else {}
+        return _write(context, RolloutSet.empty(), task.parents, attributes, {})
+    prompts = read_set(PromptSet, layout.prompts(context.root), sha256=task.parents["prompts"])
+    sample = sample_windows if task.config.window_tokens else sample_whole
+    sampled = sample(task, prompts)
+    attributes = {**facts, **sampled.attributes, "stopped": False}
+    return _write(context, sampled.rollouts, task.parents, attributes, sampled.timing)
+
+
+def _task(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Task:
     config = context.section(RolloutConfig, "rollout")
     if not 0 <= context.shard < num_shards <= config.prompts_per_iteration:
         raise ConfigError(
@@ -92,152 +88,30 @@ def _work(context: Context, num_shards: int, policy_pin: str, state_pin: str) ->
             f"{config.prompts_per_iteration} in an iteration, got shard {context.shard} of "
             f"{num_shards}; set fewer rollout shards"
         )
-    cursor, pins = read_data(state_pin)
-    prompts_uri = layout.prompts(context.root)
-    prompts_digest = read_manifest(prompts_uri).sha256
-    parents = {"prompts": prompts_digest, "policy": parse_pin(policy_pin)[1]}
-    facts = {
-        "config_sha256": context.config_sha256,
-        "iteration": context.iteration,
-        "seed": context.seed,
-        "shard": context.shard,
-        "num_shards": num_shards,
-        "cursor": dict(cursor),
+    parents = {
+        "prompts": read_manifest(layout.prompts(context.root)).sha256,
+        "policy": parse_pin(policy_pin)[1],
     }
-    reuse = config.max_staleness > 0 or bool(pins)
-    if reuse:
-        facts["surplus_sources"] = [parse_pin(pin)[1] for pin in pins]
-    ready = _ready(context, parents, facts)
-    if ready is not None:
-        return ready
-    if mark_stopped(context.root, context.iteration):
-        attributes = {**facts, "stopped": True, "consumed": [], "metrics": {}}
-        attributes |= {"surplus_sha256": ""} if reuse else {}
-        return _write(context, RolloutSet.empty(), parents, attributes, {})
-    prompts = read_set(PromptSet, prompts_uri, sha256=prompts_digest)
-    mine = read_surplus(pins).share(context.shard, num_shards)
-    batch, taken, version, timing = _sample(
-        context, config, prompts, policy_pin, cursor, num_shards, mine
-    )
-    facts |= {"policy_version": version}
-    exchange = _settle(context, config, prompts, batch, taken, version) if reuse else None
-    attributes = {
-        **facts,
-        "stopped": False,
-        "consumed": batch.consumed(with_surplus=config.max_staleness > 0),
-        "metrics": batch_metrics(batch, exchange),
-    }
-    rollouts = as_rollouts(batch.kept, prompts)
-    if exchange is not None:
-        attributes["surplus_sha256"] = _write_surplus(context, exchange.carried, parents, facts)
-        rollouts = RolloutSet.concat([exchange.used.rollouts, rollouts])
-    return _write(context, rollouts, parents, attributes, timing)
+    return Task(context, config, num_shards, policy_pin, read_data(state_pin), parents)
 
 
-def _settle(
-    context: Context,
-    config: RolloutConfig,
-    prompts: PromptSet,
-    batch: Batch,
-    taken: Taken,
-    version: int,
-) -> Exchange:
-    """Decide about the surplus; the policy of the next iteration is this iteration's version."""
-    keep = config.max_staleness > 0
-    return settle(
-        taken,
-        Surplus.of(batch.surplus if keep else [], prompts, version),
-        next_version=context.iteration,
-        max_staleness=config.max_staleness,
-        num_undrawn=0 if keep else len(batch.surplus),
-    )
-
-
-def _write_surplus(
-    context: Context, surplus: Surplus, parents: dict[str, str], facts: dict[str, Any]
-) -> str:
-    """Write the groups for the next iteration; returns the digest, "" for none."""
-    if not len(surplus):
-        return ""
-    names = ("config_sha256", "iteration", "seed", "shard", "num_shards", "policy_version")
-    attributes = {**{name: facts[name] for name in names}, **surplus.attributes()}
-    uri = layout.surplus(context.root, context.iteration, context.shard)
-    return write_set(uri, surplus.rollouts, parents=parents, attributes=attributes).manifest_sha256
-
-
-def _has_surplus(context: Context, digest: str) -> bool:
-    """Tell whether the surplus set that the rollouts name is there; "" names none."""
-    if not digest:
-        return True
-    uri = layout.surplus(context.root, context.iteration, context.shard)
-    try:
-        return read_manifest(uri).sha256 == digest
-    except ObjectMissing:
-        return False
-
-
-def _ready(context: Context, parents: dict[str, str], facts: dict[str, Any]) -> Outcome | None:
+def _ready(task: Task, facts: dict[str, Any]) -> Outcome | None:
     """Return the outcome of an earlier attempt with the same inputs."""
-    uri = layout.rollouts(context.root, context.iteration, context.shard)
-    ref = finished(uri, RolloutSet.SCHEMA, parents=parents, config_sha256=context.config_sha256)
+    context = task.context
+    place = (context.root, context.iteration, context.shard)
+    uri = layout.rollouts(*place)
+    digest = context.config_sha256
+    ref = finished(uri, RolloutSet.SCHEMA, parents=task.parents, config_sha256=digest)
     if ref is None:
         return None
     attributes = read_manifest(uri, sha256=ref.manifest_sha256).attributes
     if any(attributes.get(name) != value for name, value in facts.items()):
         return None
-    if not _has_surplus(context, attributes.get("surplus_sha256", "")):
+    if not all(is_there(at(*place), attributes.get(name, "")) for name, at in _SIDE_SETS.items()):
         return None
     if attributes["stopped"] and not is_stopped(context.root, context.iteration):
         return None
     return Outcome(refs={"rollouts": ref}, metrics=dict(attributes["metrics"]), already_done=True)
-
-
-def _sample(
-    context: Context,
-    config: RolloutConfig,
-    prompts: PromptSet,
-    policy_pin: str,
-    cursor: Cursor,
-    num_shards: int,
-    mine: Surplus,
-) -> tuple[Batch, Taken, int, dict[str, float]]:
-    """Fill the batch from `mine`, then draw what is missing.
-
-    Returns:
-        The drawn batch, what became of `mine`, the policy version, and timings for people.
-    """
-    import torch
-
-    from planish.engines import open_engine
-    from planish.records.io import fetch_files
-    from planish.rollout.generate import GroupSampler
-    from planish.tokens import load_tokenizer
-
-    torch.set_num_threads(config.threads)
-    uri, digest = parse_pin(policy_pin)
-    tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
-    begin = time.monotonic()
-    options = {"max_rows": config.max_rows, "device": config.device}
-    with open_engine(config.engine, policy_pin, **options) as engine:
-        loaded = time.monotonic()
-        sample = GroupSampler(
-            engine, tokenizer, prompts, config, seed=context.seed, iteration=context.iteration
-        )
-        ordinals = assign(cursor, context.shard, num_shards)
-        room = shard_groups(config.prompts_per_iteration, context.shard, num_shards)
-        version = engine.version()
-        taken = take_over(mine, room=room, version=version, max_staleness=config.max_staleness)
-        batch = draw_batch(ordinals, sample, room - len(taken.used), config)
-        seconds = time.monotonic() - loaded
-        tokens = sum(group.num_tokens for group in batch.generated())
-        occupancy = float(engine.stats().get("occupancy", 0.0))
-    timing = {
-        "load_seconds": loaded - begin,
-        "sample_seconds": seconds,
-        "tokens_per_second": tokens / max(seconds, 1e-9),
-        "engine_occupancy": occupancy,
-    }
-    return batch, taken, version, timing
 
 
 def _write(

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from planish.errors import RecordError
-from planish.records.io import read_manifest, read_set
-from planish.records.manifest import Manifest
 from planish.records.prompts import PromptSet
-from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.rollout.groups import Group, as_rollouts
+from planish.rollout.side_sets import read_side_set
 
 
 @dataclass(frozen=True)
@@ -168,23 +164,5 @@ def read_surplus(pins: Sequence[str]) -> Surplus:
 
 
 def _read(pin: str) -> Surplus:
-    uri, digest = parse_pin(pin)
-    manifest = read_manifest(uri, sha256=digest)
-    rollouts = read_set(RolloutSet, uri, sha256=digest)
-    columns = {name: _integers(manifest, name, uri) for name in Surplus().attributes()}
-    if any(len(column) != rollouts.num_groups for column in columns.values()):
-        raise RecordError(
-            f"`{uri}` must name {sorted(columns)} for each of its {rollouts.num_groups} groups, "
-            f"got {[len(column) for column in columns.values()]}; resume from an earlier state"
-        )
+    rollouts, columns = read_side_set(pin, tuple(Surplus().attributes()), kind="surplus")
     return Surplus(rollouts, **columns)
-
-
-def _integers(manifest: Manifest, name: str, uri: str) -> list[int]:
-    found: Any = manifest.attributes.get(name)
-    if not isinstance(found, list) or any(type(k) is not int or k < 0 for k in found):
-        raise RecordError(
-            f"`{name}` of the surplus set `{uri}` must be a list of counts, got {found!r:.80}; "
-            "resume from an earlier state"
-        )
-    return found

@@ -20,7 +20,7 @@ from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet, prompt_id
 from planish.records.refs import Ref
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.records.stream import advance, position
+from planish.records.stream import StreamState, advance, position
 from planish.rollout import stage
 from planish.stage import PathArtifact, is_stopped, stage_parser
 from planish.store import open_store
@@ -195,7 +195,8 @@ def test_a_second_call_is_already_done_with_the_same_metrics(new_run):
 def test_another_cursor_is_not_already_done(new_run, monkeypatch):
     run = new_run()
     first, _ = run.call()
-    monkeypatch.setattr(stage, "read_data", lambda pin: ({"next": 7, "pending": [2]}, []))
+    data = StreamState({"next": 7, "pending": [2]})
+    monkeypatch.setattr(stage, "read_data", lambda pin: data)
     second, _ = run.call()
     assert second.manifest_sha256 != first.manifest_sha256
     assert run.attributes()["consumed"][0] == 2
