@@ -6,27 +6,66 @@ The diff is part of the review of the change that caused it.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from planish.algorithms import build_algorithm
 from planish.parallel import SINGLE
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import FinishReason, RolloutSet
 from planish.train.batching import train_batch
-from planish.train.config import TrainConfig
+from planish.train.config import CriticConfig, TrainConfig
 from planish.train.progress import Progress
 from planish.train.trainer import open_trainer
 from planish.train.update import run_update
 from tests.unit.train.runs import TINY, random_rollouts, rewards_for, start_run
 
 LOSSES = Path(__file__).parent / "losses"
-ALGORITHMS = ("dapo", "grpo")
+COLUMNS = ("loss", "grad_norm", "value_loss", "value_grad_norm")
+SCORES = ("accuracy", "outcome", "length_penalty", "reward")
+WINDOW_TOKENS = 4
+DECAY = {"lambda_alpha": 0.5, "lambda_min": 0.5}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "dapo": {"name": "dapo"},
+    "grpo": {"name": "grpo"},
+    "vapo": {"name": "vapo", **DECAY},
+    "tppo": {
+        "name": "tppo",
+        "window_tokens": WINDOW_TOKENS,
+        "ignored_tail_tokens": 1,
+        **DECAY,
+    },
+}
+"""Raw `[algorithm]` tables; decays fit responses of 1 to 19 tokens."""
+
+
+def in_windows(rollouts: RolloutSet, rewards: RewardSet) -> tuple[RolloutSet, RewardSet]:
+    """Put every response into its last window; those that fill it exactly go on."""
+    lengths = rollouts.response_tokens.lengths
+    cut = lengths % WINDOW_TOKENS == 0
+    starts = (lengths - 1) // WINDOW_TOKENS * WINDOW_TOKENS
+    finish = np.where(cut, FinishReason.WINDOW, rollouts.finish)
+    rollouts = replace(
+        rollouts, window_start=starts.astype(np.int32), finish=finish.astype(np.int8)
+    )
+    known = {name: np.where(cut, np.float32(0), getattr(rewards, name)) for name in SCORES}
+    return rollouts, replace(rewards, has_reward=~cut, **known)
 
 
 def golden_losses(algorithm: str, root: str) -> str:
-    """Train ten steps from fixed weights and rollouts: lines of `step loss grad_norm`."""
+    """Train ten steps from fixed weights and rollouts.
+
+    Returns:
+        Lines of `step loss grad_norm`, and with a critic `value_loss value_grad_norm`.
+    """
     tiny = start_run(root)
     config = TrainConfig(**TINY)
+    critic = CriticConfig(learning_rate=1e-3, warmup_iterations=0, pretrain_iterations=0)
+    built = build_algorithm(ALGORITHMS[algorithm])
     trainer = open_trainer(
         config,
         tiny.policy_pin,
@@ -34,20 +73,30 @@ def golden_losses(algorithm: str, root: str) -> str:
         seed=7,
         ranks=SINGLE,
         device=torch.device("cpu"),
+        critic=critic if built.needs_values else None,
     )
     rollouts = random_rollouts(tiny.policy, 11, num_groups=20)
+    rewards = rewards_for(rollouts, 12)
+    if "window_tokens" in ALGORITHMS[algorithm]:
+        rollouts, rewards = in_windows(rollouts, rewards)
+    batch = train_batch(rollouts, rewards)
+    # Tokens of earlier windows were worth 0.25 when they were sampled.
+    earlier = torch.where(batch.value_mask & ~batch.policy_mask, 0.25, torch.nan)
     result = run_update(
         trainer,
-        build_algorithm({"name": algorithm}),
-        train_batch(rollouts, rewards_for(rollouts, 12)),
+        built,
+        batch,
         config=config,
         progress=Progress(),
         seed=(7, 1),
+        critic=critic,
+        earlier_values=earlier if built.needs_values else None,
     )
     trainer.close()
+    names = [n for n in COLUMNS if n in result.minibatches[0]]
     return "".join(
-        f"{step} {m['loss']!r} {m['grad_norm']!r}\n"
-        for step, m in enumerate(result.minibatches, start=1)
+        " ".join([str(step), *(repr(metrics[name]) for name in names)]) + "\n"
+        for step, metrics in enumerate(result.minibatches, start=1)
     )
 
 
