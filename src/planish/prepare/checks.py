@@ -70,11 +70,79 @@ def _minibatch_fits(parsed: Parsed) -> list[str]:
     return []
 
 
+def _windows_agree(parsed: Parsed) -> list[str]:
+    values = _values(parsed, "algorithm.window_tokens", "rollout.window_tokens")
+    if values is None:
+        return []
+    faults = []
+    if values[0] != values[1]:
+        faults.append(
+            f"`rollout.window_tokens` must equal `algorithm.window_tokens`, got {values[1]} and "
+            f"{values[0]}; the algorithm trains on the windows that rollout cuts"
+        )
+    unfinished = _value(parsed, "rollout.unfinished")
+    if unfinished not in (None, "train"):
+        faults.append(
+            "`rollout.unfinished` must be 'train' for an algorithm that trains on windows, got "
+            f"{unfinished!r}"
+        )
+    return faults
+
+
+def _windows_keep_groups(parsed: Parsed) -> list[str]:
+    values = _values(
+        parsed, "rollout.window_tokens", "rollout.unfinished", "reward.keep_uniform_groups"
+    )
+    if values is None or not values[0] or values[1] == "hold_group" or values[2]:
+        return []
+    return [
+        "`reward.keep_uniform_groups` must be true with `rollout.window_tokens`, got False; the "
+        "responses of a group finish in different iterations, so that none of them shows whether "
+        "the group carries a signal"
+    ]
+
+
+def _held_responses_fit_the_algorithm(parsed: Parsed) -> list[str]:
+    """Whole responses of several policy versions need an algorithm that expects them."""
+    values = _values(
+        parsed,
+        "rollout.window_tokens",
+        "rollout.max_response_tokens",
+        "rollout.unfinished",
+        "algorithm.correction",
+    )
+    if values is None or _value(parsed, "algorithm.window_tokens") is not None:
+        return []
+    window, longest, unfinished, correction = values
+    if not 0 < window < longest:
+        return []
+    faults = []
+    compares_groups = _value(parsed, "algorithm.std") is not None
+    wanted = ("hold_group",) if compares_groups else ("hold", "hold_group")
+    if unfinished not in wanted:
+        faults.append(
+            f"`rollout.unfinished` must be {' or '.join(map(repr, wanted))} with "
+            f"`rollout.window_tokens` below `rollout.max_response_tokens`, got {unfinished!r}; "
+            "this algorithm trains on whole responses"
+            + (" and compares those of a group" if compares_groups else "")
+        )
+    if correction == "off":
+        faults.append(
+            "`algorithm.correction` must not be 'off' with `rollout.window_tokens` below "
+            "`rollout.max_response_tokens`, got 'off'; the tokens of a response come from several "
+            "policies: take 'bypass' or 'token_truncate'"
+        )
+    return faults
+
+
 CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
     _response_limits_agree,
     _buffer_fits,
     _relaxing_needs_uniform_groups,
     _minibatch_fits,
+    _windows_agree,
+    _windows_keep_groups,
+    _held_responses_fit_the_algorithm,
 )
 
 

@@ -26,6 +26,53 @@ def test_impossible_combinations_are_told(overrides, words):
         build_config(**BASE, overrides=overrides)
 
 
+WINDOWS = "rollout.window_tokens=16 rollout.dynamic_sampling=false "
+WHOLE_GROUPS = WINDOWS + "rollout.unfinished=hold_group "
+KEEP = "reward.keep_uniform_groups=true "
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "words"),
+    [
+        ("tppo", "", "must equal `algorithm.window_tokens`, got 0 and 8192"),
+        ("tppo", WINDOWS + KEEP, "must equal `algorithm.window_tokens`, got 16 and 8192"),
+        ("tppo", WINDOWS + "algorithm.window_tokens=16", "`reward.keep_uniform_groups` must be"),
+        ("tppo", WHOLE_GROUPS + KEEP + "algorithm.window_tokens=16", "must be 'train' for an"),
+        ("vapo", WINDOWS + KEEP, "must be 'hold' or 'hold_group' with .* got 'train'"),
+        ("vapo", WHOLE_GROUPS + KEEP, "`algorithm.correction` must not be 'off'"),
+        ("grpo", WINDOWS + KEEP + "rollout.unfinished=hold algorithm.correction=bypass",
+         "must be 'hold_group' with .* got 'hold'; .* compares those of a group"),
+        ("vapo", "rollout.window_tokens=16", "`dynamic_sampling` must be false"),
+        ("vapo", WINDOWS + "rollout.max_staleness=1", "`max_staleness` 0 with `window_tokens`"),
+        ("vapo", "rollout.unfinished=hold", "`window_tokens` must be above 0 with"),
+    ],
+)  # fmt: skip
+def test_windows_that_an_algorithm_cannot_use_are_told(algorithm, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ("tppo", WINDOWS + KEEP + "algorithm.window_tokens=16"),
+        ("vapo", WINDOWS + KEEP + "rollout.unfinished=hold algorithm.correction=bypass"),
+        ("ppo", WHOLE_GROUPS + "algorithm.correction=token_truncate"),
+        ("dapo", WHOLE_GROUPS + "algorithm.correction=sequence_mask"),
+        # a window for the longest response is no window at all
+        ("vapo", "rollout.window_tokens=20480 rollout.dynamic_sampling=false " + KEEP),
+    ],
+)
+def test_windows_that_fit_have_no_fault(algorithm, overrides):
+    config = build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
+    assert config["rollout"]["window_tokens"] > 0
+
+
+def test_without_windows_their_settings_leave_the_digest_alone():
+    rollout = build_config(**BASE, overrides="")["rollout"]
+    assert not {"window_tokens", "unfinished", "max_staleness"} & set(rollout)
+
+
 def test_faults_of_several_checks_come_together():
     overrides = "rollout.max_response_tokens=100 train.rollouts_per_minibatch=9000"
     with pytest.raises(ConfigError) as caught:
