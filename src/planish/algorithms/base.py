@@ -98,9 +98,9 @@ class Denominators:
     """
 
     minibatch: Mapping[str, float]
-    """`Algorithm.counts` of the mini-batch."""
+    """`Algorithm.counts` of the mini-batch; for the value loss `ActorCritic.value_counts`."""
     batch: Mapping[str, float]
-    """`Algorithm.counts` of the whole rollout batch."""
+    """The same of the whole rollout batch."""
     num_minibatches: int
     """Optimizer steps that share the rollout batch."""
 

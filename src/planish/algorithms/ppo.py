@@ -14,21 +14,26 @@ from planish.algorithms.losses import Aggregation
 from planish.algorithms.vapo import ActorCriticConfig, Vapo
 
 
-class PpoConfig(ActorCriticConfig):
-    """Constants of the baseline."""
+class PpoFamilyConfig(ActorCriticConfig):
+    """Constants that PPO and VC-PPO share; the policy's decay of 0.95 is the common default."""
 
-    name: Literal["ppo"] = "ppo"
-    """Key in the table of algorithms."""
-    lambda_critic: float = Field(default=0.95, ge=0.0, le=1.0)
-    """Decay of the critic's target, equal to the policy's."""
     lambda_alpha: float = Field(default=0.0, ge=0.0)
-    """0: the policy's decay is 0.95 at every length."""
+    """0: the policy's decay is `lambda_policy` at every length."""
     clip_high: float = Field(default=0.2, ge=0.0)
     """Symmetric clip."""
     aggregation: Aggregation = "seq-mean-token-mean"
     """Every response weighs the same, whatever its length."""
     positive_coefficient: float = Field(default=0.0, ge=0.0)
     """No language-model loss on correct responses."""
+
+
+class PpoConfig(PpoFamilyConfig):
+    """Constants of the baseline."""
+
+    name: Literal["ppo"] = "ppo"
+    """Key in the table of algorithms."""
+    lambda_critic: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Decay of the critic's target, equal to the policy's."""
 
 
 RECIPE = Recipe(PpoConfig, Vapo)

@@ -1,15 +1,16 @@
 """T-PPO: the policy learns from a response while it is still being generated.
 
-Generation is cut into windows. Each iteration every slot generates at most `window_tokens`, and
+Generation is cut into windows: in each iteration a slot generates at most `window_tokens`.
 
-1. the policy trains on the tokens of this window, finished or not: an extended estimate of the
-   advantage takes the state after the cut to be worth as much as the last one before it;
-2. the last tokens before a cut, which lean most on that assumption, are left out;
-3. the critic trains on finished responses only, on all their tokens, as in VAPO.
+1. The policy trains on the tokens of the window, whether the response is finished or not. An
+   extended estimate of the advantage takes the state after a cut to be worth as much as the last
+   one before it.
+2. The tokens just before a cut, which lean most on that, are left out (public code).
+3. The critic trains on finished responses only, on the tokens of all their windows.
 
 Successive batching of the slots belongs to the rollout stage. Windows that hold the longest
-response make this VAPO with other constants. Where the text says "public code" it is that of the
-paper's authors, which may differ from what the paper ran.
+response make this VAPO with other constants. "Public code" is that of the paper's authors, which
+may differ from what the paper ran.
 
 Source: T-PPO, arXiv 2506.15050.
 """
@@ -50,7 +51,7 @@ class TppoConfig(ActorCriticConfig):
     name: Literal["tppo"] = "tppo"
     """Key in the table of algorithms."""
     window_tokens: int = Field(default=8192, ge=1)
-    """Most tokens that a slot generates in an iteration; must equal `rollout.window_tokens`."""
+    """Most tokens that a slot generates in an iteration; equal to `rollout.window_tokens`."""
     ignored_tail_tokens: int = Field(default=8, ge=0)
     """Tokens before a cut that do not train the policy, as in the public code."""
     dual_clip: float | None = Field(default=10.0, gt=1.0)
@@ -157,7 +158,7 @@ def boundary_values(batch: TrainBatch) -> Tensor:
 def expected_lengths(batch: TrainBatch, window_tokens: int) -> Tensor:
     """Return the tokens of each response, [B] int64; unfinished ones get half a window more.
 
-    Source: as in the public code.
+    As in the public code.
     """
     so_far = batch.value_mask.sum(1)
     return so_far + (window_tokens // 2) * batch.is_finished.logical_not()
