@@ -86,6 +86,23 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Band:
+    """A shaded stretch of iterations.
+
+    Example:
+        >>> Band("value pretraining", 1, 10).last
+        10
+    """
+
+    label: str
+    """What it is, for the legend."""
+    first: int
+    """First iteration in it."""
+    last: int
+    """Last iteration in it."""
+
+
+@dataclass(frozen=True)
 class Part:
     """One layer of stacked bars."""
 
@@ -123,6 +140,8 @@ def line_chart(
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
     is_log: bool = False,
+    floor: float | None = None,
+    bands: Sequence[Band] = (),
     width: int = 540,
 ) -> str:
     """Draw curves over iterations as SVG.
@@ -136,12 +155,14 @@ def line_chart(
         marks: measured points.
         from_zero: the vertical axis starts at 0.
         is_log: the vertical axis is logarithmic, where every value is positive.
+        floor: lower values are drawn at this height; their tool tips keep the value.
+        bands: shaded stretches behind the curves.
         width: CSS pixels.
     """
     with canvas(name, width=width) as page:
         page.axes.margins(y=0.09)
         for line in lines:
-            _draw_line(page, line, unit)
+            _draw_line(page, line, unit, floor)
         for mark in marks:
             _draw_mark(page, mark, unit)
         _draw_limit(page, limit)
@@ -151,23 +172,35 @@ def line_chart(
         _finish(page, y_label, unit, from_zero=from_zero, is_log=is_log and positive)
         xs = [x for line in lines for x in line.x] + [mark.x for mark in marks]
         _iteration_axis(page.axes, min(xs), max(xs))
+        _draw_bands(page, bands)
     return page.svg
 
 
-def _draw_line(page: Canvas, line: Line, unit: Unit) -> None:
+def _draw_bands(page: Canvas, bands: Sequence[Band]) -> None:
+    """Shade after the axis has its range, which a band must not widen."""
+    low, high = page.axes.get_xlim()
+    for band in bands:
+        first, last = max(low, band.first - 0.5), min(high, band.last + 0.5)
+        if first < last:
+            page.axes.axvspan(first, last, color=PALETTE["line"], alpha=0.6, linewidth=0, zorder=0)
+    page.axes.set_xlim(low, high)
+
+
+def _draw_line(page: Canvas, line: Line, unit: Unit, floor: float | None) -> None:
     x, y = _thin(line.x, line.y)
+    height = y if floor is None else [max(floor, value) for value in y]
     color = PALETTE[line.color]
     style: dict[str, Any] = {"color": color}
     if line.is_secondary:
         style.update(linewidth=1.6, linestyle=(0, (4, 2.5)), dash_capstyle="butt")
-    page.axes.plot(x, y, **style)
+    page.axes.plot(x, height, **style)
     if len(x) > MAX_MARKED_POINTS:
         return
     size = 5.5 if line.is_secondary else 7
-    for at, value in zip(x, y, strict=True):
+    for at, value, drawn in zip(x, y, height, strict=True):
         tip = page.tip(f"{line.label}, iteration {at:g}: {_FORMATS[unit](value)}")
         page.axes.plot(
-            [at], [value], "o", gid=tip, markersize=size, markerfacecolor=color,
+            [at], [drawn], "o", gid=tip, markersize=size, markerfacecolor=color,
             markeredgecolor=PALETTE["surface"], markeredgewidth=1.25, clip_on=False, zorder=3,
         )  # fmt: skip
 

@@ -5,69 +5,13 @@ A chart whose numbers do not exist is left out; nothing is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from planish.report.charts import Chart, Line, Mark, Part, Unit, boxes, line_chart, stacked_bars
+from planish.report.charts import Chart, Mark, Part, boxes, line_chart, stacked_bars
+from planish.report.critic_panels import critic_charts, window_charts
+from planish.report.curves import Curve, Panel, Source, draw, legend, lines_of, pretraining, update
 from planish.report.facts import RunFacts
 from planish.report.times import stage_times, task_timeline
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a series lies.
-
-    Example:
-        >>> Source("rollout", "num_generated_tokens", sum).key
-        'num_generated_tokens'
-    """
-
-    stage: str
-    """`update` for the update report, else the stage whose log holds it."""
-    key: str
-    """Name of the scalar."""
-    combine: Callable[[list[float]], float] | None = None
-    """How the values of parallel tasks become one; None is the mean, weighted by their groups."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One line of a chart."""
-
-    label: str
-    """Name in the legend."""
-    color: str
-    """Key of the palette."""
-    sources: tuple[Source, ...]
-    """The first that exists is drawn."""
-    is_secondary: bool = False
-    """Drawn thinner and dashed."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One chart made of curves."""
-
-    title: str
-    """Heading."""
-    y_label: str
-    """Quantity and unit of the vertical axis."""
-    hint: str
-    """How to read it."""
-    curves: tuple[Curve, ...]
-    """Lines."""
-    unit: Unit = "number"
-    """How values are written."""
-    from_zero: bool = False
-    """The vertical axis starts at 0."""
-    is_log: bool = False
-    """The vertical axis is logarithmic."""
-
-
-def update(key: str) -> Source:
-    """Return the source of a scalar of the update report."""
-    return Source("update", key)
-
 
 PANELS: tuple[Panel, ...] = (
     Panel(
@@ -94,6 +38,7 @@ PANELS: tuple[Panel, ...] = (
             Curve("high", "blue", (update("clipfrac_high"),)),
             Curve("low", "orange", (update("clipfrac_low"),)),
             Curve("dual", "red", (update("clipfrac_dual"),), is_secondary=True),
+            Curve("value", "violet", (update("value_clipfrac"),), is_quiet=True),
         ),
         unit="percent",
         from_zero=True,
@@ -113,6 +58,7 @@ PANELS: tuple[Panel, ...] = (
         (
             Curve("mean", "orange", (update("grad_norm"),)),
             Curve("largest", "slate", (update("grad_norm_max"),), is_secondary=True),
+            Curve("critic, mean", "violet", (update("value_grad_norm"),)),
         ),
         from_zero=True,
     ),
@@ -147,22 +93,6 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
 """Label, colour and rollout metric of the fates of a group."""
 
 
-def series(facts: RunFacts, sources: Sequence[Source]) -> dict[int, float]:
-    """Return iteration -> value of the first source that has any."""
-    for source in sources:
-        if source.stage == "update":
-            found = {
-                iteration: scalars[source.key]
-                for iteration, scalars in sorted(facts.updates.items())
-                if source.key in scalars
-            }
-        else:
-            found = facts.per_iteration(source.stage, source.key, source.combine)
-        if found:
-            return found
-    return {}
-
-
 def all_charts(facts: RunFacts, before: Mark | None, after: Mark | None) -> list[Chart]:
     """Draw every chart whose numbers exist, in the order of the page.
 
@@ -171,7 +101,7 @@ def all_charts(facts: RunFacts, before: Mark | None, after: Mark | None) -> list
         before: held-out accuracy of the starting policy.
         after: held-out accuracy of the final policy.
     """
-    drawn = {panel.title: _draw(facts, panel) for panel in PANELS}
+    drawn = {panel.title: draw(facts, panel) for panel in PANELS}
     charts = [
         _accuracy(facts, [mark for mark in (before, after) if mark is not None]),
         drawn.pop("Reward"),
@@ -179,6 +109,8 @@ def all_charts(facts: RunFacts, before: Mark | None, after: Mark | None) -> list
         drawn.pop("Entropy"),
         _groups(facts),
         *drawn.values(),
+        *critic_charts(facts),
+        *window_charts(facts),
     ]
     found = [chart for chart in charts if chart is not None]
     # Two columns: an odd count would leave a hole before the timeline.
@@ -186,40 +118,8 @@ def all_charts(facts: RunFacts, before: Mark | None, after: Mark | None) -> list
     return found + [chart for chart in (times, task_timeline(facts)) if chart is not None]
 
 
-def _lines(facts: RunFacts, curves: Sequence[Curve]) -> list[Line]:
-    lines = []
-    for curve in curves:
-        found = series(facts, curve.sources)
-        if found:
-            lines.append(
-                Line(curve.label, curve.color, [*found], [*found.values()], curve.is_secondary)
-            )
-    return lines
-
-
-def _legend(lines: Sequence[Line]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(
-        (line.label, line.color, "dash" if line.is_secondary else "line") for line in lines
-    )
-
-
-def _draw(facts: RunFacts, panel: Panel) -> Chart | None:
-    lines = _lines(facts, panel.curves)
-    if not lines:
-        return None
-    svg = line_chart(
-        panel.title,
-        lines,
-        y_label=panel.y_label,
-        unit=panel.unit,
-        from_zero=panel.from_zero,
-        is_log=panel.is_log,
-    )
-    return Chart(panel.title, svg, panel.hint, _legend(lines) if len(panel.curves) > 1 else ())
-
-
 def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
-    lines = _lines(
+    lines = lines_of(
         facts,
         (
             Curve("all sampled", "blue", ACCURACY_SAMPLED),
@@ -228,6 +128,7 @@ def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
     )
     if not lines and not marks:
         return None
+    bands = pretraining(facts)
     svg = line_chart(
         "Accuracy",
         lines,
@@ -235,21 +136,24 @@ def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
         unit="percent",
         marks=marks,
         from_zero=True,
+        bands=bands,
     )
-    legend = _legend(lines)
+    keys = legend(lines, bands)
     if marks:
-        legend += (("held out", marks[0].color, "mark"),)
+        keys += (("held out", marks[0].color, "mark"),)
     hint = (
         "Groups that are all right or all wrong do not train, so the dashed curve stays near one "
         "half by construction."
     )
+    if facts.config.get("rollout", {}).get("dynamic_sampling") is False:
+        hint = "Every group trains, whatever its accuracy."
     if marks:
         hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
-    return Chart("Accuracy", svg, hint, legend)
+    return Chart("Accuracy", svg, hint, keys)
 
 
 def _lengths(facts: RunFacts) -> Chart | None:
-    lines = _lines(
+    lines = lines_of(
         facts,
         (
             Curve("mean", "blue", LENGTH_MEAN),
@@ -258,19 +162,20 @@ def _lengths(facts: RunFacts) -> Chart | None:
     )
     if not lines:
         return None
-    limit = _max_response_tokens(facts)
+    limit, bands = _max_response_tokens(facts), pretraining(facts)
     svg = line_chart(
         "Response length",
         lines,
         y_label="tokens per response",
         limit=(f"limit {limit:,}", float(limit)) if limit else None,
         from_zero=True,
+        bands=bands,
     )
     hint = (
         "Longer answers can mean more reasoning or mere padding: read it together with accuracy. "
         "A mean near the limit says that answers are cut off."
     )
-    return Chart("Response length", svg, hint, _legend(lines))
+    return Chart("Response length", svg, hint, legend(lines, bands))
 
 
 def _max_response_tokens(facts: RunFacts) -> int:

@@ -15,8 +15,8 @@ def number(value: float) -> str:
     """Write a number with about three digits.
 
     Example:
-        >>> [number(v) for v in (0.0, 0.1234, -2.5, 1536.0, 1234567.0, 0.00004)]
-        ['0', '0.123', '-2.5', '1,536', '1.23 M', '4e-5']
+        >>> [number(v) for v in (0.0, 0.1234, 0.0006, -2.5, 1536.0, 1234567.0, 0.00004)]
+        ['0', '0.123', '0.0006', '-2.5', '1,536', '1.23 M', '4e-5']
     """
     if not math.isfinite(value):
         return str(value)
@@ -31,6 +31,8 @@ def number(value: float) -> str:
         return re.sub(r"e-0*", "e-", f"{value:.2g}")
     if size < 1e-12:
         return "0"
+    if size < 0.1:
+        return f"{value:.3g}"
     return f"{value:.3f}".rstrip("0").rstrip(".") if size < 10 else f"{value:.4g}"
 
 
