@@ -24,7 +24,8 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit of this checkout, short."""
     done = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -44,12 +45,14 @@ def facts(module: str, argv: list[str] | None = None) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in PACKAGES},
         },
-        "commit": _commit(),
+        "commit": commit(),
         "command": " ".join(["python", "-m", module, *arguments]),
     }
 
 
-def write_result(name: str, label: str, result: dict[str, Any], module: str) -> Path:
+def write_result(
+    name: str, label: str, result: dict[str, Any], module: str, argv: list[str] | None = None
+) -> Path:
     """Write `results/<name>.json`.
 
     Args:
@@ -57,9 +60,12 @@ def write_result(name: str, label: str, result: dict[str, Any], module: str) -> 
         label: `measured-cpu`, `measured-1gpu`, `simulated` or `published`.
         result: the figures.
         module: what was run as `python -m`.
+        argv: its arguments; None takes those of this process.
     """
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    text = json.dumps({"label": label, **facts(module), "result": result}, indent=1, sort_keys=True)
+    text = json.dumps(
+        {"label": label, **facts(module, argv), "result": result}, indent=1, sort_keys=True
+    )
     path.write_text(text + "\n", "utf-8")
     return path
