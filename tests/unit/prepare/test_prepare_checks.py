@@ -2,6 +2,7 @@
 
 import pytest
 
+from planish.config import preset_names
 from planish.errors import ConfigError
 from planish.prepare.checks import check_config, check_run
 from planish.prepare.settings import build_config
@@ -110,6 +111,6 @@ def test_the_small_model_cannot_run_the_published_lengths():
 
 
 def test_the_tiny_presets_can_run_on_two_shards():
-    for preset in ("dapo-tiny", "grpo-tiny"):
+    for preset in (name for name in preset_names() if name.endswith("-tiny")):
         config = build_config(**{**BASE, "preset": preset}, overrides="")
         assert check_run(config, 2) == []
