@@ -5,6 +5,7 @@ Deliberately left out: which of them generate when (`carry`), and how (`windows`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -127,8 +128,7 @@ def from_set(
         ordinals: [G] place of each prompt in the stream.
         drawn: [G] iteration in which each group entered.
     """
-    starts = np.flatnonzero(rollouts.group_starts()).tolist()
-    ends = [*starts[1:], rollouts.num_rows]
+    bounds = [*np.flatnonzero(rollouts.group_starts()).tolist(), rollouts.num_rows]
     return [
         SlotGroup(
             ordinal=ordinals[g],
@@ -139,7 +139,7 @@ def from_set(
             verifier=rollouts.verifier[first],
             slots=tuple(_slot(rollouts, row) for row in range(first, last)),
         )
-        for g, (first, last) in enumerate(zip(starts, ends, strict=True))
+        for g, (first, last) in enumerate(itertools.pairwise(bounds))
     ]
 
 

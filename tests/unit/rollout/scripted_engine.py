@@ -1,0 +1,107 @@
+"""An engine without a model: what it answers is a function of the seed of the request.
+
+It meets the whole protocol of engines, so that the rollout stage can be tested over many
+iterations with lengths, failures and versions that the test knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from planish.engines.base import BaseEngine
+from planish.engines.requests import (
+    Capabilities,
+    FinishReason,
+    ModelRef,
+    Output,
+    Request,
+    WeightUpdate,
+)
+from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
+
+EOS = 2
+
+
+def scripted_length(seed: int) -> int:
+    """Natural length of a response in tokens, the end token included: 1 to 24, mostly short."""
+    return 1 + seed % (6 if seed % 5 else 24)
+
+
+def scripted_token(seed: int, position: int) -> int:
+    """Token at a position; the last one is the end token."""
+    return EOS if position + 1 == scripted_length(seed) else 4 + (seed // 7 + 3 * position) % 40
+
+
+def scripted_logprob(seed: int, position: int) -> float:
+    return -0.25 * (1 + (seed + position) % 8)
+
+
+def fails(seed: int, version: int) -> bool:
+    """Some responses fail under some policies, whatever is tried."""
+    return (seed // 3 + version) % 11 == 0
+
+
+class ScriptedEngine(BaseEngine):
+    """Grows every response by one scripted token a step."""
+
+    def __init__(self, *, max_rows: int, device: str) -> None:
+        super().__init__()
+        self.max_rows = max_rows
+        self.rows: list[tuple[Request, Output]] = []
+        self.counts = {"steps": 0, "most_rows": 0}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(max_model_len=64, seed_split_exact=True)
+
+    def _load(self, model: ModelRef, source) -> int:
+        uri, digest = parse_pin(model.pin)
+        return int(read_manifest(uri, sha256=digest).attributes["policy_version"])
+
+    def _check(self, request: Request) -> str:
+        return "scripted" if fails(request.sampling.seed, self._version) else ""
+
+    def _free_rows(self) -> int:
+        return self.max_rows - len(self.rows)
+
+    def _admit(self, requests: Sequence[Request]) -> list[Output]:
+        self.rows += [
+            (request, Output(request.request_id, [], [], [], FinishReason.LENGTH))
+            for request in requests
+        ]
+        return []
+
+    def _num_running(self) -> int:
+        return len(self.rows)
+
+    def _advance(self) -> list[Output]:
+        self.counts["steps"] += 1
+        self.counts["most_rows"] = max(self.counts["most_rows"], len(self.rows))
+        going, done = [], []
+        for request, output in self.rows:
+            seed = request.sampling.seed
+            position = len(request.response_prefix) + output.num_tokens
+            output.token_ids.append(scripted_token(seed, position))
+            output.logprobs.append(scripted_logprob(seed, position))
+            output.versions.append(self._version)
+            if output.token_ids[-1] == EOS:
+                output.finish_reason = FinishReason.STOP
+            ended = output.token_ids[-1] == EOS
+            ended = ended or output.num_tokens == request.sampling.max_new_tokens
+            (done if ended else going).append((request, output))
+        self.rows = going
+        return [output for _, output in done]
+
+    def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
+        self.rows = [pair for pair in self.rows if pair[0].request_id not in request_ids]
+        return []
+
+    def _replace_weights(self, source, version: int, keep_cache: bool) -> WeightUpdate:
+        return WeightUpdate(version, 0, 0, 0, 0.0)
+
+    def _release(self) -> None:
+        self.rows = []
+
+    def stats(self) -> dict:
+        return {**super().stats(), **self.counts}
