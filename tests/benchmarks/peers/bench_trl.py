@@ -1,0 +1,299 @@
+"""Speed of our DAPO against TRL's GRPOTrainer (`loss_type="dapo"`) on one CPU thread each.
+
+Both start from the same weights, sample the same 128 prompts x 8 in each iteration, score by the
+same verifier and length penalty, and make 16 updates of 64 sequences with the same AdamW and
+learning rate. The processes take turns, an iteration each. What is timed is an iteration whole: on
+our side the stages rollout, reward, train and checkpoint with everything that they read and write;
+on TRL's side `train()` from one generation to the next. Process starts, imports, the loading of the
+first model and evaluations are not timed.
+
+`trl`            TRL; every group trains
+`ours`           dynamic sampling off; every group trains
+`ours_dynamic`   dynamic sampling on: the demo's preset as it is
+`ours_bypass`    the same, and the ratio's denominator is the sampler's own log-probability, so that
+                 no forward pass recomputes it
+
+TRL's environment is made as `equality.py` says. With `TRL_PYTHON=TRL/bin/python` in the
+environment, `python -m tests.benchmarks.peers.bench_trl` writes `results/trl.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from planish.algorithms.advantages import group_advantages
+from planish.config import config_sha256, load_preset, merge, resolve_config
+from planish.curate.stage import run as curate
+from planish.engines import open_engine
+from planish.engines.requests import Sampling
+from planish.measure import generate_rollouts, judge
+from planish.models.policy import load_policy, save_policy
+from planish.records import layout
+from planish.records.io import fetch_files, read_manifest, read_set
+from planish.records.prompts import PromptSet
+from planish.records.refs import parse_pin
+from planish.records.stream import position
+from planish.sft.stage import run as sft
+from planish.shaping import overlong_penalty
+from planish.stage import PathArtifact, write_json
+from planish.tokens import load_tokenizer
+from planish.verifiers import VerifierOptions, verify_many
+from tests.benchmarks.facts import write_result
+from tests.benchmarks.peers.turns import Player
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[2]
+OVERRIDES = {
+    "ours": ("rollout.dynamic_sampling=false", "reward.keep_uniform_groups=true"),
+    "ours_dynamic": (),
+    "ours_bypass": ('algorithm.correction="bypass"',),
+}
+SYSTEMS = ("trl", *OVERRIDES)
+RACERS = ("ours_dynamic", "ours_bypass")
+"""Timed up to the accuracy that TRL has at its end."""
+EVALUATION_SAMPLES = 8
+
+
+def write_run(root: str, seed: int, *overrides: str) -> tuple[dict[str, Any], str]:
+    """Begin a run of the demo's preset; returns its configuration and the digest."""
+    config = resolve_config(
+        merge(load_preset("dapo-tiny"), overrides=[f"run.seed={seed}", *overrides])
+    )
+    digest = config_sha256(config)
+    nothing = {"policy": "", "state": ""}
+    document = {"config": config, "config_sha256": digest, "code_version": "0",
+                "resumed_from": "", "origin": nothing, "initial": nothing}  # fmt: skip
+    write_json(layout.run_file(root), document)
+    return config, digest
+
+
+def make_start(folder: Path, seed: int) -> None:
+    """Prompts and the policy of the cold start."""
+    root = f"file://{folder}"
+    _, digest = write_run(root, seed)
+
+    def at(name: str) -> PathArtifact:
+        return PathArtifact(str(folder / "artifacts" / name))
+
+    curate(root=root, config_sha256=digest, prompts=at("prompts"), metrics=at("curate"),
+           report=at("report"))  # fmt: skip
+    sft(root=root, config_sha256=digest, prompts=at("prompts"), policy=at("policy"),
+        metrics=at("sft"))  # fmt: skip
+
+
+def our_job(start: Path, folder: Path, seed: int, *overrides: str) -> Player:
+    """Start our trainer in a run of its own that begins with copies of the start's files."""
+    for name in ("prompts", "policies"):
+        shutil.copytree(start / name, folder / name)
+    _, digest = write_run(f"file://{folder}", seed, *overrides)
+    job = {"root": f"file://{folder}", "config_sha256": digest, "folder": str(folder)}
+    path = folder / "job.json"
+    path.write_text(json.dumps(job), "utf-8")
+    command = [sys.executable, "-m", "tests.benchmarks.peers.our_trainer", str(path)]
+    return Player(command, folder / "log.txt", {"OMP_NUM_THREADS": "1"})
+
+
+def policy_folder(start: Path) -> Path:
+    return start / "policies" / "00000"
+
+
+def stream(start: Path, seed: int, count: int) -> list[dict[str, str]]:
+    """The first prompts of the run's stream, as text under the chat template."""
+    prompts = read_set(PromptSet, layout.prompts(f"file://{start}"))
+    backend = load_tokenizer(policy_folder(start)).backend
+    rows = [position(ordinal, prompts.num_rows, seed) for ordinal in range(count)]
+    return [
+        {
+            "prompt": backend.apply_chat_template(
+                [dict(m) for m in prompts.messages[row]], tokenize=False, add_generation_prompt=True
+            ),
+            "answer": prompts.answer[row],
+            "verifier": prompts.verifier[row],
+        }
+        for row in rows
+    ]
+
+
+def trl_job(start: Path, folder: Path, seed: int, iterations: int) -> Player:
+    config = resolve_config(merge(load_preset("dapo-tiny"), overrides=[f"run.seed={seed}"]))
+    rollout, train = config["rollout"], config["train"]
+    per_update = train["rollouts_per_minibatch"]
+    num_prompts = rollout["prompts_per_iteration"]
+    job = {
+        "start": str(policy_folder(start)),
+        "folder": str(folder),
+        "seed": seed,
+        "prompts": stream(start, seed, num_prompts * iterations),
+        "group_size": rollout["group_size"],
+        "updates": num_prompts * rollout["group_size"] // per_update,
+        "rollouts_per_update": per_update,
+        "max_iterations": iterations,
+        "max_response_tokens": rollout["max_response_tokens"],
+        "overlong_buffer_tokens": config["reward"]["overlong_buffer_tokens"],
+        **{
+            name: train[name]
+            for name in ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon",
+                         "weight_decay", "grad_clip")
+        },
+    }  # fmt: skip
+    folder.mkdir()
+    path = folder / "job.json"
+    path.write_text(json.dumps(job), "utf-8")
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [os.environ["TRL_PYTHON"], str(HERE / "trl_trainer.py"), str(path)]
+    return Player(command, folder / "log.txt", environment)
+
+
+class Evaluator:
+    """Mean accuracy over samples on the held-out prompts, with equal noise for all policies."""
+
+    def __init__(self, start: Path, seed: int, max_response_tokens: int) -> None:
+        self.start, self.seed = start, seed
+        self.sampling = Sampling(max_new_tokens=max_response_tokens, temperature=1.0, top_p=1.0)
+        self.prompts = read_set(PromptSet, layout.evaluation_prompts(f"file://{start}"))
+
+    def __call__(self, pin: str) -> float:
+        uri, digest = parse_pin(pin)
+        tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
+        with open_engine("transformers", pin, max_rows=256, device="cpu") as engine:
+            rollouts = generate_rollouts(
+                engine, tokenizer, self.prompts, num_samples=EVALUATION_SAMPLES,
+                sampling=self.sampling, run_seed=self.seed,
+            )  # fmt: skip
+        verdicts = judge(rollouts, VerifierOptions(), max_error_rate=0.01)
+        return float(np.mean([verdict.accuracy for verdict in verdicts]))
+
+    def as_policy(self, folder: Path) -> str:
+        """Wrap weights that TRL saved as a policy; returns its pin."""
+        from safetensors.torch import load_file
+
+        uri = layout.policy(f"file://{self.start}", 0)
+        policy = load_policy(read_manifest(uri).ref(uri).pin(), dtype=torch.float32)
+        found = policy.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        assert set(found.missing_keys) <= {"lm_head.weight"}, found
+        assert not found.unexpected_keys, found
+        target = f"file://{folder}/policy"
+        return save_policy(target, policy, version=0, parents={}, attributes={}).pin()
+
+
+def check_rewards(folder: Path) -> dict[str, float]:
+    """Compare rewards and advantages of TRL's first batch with what our functions make of it."""
+    batch = json.loads((folder / "first_batch.json").read_text("utf-8"))
+    config = resolve_config(load_preset("dapo-tiny"))["reward"]
+    verdicts = verify_many(
+        zip(batch["verifier"], batch["completions"], batch["answer"], strict=True)
+    )
+    outcome = [config["reward_correct"] if v.accuracy > 0 else config["reward_wrong"]
+               for v in verdicts]  # fmt: skip
+    penalty = overlong_penalty(
+        batch["lengths"],
+        max_tokens=config["max_response_tokens"],
+        buffer_tokens=config["overlong_buffer_tokens"],
+    )
+    rewards = torch.tensor(outcome) + torch.from_numpy(penalty)
+    group = torch.arange(len(rewards)) // batch["group_size"]
+    advantages = group_advantages(rewards, group, epsilon=1e-4)
+    gaps = {
+        "rewards": (rewards - torch.tensor(batch["rewards"])).abs().max().item(),
+        "advantages": (advantages - torch.tensor(batch["advantages"])).abs().max().item(),
+    }
+    assert gaps["rewards"] == 0.0, gaps
+    return gaps
+
+
+def one_seed(seed: int, folder: Path, starts: Path, iterations: int) -> dict[str, Any]:
+    """Train all systems from one start and evaluate them."""
+    start = starts / f"start-{seed}"
+    if not (start / "policies").exists():
+        make_start(start, seed)
+    players = {"trl": trl_job(start, folder / "trl", seed, iterations)}
+    for name, overrides in OVERRIDES.items():
+        players[name] = our_job(start, folder / name, seed, *overrides)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in SYSTEMS}
+    for number in range(iterations):
+        for name in SYSTEMS[number % 4 :] + SYSTEMS[: number % 4]:
+            turns[name].append(players[name].turn())
+            print(seed, number + 1, name, json.dumps(turns[name][-1]), flush=True)
+    for player in players.values():
+        player.close()
+    evaluate = Evaluator(start, seed, 48)
+    uri = layout.policy(f"file://{start}", 0)
+    result: dict[str, Any] = {
+        "start_accuracy": evaluate(read_manifest(uri).ref(uri).pin()),
+        "largest_gap": check_rewards(folder / "trl"),
+    }
+    for name in SYSTEMS:
+        pins = [turn.pop("policy") for turn in turns[name]]
+        target = result["trl"]["accuracy"][-1] if name != "trl" else 2.0
+        accuracy: list[float] = []
+        # Of the systems without a race to win only the last policy is measured.
+        for pin in pins if name in RACERS else pins[-1:]:
+            accuracy.append(evaluate(evaluate.as_policy(Path(pin)) if name == "trl" else pin))
+            if accuracy[-1] >= target:
+                break
+        result[name] = {"iterations": turns[name], "accuracy": accuracy}
+        print(seed, name, "accuracy", [round(a, 4) for a in accuracy], flush=True)
+    result |= figures(result)
+    print(seed, json.dumps(figures(result)), flush=True)
+    return result
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """The two ratios of one seed, of wall seconds and of processor seconds."""
+    return {clock: ratios(result, clock) for clock in ("seconds", "processor_seconds")}
+
+
+def ratios(result: dict[str, Any], clock: str) -> dict[str, Any]:
+    seconds = {n: [t[clock] for t in result[n]["iterations"]] for n in SYSTEMS}
+    found: dict[str, Any] = {
+        "per_iteration": {n: statistics.median(s) for n, s in seconds.items()},
+        "trl_over_ours_per_iteration": statistics.median(
+            a / b for a, b in zip(seconds["trl"], seconds["ours"], strict=True)
+        ),
+        "trl_total": sum(seconds["trl"]),
+    }
+    for name in RACERS:
+        # The list of accuracies ends where the target is reached.
+        reached = result[name]["accuracy"][-1] >= result["trl"]["accuracy"][-1]
+        spent = sum(seconds[name][: len(result[name]["accuracy"])]) if reached else None
+        found[f"{name}_to_it"] = spent
+        found[f"trl_over_{name}_to_it"] = found["trl_total"] / spent if spent else None
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--starts", type=Path, help="keeps the cold starts for the next time")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        starts = (options.starts or Path(folder) / "starts").resolve()
+        for seed in options.seeds:
+            place = Path(folder) / str(seed)
+            place.mkdir()
+            seeds[str(seed)] = one_seed(seed, place, starts, options.iterations)
+    result: dict[str, Any] = {"seeds": seeds}
+    for clock in ("seconds", "processor_seconds"):
+        for name in ("trl_over_ours_per_iteration", *(f"trl_over_{n}_to_it" for n in RACERS)):
+            found = [seed[clock][name] or 0.0 for seed in seeds.values()]
+            result[f"{name}/{clock}"] = statistics.median(found)
+            print(clock, name, [round(x, 3) for x in found], "median", statistics.median(found))
+    print(write_result("trl", "measured-cpu", result, "tests.benchmarks.peers.bench_trl"))
+
+
+if __name__ == "__main__":
+    main()
