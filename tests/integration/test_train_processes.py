@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,14 +14,16 @@ from planish.errors import LayoutMismatch, PeerLost
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
-from planish.records.io import read_manifest
+from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
+from planish.records.values import ValueSet
 from planish.train.job import TrainJob
 from planish.train.launch import launch
 from planish.train.stage import train
 from tests.integration.test_train_stage import all_tensors
 from tests.unit.train.runs import add_iteration, start_run, tiny_config
+from tests.unit.train.windows import add_window_iteration
 
 TOLERANCE = 1e-6
 
@@ -71,6 +74,47 @@ def one_and_two(tmp_path_factory):
             steps += report.minibatches
         results[processes] = (tiny, state_pin, steps, tensors)
     return results
+
+
+@pytest.fixture(scope="module")
+def one_and_two_with_critic(tmp_path_factory):
+    """Two iterations of windows with a critic, trained by one process and by two."""
+    results = {}
+    for processes in (1, 2):
+        folder = tmp_path_factory.mktemp(f"critics{processes}")
+        config = tiny_config("tppo", tokens_per_microbatch=96)
+        config["algorithm"] |= {"window_tokens": 6, "ignored_tail_tokens": 1, "lambda_min": 0.5}
+        config["critic"] = {**config["critic"], "learning_rate": 5e-4}
+        tiny = start_run(f"file://{folder}/root", config)
+        state_pin, steps = "", []
+        for iteration in (1, 2):
+            add_window_iteration(tiny, iteration, 6)
+            state_pin, report, tensors = do(job_of(tiny, iteration, state_pin, processes))
+            steps += report.minibatches
+        path = parse_pin(api.read_state_info(state_pin)["data"]["values"])[0]
+        values = read_set(ValueSet, f"{tiny.root}/{path}").to_rows()
+        results[processes] = (steps, tensors, values)
+    return results
+
+
+def test_two_processes_have_the_critic_of_one(one_and_two_with_critic):
+    (steps, tensors, values), (others, moved, stored) = (
+        one_and_two_with_critic[processes] for processes in (1, 2)
+    )
+    assert len(steps) == 7
+    for one, two in zip(steps, others, strict=True):
+        assert one.keys() == two.keys()
+        for name in ("loss", "grad_norm", "value_loss", "value_grad_norm", "value_clipfrac"):
+            wanted = pytest.approx(one.get(name), abs=TOLERANCE, rel=TOLERANCE)
+            assert two.get(name) == wanted, name
+    assert any(name.startswith("critic.head") for name in tensors)
+    difference = largest_difference(tensors, moved)
+    print(f"largest difference of weights and moments with a critic {difference:.2e}")
+    assert difference < TOLERANCE
+    assert values.keys() == stored.keys()
+    assert values
+    # Sums of products of hidden states of order 1: rounding alone is above that of the weights.
+    assert max(np.abs(values[key] - stored[key]).max() for key in values) < 10 * TOLERANCE
 
 
 def test_two_processes_have_the_losses_and_gradient_norms_of_one(one_and_two):

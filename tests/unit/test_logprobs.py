@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from planish.errors import ConfigError, RecordError
-from planish.logprobs import TokenScorer
+from planish.logprobs import TokenScorer, ValueScorer, hidden_before
 
 SMALL = {
     "vocab_size": 23,
@@ -233,3 +233,47 @@ def test_temperature_has_no_default():
 def test_chunks_must_hold_a_token():
     with pytest.raises(ConfigError, match="`tokens_per_chunk` must be at least 1, got 0"):
         TokenScorer(make_model(), tokens_per_chunk=0)
+
+
+class FixedCritic(nn.Module):
+    def __init__(self, hidden, weight, bias):
+        super().__init__()
+        self.body = FixedBody(hidden)
+        self.head = nn.Linear(len(weight), 1)
+        self.head.weight.data = torch.tensor([weight])
+        self.head.bias.data = torch.tensor([bias])
+
+
+def test_value_of_a_token_is_that_of_the_state_before_it_by_hand():
+    # States (1, 0), (0, 1), (2, 2); the head adds 3 x first + 5 x second + 0.5.
+    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]])
+    scorer = ValueScorer(FixedCritic(hidden, [3.0, 5.0], 0.5))
+    ids = torch.tensor([[7, 8, 9]])
+    values = scorer(ids, None, torch.tensor([[False, True, True]]))
+    assert values.tolist() == [3.5, 5.5]
+    assert scorer(ids, None, torch.tensor([[False, False, True]])).tolist() == [5.5]
+    assert scorer(ids, None, torch.zeros(1, 3, dtype=torch.bool)).shape == (0,)
+
+
+def test_values_are_float32_under_half_precision_and_on_half_precision_states():
+    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.bfloat16)
+    scorer = ValueScorer(FixedCritic(hidden, [1.0009765625, 0.0], 0.0))
+    select = torch.tensor([[False, True]])
+    with torch.autocast("cpu", torch.bfloat16):
+        values = scorer(torch.zeros(1, 2, dtype=torch.long), None, select)
+    assert values.dtype == torch.float32
+    # bfloat16 would round the weight to 1.
+    assert values.tolist() == [1.0009765625]
+
+
+def test_a_value_of_the_first_column_can_not_be_asked_for():
+    scorer = ValueScorer(FixedCritic(torch.zeros(1, 2, 2), [1.0, 1.0], 0.0))
+    with pytest.raises(RecordError, match=r"column 0, got True in rows \[0\]"):
+        scorer(torch.zeros(1, 2, dtype=torch.long), None, torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_hidden_states_before_the_selected_tokens_are_read_row_by_row():
+    states = torch.arange(8.0).reshape(2, 4, 1)
+    select = torch.tensor([[False, True, False, True], [False, False, True, False]])
+    found = hidden_before(FixedBody(states), torch.zeros(2, 4, dtype=torch.long), None, select)
+    assert found.flatten().tolist() == [0.0, 2.0, 5.0]

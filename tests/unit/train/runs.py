@@ -30,6 +30,14 @@ TINY = {
     "device": "cpu",
 }
 
+TINY_CRITIC = {
+    "head_std": 0.3,
+    "learning_rate": 2e-3,
+    "warmup_iterations": 0,
+    "pretrain_iterations": 0,
+}
+"""A head whose first values are far from 0, so that a lost one would be seen."""
+
 
 @dataclass
 class TinyRun:
@@ -46,6 +54,7 @@ def tiny_config(algorithm="dapo", **train):
         "run": {"seed": 7},
         "rollout": {"temperature": 1.0},
         "algorithm": {"name": algorithm},
+        "critic": TINY_CRITIC,
         "train": {**TINY, **train},
     }
 
@@ -102,7 +111,8 @@ def rewards_for(rollouts, seed, *, keep=None):
     rows = rollouts.num_rows
     accuracy = rng.integers(0, 2, rows).astype(np.float32)
     for group in range(rollouts.num_groups):
-        accuracy[np.flatnonzero(rollouts.group_index == group)[:2]] = [0, 1]
+        members = np.flatnonzero(rollouts.group_index == group)[:2]
+        accuracy[members] = [0, 1][: len(members)]
     outcome = (2 * accuracy - 1).astype(np.float32)
     penalty = (-0.25 * (rollouts.finish == FinishReason.LENGTH)).astype(np.float32)
     return RewardSet(

@@ -1,4 +1,4 @@
-"""The update over a trainer of ten lines, so that numbers can be worked by hand."""
+"""The update of a policy over a trainer of a few lines, worked by hand."""
 
 from __future__ import annotations
 
@@ -15,38 +15,7 @@ from planish.train.metrics import batch_metrics
 from planish.train.progress import Progress
 from planish.train.update import learning_rate, num_steps, run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
-
-
-class TableTrainer:
-    """A policy with one free log-probability per column; plain gradient descent."""
-
-    def __init__(self, width, norms=None):
-        self.table = torch.full((width,), -1.0, requires_grad=True)
-        self.norms = norms
-        self.rates = []
-
-    def logprobs(self, batch):
-        return (self.table.detach() * batch.policy_mask).float()
-
-    def step(self, minibatch, loss_fn, *, learning_rate):
-        logprobs = self.table * minibatch.policy_mask
-        output = loss_fn(logprobs, torch.zeros_like(logprobs), minibatch)
-        (gradient,) = torch.autograd.grad(output.loss, self.table)
-        self.rates.append(learning_rate)
-        norm = self.norms.pop(0) if self.norms else gradient.norm().item()
-        if math.isfinite(norm):
-            with torch.no_grad():
-                self.table -= learning_rate * gradient
-        means = {k: (s / n).item() for k, (s, n) in output.means.items() if n > 0}
-        maxima = {k: v.item() for k, v in output.maxima.items()}
-        skipped = 0.0 if math.isfinite(norm) else 1.0
-        return {"loss": output.loss.item(), "grad_norm": norm, "skipped": skipped} | means | maxima
-
-
-def config(**changes):
-    return TrainConfig(
-        **{"learning_rate": 0.1, "warmup_iterations": 0, "rollouts_per_minibatch": 2} | changes
-    )
+from tests.unit.train.tables import TableTrainer, table_config
 
 
 def batch_of(rows=4, **more):
@@ -58,7 +27,7 @@ def batch_of(rows=4, **more):
 def update(trainer, batch, progress=None, cfg=None):
     return run_update(
         trainer, Dapo(DapoConfig()), batch,
-        config=cfg or config(), progress=progress or Progress(), seed=(0, 1),
+        config=cfg or table_config(), progress=progress or Progress(), seed=(0, 1),
     )  # fmt: skip
 
 
@@ -74,10 +43,10 @@ def test_train_defaults_are_the_published_ones():
 
 
 def test_learning_rate_rises_linearly_then_stays():
-    cfg = config(warmup_iterations=4)
+    cfg = table_config(warmup_iterations=4)
     rates = [learning_rate(cfg, k) / 0.1 for k in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
-    assert learning_rate(config(), 0) == 0.1
+    assert learning_rate(table_config(), 0) == 0.1
 
 
 def test_counters_and_scalars_after_one_batch():
@@ -91,7 +60,7 @@ def test_counters_and_scalars_after_one_batch():
     assert scalars["first_step_ratio_error"] == 0.0
     assert scalars["mismatch_logprob_mean"] == 1.0
     assert [m["num_rollouts"] for m in result.minibatches] == [2.0, 2.0]
-    assert num_steps(4, config()) == 2
+    assert num_steps(4, table_config()) == 2
 
 
 def test_the_first_step_sees_ratio_one_and_the_second_does_not():
@@ -103,7 +72,7 @@ def test_the_first_step_sees_ratio_one_and_the_second_does_not():
 
 def test_denominators_count_the_whole_minibatch_not_the_group():
     # One mini-batch: both groups together; the loss at ratio 1 is minus the token-mean advantage.
-    result = update(TableTrainer(3), batch_of(), cfg=config(rollouts_per_minibatch=4))
+    result = update(TableTrainer(3), batch_of(), cfg=table_config(rollouts_per_minibatch=4))
     advantage = 1 / math.sqrt(2)
     wanted = -(3 * advantage - 2 * advantage) * 2 / 10
     assert result.minibatches[0]["loss"] == pytest.approx(wanted, abs=1e-6)
@@ -116,7 +85,7 @@ def test_no_rollouts_leave_the_policy_and_advance_the_step():
     assert result.progress == Progress(step=6, updates=4, iterations=3)
     assert result.scalars == {"num_rollouts": 0.0, "empty_minibatches": 1.0}
     assert trainer.table.tolist() == [-1.0] * 3
-    assert num_steps(0, config()) == 1
+    assert num_steps(0, table_config()) == 1
 
 
 def test_a_minibatch_without_tokens_makes_no_optimizer_step():
@@ -124,7 +93,7 @@ def test_a_minibatch_without_tokens_makes_no_optimizer_step():
     algorithm = Dapo(DapoConfig(overlong_filtering=True))
     trainer = TableTrainer(3)
     result = run_update(
-        trainer, algorithm, batch, config=config(), progress=Progress(), seed=(0, 1)
+        trainer, algorithm, batch, config=table_config(), progress=Progress(), seed=(0, 1)
     )
     assert result.progress == Progress(step=2, updates=0, iterations=1)
     assert trainer.rates == []

@@ -1,0 +1,58 @@
+"""A trainer of a few lines, so that numbers can be worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from planish.train.config import TrainConfig
+
+
+class TableTrainer:
+    """A policy and a critic with one free number per column; plain gradient descent."""
+
+    def __init__(self, width, norms=None, value_norms=None, value=0.0):
+        self.table = torch.full((width,), -1.0, requires_grad=True)
+        self.value_table = torch.full((width,), value, requires_grad=True)
+        self.norms = norms
+        self.value_norms = value_norms
+        self.rates = []
+        self.value_rates = []
+        self.order = []
+
+    def logprobs(self, batch):
+        return (self.table.detach() * batch.policy_mask).float()
+
+    def values(self, batch):
+        return (self.value_table.detach() * batch.value_mask).float()
+
+    def step(self, minibatch, loss_fn, *, learning_rate):
+        self.rates.append(learning_rate)
+        self.order.append("policy")
+        logprobs = self.table * (minibatch.policy_mask | minibatch.positive_mask)
+        output = loss_fn(logprobs, torch.zeros_like(logprobs), minibatch)
+        return self.descend(self.table, output, learning_rate, self.norms)
+
+    def value_step(self, minibatch, loss_fn, *, learning_rate):
+        self.value_rates.append(learning_rate)
+        self.order.append("critic")
+        output = loss_fn(self.value_table * minibatch.value_mask, minibatch)
+        return self.descend(self.value_table, output, learning_rate, self.value_norms)
+
+    def descend(self, table, output, rate, norms):
+        (gradient,) = torch.autograd.grad(output.loss, table)
+        norm = norms.pop(0) if norms else gradient.norm().item()
+        if math.isfinite(norm):
+            with torch.no_grad():
+                table -= rate * gradient
+        means = {k: (s / n).item() for k, (s, n) in output.means.items() if n > 0}
+        maxima = {k: v.item() for k, v in output.maxima.items()}
+        skipped = 0.0 if math.isfinite(norm) else 1.0
+        return {"loss": output.loss.item(), "grad_norm": norm, "skipped": skipped} | means | maxima
+
+
+def table_config(**changes):
+    return TrainConfig(
+        **{"learning_rate": 0.1, "warmup_iterations": 0, "rollouts_per_minibatch": 2} | changes
+    )
