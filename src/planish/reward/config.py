@@ -26,8 +26,10 @@ class RewardConfig(Section):
     overlong_penalty_factor: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     """Weight of the overlong punishment; 0 turns it off."""
     keep_uniform_groups: bool = False
-    """Train on groups that are all right or all wrong too: true for GRPO and for the starvation
-    policy `relax`. They add nothing to the gradient but count in its denominators."""
+    """Train on groups that are all right or all wrong too: true for GRPO, for algorithms with a
+    critic, for the starvation policy `relax`, and for windows, whose groups finish bit by bit.
+    Where advantages compare a group, such groups add nothing to the gradient but count in its
+    denominators."""
     max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
     """Share of verified rows whose verifier may fail before the whole stage fails."""
     accept_integral_decimals: bool = True

@@ -95,6 +95,39 @@ def test_an_unfinished_response_has_no_reward_and_keeps_its_group():
     assert done.metrics["num_window_rollouts"] == 1
 
 
+def test_windows_of_a_group_are_kept_with_what_is_finished_of_it():
+    config = CONFIG.model_copy(update={"keep_uniform_groups": True})
+    batch = rollouts(
+        [("=7", 24, WINDOW), ("=8", 24, WINDOW)],
+        [("=7", 5, STOP), ("=7", 64, LENGTH), ("=7", 63, WINDOW)],
+        [("=8", 5, STOP)],
+    )
+    done = score(batch, config)
+    rewards = done.rewards
+    rewards.validate()
+    assert rewards.keep.all()
+    assert rewards.has_reward.tolist() == [False, False, True, True, False, True]
+    # whatever the text of an unfinished response says, it is not judged
+    assert rewards.accuracy.tolist() == [0, 0, 1, 1, 0, 0]
+    assert rewards.outcome.tolist() == [0, 0, 1, 1, 0, -1]
+    assert rewards.length_penalty.tolist() == [0, 0, 0, -1, 0, 0]
+    assert rewards.reward.tolist() == [0, 0, 1, 0, 0, -1]
+    assert rewards.extracted == ["", "", "7", "7", "", "8"]
+    metrics = done.metrics
+    assert (metrics["num_window_rollouts"], metrics["num_scored_rollouts"]) == (3, 3)
+    assert metrics["accuracy_mean"] == pytest.approx(2 / 3)
+    assert metrics["truncated_fraction"] == pytest.approx(1 / 3)
+
+
+def test_an_iteration_in_which_nothing_finished_has_counts_only():
+    config = CONFIG.model_copy(update={"keep_uniform_groups": True})
+    done = score(rollouts([("=7", 24, WINDOW)], [("", 24, WINDOW)]), config)
+    assert done.rewards.keep.tolist() == [True, True]
+    assert done.rewards.reward.tolist() == [0, 0]
+    assert done.metrics["num_window_rollouts"] == 2
+    assert not {"accuracy_mean", "reward_mean", "truncated_fraction"} & set(done.metrics)
+
+
 def test_constants_of_the_reward_come_from_the_configuration():
     config = RewardConfig(
         reward_correct=1.0,
