@@ -17,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from planish.errors import RecordError
+from planish.records import layout
 from planish.records.refs import parse_pin
+
+_STATES = layout.state("", 0).rpartition("/")[0] + "/"
 
 
 class Cursor(TypedDict):
@@ -112,6 +115,18 @@ def parse_data(raw: object) -> StreamState:
     if values:
         parse_pin(values)
     return StreamState(cursor, _pins(raw, "surplus"), _pins(raw, "carry"), values)
+
+
+def state_root(state_pin: str) -> str:
+    """Return the root of the run that wrote a train state: its pins are relative to that.
+
+    A forked run begins with the state of another root, whose sets lie there too.
+
+    Example:
+        >>> state_root(f"file:///runs/a/states/step-00000008#sha256={'0' * 64}")
+        'file:///runs/a'
+    """
+    return parse_pin(state_pin)[0].rpartition(_STATES)[0]
 
 
 def _pins(raw: Mapping[str, object], name: str) -> list[str]:

@@ -8,18 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import StreamState, fresh_cursor, parse_data
+from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
 from planish.rollout.config import RolloutConfig
 from planish.stage import Context
 
 if TYPE_CHECKING:
     from planish.rollout.generate import GroupSampler
-
-_STATES = layout.state("", 0).rpartition("/")[0] + "/"
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,7 @@ def read_data(state_pin: str) -> StreamState:
     from planish.checkpoint.api import read_state_info
 
     data = parse_data(read_state_info(state_pin)["data"])
-    # A forked run begins with the state of another root, whose sets lie there too.
-    root = parse_pin(state_pin)[0].rpartition(_STATES)[0]
+    root = state_root(state_pin)
     return replace(
         data,
         surplus=[f"{root}/{pin}" for pin in data.surplus],

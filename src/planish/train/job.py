@@ -19,7 +19,7 @@ from planish.records.manifest import Manifest
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
-from planish.records.stream import StreamState, advance, fresh_cursor, parse_data
+from planish.records.stream import StreamState, advance, fresh_cursor, parse_data, state_root
 from planish.records.values import ValueSet
 from planish.store import open_store
 from planish.train.config import CriticConfig, TrainConfig
@@ -183,7 +183,7 @@ def _stored_values(job: TrainJob, pin: str) -> ValueSet:
     if not pin:
         return ValueSet.from_rows({})
     path, digest = parse_pin(pin)
-    return read_set(ValueSet, f"{job.root}/{path}", sha256=digest)
+    return read_set(ValueSet, f"{state_root(job.state_pin)}/{path}", sha256=digest)
 
 
 def relative_pin(job: TrainJob, place: str, digest: str) -> str:

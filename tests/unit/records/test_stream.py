@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import RecordError
+from planish.records import layout
 from planish.records.stream import (
     StreamState,
     advance,
@@ -15,6 +16,7 @@ from planish.records.stream import (
     parse_cursor,
     parse_data,
     position,
+    state_root,
 )
 
 
@@ -130,3 +132,9 @@ def test_data_of_a_state_is_the_cursor_and_pins_below_the_root():
     for bad in (None, {"next": 4}, {**cursor, "other": []}):
         with pytest.raises(RecordError, match="prompt cursor"):
             parse_data(bad)
+
+
+def test_the_pins_of_a_state_are_relative_to_the_root_that_wrote_it():
+    for root in ("file:///runs/a", "s3://runs/states/a", "file:///r/states/step-1"):
+        pin = f"{layout.state(root, 12)}#sha256={'0' * 64}"
+        assert state_root(pin) == root
