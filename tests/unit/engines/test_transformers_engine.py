@@ -66,6 +66,7 @@ def test_rows_are_replaced_at_once(policy):
         rows[rows.index(min(rows))] += length
     assert stats["row_steps"] == sum(lengths)
     assert stats["steps"] == max(rows) == 10
+    assert stats["most_rows"] == 4
 
 
 def test_equal_prompts_of_one_batch_are_prefilled_once(policy):
