@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tests.benchmarks.studies.schedule import Job, run_all
 from tests.benchmarks.studies.writing import Study, write_study
 
-MODULES = ("group_relative",)
+MODULES = ("group_relative", "actor_critic", "truncation", "utilisation")
 """Modules of this package that hold studies."""
 
 

@@ -73,7 +73,7 @@ def read_ladder(runs: Runs) -> Findings:
         right.set_ylim(len(AIME) - 0.5, -0.5)
         for row, score in enumerate(AIME):
             right.text(score - 1, row, str(score), va="center", ha="right", fontsize=9)
-        right.set_xlabel("AIME 2024 avg@32, 32B model (published)")
+        right.set_xlabel("AIME avg@32, 32B (published)")
 
     return Findings(facts(runs), directions, draw)
 

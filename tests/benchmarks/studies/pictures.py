@@ -1,11 +1,12 @@
-"""What the pictures of several studies share: curves with bands, and rows of dots."""
+"""What the pictures of several studies share: curves, and rows of dots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from tests.benchmarks.studies.reading import Interval, Run, Runs, interval
+from tests.benchmarks.studies.reading import Interval, Run, Runs
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#a65628")
 """Can be told apart by colour-blind readers."""
@@ -18,17 +19,22 @@ def curves(
     y: Callable[[Run], Sequence[float]],
     *,
     labels: tuple[str, str],
+    seeds: bool = True,
 ) -> None:
-    """Draw the mean over seeds of each arm as a line, and its 95 % interval as a band."""
+    """Draw the mean over seeds of each arm as a line with dots, and each seed as a thin line."""
     for colour, (name, members) in zip(COLOURS, runs.items(), strict=False):
-        columns = list(zip(*(y(run) for run in members), strict=True))
-        places = [sum(column) / len(column) for column in zip(*map(x, members), strict=True)]
-        found = [interval(column) for column in columns]
-        axes.plot(places, [f.mean for f in found], "o-", color=colour, label=name, markersize=3)
-        if len(members) > 1:
-            axes.fill_between(
-                places, [f.low for f in found], [f.high for f in found], color=colour, alpha=0.15
-            )
+        columns = zip(*(y(run) for run in members), strict=True)
+        places = zip(*(x(run) for run in members), strict=True)
+        axes.plot(
+            [fmean(place) for place in places],
+            [fmean(column) for column in columns],
+            *("o-",),
+            color=colour,
+            label=name,
+            markersize=3,
+        )
+        for run in members if seeds else ():
+            axes.plot(x(run), y(run), "-", color=colour, linewidth=0.6, alpha=0.35)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.grid(alpha=0.3)

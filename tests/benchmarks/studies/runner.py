@@ -26,7 +26,7 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import EvalReport, read_report
-from planish.records.rollouts import RolloutSet
+from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stage import PathArtifact
 from tests.benchmarks.facts import commit
 from tests.benchmarks.studies.arms import SHARED, Arm, base_root, result_file, run_root
@@ -139,6 +139,7 @@ class Training:
             state_pin=self.state_pin,
             rollouts=stages.artifact("rollouts"),
         )
+        row["finished_lengths"] = finished_lengths(stages.root, place["number"])
         _, row["reward"] = stages.call("reward", reward, **shards, rewards=rewards)
         trained, row["train"] = stages.call(
             "train", train, **shards, state_pin=self.state_pin, rewards=rewards, state=state
@@ -154,6 +155,13 @@ class Training:
         self.policy_pin, self.state_pin = exported.policy_pin, trained.state_pin
         self.number += 1
         return row
+
+
+def finished_lengths(root: str, iteration: int) -> list[int]:
+    """Return the tokens of each response that an iteration has finished, all its windows."""
+    rollouts = read_set(RolloutSet, layout.rollouts(root, iteration, 0))
+    lengths = rollouts.response_tokens.lengths[rollouts.finish != FinishReason.WINDOW]
+    return [int(length) for length in lengths]
 
 
 def is_pretraining(row: dict[str, Any]) -> bool:
