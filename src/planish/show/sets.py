@@ -10,14 +10,22 @@ import numpy as np
 from rich.console import RenderableType
 
 from planish.errors import RecordError
-from planish.records import PromptSet, Ragged, RewardSet, RolloutSet, TraceSet, read_set
+from planish.records import (
+    PromptSet,
+    Ragged,
+    RewardSet,
+    RolloutSet,
+    TraceSet,
+    ValueSet,
+    read_set,
+)
 from planish.records.manifest import Manifest
 from planish.records.schema import Record
 from planish.show.text import bytes_text, table
 from planish.store import open_store
 
 RECORDS: dict[str, type[Record]] = {
-    cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet)
+    cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet)
 }
 """Schemas whose rows can be printed."""
 

@@ -14,19 +14,29 @@ _COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped")
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe a rollout batch that is not empty: counts, rewards, lengths."""
-    lengths = batch.value_mask.sum(1).double()
-    return {
+    """Describe a rollout batch that is not empty: counts, rewards, lengths.
+
+    Rewards and lengths are those of finished responses; others have neither yet. They are missing
+    where no response is finished.
+    """
+    counts = {
         "num_rollouts": float(len(batch)),
         "num_groups": float(len(set(batch.group_index.tolist()))),
         "num_tokens": float(batch.policy_mask.sum()),
-        "reward_mean": float(batch.reward.double().mean()),
-        "reward_max": float(batch.reward.max()),
-        "reward_min": float(batch.reward.min()),
-        "accuracy_mean": float(batch.accuracy.double().mean()),
+    }
+    done = batch.is_finished
+    if not bool(done.any()):
+        return counts
+    reward, lengths = batch.reward[done], batch.value_mask.sum(1).double()[done]
+    return {
+        **counts,
+        "reward_mean": float(reward.double().mean()),
+        "reward_max": float(reward.max()),
+        "reward_min": float(reward.min()),
+        "accuracy_mean": float(batch.accuracy[done].double().mean()),
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": float(lengths.max()),
-        "truncated_fraction": float(batch.is_truncated.double().mean()),
+        "truncated_fraction": float(batch.is_truncated[done].double().mean()),
     }
 
 

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from planish.records import FinishReason, PromptSet, Ragged, RewardSet, RolloutSet, TraceSet
+from planish.records import (
+    FinishReason,
+    PromptSet,
+    Ragged,
+    RewardSet,
+    RolloutSet,
+    TraceSet,
+    ValueSet,
+)
 from planish.records.prompts import prompt_id
 
 ODD_TEXTS = ["", "é\u0000 nul", "line\nbreak", "\U0001f600", "' or 1=1; --", "x" * 1000]
@@ -86,11 +94,20 @@ def random_rewards(seed: int = 0, *, rows: int = 9) -> RewardSet:
     )
 
 
+def random_values(seed: int = 0, *, rows: int = 8) -> ValueSet:
+    """Values of responses of 0 to 12 tokens."""
+    generator = np.random.default_rng(seed)
+    return ValueSet.from_rows(
+        {(n // 3, n % 3): generator.normal(size=generator.integers(0, 13)) for n in range(rows)}
+    )
+
+
 SAMPLES = {
     "prompts": random_prompts,
     "traces": random_traces,
     "rollouts": random_rollouts,
     "rewards": random_rewards,
+    "values": random_values,
 }
 
 

@@ -142,3 +142,11 @@ def test_progress_survives_json_and_refuses_what_is_no_count():
 def test_truncated_fraction_is_a_mean_over_rollouts():
     batch = batch_of(truncated=[True, False, False, False])
     assert batch_metrics(batch)["truncated_fraction"] == 0.25
+
+
+def test_rewards_and_lengths_are_those_of_finished_responses():
+    found = batch_metrics(batch_of(finished=[True, False, False, False]))
+    assert (found["reward_mean"], found["reward_min"], found["accuracy_mean"]) == (1.0, 1.0, 1.0)
+    assert (found["response_tokens_mean"], found["num_rollouts"]) == (3.0, 4.0)
+    none = batch_metrics(batch_of(finished=[False] * 4))
+    assert set(none) == {"num_rollouts", "num_groups", "num_tokens"}
