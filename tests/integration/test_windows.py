@@ -1,0 +1,118 @@
+"""T-PPO runs whose responses go on from one iteration to the next."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planish.checkpoint.api import read_state_info
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.stream import parse_data
+from planish.records.values import ValueSet
+from tests.integration import runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+CONFIG = runs.REPOSITORY / "tests" / "golden" / "configs" / "tiny_tppo.toml"
+TPPO = {"preset": "tppo-tiny", "config": str(CONFIG)}
+SLOTS, WINDOW, SHARDS = 32, 12, 2
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("four")
+    root = (folder / "run").as_uri()
+    runs.run(root, folder / "log.txt", iterations=4, **TPPO)
+    return root
+
+
+def test_two_iterations_twice_equal_four(four: str, tmp_path: Path) -> None:
+    root = (tmp_path / "run").as_uri()
+    log = tmp_path / "log.txt"
+    runs.run(root, log, iterations=2, **TPPO)
+    assert parse_data(read_state_info(runs.newest_state(root))["data"]).carry
+    runs.run(root, log, iterations=2, chain_index=1, **TPPO)
+
+    def learned(of: str) -> dict[str, str]:
+        return {k: v for k, v in runs.digests(of).items() if not k.startswith("evals/")}
+
+    assert learned(root) == learned(four)
+
+
+@pytest.mark.parametrize(("stage", "iteration"), [("rollout", 3), ("train", 2)])
+def test_kill_with_responses_in_flight_then_the_same_command_gives_equal_digests(
+    stage: str, iteration: int, four: str, tmp_path: Path
+) -> None:
+    root = (tmp_path / "run").as_uri()
+    log = tmp_path / "log.txt"
+    process = runs.start(root, log, iterations=4, **TPPO)
+    runs.wait_for_stage(root, stage, iteration)
+    pause = random.SystemRandom().uniform(0, 1.5)
+    time.sleep(pause)
+    runs.kill(process)
+    runs.run(root, log, iterations=4, **TPPO)
+    assert runs.digests(root) == runs.digests(four), f"killed {pause:.3f} s into {stage}"
+
+
+def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(four: str) -> None:
+    tokens: dict[tuple[int, int], list[int]] = {}
+    finished: list[tuple[int, int]] = []
+    consumed: list[int] = []
+    for number in range(1, 5):
+        for shard in range(SHARDS):
+            uri = layout.rollouts(four, number, shard)
+            rollouts, attributes = read_set(RolloutSet, uri), read_manifest(uri).attributes
+            assert attributes["metrics"]["num_live_slots"] == SLOTS / SHARDS
+            consumed += attributes["consumed"]
+            for row in range(rollouts.num_rows):
+                ordinal = attributes["ordinals"][rollouts.group_index[row]]
+                key = (ordinal, int(rollouts.sample_index[row]))
+                start = int(rollouts.window_start[row])
+                found = rollouts.response_tokens.row(row).tolist()
+                assert found[:start] == tokens.get(key, [])
+                assert len(found) - start <= WINDOW
+                # the policy of an iteration is one version behind its number
+                assert set(rollouts.policy_version.row(row)[start:].tolist()) <= {number - 1}
+                tokens[key] = found
+                finished += [key] if rollouts.finish[row] != FinishReason.WINDOW else []
+    assert len(consumed) == len(set(consumed))
+    assert len(finished) == len(set(finished)) > 8
+    carried = set()
+    for shard in range(SHARDS):
+        uri = layout.carry(four, 4, shard)
+        carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
+        for row in range(carry.num_rows):
+            key = (ordinals[carry.group_index[row]], int(carry.sample_index[row]))
+            carried.add(key)
+            assert carry.response_tokens.row(row).tolist() == tokens.get(key, [])
+    assert carried | set(finished) == {(k, s) for k in consumed for s in range(4)}
+    assert not carried & set(finished)
+
+
+def test_the_state_names_what_goes_on_and_every_carried_token_has_a_value(four: str) -> None:
+    data = parse_data(read_state_info(runs.newest_state(four))["data"])
+    places = [layout.carry("", 4, shard)[1:] for shard in range(SHARDS)]
+    assert [pin.partition("#")[0] for pin in data.carry] == places
+    values = read_set(ValueSet, f"{four}/{data.values.partition('#')[0]}")
+    stored = {
+        (int(ordinal), int(sample)): values.values.row(row)
+        for row, (ordinal, sample) in enumerate(
+            zip(values.ordinal, values.sample_index, strict=True)
+        )
+    }
+    for shard in range(SHARDS):
+        uri = layout.carry(four, 4, shard)
+        carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
+        for row in range(carry.num_rows):
+            length = len(carry.response_tokens.row(row))
+            key = (ordinals[carry.group_index[row]], int(carry.sample_index[row]))
+            found = stored.pop(key, np.empty(0, np.float32))
+            assert len(found) == length
+            assert np.isfinite(found).all()
+    assert not stored
