@@ -9,7 +9,14 @@ from collections.abc import Iterable
 from tests.benchmarks.studies.schedule import Job, run_all
 from tests.benchmarks.studies.writing import Study, write_study
 
-MODULES = ("group_relative", "actor_critic", "truncation", "utilisation")
+MODULES = (
+    "group_relative",
+    "actor_critic",
+    "truncation",
+    "utilisation",
+    "value_bias",
+    "value_advantage",
+)
 """Modules of this package that hold studies."""
 
 
