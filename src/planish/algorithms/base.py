@@ -149,6 +149,10 @@ class Algorithm(Protocol):
     needs_values: ClassVar[bool]
     """True where the trainer must also run a critic: the class meets `ActorCritic` too."""
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """False where the policy ratio is taken to the engine's own log-probabilities."""
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Return the whole rollout batch with masks, advantages and returns filled in."""
 

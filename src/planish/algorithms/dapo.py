@@ -57,6 +57,11 @@ class Dapo:
     def __init__(self, config: GroupPolicyConfig) -> None:
         self.config = config
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """False under `correction = "bypass"`."""
+        return self.config.correction != "bypass"
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Give every token of a response its reward relative to the group's (section 2.3)."""
         config = self.config

@@ -87,6 +87,11 @@ class Tppo:
         self.config = config
         self.losses = Vapo(config)
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """False under `correction = "bypass"`."""
+        return self.config.correction != "bypass"
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages of the window and returns of finished responses."""
         config = self.config

@@ -113,6 +113,11 @@ class Vapo:
     def __init__(self, config: ActorCriticConfig) -> None:
         self.config = config
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """False under `correction = "bypass"`."""
+        return self.config.correction != "bypass"
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages with the policy's decay and returns with the critic's."""
         config = self.config

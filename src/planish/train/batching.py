@@ -125,6 +125,18 @@ def split_minibatches(
     return parts
 
 
+def rows_with_gradient(minibatch: TrainBatch) -> TrainBatch:
+    """Return the rows that the policy loss has a gradient on; all rows where it has none at all.
+
+    The clipped policy loss of a token is a multiple of its advantage. A row whose advantages are
+    all 0, as those of a group with equal rewards, would cost a forward and a backward pass and
+    change nothing; its tokens still count in the denominators, which are made before.
+    """
+    rows = ((minibatch.policy_mask & (minibatch.advantages != 0)) | minibatch.positive_mask).any(1)
+    # A step without any gradient is a step all the same: the optimizer's momentum moves on.
+    return minibatch.take(rows.nonzero().flatten()) if bool(rows.any()) else minibatch
+
+
 def plan_microbatches(
     lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, num_ranks: int
 ) -> list[list[Rows]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
 from planish.algorithms.mismatch import mismatch_metrics
-from planish.train.batching import Rows, split_minibatches
+from planish.train.batching import Rows, rows_with_gradient, split_minibatches
 from planish.train.config import CriticConfig, TrainConfig
 from planish.train.metrics import batch_metrics, group_metrics, step_summary, value_metrics
 from planish.train.pretraining import critic_learning_rate, judge
@@ -91,10 +91,9 @@ def run_update(
     start = progress
     if len(batch) == 0:
         return _without_rollouts(algorithm, progress, critic)
-    sampled = batch.policy_mask
-    batch = batch.updated(old_logprobs=trainer.logprobs(batch))
     scalars = batch_metrics(batch)
-    scalars |= mismatch_metrics(batch.old_logprobs, batch.rollout_logprobs, sampled)
+    batch, mismatch = _score_old_policy(trainer, algorithm, batch, config, seed)
+    scalars |= mismatch
     values: Tensor | None = None
     if algorithm.needs_values:
         values, missing = _old_values(trainer, batch, earlier_values)
@@ -132,6 +131,28 @@ def _without_rollouts(
         progress, step=progress.step + 1, iterations=progress.iterations + int(trains)
     )
     return UpdateResult({"num_rollouts": 0.0, "empty_minibatches": 1.0}, [], progress)
+
+
+def _score_old_policy(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    config: TrainConfig,
+    seed: Sequence[int],
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Fill in the log-probabilities before the iteration, and compare them with the engine's.
+
+    Where the algorithm takes the engine's own, the first mini-batch alone is scored, to compare.
+    """
+    if algorithm.needs_old_logprobs:
+        batch = batch.updated(old_logprobs=trainer.logprobs(batch))
+        part = batch
+    else:
+        first = split_minibatches(len(batch), config.rollouts_per_minibatch, 1, seed=seed)[0]
+        part = batch.take(torch.from_numpy(first))
+        part = part.updated(old_logprobs=trainer.logprobs(part))
+        batch = batch.updated(old_logprobs=batch.rollout_logprobs)
+    return batch, mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask)
 
 
 def _old_values(
@@ -220,7 +241,7 @@ def _policy_step(
     def loss_fn(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         return algorithm.loss(logprobs, entropy, batch, denominators)
 
-    metrics = trainer.step(minibatch, loss_fn, learning_rate=rate)
+    metrics = trainer.step(rows_with_gradient(minibatch), loss_fn, learning_rate=rate)
     return metrics | {"num_tokens": float(minibatch.policy_mask.sum())}
 
 

@@ -27,6 +27,7 @@ class LeaveOneOut:
     """Advantage n / (n - 1) * (reward - mean of the group), loss -advantage * log p."""
 
     needs_values = False
+    needs_old_logprobs = True
 
     def __init__(self, config):
         self.config = config

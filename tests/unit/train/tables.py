@@ -20,8 +20,10 @@ class TableTrainer:
         self.rates = []
         self.value_rates = []
         self.order = []
+        self.scored = []
 
     def logprobs(self, batch):
+        self.scored.append(len(batch))
         return (self.table.detach() * batch.policy_mask).float()
 
     def values(self, batch):

@@ -16,11 +16,13 @@ from planish.records.rollouts import FinishReason
 from planish.train.batching import (
     gather_rows,
     plan_microbatches,
+    rows_with_gradient,
     scatter_tokens,
     selected_lengths,
     split_minibatches,
     train_batch,
 )
+from tests.unit.algorithms.batches import make_batch
 from tests.unit.train.runs import random_rollouts, rewards_for
 
 
@@ -154,3 +156,17 @@ def test_scattered_tokens_return_to_their_places_with_gradient():
     assert dense.tolist() == [[0, 1, 0], [0, 2, 3]]
     (dense * torch.tensor([[9.0, 5, 9], [9, 6, 7]])).sum().backward()
     assert tokens.grad.tolist() == [5, 6, 7]
+
+
+def test_rows_with_gradient_have_an_advantage_or_a_positive_token():
+    mask = [[1, 1], [1, 1], [1, 0], [0, 1]]
+    batch = make_batch(mask, advantages=[[0, 0], [0, 2], [0, 5], [0, -1]], reward=[0, 1, 2, 3])
+    assert rows_with_gradient(batch).reward.tolist() == [1, 3]
+    positive = torch.tensor(mask).bool()
+    positive[1:] = False
+    assert rows_with_gradient(batch.updated(positive_mask=positive)).reward.tolist() == [0, 1, 3]
+
+
+def test_a_minibatch_without_any_gradient_keeps_its_rows():
+    batch = make_batch([[1, 1], [1, 1]], reward=[1, 2])
+    assert rows_with_gradient(batch).reward.tolist() == [1, 2]

@@ -16,7 +16,7 @@ from planish.errors import ConfigError
 from planish.parallel import SINGLE, pick_device
 from planish.records import layout
 from planish.records.refs import Ref
-from planish.train.batching import train_batch
+from planish.train.batching import rows_with_gradient, train_batch
 from planish.train.config import TrainConfig
 from planish.train.job import TrainJob
 from planish.train.sharded_model import decoder_layers
@@ -198,3 +198,22 @@ def test_a_worker_tells_its_error_in_a_file(file_root, tmp_path, one_rank):
     assert fault["error"] == "ConfigError"
     assert "rollout.temperature" in fault["message"]
     assert not (tmp_path / "result.json").exists()
+
+
+def test_rows_without_an_advantage_can_be_left_out_of_a_step(tiny, batch):
+    idle = torch.arange(len(batch)) % 2 == 1
+    mixed = batch.updated(advantages=batch.advantages.masked_fill(idle[:, None], 0.0))
+    few = rows_with_gradient(mixed)
+    wanted = (mixed.policy_mask & (mixed.advantages != 0)).any(1)
+    assert len(few) == int(wanted.sum()) < len(mixed)
+    counts = ALGORITHM.counts(mixed)
+    denominators = Denominators(counts, counts, 1)
+
+    def loss_fn(logprobs, entropy, micro):
+        return ALGORITHM.loss(logprobs, entropy, micro, denominators)
+
+    whole, part = trainer_of(tiny), trainer_of(tiny)
+    seen = [t.step(b, loss_fn, learning_rate=5e-4) for t, b in ((whole, mixed), (part, few))]
+    assert seen[0]["loss"] == pytest.approx(seen[1]["loss"], abs=1e-6)
+    assert seen[0]["grad_norm"] == pytest.approx(seen[1]["grad_norm"], rel=1e-5)
+    torch.testing.assert_close(weights(whole), weights(part), atol=1e-6, rtol=0.0)

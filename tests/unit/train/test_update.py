@@ -150,3 +150,16 @@ def test_rewards_and_lengths_are_those_of_finished_responses():
     assert (found["response_tokens_mean"], found["num_rollouts"]) == (3.0, 4.0)
     none = batch_metrics(batch_of(finished=[False] * 4))
     assert set(none) == {"num_rollouts", "num_groups", "num_tokens"}
+
+
+def test_bypass_scores_one_minibatch_and_trains_on_the_engines_logprobs():
+    engine = torch.full((4, 3), -1.0)
+    batch = batch_of(rollout=engine)
+    full, short = TableTrainer(3), TableTrainer(3)
+    wanted = update(full, batch)
+    bypass = Dapo(DapoConfig(correction="bypass"))
+    seen = run_update(short, bypass, batch, config=table_config(), progress=Progress(), seed=(0, 1))
+    assert (full.scored, short.scored) == ([4], [2])
+    # The engine agrees with the trainer here, so everything else is equal.
+    assert torch.equal(full.table, short.table)
+    assert seen.scalars["mismatch_logprob_max"] == wanted.scalars["mismatch_logprob_max"] == 0.0
