@@ -153,6 +153,7 @@ class Training:
             policy=stages.artifact("policy"),
         )
         self.policy_pin, self.state_pin = exported.policy_pin, trained.state_pin
+        row["pins"] = {"policy_pin": self.policy_pin, "state_pin": self.state_pin}
         self.number += 1
         return row
 
@@ -185,7 +186,7 @@ def train_arm(arm: Arm, seed: int) -> dict[str, Any]:
     if progress.exists():
         saved = json.loads(progress.read_text("utf-8"))
         rows, evaluations = saved["rows"], saved["evaluations"]
-        training = Training(stages, saved["policy_pin"], saved["state_pin"], len(rows))
+        training = Training(stages, **rows[-1]["pins"], number=len(rows))
     while (done := sum(not is_pretraining(row) for row in rows)) < definition["iterations"]:
         row = training.iterate()
         rows.append(row)
@@ -193,13 +194,7 @@ def train_arm(arm: Arm, seed: int) -> dict[str, Any]:
         if not is_pretraining(row) and ((done + 1) % every == 0):
             scores = stages.evaluate(training.policy_pin)
             evaluations.append({"iteration": row["iteration"], **scores})
-        saved = {
-            "rows": rows,
-            "evaluations": evaluations,
-            "policy_pin": training.policy_pin,
-            "state_pin": training.state_pin,
-        }
-        write_json(progress, saved)
+        write_json(progress, {"rows": rows, "evaluations": evaluations})
     return {"start_pin": start.policy, "rows": rows, "evaluations": evaluations}
 
 
