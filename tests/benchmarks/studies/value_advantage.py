@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +23,9 @@ PRETRAINED = (2, 16)
 """Rollout batches of value pretraining of the two critics."""
 LENGTHS = (0, 12, 24, 48, 129)
 """Edges of the buckets of response length, tokens."""
-PROMPTS = 16
+PROMPTS = 24
 """Most responses of a bucket."""
-TOKENS = 4
+TOKENS = 6
 """Tokens examined in each response."""
 CONTINUATIONS = 64
 FIXED = (0.9, 0.95, 0.99, 1.0)
@@ -101,33 +102,63 @@ def estimates(
     }
 
 
-def compare(
-    guesses: Floats, returns: Floats, values: Floats, noise: Floats, chosen: Any
-) -> dict[str, float]:
-    """Split the error of estimates into bias and variance.
+@dataclass(frozen=True)
+class Outcomes:
+    """Estimates of one decay at T tokens, and the rewards that followed.
 
-    Args:
-        guesses: [T, n] estimates at T tokens, one for each continuation.
-        returns: [T, n] rewards of these continuations; their mean is the value after the token.
-        values: [T] sampled value before the token.
-        noise: [T] variance of `values`.
-        chosen: [T] bool, tokens of the bucket.
+    Where a mean over `n` continuations is compared with the mean reward of the same ones, their
+    common noise cancels.
     """
-    # The same continuations stand in the estimate and in the truth, so that their noise cancels
-    # where the estimate is the reward itself.
-    gaps = (guesses - returns)[chosen]
-    bias = gaps.mean(1) + values[chosen]
-    spread = gaps.var(1, ddof=1) / gaps.shape[1] + noise[chosen]
-    variance = float(guesses[chosen].var(1, ddof=1).mean())
-    square = max(float(np.mean(bias**2 - spread)), 0.0)
-    truth = np.repeat((returns.mean(1) - values)[chosen], guesses.shape[1])
+
+    guesses: Floats
+    """[T, n] estimates where the token was taken."""
+    returns: Floats
+    """[T, n] rewards of these continuations."""
+    guesses_before: Floats
+    """[T, n] estimates at the same place for whatever tokens the policy takes there."""
+    returns_before: Floats
+    """[T, n] rewards of these continuations."""
+
+    def take(self, chosen: Any) -> Outcomes:
+        """Return the chosen tokens."""
+        return Outcomes(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+def compare(outcomes: Outcomes) -> dict[str, float]:
+    """Split the error of estimates into bias, variance and what is no error for a policy gradient.
+
+    The mean of the estimates over all tokens that may be taken in a state is a baseline: it moves
+    no gradient. `bias` is what is wrong besides it, `baseline` is what the critic says too little
+    or too much of the state. Squares are free of the noise of sampling the truth.
+    """
+    gaps = outcomes.guesses - outcomes.returns
+    base = outcomes.guesses_before - outcomes.returns_before
+    count = gaps.shape[1]
+    noise = (gaps.var(1, ddof=1) + base.var(1, ddof=1)) / count
+    bias = gaps.mean(1) - base.mean(1)
+    square = max(float(np.mean(bias**2 - noise)), 0.0)
+    level = outcomes.guesses_before.mean(1)
+    level_noise = outcomes.guesses_before.var(1, ddof=1) / count
+    variance = float(outcomes.guesses.var(1, ddof=1).mean())
+    truth = outcomes.returns.mean(1) - outcomes.returns_before.mean(1)
+    centred = outcomes.guesses - level[:, None]
     return {
         "rmse": (square + variance) ** 0.5,
-        "bias_rms": square**0.5,
-        "bias_mean": float(bias.mean()),
+        "bias": square**0.5,
         "deviation": variance**0.5,
-        "correlation": float(np.corrcoef(guesses[chosen].ravel(), truth)[0, 1]),
+        "baseline": max(float(np.mean(level**2 - level_noise)), 0.0) ** 0.5,
+        "correlation": correlation(centred.ravel(), np.repeat(truth, count)),
     }
+
+
+def correlation(first: Floats, second: Floats) -> float:
+    """Return Pearson's correlation; 0 where one of them is constant."""
+    spread = float(first.std() * second.std())
+    return (
+        float(np.mean((first - first.mean()) * (second - second.mean()))) / spread
+        if spread
+        else 0.0
+    )
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -136,32 +167,36 @@ def measure(run: Run) -> dict[str, Any]:
     before, behind, lengths = choose(lab)
     here = lab.continue_all(before, CONTINUATIONS, 601)
     there = lab.continue_all(behind, CONTINUATIONS, 602)
-    values, noise = here.values(), here.noise()
-    returns, batch = there.returns(), there.batch()
     columns = torch.tensor(
-        [len(s.prompt_tokens) + len(s.prefix) - 1 for s in behind for _ in range(CONTINUATIONS)]
+        [len(s.prompt_tokens) + len(s.prefix) for s in before for _ in range(CONTINUATIONS)]
     )
+    buckets = [(lengths >= low) & (lengths < high) for low, high in pairwise(LENGTHS)]
+    gain, doubt = there.values() - here.values(), there.noise() + here.noise()
+    result: dict[str, Any] = {
+        "num_tokens": [int(inside.sum()) for inside in buckets],
+        "truth": [
+            max(float(np.mean(gain[inside] ** 2 - doubt[inside])), 0.0) ** 0.5 for inside in buckets
+        ],
+    }
     snapshots = pretrained(lab)
     critics = Critics(lab)
-    result: dict[str, Any] = {"num_tokens": [], "truth": []}
-    buckets = [(lengths >= low) & (lengths < high) for low, high in pairwise(LENGTHS)]
-    result["num_tokens"] = [int(inside.sum()) for inside in buckets]
-    gain = there.values() - values
-    doubt = noise + there.noise()
-    result["truth_deviation"] = [
-        max(float(np.mean(gain[inside] ** 2 - doubt[inside])), 0.0) ** 0.5 for inside in buckets
-    ]
     everything = np.ones(len(lengths), bool)
     for batches in PRETRAINED:
         critics.use(snapshots[batches])
-        found = estimates(critics, batch, columns, decays())
-        result[str(batches)] = {
-            name: [
-                compare(guess.reshape(returns.shape), returns, values, noise, inside)
-                for inside in (*buckets, everything)
+        taken = estimates(critics, there.batch(), columns, decays())
+        free = estimates(critics, here.batch(), columns, decays())
+        result[str(batches)] = {}
+        for name in LABELS:
+            shape = (len(before), CONTINUATIONS)
+            outcomes = Outcomes(
+                taken[name].reshape(shape),
+                there.returns(),
+                free[name].reshape(shape),
+                here.returns(),
+            )
+            result[str(batches)][name] = [
+                compare(outcomes.take(inside)) for inside in (*buckets, everything)
             ]
-            for name, guess in found.items()
-        }
     critics.close()
     lab.close()
     return result
@@ -175,49 +210,54 @@ def value_of(found: Mapping[str, Any], batches: int, name: str, bucket: int, key
 def contrast(
     found: Sequence[Mapping[str, Any]], names: tuple[str, str], bucket: int, key: str
 ) -> Interval:
-    """Return the difference of two decays, seed by seed, with the briefly pretrained critic."""
+    """Return the difference of two decays, seed by seed, with the critic that is pretrained."""
     first, second = (
-        [value_of(seed, PRETRAINED[0], name, bucket, key) for seed in found] for name in names
+        [value_of(seed, PRETRAINED[-1], name, bucket, key) for seed in found] for name in names
     )
     return interval(a - b for a, b in zip(first, second, strict=True))
 
 
 def directions(found: Sequence[Mapping[str, Any]]) -> list[Direction]:
     """Return what the paper says of fixed decays, with what was seen."""
-    longest = len(LENGTHS) - 2
-    tail = f"responses of {LENGTHS[-2]} tokens and more"
+    short, *_, long = names_of_buckets()
+    last, pair = len(LENGTHS) - 2, (ADAPTIVE, REFERENCE)
     growth = interval(
-        value_of(seed, PRETRAINED[0], REFERENCE, longest, "bias_rms")
-        - value_of(seed, PRETRAINED[0], REFERENCE, 0, "bias_rms")
+        value_of(seed, PRETRAINED[-1], REFERENCE, last, "bias")
+        - value_of(seed, PRETRAINED[-1], REFERENCE, 0, "bias")
         for seed in found
     )
-    pair = (ADAPTIVE, REFERENCE)
     return [
         Direction(
-            f"bias of {REFERENCE}: longest responses - shortest",
-            "a fixed decay accumulates bias over long responses (VAPO, section 4.2)",
+            f"bias of {REFERENCE}: {long} tokens - {short} tokens",
+            "a fixed decay accumulates bias along long responses",
             growth,
         ),
         Direction(
-            f"bias, {tail}: {REFERENCE} - fixed 1.0",
-            "the reward is discounted away over long responses (VAPO, section 4.2)",
-            contrast(found, (REFERENCE, "fixed 1.0"), longest, "bias_rms"),
+            f"bias, {long} tokens: {ADAPTIVE} - {REFERENCE}",
+            "a decay that grows with the length lets the reward through",
+            contrast(found, pair, last, "bias"),
+            sign=-1,
         ),
         Direction(
-            f"standard deviation, {tail}: fixed 1.0 - {REFERENCE}",
-            "a decay near 1 has high variance (VAPO, section 4.2)",
-            contrast(found, ("fixed 1.0", REFERENCE), longest, "deviation"),
+            "deviation, all lengths: fixed 1.0 - fixed 0.95",
+            "a decay near 1 has high variance",
+            contrast(found, ("fixed 1.0", REFERENCE), -1, "deviation"),
         ),
         Direction(
-            f"RMSE, {tail}: {ADAPTIVE} - {REFERENCE}",
-            "the adaptive decay balances both at every length (VAPO, table 1: AIME 2024 60 "
-            "with it, 45 without)",
-            contrast(found, pair, longest, "rmse"),
+            f"deviation, {short} tokens: {ADAPTIVE} - {REFERENCE}",
+            "short responses need no decay near 1",
+            contrast(found, pair, 0, "deviation"),
+            sign=-1,
+        ),
+        Direction(
+            f"RMSE, all lengths: {ADAPTIVE} - {REFERENCE}",
+            "AIME 2024 60 with the adaptive decay, 45 with a fixed one (table 1)",
+            contrast(found, pair, -1, "rmse"),
             sign=-1,
         ),
         Direction(
             f"correlation with the true advantage, all lengths: {ADAPTIVE} - {REFERENCE}",
-            "the same; no figure",
+            "the same",
             contrast(found, pair, -1, "correlation"),
         ),
     ]
@@ -237,7 +277,7 @@ def read(runs: Runs) -> Findings:
     def over(batches: int, name: str, bucket: int, key: str) -> Interval:
         return interval(value_of(seed, batches, name, bucket, key) for seed in found)
 
-    keys = ("rmse", "bias_rms", "bias_mean", "deviation", "correlation")
+    keys = ("rmse", "bias", "deviation", "baseline", "correlation")
     figures: dict[str, Any] = {
         f"critic after {batches} batches": {
             name: {
@@ -252,14 +292,13 @@ def read(runs: Runs) -> Findings:
         words: [seed["num_tokens"][k] for seed in found] for k, words in enumerate(names[:-1])
     }
     figures["root_mean_square_of_true_advantage"] = {
-        words: interval(seed["truth_deviation"][k] for seed in found)
-        for k, words in enumerate(names[:-1])
+        words: interval(seed["truth"][k] for seed in found) for k, words in enumerate(names[:-1])
     }
     figures["settings"] = SETTINGS
 
     def draw(figure: Any) -> None:
         shown = ("fixed 0.9", "fixed 0.95", "fixed 1.0", "adaptive 0.1", "adaptive 0.5")
-        titles = {"rmse": "RMSE", "bias_rms": "bias (root mean square)", "deviation": "deviation"}
+        titles = {"rmse": "RMSE", "bias": "bias", "deviation": "standard deviation"}
         rows = figure.subplots(len(PRETRAINED), len(titles), sharex=True, sharey="row")
         for line, batches in zip(rows, PRETRAINED, strict=True):
             for axes, (key, title) in zip(line, titles.items(), strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from planish.algorithms.advantages import gae
-from tests.benchmarks.studies.value_advantage import LABELS, PRETRAINED, compare, decays
+from tests.benchmarks.studies.value_advantage import LABELS, PRETRAINED, Outcomes, compare, decays
 from tests.benchmarks.studies.value_bias import value_errors
 from tests.benchmarks.studies.value_critics import COUNTS
 
@@ -16,50 +16,48 @@ CHANCES = np.array([0.2, 0.5, 0.8])
 
 
 def _coins(num, seed):
-    """Return rewards after the tokens, [3, num], and the sampled value 0.4 before them."""
+    """Return rewards after each of three tokens, and those of states worth 0.4 before them."""
     rng = np.random.default_rng(seed)
-    returns = (rng.random((3, num)) < CHANCES[:, None]).astype(float)
-    before = rng.random((3, num)) < 0.4
-    noise = before.var(1, ddof=1) / num
-    return returns, before.mean(1), noise
+    after = (rng.random((3, num)) < CHANCES[:, None]).astype(float)
+    return after, (rng.random((3, num)) < 0.4).astype(float)
 
 
-def test_estimates_of_the_reward_alone_have_the_critics_bias_and_the_variance_of_the_coin():
-    returns, values, noise = _coins(40_000, 0)
+def test_the_reward_less_a_wrong_value_has_no_bias_but_a_baseline_and_the_variance_of_the_coin():
+    after, before = _coins(40_000, 0)
     # lambda 1 with a critic that says 0.7 where the value is 0.4
-    found = compare(returns - 0.7, returns, values, noise, np.ones(3, bool))
-    assert found["bias_mean"] == pytest.approx(-0.3, abs=0.01)
-    assert found["bias_rms"] == pytest.approx(0.3, abs=0.01)
+    found = compare(Outcomes(after - 0.7, after, before - 0.7, before))
+    assert found["bias"] == pytest.approx(0.0, abs=0.01)
+    assert found["baseline"] == pytest.approx(0.3, abs=0.01)
     variance = float(np.mean(CHANCES * (1 - CHANCES)))
     assert found["deviation"] ** 2 == pytest.approx(variance, abs=0.005)
-    assert found["rmse"] == pytest.approx((0.3**2 + variance) ** 0.5, abs=0.01)
+    assert found["rmse"] == pytest.approx(variance**0.5, abs=0.01)
 
 
-def test_estimates_by_a_perfect_critic_have_no_error_but_that_of_sampling():
-    returns, values, noise = _coins(64, 1)
-    guesses = np.repeat((CHANCES - 0.4)[:, None], 64, 1)
-    found = compare(guesses, returns, values, noise, np.ones(3, bool))
-    assert found["deviation"] == pytest.approx(0.0, abs=1e-7)
-    assert found["bias_rms"] < 0.1
+def test_a_critic_that_sees_no_difference_between_tokens_has_their_advantage_as_its_bias():
+    after, before = _coins(40_000, 1)
+    # lambda 0 with a critic that says 0.5 everywhere
+    found = compare(Outcomes(0 * after, after, 0 * before, before))
+    assert found["bias"] == pytest.approx(float(np.mean((CHANCES - 0.4) ** 2)) ** 0.5, abs=0.01)
+    assert (found["deviation"], found["baseline"]) == (0.0, 0.0)
 
 
-def test_the_noise_of_sampling_is_taken_out_of_squared_errors():
+def test_a_perfect_critic_has_no_error_but_that_of_sampling():
     squares = []
-    for seed in range(300):
-        returns, values, noise = _coins(64, seed)
+    for seed in range(200):
+        after, before = _coins(64, seed)
         guesses = np.repeat((CHANCES - 0.4)[:, None], 64, 1)
-        bias = (guesses - returns).mean(1) + values
-        spread = (guesses - returns).var(1, ddof=1) / 64 + noise
-        squares.append(float(np.mean(bias**2 - spread)))
-    assert np.mean(squares) == pytest.approx(0.0, abs=4 * np.std(squares) / 300**0.5)
-    assert abs(np.mean(squares)) < 0.001
+        found = compare(Outcomes(guesses, after, 0 * before, before))
+        assert found["deviation"] < 1e-7
+        squares.append(found["bias"] ** 2)
+    # Half of the squares are cut off at 0, the others are as small as their noise.
+    assert np.mean(squares) < 0.003
 
 
 def test_only_the_chosen_tokens_count():
-    returns, values, noise = _coins(20_000, 2)
-    found = compare(returns, returns, values, noise, np.array([True, False, False]))
-    assert found["bias_mean"] == pytest.approx(0.4, abs=0.02)
-    assert found["deviation"] ** 2 == pytest.approx(0.16, abs=0.01)
+    after, before = _coins(20_000, 2)
+    outcomes = Outcomes(0 * after, after, 0 * before, before)
+    found = compare(outcomes.take(np.array([False, False, True])))
+    assert found["bias"] == pytest.approx(0.4, abs=0.02)
 
 
 def test_value_errors_are_split_by_place():
