@@ -97,16 +97,15 @@ class Fsdp2Trainer:
             )
         logger.info("new critic init=%s path=%s", self.critic_config.init, self.critic_config.path)
 
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Score the tokens in `policy_mask`, [B, S] float32 on CPU."""
-        return self.policy.compute(
-            batch, batch.policy_mask, lambda micro, select: self._score(micro, select, False)
-        )
+    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Score the tokens in `policy_mask`; log-probabilities and entropies."""
+        found = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
+        return found[0], found[1]
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Return the values of the tokens in `value_mask`, [B, S] float32 on CPU."""
         assert self.critic is not None, "a trainer without a critic has no values"
-        return self.critic.compute(batch, batch.value_mask, self._value)
+        return self.critic.compute(batch, batch.value_mask, self._value)[0]
 
     def step(
         self, minibatch: TrainBatch, loss_fn: LossFn, *, learning_rate: float
@@ -124,13 +123,11 @@ class Fsdp2Trainer:
         mask = minibatch.value_mask
         return self.critic.step(minibatch, mask, self._value, loss_fn, learning_rate=learning_rate)
 
-    def _score(
-        self, micro: TrainBatch, select: Tensor, with_entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    def _score(self, micro: TrainBatch, select: Tensor) -> tuple[Tensor, Tensor]:
         # Rows begin at column 0, so positions are those that the model takes by default, at the
         # price of one row.
         scored: tuple[Tensor, Tensor] = self.policy.scorer(
-            micro.input_ids, None, select, self.temperature, with_entropy
+            micro.input_ids, None, select, self.temperature
         )
         return scored
 

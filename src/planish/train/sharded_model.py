@@ -99,23 +99,26 @@ class ShardedModel:
             fully_shard(layer, **options)
         fully_shard(self.scorer, **options)
 
-    def compute(self, batch: TrainBatch, mask: Tensor, score: Score) -> Tensor:
-        """Return the first result of `score` for every token in `mask`, without gradients.
+    def compute(
+        self, batch: TrainBatch, mask: Tensor, score: Score, *, num_results: int = 1
+    ) -> Tensor:
+        """Return the first results of `score` for every token in `mask`, without gradients.
 
         Args:
             batch: on CPU, equal on all ranks.
             mask: [B, S] bool.
             score: how the scorer is called.
+            num_results: how many of its results to keep.
 
         Returns:
-            [B, S] float32 on CPU, 0 outside the mask, equal on all ranks.
+            [num_results, B, S] float32 on CPU, 0 outside the mask, equal on all ranks.
         """
-        result = torch.zeros(mask.shape, dtype=torch.float32)
+        result = torch.zeros((num_results, *mask.shape), dtype=torch.float32)
         with torch.no_grad():
             for rows, micro, select in self._microbatches(batch, mask):
-                scored = self._scattered(micro, select, score)[0]
-                columns = scored.shape[1]
-                result[torch.from_numpy(rows), :columns] = scored.cpu()[: len(rows)]
+                scored = torch.stack(list(self._scattered(micro, select, score))[:num_results])
+                columns = scored.shape[2]
+                result[:, torch.from_numpy(rows), :columns] = scored.cpu()[:, : len(rows)]
         if self.ranks.size == 1:
             return result
         return self.ranks.sum(result.to(self.device)).cpu()

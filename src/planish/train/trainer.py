@@ -37,8 +37,12 @@ class Trainer(Protocol):
                 has been changed.
         """
 
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Return the log-probabilities of the tokens in `policy_mask`, [B, S] float32 on CPU."""
+    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies of the tokens in `policy_mask`.
+
+        Returns:
+            Two of [B, S] float32 on CPU, 0 outside the mask.
+        """
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Return the critic's values of the tokens in `value_mask`, [B, S] float32 on CPU."""

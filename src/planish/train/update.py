@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
+from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import mismatch_metrics
 from planish.train.batching import Rows, rows_with_gradient, split_minibatches
 from planish.train.config import CriticConfig, TrainConfig
@@ -113,7 +114,7 @@ def run_update(
     parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
     minibatches, progress = _run_steps(trainer, algorithm, batch, parts, rates, config, progress)
     progress = _after_iteration(start, progress, num_steps(len(batch), config), rates, scalars)
-    scalars |= step_summary(minibatches)
+    scalars = step_summary(minibatches) | scalars
     scalars |= {"learning_rate": rates.policy or 0.0}
     if rates.critic is not None:
         scalars["critic_learning_rate"] = rates.critic
@@ -143,16 +144,24 @@ def _score_old_policy(
     """Fill in the log-probabilities before the iteration, and compare them with the engine's.
 
     Where the algorithm takes the engine's own, the first mini-batch alone is scored, to compare.
+
+    Returns:
+        The batch, and metrics over all tokens that were scored: of mismatch, and the entropy of
+        the policy before the iteration. (The entropy of a mini-batch is over rows that train.)
     """
     if algorithm.needs_old_logprobs:
-        batch = batch.updated(old_logprobs=trainer.logprobs(batch))
-        part = batch
+        old, entropy = trainer.logprobs(batch)
+        batch = part = batch.updated(old_logprobs=old)
     else:
         first = split_minibatches(len(batch), config.rollouts_per_minibatch, 1, seed=seed)[0]
         part = batch.take(torch.from_numpy(first))
-        part = part.updated(old_logprobs=trainer.logprobs(part))
+        old, entropy = trainer.logprobs(part)
+        part = part.updated(old_logprobs=old)
         batch = batch.updated(old_logprobs=batch.rollout_logprobs)
-    return batch, mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask)
+    metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask)
+    if metrics:
+        metrics["entropy"] = float(masked_mean(entropy, part.policy_mask))
+    return batch, metrics
 
 
 def _old_values(

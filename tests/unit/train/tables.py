@@ -24,7 +24,8 @@ class TableTrainer:
 
     def logprobs(self, batch):
         self.scored.append(len(batch))
-        return (self.table.detach() * batch.policy_mask).float()
+        logprobs = (self.table.detach() * batch.policy_mask).float()
+        return logprobs, torch.full_like(logprobs, 0.5) * batch.policy_mask
 
     def values(self, batch):
         return (self.value_table.detach() * batch.value_mask).float()

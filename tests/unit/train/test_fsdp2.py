@@ -78,7 +78,7 @@ def test_i1_the_token_budget_changes_neither_loss_nor_gradient(tiny, batch, budg
 
 
 def test_logprobs_equal_those_of_a_plain_forward_pass(tiny, batch):
-    seen = trainer_of(tiny, tokens_per_microbatch=64).logprobs(batch)
+    seen = trainer_of(tiny, tokens_per_microbatch=64).logprobs(batch)[0]
     wanted = batch.rollout_logprobs
     assert (seen - wanted).abs().max() < 2e-5
     assert (seen[~batch.policy_mask] == 0).all()

@@ -130,6 +130,14 @@ def test_groups_without_signal_and_groups_that_differ_by_length_are_counted():
     assert (scalars["zero_advantage_groups"], scalars["length_only_groups"]) == (1.0, 1.0)
 
 
+def test_the_entropy_of_an_iteration_covers_rows_that_train_nothing_too():
+    batch = batch_of()
+    batch = batch.updated(reward=torch.tensor([1.0, 1.0, 1.0, -1.0]))
+    whole = update(TableTrainer(3), batch)
+    assert whole.scalars["entropy"] == 0.5
+    assert whole.minibatches[0]["entropy"] == 0.0  # what the trainer's own loss pass told
+
+
 def test_progress_survives_json_and_refuses_what_is_no_count():
     progress = Progress(1, 2, 3, 4, 5)
     assert Progress.from_json(progress.to_json() | {"data": {}}) == progress
