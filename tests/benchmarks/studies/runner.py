@@ -29,7 +29,15 @@ from planish.records.reports import EvalReport, read_report
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stage import PathArtifact
 from tests.benchmarks.facts import commit
-from tests.benchmarks.studies.arms import SHARED, Arm, base_root, result_file, run_root
+from tests.benchmarks.studies.arms import (
+    SHARED,
+    Arm,
+    base_root,
+    result_file,
+    run_root,
+    task_tables,
+)
+from tests.benchmarks.studies.generated import dataset_file
 
 BASE = "base"
 """Name of the arm that only makes prompts and the initial policy."""
@@ -98,6 +106,9 @@ def make_base(arm: Arm, seed: int) -> dict[str, Any]:
 
     definition = arm.definition(seed)
     root = base_root(arm.task, seed)
+    dataset = task_tables(arm.task)["study"].get("dataset")
+    if dataset:
+        dataset_file(dataset)
     stages = Stages(root, resolve_config(definition["tables"]), Start())
     prompts = stages.artifact("prompts")
     stages.call("curate", curate, prompts=prompts, report=stages.artifact("report"))
