@@ -221,12 +221,12 @@ def read(runs: Runs) -> Findings:
             rows = figures[label]["bias_by_place"]
             left.plot(PLACES, [r.mean for r in rows], "o-", color=colour, label=label, markersize=3)
             left.fill_between(
-                PLACES, [r.low for r in rows], [r.high for r in rows], color=colour, alpha=0.12
+                PLACES, [r.low for r in rows], [r.high for r in rows], color=colour, alpha=0.08
             )
         left.axhline(0, color="grey", linewidth=0.8)
         left.set_xlabel("share of the response before the state")
         left.set_ylabel("bias: value - chance to be right")
-        left.legend(fontsize=7)
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8)
         left.grid(alpha=0.3)
         steps = (0, *PRETRAINED)
         rows = [figures[after(n) if n else FROM_POLICY]["rmse"] for n in steps]
@@ -244,7 +244,7 @@ def read(runs: Runs) -> Findings:
         right.set_ylim(bottom=0)
         right.grid(alpha=0.3)
 
-    return Findings(figures, directions(found), draw, size=(10.0, 4.0))
+    return Findings(figures, directions(found), draw, size=(10.0, 4.4))
 
 
 STUDIES = (
