@@ -171,6 +171,8 @@ def line_chart(
             page.axes.set_yscale("log")
         _finish(page, y_label, unit, from_zero=from_zero, is_log=is_log and positive)
         xs = [x for line in lines for x in line.x] + [mark.x for mark in marks]
+        # A curve that begins later keeps the axis of the other charts.
+        xs += [x for band in bands for x in (band.first, band.last)]
         _iteration_axis(page.axes, min(xs), max(xs))
         _draw_bands(page, bands)
     return page.svg

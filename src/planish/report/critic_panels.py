@@ -103,14 +103,14 @@ def critic_charts(facts: RunFacts) -> list[Chart | None]:
 def window_charts(facts: RunFacts) -> list[Chart | None]:
     """Draw the charts of slots and windows; none where whole responses were generated."""
     live = facts.per_iteration("rollout", "num_live_slots", sum)
-    if not live:
-        return []
-    return [_slots(facts, live), draw(facts, PREFIX)]
-
-
-def _slots(facts: RunFacts, live: dict[int, float]) -> Chart:
-    """Draw how many slots went on with a response, and how well the engine's rows were used."""
     continued = facts.per_iteration("rollout", "num_continued", sum)
+    if not live or not any(continued.values()):
+        return []
+    return [_slots(facts, live, continued), draw(facts, PREFIX)]
+
+
+def _slots(facts: RunFacts, live: dict[int, float], continued: dict[int, float]) -> Chart:
+    """Draw how many slots went on with a response, and how well the engine's rows were used."""
     shares = {number: continued.get(number, 0.0) / max(n, 1.0) for number, n in live.items()}
     used = facts.per_iteration("rollout", "slot_utilisation")
     lines = [Line("continued", "orange", [*shares], [*shares.values()])]

@@ -145,7 +145,7 @@ def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
         "Groups that are all right or all wrong do not train, so the dashed curve stays near one "
         "half by construction."
     )
-    if facts.config.get("rollout", {}).get("dynamic_sampling") is False:
+    if _keeps_all_groups(facts):
         hint = "Every group trains, whatever its accuracy."
     if marks:
         hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
@@ -187,8 +187,17 @@ def _max_response_tokens(facts: RunFacts) -> int:
     return 0
 
 
+def _keeps_all_groups(facts: RunFacts) -> bool:
+    return facts.config.get("rollout", {}).get("dynamic_sampling") is False
+
+
 def _groups(facts: RunFacts) -> Chart | None:
-    found = [(label, color, facts.per_iteration("rollout", key)) for label, color, key in GROUPS]
+    is_filtered = not _keeps_all_groups(facts)
+    labels = {"kept": "kept" if is_filtered else "mixed"}
+    found = [
+        (labels.get(label, label), color, facts.per_iteration("rollout", key))
+        for label, color, key in GROUPS
+    ]
     found = [item for item in found if item[2]]
     if not found:
         return None
@@ -200,8 +209,15 @@ def _groups(facts: RunFacts) -> Chart | None:
     svg = stacked_bars(
         "Groups", iterations, parts, y_label="share of sampled groups", unit="percent"
     )
+    title = "Groups kept by dynamic sampling"
     hint = (
         "Only groups with right and wrong responses carry a signal and are kept. A growing share "
         "of all-correct groups says that the prompts become too easy for the policy."
     )
-    return Chart("Groups kept by dynamic sampling", svg, hint, boxes(parts))
+    if not is_filtered:
+        title = "Groups by outcome"
+        hint = (
+            "Nothing is filtered, every group trains. Where advantages compare the responses of a "
+            "group they are 0 in those that are all right or all wrong; those of a critic are not."
+        )
+    return Chart(title, svg, hint, boxes(parts))

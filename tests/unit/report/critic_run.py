@@ -38,12 +38,13 @@ def critic_scalars(iteration: int) -> dict[str, float]:
     return scalars
 
 
-def window_metrics(iteration: int) -> dict[str, float]:
-    """Return what one shard of a rollout in windows says."""
+def slot_metrics(iteration: int, *, windows: bool) -> dict[str, float]:
+    """Return what one shard says of its slots; without windows no response goes on."""
+    goes_on = windows and iteration > 1
     return {
         "num_live_slots": 64.0,
-        "num_continued": 0.0 if iteration == 1 else 16.0,
-        "num_prefix_tokens": 0.0 if iteration == 1 else 900.0 + 40 * iteration,
+        "num_continued": 16.0 if goes_on else 0.0,
+        "num_prefix_tokens": 900.0 + 40 * iteration if goes_on else 0.0,
         "slot_utilisation": 0.7 + 0.01 * iteration,
     }
 
@@ -59,8 +60,8 @@ def build_critic_run(root: str, *, windows: bool = True) -> None:
         report = read_report(UpdateReport, uri)
         scalars = {**report.scalars, **critic_scalars(iteration)}
         write_report(uri, UpdateReport(scalars, report.minibatches, report.attributes))
-        for shard in range(2) if windows else ():
+        for shard in range(2):
             log = layout.stage_log(root, "rollout", iteration, shard)
             entry = read_json(log)
-            entry["metrics"] |= window_metrics(iteration)
+            entry["metrics"] |= slot_metrics(iteration, windows=windows)
             open_store(log).write(log, json.dumps(entry).encode())

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from planish.report.charts import Band, Line, line_chart
 from planish.report.curves import pretraining
 from planish.report.gather import gather
 from planish.report.panels import all_charts
@@ -56,6 +57,18 @@ def test_whole_responses_have_no_chart_of_slots(tmp_path):
     found = _charts(root)
     assert set(CRITIC) <= found.keys()
     assert not {"Slots", "Prefix tokens"} & found.keys()
+
+
+def test_groups_are_not_called_kept_where_nothing_is_filtered(charts, healthy_root):
+    assert next(label for label, *_ in charts["Groups by outcome"].legend) == "mixed"
+    kept = _charts(healthy_root)["Groups kept by dynamic sampling"]
+    assert next(label for label, *_ in kept.legend) == "kept"
+
+
+def test_a_curve_that_begins_after_value_pretraining_keeps_the_axis_of_the_others():
+    bands = (Band("value pretraining", 1, 3),)
+    svg = line_chart("e", [Line("e", "blue", [4, 5], [1, 2])], y_label="nats", bands=bands)
+    assert {"1", "2", "3", "4", "5"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
 
 
 def test_value_pretraining_is_one_shaded_stretch(windowed, charts):
