@@ -65,6 +65,7 @@ class Tokenizer:
         pad = backend.pad_token_id
         self.pad_token_id: int = ids[0] if pad is None else int(pad)
         self.vocab_size: int = len(backend)
+        self._plain_decoder = _plain_decoder(backend)
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of `messages` under the chat template, ready for a response."""
@@ -79,8 +80,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
+        tokens = [int(i) for i in ids]
+        if self._plain_decoder is not None:
+            return str(self._plain_decoder.decode(tokens, skip_special_tokens=True))
         text = self.backend.decode(
-            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
 
@@ -91,6 +95,21 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         ids = self.backend(text, add_special_tokens=False)["input_ids"]
         return [int(i) for i in ids]
+
+
+def _plain_decoder(backend: Any) -> Any:
+    """Return what decodes for a fast tokenizer, without the checks that cost most of the time.
+
+    None where the tokenizer's class has a way of its own to decode.
+    """
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    own = type(backend)
+    plain = isinstance(backend, Plain) and (own.decode, own._decode) == (
+        Plain.decode,
+        Plain._decode,
+    )
+    return backend.backend_tokenizer if plain else None
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:

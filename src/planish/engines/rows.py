@@ -6,6 +6,7 @@ computes a dead row. Rows know no model.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engines.requests import FinishReason, Output, Request
+from planish.engines.requests import FinishReason, Output, Request, Sampling
 from planish.engines.sampling import PLAIN, Choice, noise
 
 _NOISE_BLOCK = 32
@@ -57,8 +58,10 @@ class Rows:
         self._noise = torch.zeros((capacity, _NOISE_BLOCK), dtype=torch.float64, device=device)
         self._column = _NOISE_BLOCK
         self._stops: dict[frozenset[int], int] = {}
+        self._stop_sets: list[frozenset[int]] = []
         self._stop_table = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         self._has_minimum = False
+        self._num_special = 0
         self._allocate(0)
 
     def _allocate(self, width: int) -> None:
@@ -105,6 +108,7 @@ class Rows:
         )
         if self._column < _NOISE_BLOCK:
             self._fill_noise(first, self._column)
+        self._num_special += sum(_is_special(sampling) for sampling in samplings)
         self._refresh_choice()
         return torch.arange(first, last, device=self.device)
 
@@ -125,11 +129,15 @@ class Rows:
             line = torch.zeros((1, self.vocab_size), dtype=torch.bool, device=self.device)
             line[0, sorted(stop)] = True
             self._stops[stop] = len(self._stops)
+            self._stop_sets.append(stop)
             self._stop_table = torch.cat([self._stop_table, line])
         return self._stops[stop]
 
     def _refresh_choice(self) -> None:
         """Find which sampling settings any row uses, so that a plain batch pays for none."""
+        if not self._num_special:
+            self.choice, self._has_minimum = PLAIN, False
+            return
         samplings = [row.request.sampling for row in self.rows]
         temperatures = self._settings[: len(self.rows), 0]
         greedy = any(s.temperature == 0.0 for s in samplings)
@@ -190,21 +198,44 @@ class Rows:
         ended = stopped | (positions + 1 >= self._field("end")) | ~(logprobs > -torch.inf)
         return ended.nonzero().squeeze(-1).cpu().numpy()
 
-    def output(self, index: int, version: int, reason: FinishReason | None) -> Output:
-        """Return the output of row `index`; a reason of None finds STOP, LENGTH or ERROR."""
-        row = self.rows[index]
-        length = int(self._numbers[index, _FIELDS["position"]]) + 1
-        tokens = self.tokens[index, row.start : length].tolist()
-        logprobs = self.logprobs[index, row.start : length].tolist()
+    def outputs(
+        self, indices: Sequence[int], version: int, reason: FinishReason | None
+    ) -> list[Output]:
+        """Return the outputs of rows; a reason of None finds STOP, LENGTH or ERROR of each."""
+        # One copy from the device for all of them.
+        where = torch.tensor(indices, device=self.device)
+        numbers = self._numbers[where].cpu()
+        lengths = (numbers[:, _FIELDS["position"]] + 1).tolist()
+        tokens, logprobs = (
+            wide[where, : max(lengths)].tolist() for wide in (self.tokens, self.logprobs)
+        )
+        stops = [self._stop_sets[stop] for stop in numbers[:, _FIELDS["stop"]].tolist()]
+        outputs = []
+        for place, index in enumerate(indices):
+            new = slice(self.rows[index].start, lengths[place])
+            found = (tokens[place][new], logprobs[place][new], stops[place])
+            outputs.append(self._output(self.rows[index], *found, version, reason))
+        return outputs
+
+    def _output(
+        self,
+        row: Row,
+        tokens: list[int],
+        logprobs: list[float],
+        stop_ids: frozenset[int],
+        version: int,
+        reason: FinishReason | None,
+    ) -> Output:
         stats: dict[str, float | str] = dict(row.stats)
         stats["decode_seconds"] = time.monotonic() - row.admitted_seconds
         stop = None
         if reason is None:
-            if not np.isfinite(logprobs[-1]):
+            if not math.isfinite(logprobs[-1]):
                 reason = FinishReason.ERROR
+                place = row.start + len(tokens) - 1
                 tokens, logprobs = tokens[:-1], logprobs[:-1]
-                stats["error"] = f"logits must be finite, got NaN or inf at position {length - 1}"
-            elif self._stop_table[int(self._numbers[index, _FIELDS["stop"]]), tokens[-1]]:
+                stats["error"] = f"logits must be finite, got NaN or inf at position {place}"
+            elif tokens[-1] in stop_ids:
                 reason, stop = FinishReason.STOP, tokens[-1]
             else:
                 reason = FinishReason.LENGTH
@@ -221,6 +252,7 @@ class Rows:
         left = len(self.rows) - len(gone)
         holes = [i for i in sorted(gone) if i < left]
         movers = [i for i in range(left, len(self.rows)) if i not in gone]
+        self._num_special -= sum(_is_special(self.rows[i].request.sampling) for i in gone)
         for target, source in zip(holes, movers, strict=True):
             self.rows[target] = self.rows[source]
         del self.rows[left:]
@@ -253,6 +285,16 @@ _FIELDS: Mapping[str, int] = {
     for index, name in enumerate(("position", "end", "prompt", "seed", "stop", "minimum", "top_k"))
 }
 """Columns of the table of integers of each row."""
+
+
+def _is_special(sampling: Sampling) -> bool:
+    """Tell whether a token is more than a draw from the softmax of the logits."""
+    return (
+        sampling.temperature != 1.0
+        or sampling.top_p < 1.0
+        or sampling.top_k > 0
+        or sampling.min_new_tokens > 0
+    )
 
 
 def _versions(row: Row, num_tokens: int, version: int) -> list[int]:

@@ -235,10 +235,12 @@ class TransformersEngine(BaseEngine):
     def _prefill(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
         """Compute the cache of rows up to their current tokens; equal sequences once."""
         owners: dict[tuple[int, ...], list[int]] = {}
-        tokens = self._rows.tokens
-        for index, length in zip(indices, lengths, strict=True):
+        where = torch.tensor(indices, device=self._device)
+        # One copy from the device for all of them.
+        tokens = self._rows.tokens[where, : max(lengths)].tolist()
+        for index, line, length in zip(indices, tokens, lengths, strict=True):
             if length:
-                owners.setdefault(tuple(tokens[index, :length].tolist()), []).append(index)
+                owners.setdefault(tuple(line[:length]), []).append(index)
         batch: list[tuple[int, ...]] = []
         longest = 0
         for ids in sorted(owners, key=len):
@@ -275,7 +277,7 @@ class TransformersEngine(BaseEngine):
 
     def _end(self, ended: list[int], reason: FinishReason | None) -> list[Output]:
         """Return the outputs of rows and close the gaps that they leave."""
-        outputs = [self._rows.output(i, self._version, reason) for i in ended]
+        outputs = self._rows.outputs(ended, self._version, reason)
         for index, output in zip(ended, outputs, strict=True):
             if output.finish_reason is FinishReason.ERROR:
                 self._cache.clear(index)
