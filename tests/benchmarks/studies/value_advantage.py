@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +27,10 @@ LENGTHS = (0, 12, 24, 48, 129)
 PROMPTS = 24
 """Most responses of a bucket."""
 TOKENS = 6
-"""Tokens examined in each response."""
+"""Tokens examined in each response, drawn by their weight in the policy gradient: 1 - p for a token
+of probability p. A token that was certain has no gradient and nothing to learn from."""
+SMALLEST_WEIGHT = 1e-3
+"""Of certain tokens, so that every response has enough to draw from."""
 CONTINUATIONS = 64
 FIXED = (0.9, 0.95, 0.99, 1.0)
 ALPHAS = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -36,6 +40,7 @@ SETTINGS = {
     "length_edges": LENGTHS,
     "prompts": PROMPTS,
     "tokens": TOKENS,
+    "weight_of_a_token": f"1 - p, at least {SMALLEST_WEIGHT}",
     "continuations": CONTINUATIONS,
     "fixed": FIXED,
     "alphas": ALPHAS,
@@ -74,14 +79,19 @@ def choose(lab: Lab) -> tuple[list[State], list[State], Floats]:
         inside = np.flatnonzero((lengths >= max(low, 2)) & (lengths < high))
         rows += rng.permutation(inside)[:PROMPTS].tolist()
     picked = found.take_groups(np.array(rows))
-    cuts = [
-        sorted(rng.choice(int(lengths[row]) - 1, min(TOKENS, int(lengths[row]) - 1), replace=False))
-        for row in rows
-    ]
-    before = lab.states_of(picked, rows, lambda row, _: [int(t) for t in cuts[row]])
-    behind = lab.states_of(picked, rows, lambda row, _: [int(t) + 1 for t in cuts[row]])
+    cuts = [_draw(rng, found.rollout_logprobs.row(row)) for row in rows]
+    before = lab.states_of(picked, rows, lambda row, _: cuts[row])
+    behind = lab.states_of(picked, rows, lambda row, _: [t + 1 for t in cuts[row]])
     sizes = [float(lengths[row]) for row, cut in zip(rows, cuts, strict=True) for _ in cut]
     return before, behind, np.array(sizes)
+
+
+def _draw(rng: np.random.Generator, logprobs: npt.NDArray[np.float32]) -> list[int]:
+    """Return places in a response; never the last, behind which nothing is left to sample."""
+    weights = np.maximum(1.0 - np.exp(logprobs[:-1].astype(np.float64)), SMALLEST_WEIGHT)
+    count = min(TOKENS, len(weights))
+    drawn = rng.choice(len(weights), count, replace=False, p=weights / weights.sum())
+    return sorted(drawn.tolist())
 
 
 def estimates(
@@ -136,7 +146,8 @@ def compare(outcomes: Outcomes) -> dict[str, float]:
     count = gaps.shape[1]
     noise = (gaps.var(1, ddof=1) + base.var(1, ddof=1)) / count
     bias = gaps.mean(1) - base.mean(1)
-    square = max(float(np.mean(bias**2 - noise)), 0.0)
+    exact = float(np.mean(bias**2 - noise))
+    square = max(exact, 0.0)
     level = outcomes.guesses_before.mean(1)
     level_noise = outcomes.guesses_before.var(1, ddof=1) / count
     variance = float(outcomes.guesses.var(1, ddof=1).mean())
@@ -145,6 +156,7 @@ def compare(outcomes: Outcomes) -> dict[str, float]:
     return {
         "rmse": (square + variance) ** 0.5,
         "bias": square**0.5,
+        "bias_square": exact,
         "deviation": variance**0.5,
         "baseline": max(float(np.mean(level**2 - level_noise)), 0.0) ** 0.5,
         "correlation": correlation(centred.ravel(), np.repeat(truth, count)),
@@ -222,20 +234,20 @@ def directions(found: Sequence[Mapping[str, Any]]) -> list[Direction]:
     short, *_, long = names_of_buckets()
     last, pair = len(LENGTHS) - 2, (ADAPTIVE, REFERENCE)
     growth = interval(
-        value_of(seed, PRETRAINED[-1], REFERENCE, last, "bias")
-        - value_of(seed, PRETRAINED[-1], REFERENCE, 0, "bias")
+        value_of(seed, PRETRAINED[-1], REFERENCE, last, "bias_square")
+        - value_of(seed, PRETRAINED[-1], REFERENCE, 0, "bias_square")
         for seed in found
     )
     return [
         Direction(
-            f"bias of {REFERENCE}: {long} tokens - {short} tokens",
+            f"squared bias of {REFERENCE}: {long} tokens - {short} tokens",
             "a fixed decay accumulates bias along long responses",
             growth,
         ),
         Direction(
-            f"bias, {long} tokens: {ADAPTIVE} - {REFERENCE}",
+            f"squared bias, {long} tokens: {ADAPTIVE} - {REFERENCE}",
             "a decay that grows with the length lets the reward through",
-            contrast(found, pair, last, "bias"),
+            contrast(found, pair, last, "bias_square"),
             sign=-1,
         ),
         Direction(
@@ -277,7 +289,7 @@ def read(runs: Runs) -> Findings:
     def over(batches: int, name: str, bucket: int, key: str) -> Interval:
         return interval(value_of(seed, batches, name, bucket, key) for seed in found)
 
-    keys = ("rmse", "bias", "deviation", "baseline", "correlation")
+    keys = ("rmse", "bias", "bias_square", "deviation", "baseline", "correlation")
     figures: dict[str, Any] = {
         f"critic after {batches} batches": {
             name: {
