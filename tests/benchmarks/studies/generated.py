@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.benchmarks.studies.arms import RUNS
 
 NUM_ROWS = 5000
-LOG_MEAN, LOG_STD = 1.4, 0.8
+LOG_MEAN, LOG_STD = 0.8, 0.9
 """Of the natural log of the number of additions."""
 MOST_STEPS = 22
 

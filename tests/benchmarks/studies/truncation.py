@@ -28,7 +28,7 @@ _ROLLOUT = task_tables(TASK)["rollout"]
 LONGEST = int(_ROLLOUT["max_response_tokens"])
 NUM_SLOTS = int(_ROLLOUT["prompts_per_iteration"] * _ROLLOUT["group_size"])
 WINDOWS = {"L": LONGEST, "L/2": LONGEST // 2, "L/4": LONGEST // 4, "L/8": LONGEST // 8}
-ITERATIONS = {"L": 20, "L/2": 24, "L/4": 32, "L/8": 40}
+ITERATIONS = {"L": 12, "L/2": 12, "L/4": 16, "L/8": 20}
 """Iterations that train the policy: shorter windows give fewer tokens each."""
 NUM_SIMULATIONS = 20
 SHARE = 0.9
