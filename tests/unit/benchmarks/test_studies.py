@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 
 from planish.config import resolve_config
-from tests.benchmarks.studies import arms, column_arms, reading, runner
+from planish.verifiers import verify
+from tests.benchmarks.studies import arms, column_arms, generated, reading, runner
 from tests.benchmarks.studies.__main__ import all_studies, jobs_of
 from tests.benchmarks.studies.arms import Arm
 from tests.benchmarks.studies.reading import Run
@@ -174,3 +175,15 @@ def test_arms_share_their_start_and_finished_runs_stay(small_task):
 def test_runs_are_ordered_by_seed():
     studies = [study for study in all_studies().values() if study.name == "token-level"]
     assert [job.seed for job in jobs_of(studies, [0, 1])] == [0, 0, 1, 1]
+
+
+def test_counted_sums_are_right_and_mostly_short():
+    rows = list(islice(generated.counted_sums(), 400))
+    for row in rows:
+        assert verify("trace", row["trace"], row["answer"]).accuracy == 1.0
+        steps = row["trace"].split(",")
+        assert len(steps) == int(row["question"][-3:-1])
+        assert steps[-1] == f"01={int(row['answer']):02d}"
+    lengths = sorted(len(row["trace"]) for row in rows)
+    assert lengths[200] <= 17
+    assert lengths[-1] == 22 * 6 - 1
