@@ -44,3 +44,17 @@ def test_no_prompt_is_lost_or_trained_twice(four: str) -> None:
     # What lies before the last consumed prompt was consumed too, or the cursor still holds it.
     cursor = read_state_info(runs.newest_state(four))["data"]
     assert sorted([*consumed, *cursor["pending"]]) == list(range(cursor["next"]))
+
+
+def test_a_run_can_start_from_the_end_of_another_root(four: str, tmp_path: Path) -> None:
+    root = (tmp_path / "fork").as_uri()
+    runs.run(root, tmp_path / "log.txt", iterations=1, resume_from=four)
+    before = read_state_info(runs.newest_state(four))
+    after = read_state_info(runs.newest_state(root))
+    assert after["step"] > before["step"]
+    assert after["policy_version"] == 1
+    # Its prompts are those that the other run has left.
+    (manifest,) = (m for p, m in runs.manifests(root, "/rollouts/").items() if "/00/" in p)
+    assert manifest["attributes"]["cursor"] == {
+        name: before["data"][name] for name in ("next", "pending")
+    }

@@ -12,6 +12,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
+from planish.records.stream import state_root
 from planish.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
 from planish.train.job import JobResult, TrainJob, already_done
 
@@ -113,10 +114,12 @@ def _next_step(job: TrainJob) -> int:
     """Return `Progress.step` after the iteration, which names the new state.
 
     Raises:
-        ConfigError: the state belongs to another iteration.
+        ConfigError: the state belongs to another iteration of this run; the state of another run
+            may be of any.
     """
     info = job.info()
-    if info and info["policy_version"] >= job.iteration:
+    own = bool(info) and state_root(job.state_pin) == job.root
+    if own and info["policy_version"] >= job.iteration:
         raise ConfigError(
             f"the train state before iteration {job.iteration} must be of an earlier policy "
             f"version, got {info['policy_version']}; pass the state of the iteration before"
