@@ -25,20 +25,16 @@ from planish.algorithms.advantages import (
     advantage_metrics,
     gae,
     last_value,
-    scaled_advantages,
     terminal_rewards,
 )
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
-from planish.algorithms.clipped_policy import with_old_policy
 from planish.algorithms.losses import Aggregation
 from planish.algorithms.masked import without_last
 from planish.algorithms.vapo import (
     ActorCriticConfig,
     Vapo,
-    critic_targets,
-    of_finished,
     policy_decay,
-    positive_tokens,
+    with_estimates,
 )
 
 if TYPE_CHECKING:
@@ -94,18 +90,8 @@ class Tppo:
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages of the window and returns of finished responses."""
-        config = self.config
-        policy_mask = trained_tokens(batch, config.ignored_tail_tokens)
-        advantages, decay = self._estimates(batch)
-        return with_old_policy(batch, config).updated(
-            policy_mask=policy_mask,
-            value_mask=of_finished(batch, batch.value_mask),
-            positive_mask=positive_tokens(batch, config),
-            advantages=scaled_advantages(
-                advantages, policy_mask, whiten=config.whiten_advantages, clip=config.advantage_clip
-            ),
-            returns=critic_targets(batch, decay, config),
-        )
+        mask = trained_tokens(batch, self.config.ignored_tail_tokens)
+        return with_estimates(batch, mask, *self._estimates(batch), self.config)
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
         """Measure decay, advantages before whitening, and how many tokens the filter leaves out."""

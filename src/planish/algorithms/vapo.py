@@ -120,18 +120,8 @@ class Vapo:
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages with the policy's decay and returns with the critic's."""
-        config = self.config
-        policy_mask = of_finished(batch, batch.policy_mask)
-        advantages, decay = self._estimates(batch)
-        return with_old_policy(batch, config).updated(
-            policy_mask=policy_mask,
-            value_mask=of_finished(batch, batch.value_mask),
-            positive_mask=positive_tokens(batch, config),
-            advantages=scaled_advantages(
-                advantages, policy_mask, whiten=config.whiten_advantages, clip=config.advantage_clip
-            ),
-            returns=critic_targets(batch, decay, config),
-        )
+        mask = of_finished(batch, batch.policy_mask)
+        return with_estimates(batch, mask, *self._estimates(batch), self.config)
 
     def describe(self, batch: TrainBatch) -> dict[str, float]:
         """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
@@ -191,6 +181,33 @@ class Vapo:
         )
         raised = mask & (losses.detach() > free.detach())
         return LossOutput(loss, {"value_clipfrac": (raised.sum(), mask.sum())})
+
+
+def with_estimates(
+    batch: TrainBatch,
+    policy_mask: Tensor,
+    advantages: Tensor,
+    decay: Tensor,
+    config: ActorCriticConfig,
+) -> TrainBatch:
+    """Return the batch with its masks, scaled advantages and returns.
+
+    Args:
+        batch: the whole rollout batch, values filled in.
+        policy_mask: [B, S] bool, tokens that train the policy.
+        advantages: [B, S] float32, before scaling.
+        decay: [B] of the advantages.
+        config: constants of the algorithm.
+    """
+    return with_old_policy(batch, config).updated(
+        policy_mask=policy_mask,
+        value_mask=of_finished(batch, batch.value_mask),
+        positive_mask=positive_tokens(batch, config),
+        advantages=scaled_advantages(
+            advantages, policy_mask, whiten=config.whiten_advantages, clip=config.advantage_clip
+        ),
+        returns=critic_targets(batch, decay, config),
+    )
 
 
 def of_finished(batch: TrainBatch, mask: Tensor) -> Tensor:
