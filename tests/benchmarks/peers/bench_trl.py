@@ -10,8 +10,8 @@ first model and evaluations are not timed.
 `trl`            TRL; every group trains
 `ours`           dynamic sampling off; every group trains
 `ours_dynamic`   dynamic sampling on: the demo's preset as it is
-`ours_bypass`    the same, and the ratio's denominator is the sampler's own log-probability, so that
-                 no forward pass recomputes it
+`ours_recomputed` the same, but a forward pass of the trainer computes the old log-probabilities
+                 that the preset takes from the sampler
 
 TRL's environment is made as `equality.py` says. With `TRL_PYTHON=TRL/bin/python` in the
 environment, `python -m tests.benchmarks.peers.bench_trl` writes `results/trl.json`.
@@ -57,10 +57,10 @@ REPOSITORY = HERE.parents[2]
 OVERRIDES = {
     "ours": ("rollout.dynamic_sampling=false", "reward.keep_uniform_groups=true"),
     "ours_dynamic": (),
-    "ours_bypass": ('algorithm.correction="bypass"',),
+    "ours_recomputed": ('algorithm.correction="off"',),
 }
 SYSTEMS = ("trl", *OVERRIDES)
-RACERS = ("ours_dynamic", "ours_bypass")
+RACERS = ("ours_dynamic", "ours_recomputed")
 """Timed up to the accuracy that TRL has at its end."""
 EVALUATION_SAMPLES = 8
 
