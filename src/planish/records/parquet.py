@@ -179,6 +179,7 @@ def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
         _check_schema(file.schema_arrow, specs, name)
+        # A thread of Arrow that drops the last hold on `data` while Python ends aborts the process.
         table = file.read(use_threads=False).combine_chunks()
         return {c.name: _from_arrow(table.column(c.name), c, name) for c in specs}
     except (pa.ArrowException, OSError) as error:

@@ -15,9 +15,16 @@ from planish.records import (
     TraceSet,
     ValueSet,
 )
+from planish.records.parquet import encode, row_group_bounds
 from planish.records.prompts import prompt_id
 
 ODD_TEXTS = ["", "é\u0000 nul", "line\nbreak", "\U0001f600", "' or 1=1; --", "x" * 1000]
+
+
+def file_of(record) -> bytes:
+    """Return the Parquet file of a record."""
+    columns = record.columns()
+    return encode(columns, record.COLUMNS, row_group_bounds(columns, record.group_starts()))
 
 
 def random_rollouts(seed: int = 0, *, groups: int = 5, group_size: int = 4) -> RolloutSet:

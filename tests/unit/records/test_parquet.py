@@ -19,34 +19,50 @@ from planish.errors import RecordError
 from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
 from planish.records import parquet as parquet_module
 from planish.records.parquet import arrow_schema, decode, encode, join, row_group_bounds
-from tests.unit.records.samples import SAMPLES, random_prompts, random_rollouts
+from tests.unit.records.samples import SAMPLES, file_of, random_prompts, random_rollouts
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
-def file_of(record):
-    columns = record.columns()
-    return encode(columns, record.COLUMNS, row_group_bounds(columns, record.group_starts()))
-
-
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_equal_columns_give_equal_bytes_in_another_process(kind):
-    code = (
-        "import hashlib; from tests.unit.records.test_parquet import file_of, SAMPLES\n"
-        f"print(hashlib.sha256(file_of(SAMPLES[{kind!r}]())).hexdigest())"
-    )
-    digest = hashlib.sha256(file_of(SAMPLES[kind]())).hexdigest()
-    assert hashlib.sha256(file_of(SAMPLES[kind]())).hexdigest() == digest
-    seen = subprocess.run(
-        [sys.executable, "-c", code],
+def run_elsewhere(code):
+    """Run lines in a process that imports only what the package and the samples import."""
+    return subprocess.run(
+        [sys.executable, "-c", "from tests.unit.records.samples import SAMPLES, file_of\n" + code],
         capture_output=True,
         text=True,
         check=False,
         cwd=REPOSITORY,
         env={"PYTHONHASHSEED": "77", "PATH": "", "TZ": "Asia/Tokyo", "OMP_NUM_THREADS": "3"},
     )
-    assert (seen.stdout.strip(), seen.stderr) == (digest, "")
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_equal_columns_give_equal_bytes_in_another_process(kind):
+    digest = hashlib.sha256(file_of(SAMPLES[kind]())).hexdigest()
+    assert hashlib.sha256(file_of(SAMPLES[kind]())).hexdigest() == digest
+    seen = run_elsewhere(
+        f"import hashlib; print(hashlib.sha256(file_of(SAMPLES[{kind!r}]())).hexdigest())"
+    )
+    assert (seen.stdout.strip(), seen.stderr, seen.returncode) == (digest, "", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_neither_writing_nor_reading_starts_a_thread():
+    # A thread of Arrow that still holds the bytes of a file while Python ends aborts the process.
+    seen = run_elsewhere(
+        "from pathlib import Path; import pyarrow.parquet\n"
+        "from planish.records.parquet import decode\n"
+        "def threads():\n"
+        "    names = [p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm')]\n"
+        "    return len([n for n in names if n != 'jemalloc_bg_thd'])\n"
+        "before = threads()\n"
+        "for kind, make in SAMPLES.items():\n"
+        "    record = make()\n"
+        "    decode(file_of(record), record.COLUMNS, name=kind)\n"
+        "print(threads() - before)\n"
+    )
+    assert (seen.stdout.strip(), seen.stderr, seen.returncode) == ("0", "", 0)
 
 
 @given(
@@ -123,8 +139,9 @@ def test_a_rollout_set_opens_in_pandas_as_it_is(file_root):
     assert frame.isna().sum().sum() == 0
 
 
-def prompt_table():
-    return pq.read_table(pa.BufferReader(file_of(random_prompts(rows=3))))
+def table_of(record):
+    """Read on this thread: `pq.read_table` leaves the bytes to threads that outlive the call."""
+    return pq.ParquetFile(pa.BufferReader(file_of(record))).read(use_threads=False)
 
 
 def bytes_of(table):
@@ -134,7 +151,7 @@ def bytes_of(table):
 
 
 def spoiled_tables():
-    table = prompt_table()
+    table = table_of(random_prompts(rows=3))
     rates = table.column("pass_rate")
     nulls = pa.array([None, "a", "b"])
     no_messages = pa.array([None, [], []], arrow_schema(PromptSet.COLUMNS).field("messages").type)
@@ -163,7 +180,7 @@ def test_a_file_of_other_columns_is_refused(fault):
 
 
 def test_nulls_inside_lists_are_refused():
-    table = pq.read_table(pa.BufferReader(file_of(random_rollouts(groups=1, group_size=1))))
+    table = table_of(random_rollouts(groups=1, group_size=1))
     place = table.column_names.index("response_tokens")
     spoiled = table.set_column(
         place, "response_tokens", pa.array([[1, None]], pa.list_(pa.int32()))
