@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from planish.engines.requests import FinishReason, ModelRef, Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.errors import ConfigError, EngineBusy, EngineError, NotSupported
-from tests.unit.engines.tiny import ids_of, prompt, qwen3_policy, request
+from tests.unit.engines.tiny import differs_by_a_tie, ids_of, prompt, qwen3_policy, request
 
 
 def weights(seed: int) -> DictWeights:
@@ -222,6 +223,30 @@ def test_a_higher_priority_starts_first(new_engine):
     assert order == ["r7", "r0", "r1", "r2"]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine, seed):
+    whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
+    engine = new_engine()
+    generator = random.Random(seed)
+    waiting = generator.sample(range(40), 40)
+    outputs = {}
+    while len(outputs) < 40:
+        if waiting and generator.random() < 0.5:
+            count = generator.randint(1, 3)
+            engine.submit([request(i, 30) for i in waiting[:count]])
+            del waiting[:count]
+        taken = [f"r{generator.randrange(40)}"] if generator.random() < 0.03 else []
+        for output in [*engine.abort(taken), *engine.poll(0.0)]:
+            outputs[output.request_id] = output
+    policy = qwen3_policy()
+    ties = [
+        differs_by_a_tie(policy, request(int(name[1:]), 30), output, whole[name])
+        for name, output in outputs.items()
+    ]
+    assert sum(ties) <= 1
+    assert sum(output.num_tokens for output in outputs.values()) > 900
+
+
 def test_submit_poll_and_abort_from_different_threads(new_engine):
     engine = new_engine()
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
@@ -252,8 +277,12 @@ def test_submit_poll_and_abort_from_different_threads(new_engine):
         thread.join(10)
     assert not done.keys() & aborted.keys()
     assert len(done) + len(aborted) == 40
-    for name, output in {**done, **aborted}.items():
-        assert output.token_ids == whole[name].token_ids[: output.num_tokens]
+    policy = qwen3_policy()
+    ties = [
+        differs_by_a_tie(policy, request(int(name[1:]), 30), output, whole[name])
+        for name, output in {**done, **aborted}.items()
+    ]
+    assert sum(ties) <= 1
 
 
 def test_optional_abilities_are_there_or_say_so(new_engine):

@@ -150,7 +150,8 @@ class Capabilities:
     max_model_len: int
     """Longest prompt + response in tokens."""
     seed_split_exact: bool
-    """A response generated in windows equals the same response generated at once."""
+    """A response generated in windows equals the same response generated at once, up to rounding:
+    noise that falls on the border of two tokens may choose the other one in another batch."""
     pause_keep: bool = False
     """`pause("keep")` freezes requests in place."""
     score: bool = False

@@ -1,8 +1,9 @@
 """Choose tokens: inverse CDF with noise that is a hash of (seed, response position).
 
 Noise from a counter instead of a generator's stream makes a response independent of the rows beside
-it, of the order in which rows finish and of the windows in which it is generated. Penalties and
-beam search are left out.
+it, of the order in which rows finish and of the windows in which it is generated, up to rounding:
+logits of another batch size differ in their last bits, and noise on the very border of two tokens
+then chooses the other one. Penalties and beam search are left out.
 """
 
 from __future__ import annotations
