@@ -28,11 +28,11 @@ _ROLLOUT = task_tables(TASK)["rollout"]
 LONGEST = int(_ROLLOUT["max_response_tokens"])
 NUM_SLOTS = int(_ROLLOUT["prompts_per_iteration"] * _ROLLOUT["group_size"])
 WINDOWS = {"L": LONGEST, "L/2": LONGEST // 2, "L/4": LONGEST // 4, "L/8": LONGEST // 8}
-ITERATIONS = {"L": 12, "L/2": 12, "L/4": 16, "L/8": 20}
+ITERATIONS = {"L": 10, "L/2": 10, "L/4": 14, "L/8": 18}
 """Iterations that train the policy: shorter windows give fewer tokens each."""
 NUM_SIMULATIONS = 20
-SHARE = 0.9
-"""Speeds are compared at this share of what the synchronous run gains."""
+EQUAL = "the highest avg@8 that both runs of a seed reach, linear between evaluations"
+"""Where costs are compared."""
 
 
 def _tppo(window: str, name: str, *more: str) -> Arm:
@@ -43,7 +43,7 @@ def _tppo(window: str, name: str, *more: str) -> Arm:
         "algorithm.ignored_tail_tokens=1",
         f"rollout.window_tokens={tokens}",
     )
-    return Arm(TASK, name, overrides + more, ITERATIONS[window], evaluate_every=4)
+    return Arm(TASK, name, overrides + more, ITERATIONS[window])
 
 
 SYNCHRONOUS = "VAPO, whole responses"
@@ -71,7 +71,6 @@ PARTIAL_ARM = Arm(
         "algorithm.correction=token_truncate",
     ),
     ITERATIONS["L/4"],
-    evaluate_every=4,
 )
 
 Axis = Callable[[Run], Sequence[float]]
@@ -89,22 +88,24 @@ COSTS: dict[str, Axis] = {
 }
 
 
-def cost_to(run: Run, synchronous: Run, axis: Axis) -> float:
-    """Return what a run spends to reach `SHARE` of the synchronous gain; infinite if it fails."""
-    target = synchronous.scores("accuracy")[0] + SHARE * synchronous.rise()
-    found = first_reaching(target, axis(run), run.scores("accuracy"))
-    return math.inf if math.isnan(found) else found
+def ratio(run: Run, other: Run, axis: Axis) -> float:
+    """Return what `run` spends over what `other` spends to the highest accuracy that both reach.
+
+    NaN where one of them never rises above the common start.
+    """
+    curves_ = [one.scores("accuracy") for one in (run, other)]
+    target = min(max(scores) for scores in curves_)
+    if target <= curves_[0][0]:
+        return math.nan
+    return first_reaching(target, axis(run), curves_[0]) / first_reaching(
+        target, axis(other), curves_[1]
+    )
 
 
 def ratios(runs: Runs, slow: str, fast: str, axis: Axis) -> Interval | None:
-    """Return cost of `slow` over that of `fast` at equal accuracy; None if a seed never gets it."""
-    pairs = [
-        (cost_to(a, base, axis), cost_to(b, base, axis))
-        for base, a, b in zip(runs[SYNCHRONOUS], runs[slow], runs[fast], strict=True)
-    ]
-    if any(math.isinf(cost) for pair in pairs for cost in pair):
-        return None
-    return interval(a / b for a, b in pairs)
+    """Return the ratio over seeds; None if some seed has none."""
+    found = [ratio(a, b, axis) for a, b in zip(runs[slow], runs[fast], strict=True)]
+    return None if any(math.isnan(value) for value in found) else interval(found)
 
 
 def _ratio_direction(
@@ -164,7 +165,7 @@ def speeds(runs: Runs) -> dict[str, Any]:
     """Return, for each arm and cost, the synchronous cost over its own to equal accuracy."""
     return {
         label: {
-            name: ratios(runs, SYNCHRONOUS, label, axis) or "not reached in every seed"
+            name: ratios(runs, SYNCHRONOUS, label, axis) or "in some seed never above the start"
             for name, axis in COSTS.items()
         }
         for label in runs
@@ -213,44 +214,51 @@ def _draw(runs: Runs, shares: dict[str, dict[str, Any]] | None) -> Callable[[Any
     return draw
 
 
-def _budget(runs: Runs) -> Callable[[Run], float]:
-    """Return accuracy after as many decode iterations as the shortest run has."""
-    least = min(decode_iterations(run)[-1] for row in runs.values() for run in row)
-    return lambda run: at(least, decode_iterations(run), run.scores("accuracy"))
+def at_equal_decoding(runs: Runs, label: str, other: str) -> Interval:
+    """Return accuracy at the end of `label`, less that of `other` after as much decoding."""
+    pairs = zip(runs[label], runs[other], strict=True)
+    return interval(
+        accuracy(a) - at(decode_iterations(a)[-1], decode_iterations(b), b.scores("accuracy"))
+        for a, b in pairs
+    )
 
 
 def read_windows(runs: Runs) -> Findings:
     """Compare windows with whole responses, tails, and with and without value pretraining."""
     published = "up to 2.5x in training efficiency (abstract)"
     directions: list[Direction] = []
+    equal_decoding = {}
     for label in (f"T-PPO, W = {window}" for window in ("L/2", "L/4", "L/8")):
         for name in COSTS:
             directions += _ratio_direction(runs, SYNCHRONOUS, label, name, published)
-    directions.append(
+        equal_decoding[label] = at_equal_decoding(runs, label, SYNCHRONOUS)
+        directions.append(
+            Direction(
+                f"{label} - {SYNCHRONOUS} in avg@8 after equally many decode iterations",
+                published,
+                equal_decoding[label],
+            )
+        )
+    directions += [
         Direction(
             f"{QUARTER} - {UNTRAINED} in avg@8 at the end",
             "the value model is pretrained (VAPO, section 4.1: 60 -> 11 without); no T-PPO figure",
             differences(runs[QUARTER], runs[UNTRAINED], accuracy),
-        )
-    )
-    directions.append(
+        ),
         Direction(
-            f"{QUARTER}: K = 8 - K = 1 in avg@8 at the end",
+            f"{TAIL} - K = 1 in avg@8 at the end",
             "K = 8 in the authors' public code; no figure",
             differences(runs[TAIL], runs[QUARTER], accuracy),
-        )
-    )
+        ),
+    ]
     shares = utilisation(runs)
-    at_budget = _budget(runs)
     figures = {
         "arms": facts(runs),
         "longest_response_tokens": LONGEST,
         "slots": NUM_SLOTS,
-        "speed_up_to_equal_accuracy": speeds(runs),
-        "share_of_the_synchronous_gain_compared_at": SHARE,
-        "accuracy_after_equal_decode_iterations": {
-            label: over_seeds(row, at_budget) for label, row in runs.items()
-        },
+        "cost_of_whole_responses_over_own_cost_to_equal_accuracy": speeds(runs),
+        "equal_accuracy": EQUAL,
+        "avg@8_less_that_of_whole_responses_after_equal_decoding": equal_decoding,
         "utilisation": shares,
         "decode_iterations": {
             label: over_seeds(row, lambda run: decode_iterations(run)[-1])
@@ -266,21 +274,20 @@ def read_partial(runs: Runs) -> Findings:
     directions: list[Direction] = []
     for name in COSTS:
         directions += _ratio_direction(runs, PARTIAL, QUARTER, name, published)
-    at_budget = _budget(runs)
     directions.append(
         Direction(
             f"{QUARTER} - {PARTIAL} in avg@8 after equally many decode iterations",
             published,
-            differences(runs[QUARTER], runs[PARTIAL], at_budget),
+            at_equal_decoding(runs, QUARTER, PARTIAL),
         )
     )
     figures = {
         "arms": facts(runs),
-        "speed_up_to_equal_accuracy": speeds(runs),
-        "share_of_the_synchronous_gain_compared_at": SHARE,
+        "cost_of_whole_responses_over_own_cost_to_equal_accuracy": speeds(runs),
+        "equal_accuracy": EQUAL,
         "staleness_of_trained_tokens_in_iterations": over_seeds(
             runs[PARTIAL],
-            lambda run: sum(run.trained("rollout", "staleness_mean")) / len(run.updates()),
+            lambda run: sum(run.trained("rollout", "staleness_mean")) / ITERATIONS["L/4"],
         ),
     }
     return Findings(figures, directions, _draw(runs, None), size=(12.0, 4.2))
