@@ -10,6 +10,7 @@ from typing import Any
 from tests.benchmarks.facts import RESULTS, write_result
 from tests.benchmarks.studies.arms import Arm
 from tests.benchmarks.studies.reading import RULE, Interval, Run, Runs, read_run, verdict
+from tests.benchmarks.studies.runner import is_finished
 
 MEASURED = "measured-cpu"
 SIMULATED = "simulated"
@@ -69,6 +70,8 @@ class Study:
     """Label to arm; empty where `read` measures by itself."""
     label: str = MEASURED
     """`measured-cpu` or `simulated`."""
+    may_lack: frozenset[str] = frozenset()
+    """Arms that are left out, and named so, while some of their runs are not finished."""
 
 
 def plain(value: Any) -> Any:
@@ -85,8 +88,13 @@ def plain(value: Any) -> Any:
 def write_study(study: Study, seeds: Iterable[int]) -> Path:
     """Read the runs of a study, write its JSON and its picture; returns the path of the JSON."""
     seeds = list(seeds)
+    arms = {
+        label: arm
+        for label, arm in study.arms.items()
+        if label not in study.may_lack or all(is_finished(arm, seed) for seed in seeds)
+    }
     runs: dict[str, list[Run]] = {
-        label: [read_run(arm, seed) for seed in seeds] for label, arm in study.arms.items()
+        label: [read_run(arm, seed) for seed in seeds] for label, arm in arms.items()
     }
     found = study.read(runs)
     result: dict[str, Any] = {
@@ -100,8 +108,9 @@ def write_study(study: Study, seeds: Iterable[int]) -> Path:
         result["seeds"] = seeds
         result["arms"] = {
             label: {"overrides": list(arm.overrides), "task": arm.task}
-            for label, arm in study.arms.items()
+            for label, arm in arms.items()
         }
+        result["arms_not_finished"] = sorted(set(study.arms) - set(arms))
         result["commits_of_runs"] = sorted(
             {run.raw["commit"] for row in runs.values() for run in row}
         )
