@@ -11,8 +11,17 @@
         AccessRefused                  the store refused the credentials
         StoreUnavailable               gave up after the retry policy
       CheckpointError
-        CheckpointIncomplete           no manifest: the save never finished
+        CheckpointNotFound             nothing has been committed there
+        CheckpointExists               another save committed to this place first
+        CheckpointIncomplete           an object that the commit names is missing or short
+        CheckpointCorrupt              a digest or a checksum differs
         LayoutMismatch                 tensors do not cover what the new layout needs
+          MissingKeys                  the checkpoint lacks tensors
+          UnexpectedKeys               the checkpoint has tensors that nothing asks for
+          ShapeMismatch                a tensor has another global shape
+          DtypeMismatch                a tensor has another type
+        PlanMismatch                   ranks do not take part in the same save or load
+        SaveFailed                     at least one rank could not do its part
       EngineError                      a rollout engine failed
         EngineBusy                     the call needs an engine with nothing in flight
         NotSupported                   this engine lacks an optional ability
@@ -23,6 +32,8 @@ A message reads: what must be what, the value seen, who must change what.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class PlanishError(Exception):
@@ -61,12 +72,68 @@ class CheckpointError(PlanishError):
     """A checkpoint could not be written or read."""
 
 
+class CheckpointNotFound(CheckpointError):
+    """Nothing has been committed at this place."""
+
+
+class CheckpointExists(CheckpointError):
+    """Another save has committed to this place first."""
+
+
 class CheckpointIncomplete(CheckpointError):
-    """The save never finished: its manifest is missing."""
+    """The save never finished, or an object that the commit names is missing or short."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """Stored bytes are not those that were saved.
+
+    Example:
+        >>> CheckpointCorrupt("flipped", file="data/model/00000-0.safetensors", block=3).block
+        3
+    """
+
+    def __init__(self, message: str, *, file: str = "", block: int = -1) -> None:
+        """Keep which object is damaged, and its first damaged block of 1 MiB (-1: unknown)."""
+        super().__init__(message)
+        self.file, self.block = file, block
 
 
 class LayoutMismatch(CheckpointError):
     """The tensors of a checkpoint do not cover what the new layout needs."""
+
+
+class MissingKeys(LayoutMismatch):
+    """The checkpoint lacks tensors that the target has."""
+
+
+class UnexpectedKeys(LayoutMismatch):
+    """The checkpoint has tensors that the target has no place for."""
+
+
+class ShapeMismatch(LayoutMismatch):
+    """A tensor has another global shape than the target's."""
+
+
+class DtypeMismatch(LayoutMismatch):
+    """A tensor has another type than the target's."""
+
+
+class PlanMismatch(CheckpointError):
+    """Ranks do not take part in the same save or load."""
+
+
+class SaveFailed(CheckpointError):
+    """At least one rank could not do its part; nothing has become visible.
+
+    Example:
+        >>> SaveFailed("rank 3: disk full", per_rank={3: "disk full"}).per_rank
+        {3: 'disk full'}
+    """
+
+    def __init__(self, message: str, *, per_rank: Mapping[int, str] | None = None) -> None:
+        """Keep the reason of each rank that failed."""
+        super().__init__(message)
+        self.per_rank = dict(per_rank or {})
 
 
 class EngineError(PlanishError):
