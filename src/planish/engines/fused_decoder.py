@@ -120,6 +120,15 @@ def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear:
     return tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
 
 
+def _add_linear(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    """Return `x` plus the linear of `y`, in one kernel where there is no bias."""
+    weight, bias = linear
+    if bias is not None:
+        return x + functional.linear(y, weight, bias)
+    flat = torch.addmm(x.flatten(0, -2), y.flatten(0, -2), weight.t())
+    return flat.view(x.shape)
+
+
 class FusedDecoder:
     """Decoder over joined weights."""
 
@@ -168,7 +177,8 @@ class FusedDecoder:
             return functional.rms_norm(x, (size,), None, self._eps) * weight
         # torch's CPU kernel for it is a chain of seven operators; this is four
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self._eps_tensor, length, length, value=1 / size).rsqrt_() * weight
+        scale = torch.addcmul(self._eps_tensor, length, length, value=1 / size).rsqrt_()
+        return (x * scale).mul_(weight)
 
     def _rotations(self, length: int) -> Tensor:
         """Return [positions, 2, head size] for at least `length` positions."""
@@ -193,10 +203,10 @@ class FusedDecoder:
 
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Add the output of attention and of the MLP to the residual stream."""
-        x = x + functional.linear(attended, *layer.out)
+        x = _add_linear(x, attended, layer.out)
         both = functional.linear(self._norm(x, layer.norm_2), *layer.gate_up)
         gate, up = both.chunk(2, -1)
-        return x + functional.linear(functional.silu(gate) * up, *layer.down)
+        return _add_linear(x, functional.silu(gate).mul_(up), layer.down)
 
     def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
         """Fill rows from position 0; see `Decoder.prefill`."""
