@@ -8,6 +8,9 @@
       StoreError(OSError)
         ObjectMissing                  no object at this URI
         ObjectExists                   a conditional create found an object in its place
+        ObjectChanged                  the object is not the one that was named any more
+        ObjectTooLarge                 an object exceeds what its reader is ready to hold
+        StoreMisconfigured(ConfigError)  no such bucket, no credentials, not an S3 server
         AccessRefused                  the store refused the credentials
         StoreUnavailable               gave up after the retry policy
       CheckpointError
@@ -58,6 +61,18 @@ class ObjectMissing(StoreError):
 
 class ObjectExists(StoreError):
     """A conditional create found an object in its place."""
+
+
+class ObjectChanged(StoreError):
+    """An object is not, or no longer, the one that the caller named by its entity tag."""
+
+
+class ObjectTooLarge(StoreError):
+    """An object has more bytes than its reader is ready to hold."""
+
+
+class StoreMisconfigured(StoreError, ConfigError):
+    """The bucket, the address or the credentials can not be: never retried."""
 
 
 class AccessRefused(StoreError):
