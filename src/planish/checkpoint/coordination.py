@@ -1,0 +1,222 @@
+"""Control messages between the ranks of one save or load: small, in a tree, with a time limit.
+
+Messages travel through a TCP store of our own, on its own port. The process group that training
+uses is touched once, by the calling thread, to tell every rank where that store listens; after
+that a background thread may talk while training runs its own collectives. Tensors do not pass
+here.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (tree of control messages, no NCCL).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planish.checkpoint import control_errors
+from planish.checkpoint.control_store import (
+    CONNECT_SECONDS,
+    Line,
+    Peer,
+    TooLate,
+    here_at,
+    listen,
+    pack,
+    unpack,
+)
+from planish.checkpoint.tree import Tree, plan_tree
+from planish.errors import PlanMismatch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+GRACE_SECONDS = 5.0
+"""How much longer a rank waits for an answer from above than for one from below."""
+
+
+class Control:
+    """Collectives of bytes between all ranks; each call is made by every rank in the same order.
+
+    `call` opens a numbered operation with its own time limit and its own message names. Use one
+    object from one thread at a time; `twin` gives the background thread its own connection.
+
+    Example:
+        >>> Control.single().call("save", 5.0).gather(b"x", "plan")
+        [b'x']
+    """
+
+    def __init__(self, line: Line | None, rank: int, tree: Tree) -> None:
+        """Use `Control.single()` or `Control.join()`."""
+        self.rank, self.size, self.tree = rank, len(tree.parents), tree
+        self.hosts: tuple[int, ...] = tree.hosts
+        """Number of the machine of every rank, from 0."""
+        self._line = line
+        self._scope, self._deadline = "root", time.monotonic() + CONNECT_SECONDS
+        self._subject = ""
+        self._missing: type[Exception] = PlanMismatch
+        self._uses: dict[str, itertools.count[int]] = {}
+
+    @classmethod
+    def single(cls) -> Control:
+        """Return the control of a job of one process; needs no torch.distributed."""
+        return cls(None, 0, plan_tree([0]))
+
+    @classmethod
+    def join(cls, group: ProcessGroup | None = None) -> Control:
+        """Meet the other ranks of `group` (default: all): a collective of the calling thread.
+
+        Raises:
+            PeerLost: not every rank could reach the store of rank 0 within a minute.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls.single()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size == 1:
+            return cls.single()
+        server = listen() if rank == 0 else None
+        peers: list[Peer] = [here_at(0)] * size
+        dist.all_gather_object(peers, here_at(server.port if server else 0), group=group)
+        machines = list(dict.fromkeys(peer.machine for peer in peers))
+        hosts = [machines.index(peer.machine) for peer in peers]
+        address = "127.0.0.1" if hosts[rank] == 0 else peers[0].address
+        return cls(Line(address, server, peers, rank), rank, plan_tree(hosts))
+
+    def call(
+        self, subject: str, timeout_s: float, *, missing: type[Exception] = PlanMismatch
+    ) -> Control:
+        """Open the next operation; every rank calls this in the same order.
+
+        Args:
+            subject: What is being done, equal on all ranks (`save s3://b/run/step-8`).
+            timeout_s: Limit in seconds on the whole operation, from now.
+            missing: The error for a rank that does not answer in time.
+        """
+        opened = Control(self._line, self.rank, self.tree)
+        opened._subject, opened._missing = subject, missing
+        opened._deadline = time.monotonic() + timeout_s
+        if self._line is not None:
+            opened._scope = self._line.next_scope(subject)
+            self._line.note(f"began {subject}")
+        return opened
+
+    def twin(self, *, missing: type[Exception]) -> Control:
+        """Return the same operation over a connection of its own, for another thread."""
+        other = Control(self._line.twin() if self._line else None, self.rank, self.tree)
+        other._scope, other._subject, other._missing = self._scope, self._subject, missing
+        other._deadline, other._uses = self._deadline, self._uses
+        return other
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the time limit, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def note(self, stage: str) -> None:
+        """Tell the others what this rank is doing: named if it is missed later."""
+        if self._line is not None:
+            self._line.note(stage)
+
+    def gather(self, data: bytes, tag: str) -> list[bytes] | None:
+        """Collect the bytes of every rank on rank 0, in rank order; None elsewhere."""
+        if self._line is None:
+            return [data]
+        name = self._name(tag)
+        found = {self.rank: data}
+        for child in self.tree.children[self.rank]:
+            found |= unpack(self._take(f"{name}/{child}", child, 0.0))
+        if self.rank:
+            self._line.put(f"{name}/{self.rank}", pack(found))
+            return None
+        return [found[rank] for rank in range(self.size)]
+
+    def broadcast(self, data: bytes | None, tag: str) -> bytes:
+        """Return the bytes of rank 0 on every rank (`data` is ignored elsewhere)."""
+        if self._line is None:
+            assert data is not None
+            return data
+        name = self._name(tag)
+        if self.rank:
+            parent = self.tree.parents[self.rank]
+            data = self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS)
+        assert data is not None
+        for child in self.tree.children[self.rank]:
+            self._line.put(f"{name}/{child}", data)
+        return data
+
+    def scatter(self, data: Sequence[bytes] | None, tag: str) -> bytes:
+        """Return the bytes that rank 0 has for this rank."""
+        if self._line is None:
+            assert data is not None
+            return data[0]
+        name = self._name(tag)
+        if self.rank:
+            parent = self.tree.parents[self.rank]
+            mine = unpack(self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS))
+        else:
+            assert data is not None
+            mine = dict(enumerate(data))
+        for child in self.tree.children[self.rank]:
+            below = {rank: mine[rank] for rank in self.tree.below(child)}
+            self._line.put(f"{name}/{child}", pack(below))
+        return mine[self.rank]
+
+    def barrier(self, tag: str) -> None:
+        """Return when every rank has come here."""
+        self.gather(b"", f"{tag}.up")
+        self.broadcast(b"", f"{tag}.down")
+
+    def settle(self, error: Exception | None, tag: str) -> None:
+        """Raise on every rank if any rank brings an error; of several, the first rank's kind.
+
+        Raises:
+            Exception: the kind that was brought, naming every rank that failed.
+        """
+        brought = self.gather(control_errors.encode({self.rank: error} if error else {}), tag)
+        reply = b""
+        if brought is not None:
+            found = {k: v for part in brought for k, v in control_errors.decode(part).items()}
+            reply = control_errors.encode(found)
+        found = control_errors.decode(self.broadcast(reply, f"{tag}.reply"))
+        if found:
+            raise control_errors.joined(found) from error
+
+    def abort(self, error: Exception) -> None:
+        """End this operation for all: a rank that waits in it, or comes to wait, raises `error`."""
+        if self._line is not None:
+            self._line.abort(self._scope, control_errors.encode({self.rank: error}))
+
+    def check(self) -> None:
+        """Raise the error of a rank that has aborted this operation, if one has."""
+        if self._line is not None:
+            self._line.raise_abort(self._scope)
+
+    def close(self) -> None:
+        """Leave; rank 0 takes the store with it."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _name(self, tag: str) -> str:
+        number = next(self._uses.setdefault(tag, itertools.count()))
+        return f"{self._scope}/{tag}#{number}"
+
+    def _take(self, key: str, peer: int, grace: float) -> bytes:
+        line = self._line
+        assert line is not None
+        try:
+            return line.take(key, self._scope, peer, self._deadline + grace)
+        except TooLate as late:
+            stage = line.stage_of(peer)
+            below = [peer, *sorted(self.tree.below(peer) - {peer})] if grace == 0 else [peer]
+            error = self._missing(
+                f"rank {peer} must answer in `{self._subject}`, {late}; its last stage was "
+                f"`{stage}`: every rank must take part with the same arguments "
+                f"(waiting for {key.split('/')[1]} of ranks {below[:16]})"
+            )
+            line.abort(self._scope, control_errors.encode({peer: error}))
+            line.forget(self._scope, self._subject)
+            raise error from None

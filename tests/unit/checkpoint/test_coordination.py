@@ -1,0 +1,199 @@
+"""Trees of any size, and collectives of many ranks as threads around one real store."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planish.checkpoint import control_errors
+from planish.checkpoint.control_store import Line, here_at, listen, pack, unpack
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.tree import plan_tree
+from planish.errors import (
+    CheckpointCorrupt,
+    LayoutMismatch,
+    PeerLost,
+    PlanMismatch,
+    SaveFailed,
+    ShapeMismatch,
+)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(2, 8))
+def test_every_rank_hangs_from_rank_zero_and_no_group_is_over_the_fan_in(hosts, fan_in):
+    numbers = list(dict.fromkeys(hosts))
+    tree = plan_tree([numbers.index(host) for host in hosts], fan_in)
+    assert tree.below(0) == set(range(len(hosts)))
+    assert tree.parents[0] == -1
+    assert all(tree.parents[rank] < rank for rank in range(1, len(hosts)))
+    local = max(hosts.count(host) for host in hosts)
+    assert max(map(len, tree.children)) <= (fan_in - 1) * tree.depth + local
+
+
+def test_a_tree_of_8960_ranks_has_few_levels_and_few_neighbours():
+    tree = plan_tree([rank // 8 for rank in range(8960)])
+    assert tree.depth == 5
+    assert len(tree.children[0]) == 7 + 7 * 3 + 2
+    assert sum(map(len, tree.children)) == 8959
+
+
+def test_a_machine_talks_to_the_outside_through_its_lowest_rank_only():
+    tree = plan_tree([0, 1, 0, 1, 2, 2])
+    assert tree.parents == (-1, 0, 0, 1, 0, 4)
+
+
+@given(st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=50), max_size=9))
+def test_packed_messages_come_apart_again(parts):
+    assert unpack(pack(parts)) == parts
+
+
+def test_errors_keep_their_kind_and_facts_on_the_way():
+    found = {
+        3: CheckpointCorrupt("flipped", file="a", block=7),
+        1: SaveFailed("disk full", per_rank={1: "disk full"}),
+        2: TypeError("key `x` is sparse"),
+        4: KeyError("strange"),
+    }
+    back = control_errors.decode(control_errors.encode(found))
+    assert (type(back[3]), back[3].file, back[3].block) == (CheckpointCorrupt, "a", 7)
+    assert back[1].per_rank == {1: "disk full"}
+    assert (type(back[2]), str(back[2])) == (TypeError, "key `x` is sparse")
+    assert type(back[4]) is SaveFailed
+    assert "KeyError" in str(back[4])
+
+
+def test_many_errors_become_one_with_every_message_once():
+    joined = control_errors.joined({r: LayoutMismatch("hole in `w`") for r in (0, 2, 5)})
+    assert str(joined) == "ranks [0, 2, 5]: hole in `w`"
+    assert type(joined) is LayoutMismatch
+
+
+def test_one_process_answers_itself_without_a_store():
+    control = Control.single().call("save", 1.0)
+    assert control.gather(b"a", "t") == [b"a"]
+    assert control.broadcast(b"b", "t") == b"b"
+    assert control.scatter([b"c"], "t") == b"c"
+    control.barrier("t")
+    control.check()
+    with pytest.raises(LayoutMismatch, match="hole"):
+        control.settle(LayoutMismatch("hole"), "t")
+
+
+def in_ranks(hosts, scenario):
+    """Run `scenario(control)` for every rank in a thread; returns values or raised errors."""
+    server = listen()
+    tree = plan_tree(hosts)
+    results = [None] * len(hosts)
+    peers = [here_at(server.port) for _ in hosts]
+    controls = [
+        Control(Line("127.0.0.1", server if r == 0 else None, peers, r), r, tree)
+        for r in range(len(hosts))
+    ]
+
+    def run(rank):
+        try:
+            results[rank] = scenario(controls[rank])
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    left = [key for key in server.list_keys() if key[:1].isdigit()]
+    for control in controls:
+        control.close()
+    return results, left
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 1, 1, 2], list(range(12))])
+def test_collectives_deliver_every_ranks_bytes_and_leave_nothing_in_the_store(hosts):
+    def scenario(control):
+        seen = []
+        for number in range(3):
+            call = control.call(f"save {number}", 20.0)
+            mine = bytes([call.rank]) * (1 + call.rank)
+            gathered = call.gather(mine, "plan")
+            reply = [part * 2 for part in gathered] if gathered else None
+            seen.append(call.scatter(reply, "parts"))
+            seen.append(call.broadcast(b"all" if call.rank == 0 else None, "word"))
+            call.barrier("end")
+            behind = call.twin(missing=SaveFailed)
+            behind.barrier("end")
+        return seen
+
+    results, left = in_ranks(hosts, scenario)
+    for rank, seen in enumerate(results):
+        assert seen == [bytes([rank]) * 2 * (1 + rank), b"all"] * 3
+    assert left == []
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    def scenario(control):
+        error = ShapeMismatch("`w` is [2] here") if control.rank == 2 else None
+        control.call("load", 20.0).settle(error, "shapes")
+
+    results, _ = in_ranks([0] * 4, scenario)
+    assert [type(result) for result in results] == [ShapeMismatch] * 4
+
+
+def test_an_abort_ends_the_wait_of_the_others_long_before_the_time_limit():
+    def scenario(control):
+        call = control.call("save", 60.0)
+        if call.rank == 1:
+            call.abort(SaveFailed("rank 1: disk full", per_rank={1: "disk full"}))
+            return None
+        call.barrier("plan")
+        return None
+
+    begin = time.monotonic()
+    results, _ = in_ranks([0] * 3, scenario)
+    assert time.monotonic() - begin < 5
+    assert [getattr(results[rank], "per_rank", None) for rank in (0, 2)] == [{1: "disk full"}] * 2
+
+
+def test_a_rank_that_stays_away_is_named_with_its_last_stage_and_catches_up_later():
+    def scenario(control):
+        raised = None
+        for step in (1, 2, 3):
+            if step == 2 and control.rank == 2:
+                time.sleep(1.0)
+                continue
+            call = control.call(f"save step-{step}", 0.5 if step == 2 else 20.0)
+            try:
+                call.barrier("plan")
+            except PlanMismatch as error:
+                raised = str(error)
+        return raised
+
+    results, _ = in_ranks([0] * 3, scenario)
+    assert results[2] is None
+    for message in results[:2]:
+        assert "rank 2 must answer in `save step-2`" in message
+        assert "its last stage was `began save step-1`" in message
+
+
+def test_a_late_rank_learns_that_its_operation_was_given_up():
+    def scenario(control):
+        if control.rank == 1:
+            time.sleep(1.0)
+        call = control.call("save step-1", 0.3)
+        call.barrier("plan")
+
+    results, _ = in_ranks([0, 0], scenario)
+    assert [type(result) for result in results] == [PlanMismatch] * 2
+    assert "rank 1 must answer" in str(results[1])
+
+
+def test_the_end_of_the_store_is_an_error_that_says_so():
+    server = listen()
+    line = Line("127.0.0.1", None, [here_at(server.port)] * 2, 1)
+    del server
+    with pytest.raises(PeerLost, match="rank 0 must keep its store open"):
+        line.take("1/x", "1", 0, time.monotonic() + 5)
