@@ -36,8 +36,8 @@ class Metric:
 
     name: str
     """`planish_<part>_<noun>_<unit>`; counters end in `_total`."""
-    kind: Literal["counter", "histogram"]
-    """A sum that only grows, or durations in buckets."""
+    kind: Literal["counter", "gauge", "histogram"]
+    """A sum that only grows, a level that is set, or durations in buckets."""
     help: str
     """One line for the dashboard."""
     labels: tuple[str, ...] = ()
@@ -45,6 +45,39 @@ class Metric:
 
 
 METRICS: tuple[Metric, ...] = (
+    Metric(
+        *("planish_checkpoint_bytes_total", "counter", "Bytes sent to or read from the store."),
+        ("op", "state"),
+    ),
+    Metric(
+        *("planish_checkpoint_failures_total", "counter", "Saves and loads that failed."),
+        ("op", "reason"),
+    ),
+    Metric("planish_checkpoint_inflight_saves", "gauge", "Saves that go on in the background."),
+    Metric(
+        *("planish_checkpoint_last_commit_timestamp_seconds", "gauge"),
+        "Unix time at which this process last saw a save become visible.",
+    ),
+    Metric(
+        *("planish_checkpoint_last_committed_step", "gauge"),
+        "Training step of the last save that became visible.",
+    ),
+    Metric(
+        *("planish_checkpoint_retries_total", "counter", "Store requests of checkpoints repeated."),
+        ("code",),
+    ),
+    Metric(
+        *("planish_checkpoint_stage_seconds", "histogram", "One stage of one state on this rank."),
+        ("op", "stage", "state"),
+    ),
+    Metric(
+        *("planish_checkpoint_stall_seconds", "histogram"),
+        "How long a save held up the training that called it.",
+    ),
+    Metric(
+        *("planish_checkpoint_stragglers_total", "counter", "Ranks far slower than the median."),
+        ("op", "stage"),
+    ),
     Metric("planish_records_read_seconds", "histogram", "Reading a record set.", ("schema",)),
     Metric("planish_records_write_seconds", "histogram", "Writing a record set.", ("schema",)),
     Metric("planish_store_read_bytes_total", "counter", "Bytes read.", ("scheme",)),
@@ -73,6 +106,12 @@ def count(name: str, amount: float = 1.0, **labels: str) -> None:
     assert amount >= 0, f"a counter only grows, got {amount}"
     with _lock:
         _find(name, "counter", labels).total += amount
+
+
+def set_level(name: str, value: float, **labels: str) -> None:
+    """Set a gauge of `METRICS`."""
+    with _lock:
+        _find(name, "gauge", labels).total = value
 
 
 def observe(name: str, seconds: float, **labels: str) -> None:
@@ -115,17 +154,19 @@ class _Collector:
             state = {key: (s.total, list(s.counts)) for key, s in sorted(_series.items())}
         for metric in METRICS:
             family: Any
-            if metric.kind == "counter":
-                family = core.CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-            else:
-                family = core.HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            kinds = {
+                "counter": core.CounterMetricFamily,
+                "gauge": core.GaugeMetricFamily,
+                "histogram": core.HistogramMetricFamily,
+            }
+            family = kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
             for (name, values), (total, counts) in state.items():
                 if name != metric.name:
                     continue
-                if metric.kind == "counter":
-                    family.add_metric(values, total)
-                else:
+                if metric.kind == "histogram":
                     family.add_metric(values, _cumulative(counts), total)
+                else:
+                    family.add_metric(values, total)
             yield family
 
 

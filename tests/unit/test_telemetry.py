@@ -33,7 +33,9 @@ def test_names_of_metrics_keep_the_rule_and_are_sorted_and_unique():
     for metric in telemetry.METRICS:
         assert re.fullmatch(r"planish(_[a-z]+){2,}", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert re.search(r"_(seconds|bytes_total|retries_total)$", metric.name)
+        assert re.search(
+            r"_(seconds|saves|step|(bytes|failures|retries|stragglers)_total)$", metric.name
+        )
         assert metric.help.endswith(".")
 
 
@@ -44,6 +46,13 @@ def test_a_counter_adds_up_by_label():
     found = samples()
     assert found['planish_store_read_bytes_total{scheme="file"}'] == 12
     assert found['planish_store_read_bytes_total{scheme="s3"}'] == 1
+
+
+def test_a_gauge_holds_the_last_level():
+    telemetry.set_level("planish_checkpoint_inflight_saves", 2)
+    telemetry.set_level("planish_checkpoint_inflight_saves", 1)
+    assert samples()["planish_checkpoint_inflight_saves"] == 1
+    assert "# TYPE planish_checkpoint_inflight_saves gauge" in telemetry.metrics_text()
 
 
 def test_a_histogram_counts_durations_at_or_below_each_bound():
