@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from planish.checkpoint.geometry import I64
+import numpy as np
+
+from planish.checkpoint.geometry import I64, volumes
+from planish.checkpoint.model import Columns, FileTable, Metadata, Shards
+from planish.checkpoint.plan.headers import Rows, header, quoted
+from planish.checkpoint.plan.ordering import before, order_by, ranges, strides_of
+from planish.checkpoint.tables import TensorTable
+from planish.errors import PlanMismatch
+
+_MAGIC = b"PLNSHSAV"
+_HEAD = struct.Struct("<8sIII")
+_FILE = struct.Struct("<IQQI")
 
 
 @dataclass(frozen=True)
@@ -40,3 +55,195 @@ class RankPlan:
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(plan.size for plan in self.files)
+
+    def encode(self) -> bytes:
+        """Return the plan as bytes; headers are left out, as the rank can write them itself."""
+        parts = [_HEAD.pack(_MAGIC, self.rank, len(self.files), 0)]
+        for plan in self.files:
+            key = plan.key.encode("utf-8", "surrogatepass")
+            parts += [_FILE.pack(len(plan.items), plan.size, len(plan.header), len(key)), key]
+            parts += [plan.items.tobytes(), plan.starts.tobytes(), plan.stops.tobytes()]
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, data: bytes, columns: Columns) -> RankPlan:
+        """Read what `encode` or `GlobalPlan.wire` wrote, with the columns that were planned.
+
+        Raises:
+            PlanMismatch: the bytes are no plan, or not one for these columns.
+        """
+        try:
+            magic, rank, count, _ = _HEAD.unpack_from(data)
+            if magic != _MAGIC:
+                raise ValueError(f"magic {magic!r}")
+            files, position = [], _HEAD.size
+            for _ in range(count):
+                plan, position = _read_file(data, position, columns)
+                files.append(plan)
+        except (struct.error, ValueError, IndexError) as error:
+            raise PlanMismatch(
+                f"the plan of a rank must fit the columns it was made for, got {error}; "
+                "all ranks must run one version of this program and take part in one save"
+            ) from error
+        return cls(rank, tuple(files))
+
+
+def _read_file(data: bytes, position: int, columns: Columns) -> tuple[FilePlan, int]:
+    entries, size, header_size, key_size = _FILE.unpack_from(data, position)
+    position += _FILE.size
+    key = data[position : position + key_size].decode("utf-8", "surrogatepass")
+    position += key_size
+    arrays = []
+    for _ in range(3):
+        arrays.append(np.frombuffer(data, "<i8", entries, position).astype(np.int64))
+        position += 8 * entries
+    items, starts, stops = arrays
+    if (items < 0).any() or (starts < 0).any() or (stops <= starts).any():
+        raise ValueError("an entry outside of its item")
+    rows = entry_rows(columns, items, starts, stops)
+    head = header([quoted(name) for name in columns.tensors.fqns], columns.tensors.dtypes, rows)
+    end = len(head) + int(rows.stop[-1]) if entries else len(head)
+    if (len(head), end) != (header_size, size):
+        raise ValueError(f"a file of {end} bytes with a header of {len(head)}, not {size}")
+    return FilePlan(key, head, size, items, starts, stops, len(head) + before(stops - starts)), (
+        position
+    )
+
+
+def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:
+    """Return the boxes that entries consist of: all of an item's, or a part of one of them.
+
+    Raises:
+        ValueError: a range of bytes is neither, or a number of an item is none.
+    """
+    if len(items) and int(items.max()) >= len(columns.item_tensor):
+        raise ValueError(f"item {int(items.max())} of {len(columns.item_tensor)}")
+    counts = np.diff(columns.item_starts)[items]
+    rows = ranges(columns.item_starts[items], counts)
+    entry = np.repeat(np.arange(len(items)), counts)
+    tensor = columns.item_tensor[items][entry]
+    offsets, lengths = columns.offsets[rows], columns.lengths[rows]
+    width = columns.tensors.item_bytes[tensor]
+    nbytes = volumes(lengths) * width
+    behind = before(nbytes)
+    low = behind - behind[before(counts)][entry] if len(entry) else behind
+    # What of each box lies in the entry's range, in bytes of the box.
+    first = np.maximum(starts[entry] - low, 0)
+    last = np.minimum(stops[entry] - low, nbytes)
+    kept = np.flatnonzero(last > first)
+    part = kept[(last - first)[kept] < nbytes[kept]]
+    for dim in range(lengths.shape[1]):
+        line = strides_of(lengths[part])[:, dim] * width[part]
+        here = ((first[part] % line) == 0) & ((last[part] % line) == 0)
+        here &= (lengths[part, :dim] == 1).all(axis=1) & (lengths[part, dim] > 1)
+        cut = part[here]
+        offsets[cut, dim] += first[cut] // line[here]
+        lengths[cut, dim] = (last - first)[cut] // line[here]
+        part, line = part[~here], line[~here]
+    rest = np.bincount(entry[kept], (last - first)[kept], len(items))
+    if len(part) or not np.array_equal(rest.astype(np.int64), stops - starts):
+        raise ValueError("an entry that is no box of its item")
+    size = nbytes[kept] if not len(kept) else volumes(lengths[kept]) * width[kept]
+    begin = before(size)
+    dims = columns.tensors.dims[tensor[kept]]
+    return Rows(tensor[kept], dims, offsets[kept], lengths[kept], begin, begin + size)
+
+
+@dataclass(frozen=True)
+class GlobalPlan:
+    """What all ranks write, as columns; entries file by file, files rank by rank.
+
+    Equal columns of all ranks give equal plans, byte by byte.
+    """
+
+    ranks: int
+    """Number of ranks."""
+    tensors: TensorTable
+    """All tensors, ascending by role, kind and name."""
+    keys: tuple[str, ...]
+    """[f], relative to the folder of the attempt."""
+    sizes: I64
+    """[f], bytes."""
+    headers: I64
+    """[f], bytes of the header alone."""
+    rank_files: I64
+    """[ranks + 1], files of rank r are rows `rank_files[r] : rank_files[r + 1]`."""
+    file_entries: I64
+    """[f + 1], likewise the entries of a file."""
+    items: I64
+    """[e], the writing rank's item."""
+    starts: I64
+    """[e], first byte in the item's row-major bytes."""
+    stops: I64
+    """[e], one past the last byte there."""
+    file_boxes: I64
+    """[f + 1], likewise the boxes of a file."""
+    boxes: Rows
+    """All stored boxes, file by file; bytes counted from the end of the file's header."""
+
+    def rank(self, rank: int) -> RankPlan:
+        """Return what one rank writes, with the headers of its files."""
+        files = []
+        for row in range(*self.rank_files[rank : rank + 2].tolist()):
+            span = slice(*self.file_boxes[row : row + 2].tolist())
+            mine = slice(*self.file_entries[row : row + 2].tolist())
+            head = header(self._names, self.tensors.dtypes, Rows(*(c[span] for c in self.boxes)))
+            items, starts, stops = self.items[mine], self.starts[mine], self.stops[mine]
+            offsets = len(head) + before(stops - starts)
+            size = int(self.sizes[row])
+            files.append(FilePlan(self.keys[row], head, size, items, starts, stops, offsets))
+        return RankPlan(rank, tuple(files))
+
+    def wire(self, rank: int) -> bytes:
+        """Return `rank(rank).encode()` without writing headers: what is sent to the rank."""
+        first, last = self.rank_files[rank : rank + 2].tolist()
+        parts = [_HEAD.pack(_MAGIC, rank, last - first, 0)]
+        for row in range(first, last):
+            low, high = self.file_entries[row : row + 2].tolist()
+            key = self.keys[row].encode("utf-8", "surrogatepass")
+            size, head = int(self.sizes[row]), int(self.headers[row])
+            parts += [_FILE.pack(high - low, size, head, len(key)), key]
+            parts += [c[low:high].tobytes() for c in (self.items, self.starts, self.stops)]
+        return b"".join(parts)
+
+    def loads(self) -> I64:
+        """Return [ranks]: bytes that each rank writes, headers included."""
+        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
+        return np.asarray(totals[self.rank_files[1:]] - totals[self.rank_files[:-1]])
+
+    def metadata(self, header: Mapping[str, Any], *, algorithm: str = "crc32c") -> Metadata:
+        """Return the metadata of the checkpoint, the files' checksums still to come.
+
+        Args:
+            header: Step, roles, layout and the like.
+            algorithm: Name of the checksum of the files.
+        """
+        count = len(self.keys)
+        files = FileTable(
+            list(self.keys),
+            self.sizes.tolist(),
+            [algorithm] * count,
+            [np.zeros(0, np.uint32)] * count,
+        )
+        return Metadata(dict(header), self.tensors, files, self._shards)
+
+    @functools.cached_property
+    def _names(self) -> Sequence[str]:
+        return [quoted(name) for name in self.tensors.fqns]
+
+    @functools.cached_property
+    def _shards(self) -> Shards:
+        """The stored boxes, ascending by tensor and place in it."""
+        boxes = self.boxes
+        place = np.einsum("kn,kn->k", boxes.offsets, strides_of(self.tensors.shapes)[boxes.tensor])
+        order = order_by(boxes.tensor, place)
+        file = np.repeat(np.arange(len(self.keys)), np.diff(self.file_boxes))
+        start = boxes.start + self.headers[file]
+        return Shards(
+            boxes.tensor[order],
+            file[order],
+            start[order],
+            (boxes.stop - boxes.start)[order],
+            boxes.offsets[order],
+            boxes.lengths[order],
+        )
