@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 U32 = NDArray[np.uint32]
 """Checksums."""
+KINDS = ("model", "optim", "extra")
+"""What a tensor belongs to."""
 
 
 @dataclass

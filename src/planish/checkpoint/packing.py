@@ -81,16 +81,7 @@ def unpack(
         NewerVersion: a later version wrote the bytes.
         PackFault: anything else that `pack` would not write.
     """
-    if len(data) < _FIXED.size:
-        raise PackFault(f"must have at least {_FIXED.size} bytes, got {len(data)}")
-    found, number, size = _FIXED.unpack_from(data)
-    if found != magic:
-        raise PackFault(f"must begin with {magic!r}, got {found!r}")
-    if number > version:
-        raise NewerVersion(f"has version {number}, this program reads up to {version}")
-    if number != version or size > min(len(data) - _FIXED.size, MAX_HEAD_BYTES):
-        raise PackFault(f"version {number} with a head of {size} bytes in {len(data)}")
-    start = _FIXED.size + size
+    start = _FIXED.size + head_bytes(data, magic, version)
     head = load_json(bytes(data[_FIXED.size : start]))
     if not isinstance(head, dict) or head.keys() != {"columns", "head"}:
         raise PackFault("the head must have `columns` and `head`")
@@ -106,6 +97,25 @@ def unpack(
     if start != len(data):
         raise PackFault(f"{len(data) - start} bytes follow the last column")
     return head["head"], columns
+
+
+def head_bytes(data: bytes | memoryview, magic: bytes, version: int) -> int:
+    """Return the size of the JSON head, after a check of the fixed part.
+
+    Raises:
+        NewerVersion: a later version wrote the bytes.
+        PackFault: `pack` would not begin so.
+    """
+    if len(data) < _FIXED.size:
+        raise PackFault(f"must have at least {_FIXED.size} bytes, got {len(data)}")
+    found, number, size = _FIXED.unpack_from(data)
+    if found != magic:
+        raise PackFault(f"must begin with {magic!r}, got {found!r}")
+    if number > version:
+        raise NewerVersion(f"has version {number}, this program reads up to {version}")
+    if number != version or size > min(len(data) - _FIXED.size, MAX_HEAD_BYTES):
+        raise PackFault(f"version {number} with a head of {size} bytes in {len(data)}")
+    return int(size)
 
 
 def signed(column: Unsigned) -> I64:
