@@ -56,6 +56,14 @@ class Stat(NamedTuple):
     """When it was written, seconds since 1970 by the clock of the store."""
 
 
+class Upload(NamedTuple):
+    """A write in parts that is not completed."""
+
+    upload_id: str
+    started: float
+    """Seconds since 1970 by the clock of the store."""
+
+
 class Folder(NamedTuple):
     """The direct content of a folder."""
 
@@ -170,8 +178,8 @@ class Storage(Protocol):
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop the upload that another process began; one that is gone is no error."""
 
-    def open_uploads(self, key: str) -> list[str]:
-        """Return the ids of the unfinished writes of exactly this key that the store remembers."""
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the unfinished writes of exactly this key that the store remembers."""
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
         """Fill `target` with the bytes from `offset`; with `etag` only from that object.

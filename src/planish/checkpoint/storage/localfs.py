@@ -21,6 +21,7 @@ from planish.checkpoint.storage.base import (
     Counters,
     Folder,
     Stat,
+    Upload,
     check_key,
     inside,
     part_bytes,
@@ -82,12 +83,15 @@ class LocalStorage:
         with _told(self.uri(key)), _if_there():
             (self._path(key).parent / upload_id).unlink()
 
-    def open_uploads(self, key: str) -> list[str]:
-        """Return the names of the temporary files of a key."""
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the temporary files of a key."""
         self.counters.add("list")
-        with _told(self.uri(key)):
-            names = _names(self._path(key).parent)
-        return sorted(name for name in names if name.startswith(_mark(key)))
+        found: list[Upload] = []
+        with _told(self.uri(key)), _if_there():
+            for path in self._path(key).parent.glob(_mark(key) + "*"):
+                with _if_there():
+                    found.append(Upload(path.name, path.stat().st_mtime))
+        return sorted(found)
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
         """Fill `target` from a file."""
@@ -299,12 +303,6 @@ def _mark(key: str) -> str:
 def _stat(key: str, found: os.stat_result) -> Stat:
     etag = f'"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"'
     return Stat(key, found.st_size, etag, found.st_mtime)
-
-
-def _names(folder: Path) -> list[str]:
-    with _if_there():
-        return os.listdir(folder)
-    return []
 
 
 def _make_folder(folder: Path) -> None:

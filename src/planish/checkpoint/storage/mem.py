@@ -8,12 +8,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from planish.checkpoint.storage.base import (
     Buffer,
     Counters,
     Folder,
     Stat,
+    Upload,
     check_key,
     inside,
     part_bytes,
@@ -39,6 +41,12 @@ def named(name: str) -> MemStorage:
     return _named.setdefault(name, MemStorage(name))
 
 
+class _Upload(NamedTuple):
+    key: str
+    started: float
+    parts: dict[int, bytes]
+
+
 class MemStorage:
     """`mem://name/key`."""
 
@@ -48,7 +56,7 @@ class MemStorage:
         self._name = name
         self._lock = threading.RLock()
         self._objects: dict[str, tuple[bytes, Stat]] = {}
-        self._uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
+        self._uploads: dict[str, _Upload] = {}
         self._numbers = itertools.count(1)
 
     def uri(self, key: str) -> str:
@@ -68,7 +76,7 @@ class MemStorage:
         self.counters.add("create")
         with self._lock:
             upload_id = f"upload-{next(self._numbers)}"
-            self._uploads[upload_id] = (check_key(key), {})
+            self._uploads[upload_id] = _Upload(check_key(key), self.clock(), {})
         return MemMultipart(self, key, upload_id, size)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
@@ -77,11 +85,15 @@ class MemStorage:
         with self._lock:
             self._uploads.pop(upload_id, None)
 
-    def open_uploads(self, key: str) -> list[str]:
-        """Return the ids of the uploads of a key."""
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the uploads of a key."""
         self.counters.add("list")
         with self._lock:
-            return [name for name, (found, _) in self._uploads.items() if found == key]
+            return [
+                Upload(name, open_.started)
+                for name, open_ in self._uploads.items()
+                if open_.key == key
+            ]
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
         """Fill `target` from an object."""
@@ -180,15 +192,15 @@ class MemStorage:
         with self._lock:
             if upload_id not in self._uploads:
                 raise ObjectMissing(f"upload {upload_id!r} must be open, but is completed or gone")
-            self._uploads[upload_id][1][number] = data
+            self._uploads[upload_id].parts[number] = data
 
     def _complete(self, upload_id: str, if_none_match: bool, if_match: str) -> str:
         with self._lock:
             if upload_id not in self._uploads:
                 raise ObjectMissing(f"upload {upload_id!r} must be open, but is completed or gone")
-            key, parts = self._uploads[upload_id]
-            data = b"".join(parts[number] for number in sorted(parts))
-            etag = self._place(key, data, if_none_match, if_match)
+            found = self._uploads[upload_id]
+            data = b"".join(found.parts[number] for number in sorted(found.parts))
+            etag = self._place(found.key, data, if_none_match, if_match)
             del self._uploads[upload_id]
             return etag
 
