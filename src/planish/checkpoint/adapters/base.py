@@ -1,0 +1,258 @@
+"""What every framework's state looks like to the engine: `collect` before, `apply` after a load.
+
+Names are those of the model without wrappers: kind `model` has parameters and saved buffers, kind
+`optim` has `<parameter>.<state>`, kind `extra` has tensors that belong to one rank. Nothing here
+reads or writes a store, sends anything between ranks, or copies a tensor.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, one engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from planish.checkpoint.adapters.gathering import Gathered, Gathering, place
+from planish.checkpoint.adapters.nested import restore, unpacked
+from planish.checkpoint.adapters.streams import RandomStreams
+from planish.checkpoint.loader_state import LoaderState, reshard
+from planish.checkpoint.model import Collected, Metadata
+
+FRAMEWORKS = ("plain", "ddp", "fsdp", "fsdp2", "flat", "megatron")
+"""Names of `framework`."""
+PARTS = ("model", "optimizer", "scheduler", "dataloader", "random", "extra")
+"""Keys of one role's state."""
+MAIN = "main"
+"""Role of a state that has only one."""
+
+Framework = str | Mapping[str, str]
+"""One of `FRAMEWORKS`, or one per role."""
+
+
+def split_roles(
+    state: Mapping[str, Any], framework: Framework, role: str | None = None
+) -> dict[str, tuple[Mapping[str, Any], str]]:
+    """Return role -> (its state, its framework).
+
+    A state has several roles when none of its keys is a part; all of them are saved together.
+
+    Args:
+        state: parts of one role, or role -> parts.
+        framework: of all roles, or role -> framework.
+        role: name of the only role; `main` without it.
+
+    Raises:
+        ValueError: unknown parts or frameworks, parts beside roles, or no framework for a role.
+
+    Example:
+        >>> split_roles({"actor": {"model": {}}}, {"actor": "plain"})
+        {'actor': ({'model': {}}, 'plain')}
+    """
+    parts = [key for key in state if key in PARTS]
+    many = bool(state) and not parts and all(isinstance(v, Mapping) for v in state.values())
+    if not many:
+        unknown = sorted(str(key) for key in set(state) - set(PARTS))
+        if unknown:
+            raise ValueError(
+                f"a state must have only the parts {list(PARTS)}, or only roles, got {unknown}; "
+                "put further values into `extra`"
+            )
+        name = role or MAIN
+        return {name: (state, _framework_of(name, framework))}
+    found = {}
+    for name, inner in state.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a role must be named by text, got {name!r}")
+        found.update(split_roles(inner, _framework_of(name, framework), name))
+    return found
+
+
+def _framework_of(role: str, framework: Framework) -> str:
+    chosen = framework if isinstance(framework, str) else framework.get(role, "")
+    if chosen not in FRAMEWORKS:
+        raise ValueError(
+            f"the framework of role `{role}` must be one of {list(FRAMEWORKS)}, got {chosen!r}"
+        )
+    return chosen
+
+
+def collect(
+    role: str,
+    state: Mapping[str, Any],
+    framework: str,
+    *,
+    for_load: bool,
+    metadata: Metadata | None = None,
+) -> Gathered:
+    """Return a role's tensors and small values on this rank, without copying any.
+
+    Args:
+        role: name of the role.
+        state: parts of `PARTS`.
+        framework: one of `FRAMEWORKS`.
+        for_load: items are destinations; what an optimizer lacks is created (it takes its place
+            in `apply`).
+        metadata: of the checkpoint to load; without it a load fills only what exists.
+
+    Raises:
+        TypeError: a value cannot be stored: sparse, quantised, meta, nested, a function ...
+        ValueError: names are ambiguous, or a parameter of an optimizer has none.
+        LayoutMismatch: a shard is no box.
+    """
+    split_roles(state, framework, role)
+    gathering = Gathering(role, framework, for_load=for_load, metadata=metadata)
+    if framework == "megatron":
+        from planish.checkpoint.adapters.megatron import gather_megatron
+
+        gather_megatron(gathering, state)
+    else:
+        _gather_tensors(gathering, state)
+    _gather_values(gathering, state)
+    _gather_random(gathering, state.get("random"))
+    if state.get("dataloader") is not None:
+        gathering.result.loader = _loader_of(state["dataloader"], for_load=for_load)
+    return gathering.result
+
+
+def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    from planish.checkpoint.adapters.plain import Sites, gather_model, gather_optimizer
+
+    sites: Sites = lambda parameter: None  # noqa: E731
+    if state.get("model") is not None:
+        sites = gather_model(gathering, state["model"])
+    if state.get("optimizer") is not None:
+        gather_optimizer(gathering, state["optimizer"], sites)
+
+
+def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    """Collect scheduler and extra: equal on all ranks."""
+    for part in ("scheduler", "extra"):
+        value = state.get(part)
+        if value is not None and not gathering.for_load:
+            gathering.result.shared[part] = unpacked((part,), value)
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        if state.get("scheduler") is not None and "scheduler" in shared:
+            restore(state["scheduler"], shared["scheduler"])
+        if "extra" in shared:
+            target = state.get("extra")
+            if target is None and isinstance(state, MutableMapping):
+                target = state["extra"] = {}
+            if target is not None:
+                restore(target, shared["extra"])
+
+    gathering.after(finish)
+
+
+def _gather_random(gathering: Gathering, value: Any) -> None:
+    """Collect the random streams of this rank, as streams or as tensors by name."""
+    if isinstance(value, RandomStreams):
+        if not gathering.for_load:
+            gathering.result.own["random"] = value.capture()
+        report = gathering.result.report
+
+        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+            report["rng"] = value.restore(own.get("random", {}))
+
+        gathering.after(finish)
+        return
+    for name, tensor in (value or {}).items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"`random.{name}` must be a tensor, got {type(tensor).__name__}; pass "
+                "RandomStreams, or the states of generators as tensors"
+            )
+        gathering.add("extra", f"random.{name}", place(f"random.{name}", tensor))
+
+
+def _loader_of(loader: Any, *, for_load: bool) -> LoaderState:
+    """Return the state of a data loader, or (load) what its rank wants."""
+    if isinstance(loader, Mapping):
+        values = {name: loader.get(name, 0) for name in ("dp_rank",)}
+        sizes = {name: loader.get(name, 1) for name in ("dp_size", "num_readers")}
+        if for_load:
+            return LoaderState(**values, **sizes)
+        common = unpacked(("dataloader", "common"), loader.get("common", {}))
+        return LoaderState(common, list(loader.get("shards", [])), **values, **sizes)
+    if not hasattr(loader, "ckpt_shards"):
+        return _opaque(loader, for_load=for_load)
+    wanted = LoaderState(
+        dp_rank=loader.dp_rank, dp_size=loader.dp_size, num_readers=loader.num_readers
+    )
+    if for_load:
+        return wanted
+    wanted.common = unpacked(("dataloader", "common"), loader.ckpt_common())
+    wanted.shards = list(loader.ckpt_shards()) if getattr(loader, "is_owner", True) else []
+    return wanted
+
+
+def _opaque(loader: Any, *, for_load: bool) -> LoaderState:
+    from planish.checkpoint.loader_state import LoaderShard
+
+    if not hasattr(loader, "state_dict"):
+        raise TypeError(
+            "`dataloader` must have ckpt_common/ckpt_shards/ckpt_restore or state_dict, got "
+            f"{type(loader).__name__}"
+        )
+    rank, size = getattr(loader, "dp_rank", 0), getattr(loader, "dp_size", 1)
+    if for_load:
+        return LoaderState(dp_rank=rank, dp_size=size)
+    state = unpacked(("dataloader",), loader.state_dict())
+    return LoaderState(
+        {}, [LoaderShard(rank, 0, opaque={"state": state})], dp_rank=rank, dp_size=size
+    )
+
+
+def apply(
+    role: str,
+    state: Mapping[str, Any],
+    framework: str,
+    collected: Collected,
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any],
+    loader: LoaderState | None = None,
+    *,
+    loader_policy: str = "exact",
+) -> dict[str, str]:
+    """Finish a load: all but the tensors that were filled in place.
+
+    Args:
+        role: as for `collect`.
+        state: as for `collect`.
+        framework: as for `collect`.
+        collected: what `collect(..., for_load=True)` returned, its items filled.
+        shared: small values of the role.
+        own: small values that the rank of the same number saved; {} without one.
+        loader: loader state of all ranks as read; None without one.
+        loader_policy: "exact", or "restart" for loaders that cannot be resharded.
+
+    Returns:
+        `rng`: exact or reseeded, `loader`: exact, resharded or restarted; where there is one.
+
+    Raises:
+        LayoutMismatch: groups, ties or an opaque loader do not fit this layout.
+    """
+    assert isinstance(collected, Gathered), "a load must begin with `collect`"
+    for finish in collected.finish:
+        finish(shared, own)
+    report = dict(collected.report)
+    if loader is not None and collected.loader is not None:
+        report["loader"] = _restore_loader(
+            state["dataloader"], loader, collected.loader, loader_policy
+        )
+    return report
+
+
+def _restore_loader(target: Any, saved: LoaderState, wanted: LoaderState, policy: str) -> str:
+    mine = reshard(saved, wanted, policy=policy)
+    same = (saved.dp_size, saved.num_readers) == (wanted.dp_size, wanted.num_readers)
+    opaque = any(shard.opaque is not None for shard in saved.shards)
+    if isinstance(target, MutableMapping):
+        target["common"], target["shards"] = mine.common, mine.shards
+    elif hasattr(target, "ckpt_restore"):
+        target.ckpt_restore(mine.common, mine.shards)
+    elif mine.shards:
+        target.load_state_dict(restore(None, mine.shards[0].opaque["state"]))
+    return "exact" if same else "restarted" if opaque else "resharded"

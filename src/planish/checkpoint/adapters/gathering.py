@@ -1,0 +1,190 @@
+"""Builds what an adapter returns: items, small values, and what is to be done after a load.
+
+Deliberately without any framework: that is `model_part`, `optimizer` and `megatron`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planish.checkpoint.adapters.dtypes import name_of
+from planish.checkpoint.adapters.flat import FlatShard, place_flat
+from planish.checkpoint.adapters.fsdp2 import place_dtensor
+from planish.checkpoint.adapters.placed import (
+    Placed,
+    check_dense,
+    copy_expanded,
+    is_expanded,
+    place_whole,
+)
+from planish.checkpoint.geometry import Box
+from planish.checkpoint.model import Collected, LocalItem, Metadata
+from planish.checkpoint.tables import TensorSpec
+
+Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""
+Report = dict[str, str]
+"""What `apply` says of parts that may or may not be exact: `rng` is exact, reseeded or absent."""
+
+
+@dataclass
+class Gathered(Collected):
+    """What an adapter found, and how a load is finished.
+
+    Example:
+        >>> Gathered([]).finish
+        []
+    """
+
+    finish: list[Finish] = field(default_factory=list)
+    """Run in order once every item has been filled."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """JSON that a load needs before it plans: `aliases` of tied weights."""
+    report: Report = field(default_factory=dict)
+    """Filled by `finish`."""
+
+
+class Stored:
+    """The tensors of one role in a checkpoint that is about to be loaded.
+
+    Example:
+        >>> Stored(None, "main").find("model", "w") is None
+        True
+    """
+
+    def __init__(self, metadata: Metadata | None, role: str) -> None:
+        """Index one role; None: nothing is known of the checkpoint."""
+        self.is_known = metadata is not None
+        self._metadata, self._role = metadata, role
+        facts = metadata.header.get("facts", {}) if metadata is not None else {}
+        mine = facts.get(role, {}) if isinstance(facts, Mapping) else {}
+        aliases = mine.get("aliases", {}) if isinstance(mine, Mapping) else {}
+        self.aliases: dict[str, str] = dict(aliases) if isinstance(aliases, Mapping) else {}
+        """Further name of a tied tensor -> the name it is stored under."""
+
+    def find(self, kind: str, fqn: str) -> TensorSpec | None:
+        """Return a stored tensor, None without it."""
+        if self._metadata is None:
+            return None
+        row = self._metadata.tensor_ids.get((self._role, kind, fqn))
+        return None if row is None else self._metadata.tensors.spec(row)
+
+    @functools.cached_property
+    def names(self) -> dict[str, list[str]]:
+        """Kind -> names."""
+        found: dict[str, list[str]] = {}
+        if self._metadata is not None:
+            for role, kind, fqn in self._metadata.tensor_ids:
+                if role == self._role:
+                    found.setdefault(kind, []).append(fqn)
+        return found
+
+    @functools.cached_property
+    def states(self) -> dict[str, list[str]]:
+        """Parameter -> keys of its optimizer state."""
+        found: dict[str, list[str]] = {}
+        for name in self.names.get("optim", []):
+            fqn, _, key = name.rpartition(".")
+            found.setdefault(fqn, []).append(key)
+        return found
+
+
+class Gathering:
+    """Collects one role's state; `result` is what the adapter returns."""
+
+    def __init__(
+        self, role: str, framework: str, *, for_load: bool, metadata: Metadata | None
+    ) -> None:
+        """Begin with nothing."""
+        self.role, self.framework, self.for_load = role, framework, for_load
+        self.stored = Stored(metadata if for_load else None, role)
+        self.result = Gathered([])
+        self._seen: set[tuple[str, str, tuple[Box, ...]]] = set()
+
+    def add(self, kind: str, fqn: str, placed: Placed) -> None:
+        """Add a local value.
+
+        Raises:
+            TypeError: its type has no name.
+            ValueError: two values of this rank have the same name and place.
+        """
+        place_of = (kind, fqn, placed.boxes)
+        if place_of in self._seen:
+            raise ValueError(
+                f"names of one state must differ, got `{fqn}` twice in its {kind} part; rename "
+                "one (nested keys are joined by dots)"
+            )
+        self._seen.add(place_of)
+        data = placed.data
+        if data.is_conj() or data.is_neg():
+            data = self._lazy(fqn, data)
+        elif self.for_load and is_expanded(data):
+            data = self._scratch(fqn, data)
+        spec = TensorSpec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
+        self.result.items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
+
+    def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
+        """Add a further place for a stored tensor that is also loaded elsewhere."""
+        spec = TensorSpec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
+        self.result.items.append(LocalItem(spec, placed.boxes, placed.data))
+
+    def after(self, finish: Finish) -> None:
+        """Remember what is to be done once items are filled; nothing for a save."""
+        if self.for_load:
+            self.result.finish.append(finish)
+
+    def share(self, part: str, **values: Any) -> None:
+        """Add small values that all ranks agree on, unless they say nothing."""
+        told = {name: value for name, value in values.items() if value}
+        if told and not self.for_load:
+            self.result.shared.setdefault(part, {}).update(told)
+
+    def _scratch(self, fqn: str, target: Tensor) -> Tensor:
+        source = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        self.after(lambda shared, own: copy_expanded(fqn, source, target))
+        return source
+
+    def _lazy(self, fqn: str, target: Tensor) -> Tensor:
+        """Return the values of a tensor whose conjugation or sign is still to be taken."""
+        source = target.resolve_conj().resolve_neg()
+
+        def put(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+            target.copy_(source)
+
+        self.after(put)
+        return source
+
+
+def place(key: str, value: Any) -> Placed:
+    """Place a tensor, a DTensor or a flat shard.
+
+    Raises:
+        TypeError: its values cannot be stored.
+        LayoutMismatch: it is no box on this rank.
+    """
+    if isinstance(value, DTensor):
+        return place_dtensor(key, value)
+    if isinstance(value, FlatShard):
+        return place_flat(key, value)
+    check_dense(key, value)
+    return place_whole(key, value)
+
+
+def unite(values: Iterable[Any]) -> list[Any]:
+    """Return modules or optimizers as a list, whether given as one, a list or a dict."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Mapping):
+            found += list(value.values())
+        elif isinstance(value, (list, tuple)):
+            found += value
+        else:
+            found.append(value)
+    return found

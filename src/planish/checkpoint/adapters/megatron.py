@@ -1,0 +1,314 @@
+"""Megatron-core: the boxes that a module's `sharded_state_dict()` names.
+
+Layers that are stacked in one tensor (a prepended axis) are boxes like any other, so another number
+of pipeline stages is ordinary resharding. Fused tensors (gate and up of SwiGLU) come as factories:
+built before a save or load, merged after a load where the built parts are copies. Nothing is
+gathered. The library's own checkpointing is not used: it needs an accelerator and gathers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.checkpoint.adapters.gathering import Gathering, place, unite
+from planish.checkpoint.adapters.nested import checked, name_of_path
+from planish.checkpoint.adapters.optimizer import Site, gather_optimizers
+from planish.checkpoint.adapters.placed import Placed, check_dense
+from planish.checkpoint.extra_codec import decode_extra, encode_extra
+from planish.checkpoint.geometry import Box, intersect, shift, whole
+from planish.errors import LayoutMismatch
+
+MAX_OBJECT_BYTES = 64 << 20
+"""A sharded object beyond this is refused on load."""
+
+
+def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    """Collect a role whose model is Megatron's.
+
+    Raises:
+        TypeError: the model has no `sharded_state_dict`, or the optimizer is not supported.
+    """
+    sites: dict[int, Site] = {}
+    for chunk in (
+        unite([state["model"]]) if _is_module(state.get("model")) else [state.get("model")]
+    ):
+        module, entries = _entries_of(chunk)
+        for path, entry in entries:
+            _gather_entry(gathering, module, path, entry, sites)
+    optimizer = state.get("optimizer")
+    if optimizer is not None:
+        found = [_torch_optimizer(one) for one in _unchained(optimizer)]
+        gather_optimizers(gathering, found, lambda parameter: sites.get(id(parameter)))
+
+
+def _is_module(model: Any) -> bool:
+    return hasattr(model, "sharded_state_dict") or isinstance(model, (list, tuple))
+
+
+def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]:
+    """Return the module (None for a state dict) and the leaves of its sharded state dict."""
+    if chunk is None:
+        return None, iter(())
+    if isinstance(chunk, Mapping):
+        return None, _flat(chunk)
+    while not hasattr(chunk, "sharded_state_dict") or _is_holder(chunk):
+        if not hasattr(chunk, "module"):
+            raise TypeError(
+                "`model` must have `sharded_state_dict` for framework 'megatron', got "
+                f"{type(chunk).__name__}; pass a Megatron module, or its sharded state dict"
+            )
+        chunk = chunk.module
+    return chunk, _flat(chunk.sharded_state_dict())
+
+
+def _is_holder(module: Any) -> bool:
+    return type(module).__name__ in ("DistributedDataParallel", "Float16Module")
+
+
+def _flat(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Return the leaves of a sharded state dict; lists hold entries like dicts do."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _flat(child, (*path, key))
+    elif isinstance(value, (list, tuple)) and any(_kind(child) for child in value):
+        for index, child in enumerate(value):
+            yield from _flat(child, (*path, index))
+    else:
+        yield path, value
+
+
+def _kind(entry: Any) -> str:
+    """Return what an entry of a sharded state dict is; "" for an ordinary value."""
+    from megatron.core.dist_checkpointing import mapping
+
+    for name in ("ShardedTensor", "ShardedTensorFactory", "ShardedObject"):
+        if isinstance(entry, getattr(mapping, name)):
+            return name
+    return "local" if isinstance(entry, mapping.LocalNonpersistentObject) else ""
+
+
+def _gather_entry(
+    gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any, sites: dict[int, Site]
+) -> None:
+    kind = _kind(entry)
+    if kind in ("ShardedTensor", "ShardedTensorFactory"):
+        site = MegatronSite(entry, gathering)
+        sites[id(entry.data)] = site
+        for name, placed in site.parts("model", "", entry.data):
+            gathering.add("model", name, placed)
+    elif kind == "ShardedObject":
+        _gather_object(gathering, module, path, entry)
+    elif isinstance(entry, Tensor):
+        gathering.add("model", name_of_path(path), place(name_of_path(path), entry))
+    elif not kind:
+        told = {name_of_path(path): checked(path, entry)}
+        gathering.share("model", plain=told)
+
+
+@dataclass(frozen=True)
+class MegatronSite:
+    """A parameter as Megatron shards it: a tensor, or a factory that makes several of it."""
+
+    entry: Any
+    gathering: Gathering
+
+    @property
+    def fqn(self) -> str:
+        """Name of the first tensor that the parameter becomes."""
+        return str(self._built(self.entry.data)[0].key)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of that tensor."""
+        return tuple(self._built(self.entry.data)[0].global_shape)
+
+    @property
+    def scalar_shape(self) -> tuple[int, ...]:
+        """One number for each stacked layer."""
+        first = self._built(self.entry.data)[0]
+        return tuple(first.global_shape[: first.prepend_axis_num])
+
+    @property
+    def is_padded(self) -> bool:
+        """Return whether another padding is no other shape."""
+        return bool(getattr(self.entry, "allow_shape_mismatch", False))
+
+    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
+        """Return the parts of a moment, or a number for this parameter's layer."""
+        if value.dim() or not self.entry.data.dim():
+            return self.parts("optim", f".{key}", value)
+        check_dense(f"{self.fqn}.{key}", value)
+        firsts = {part.key: part for part in self._built(self.entry.data)}
+        found = []
+        for name, part in firsts.items():
+            axes = part.prepend_axis_num
+            box = Box(tuple(part.global_offset[:axes]), (1,) * axes)
+            data = value.detach().reshape((1,) * axes)
+            found.append((name, Placed(tuple(part.global_shape[:axes]), (box,), data)))
+        return found
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros like this rank's part of the parameter."""
+        return torch.zeros_like(self.entry.data, dtype=dtype, requires_grad=False)
+
+    def parts(self, kind: str, suffix: str, value: Tensor) -> list[tuple[str, Placed]]:
+        """Return (key, placed part) of a value of the parameter's local shape."""
+        check_dense(f"{self.entry.key}{suffix}", value)
+        built = self._built(value.detach())
+        found = []
+        for part in built:
+            found.append((str(part.key), self._fitted(kind, f"{part.key}{suffix}", part)))
+        self._merge_after(value, built)
+        return found
+
+    def _fitted(self, kind: str, name: str, part: Any) -> Placed:
+        """Place a part; where padding may differ, in the shape that is stored."""
+        placed = _place(part)
+        stored = self.gathering.stored.find(kind, name)
+        if stored is None or not part.allow_shape_mismatch or stored.shape == placed.shape:
+            return placed
+        if len(stored.shape) != len(placed.shape):
+            return placed
+        placed, outside = _clipped(placed, stored.shape)
+
+        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+            for rest in outside:
+                rest.zero_()
+
+        self.gathering.after(finish)
+        return placed
+
+    def _built(self, value: Tensor) -> list[Any]:
+        """Return the sharded tensors of a value of the parameter's local shape."""
+        if _kind(self.entry) == "ShardedTensor":
+            return [replace(self.entry, data=value, dtype=value.dtype)]
+        built = replace(self.entry, data=value).build()
+        return [part for _, part in _flat(built)]
+
+    def _merge_after(self, value: Tensor, built: Sequence[Any]) -> None:
+        """Merge what a factory built, where it built copies and not views."""
+        if _kind(self.entry) == "ShardedTensor":
+            return
+        home = value.untyped_storage().data_ptr()
+        if all(part.data.untyped_storage().data_ptr() == home for part in built):
+            return
+        structure = replace(self.entry, data=value).build()
+
+        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+            data = iter([part.data for part in built])
+            merged = self.entry.merge_fn(_mapped(structure, lambda _: next(data)))
+            value.detach().copy_(merged)
+
+        self.gathering.after(finish)
+
+
+def _mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(structure, Mapping):
+        return {key: _mapped(child, change) for key, child in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return [_mapped(child, change) for child in structure]
+    return change(structure)
+
+
+def _place(part: Any) -> Placed:
+    """Place a sharded tensor."""
+    axes = part.prepend_axis_num
+    data = part.data.detach().reshape((1,) * axes + tuple(part.local_shape))
+    box = Box(tuple(map(int, part.global_offset)), tuple(data.shape))
+    return Placed(tuple(map(int, part.global_shape)), (box,) if data.numel() else (), data)
+
+
+def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tensor]]:
+    """Return the part of a box inside the stored shape, and what lies outside."""
+    kept, outside = placed.data, []
+    if not placed.boxes:
+        return replace(placed, shape=stored), []
+    box = placed.boxes[0]
+    inside = intersect(box, whole(stored))
+    if inside is None:
+        return Placed(stored, (), kept), [kept]
+    local = shift(inside, [-offset for offset in box.offsets])
+    for dim, (begin, length) in enumerate(zip(local.offsets, local.lengths, strict=True)):
+        size = kept.shape[dim]
+        outside.append(kept.narrow(dim, begin + length, size - begin - length))
+        kept = kept.narrow(dim, begin, length)
+    return Placed(stored, (inside,), kept), outside
+
+
+def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any) -> None:
+    """Collect a sharded object as bytes; one that holds nothing is not stored.
+
+    Raises:
+        LayoutMismatch: on load, the object was saved in another number of shards.
+    """
+    place_of = ".".join(map(str, entry.global_offset))
+    form = ".".join(map(str, entry.global_shape))
+    name = f"{entry.key}/shard_{place_of}_{form}"
+    if not gathering.for_load:
+        if entry.data is not None:
+            held = entry.data.getvalue() if isinstance(entry.data, io.BytesIO) else entry.data
+            mark = "bytesio" if isinstance(entry.data, io.BytesIO) else "value"
+            raw = encode_extra({mark: checked((name,), held)})
+            data = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
+            gathering.add("extra", name, place(name, data))
+        return
+    spec = gathering.stored.find("extra", name)
+    if spec is None:
+        others = [
+            n
+            for n in gathering.stored.names.get("extra", [])
+            if n.startswith(f"{entry.key}/shard_")
+        ]
+        if others and not any(n.endswith(f"_{form}") for n in others):
+            raise LayoutMismatch(
+                f"the object `{entry.key}` must be loaded in the shards it was saved in, wanted "
+                f"`{name}`, got {others[:4]}; objects cannot be resharded: load with the layout "
+                "that saved them"
+            )
+        return
+    if len(spec.shape) != 1 or spec.shape[0] > MAX_OBJECT_BYTES:
+        raise LayoutMismatch(
+            f"the object `{name}` must have at most {MAX_OBJECT_BYTES} bytes, got {spec.shape}"
+        )
+    target = torch.empty(spec.shape, dtype=torch.uint8)
+    gathering.add("extra", name, place(name, target))
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        record = decode_extra(target.numpy().tobytes())
+        value = io.BytesIO(record["bytesio"]) if "bytesio" in record else record["value"]
+        entry.data = value
+        if module is not None and str(path[-1]).endswith("_extra_state"):
+            owner = str(path[-1]).removesuffix("_extra_state").rstrip(".")
+            module.get_submodule(owner).set_extra_state(value)
+
+    gathering.after(finish)
+
+
+def _unchained(optimizer: Any) -> list[Any]:
+    found = []
+    for one in unite([optimizer]):
+        found += list(getattr(one, "chained_optimizers", [one]))
+    return found
+
+
+def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer whose parameters are the model's own.
+
+    Raises:
+        TypeError: it keeps parameters of its own (mixed precision, distributed optimizer).
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, torch.optim.Optimizer) or hasattr(optimizer, "float16_groups"):
+        raise TypeError(
+            "an optimizer of framework 'megatron' must be a torch optimizer over the model's "
+            f"parameters, or wrap one, got {type(optimizer).__name__}; pass an optimizer that "
+            "shards itself as flat shards of a role of its own (framework 'flat')"
+        )
+    return inner

@@ -1,0 +1,301 @@
+"""Optimizers by parameter name: moments, step counters and the options of parameter groups.
+
+A fresh optimizer has no state; what the checkpoint holds is created before the load is planned, so
+that moments are never lost in silence. It takes its place in the optimizer after the load, so that
+a failed load leaves the optimizer as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.adapters.gathering import Gathering, place
+from planish.checkpoint.adapters.nested import checked, restore
+from planish.checkpoint.adapters.placed import Placed
+from planish.errors import LayoutMismatch
+
+PART = "optimizer"
+"""Part of the state, and key of its small values."""
+KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+"""Options that choose a kernel, not a result: those of the loading optimizer stay."""
+
+
+class Site(Protocol):
+    """Where the state of one parameter lies."""
+
+    @property
+    def fqn(self) -> str:
+        """Name of the parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, as it is stored."""
+
+    @property
+    def scalar_shape(self) -> tuple[int, ...]:
+        """Of a per-parameter number, as it is stored; () where a name is of one parameter only."""
+
+    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
+        """Return (stored name of the parameter, placed part) of a moment or a single number."""
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros of the parameter's shape and layout."""
+
+
+@dataclass(frozen=True)
+class PlainSite:
+    """A parameter that is a tensor or a DTensor under its own name."""
+
+    fqn: str
+    parameter: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def scalar_shape(self) -> tuple[int, ...]:
+        """A single number."""
+        return ()
+
+    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
+        """Return the one piece."""
+        name = f"{self.fqn}.{key}"
+        sharded = isinstance(self.parameter, DTensor) and not isinstance(value, DTensor)
+        if sharded and value.dim():
+            raise TypeError(
+                f"`{name}` must be a DTensor as its parameter is one, got a plain tensor of "
+                f"{tuple(value.shape)}; nothing says which part of the whole it is"
+            )
+        return [(self.fqn, place(name, value))]
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros like the parameter."""
+        return torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False)
+
+
+def gather_optimizers(
+    gathering: Gathering, optimizers: Sequence[Any], site_of: Callable[[Tensor], Site | None]
+) -> None:
+    """Collect the state of torch optimizers, created where a load needs it.
+
+    Raises:
+        TypeError: a state value cannot be stored.
+        ValueError: a parameter has no name, or two optimizers hold one parameter.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names: list[list[str]] = []
+    numbers: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            sites = [_site(site_of, parameter) for parameter in group["params"]]
+            names.append([site.fqn for site in sites])
+            for parameter, site in zip(group["params"], sites, strict=True):
+                _gather_state(gathering, optimizer, group, parameter, site, numbers)
+    _refuse_twice(names, gathering.framework)
+    options = [checked((PART, "param_groups", k), _options(g)) for k, g in enumerate(groups)]
+    if gathering.framework == "megatron":
+        gathering.share(PART, options=options)
+        _gather_membership(gathering, groups, site_of)
+        return
+    records = [{"params": p, "options": o} for p, o in zip(names, options, strict=True)]
+    gathering.share(PART, groups=records, numbers=numbers)
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        saved = shared.get(PART, {}).get("groups", [])
+        found = {name: record["options"] for record in saved for name in record["params"]}
+        for group, members in zip(groups, names, strict=True):
+            _set_options(group, [found[name] for name in members if name in found], members)
+        _set_numbers(optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
+
+    gathering.after(finish)
+
+
+def _site(site_of: Callable[[Tensor], Site | None], parameter: Tensor) -> Site:
+    site = site_of(parameter)
+    if site is None:
+        raise ValueError(
+            "every parameter of an optimizer must have a name, got one of shape "
+            f"{tuple(parameter.shape)} that the model of the state lacks; give the state the "
+            "model, or build the optimizer from `named_parameters()`"
+        )
+    return site
+
+
+def _refuse_twice(names: Iterable[Sequence[str]], framework: str) -> None:
+    flat = [name for members in names for name in members]
+    twice = (
+        sorted({name for name in flat if flat.count(name) > 1})
+        if len(set(flat)) < len(flat)
+        else []
+    )
+    if twice and framework != "megatron":  # There stacked layers share a name.
+        raise ValueError(
+            f"a parameter must be in one group of one optimizer, got {twice[:8]} in several; "
+            "save such optimizers as roles of their own"
+        )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _gather_state(
+    gathering: Gathering,
+    optimizer: Any,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    site: Site,
+    numbers: dict[str, dict[str, Any]],
+) -> None:
+    """Collect one parameter's state; for a load also what the checkpoint has and it lacks."""
+    state = optimizer.state.get(parameter, {})
+    if gathering.for_load and gathering.stored.is_known:
+        state = _wanted(gathering, group, parameter, site, state)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            for name, placed in site.pieces(key, value):
+                gathering.add("optim", f"{name}.{key}", placed)
+        elif gathering.framework == "megatron":
+            raise TypeError(
+                f"`{site.fqn}.{key}` must be a tensor in an optimizer of stacked layers, got "
+                f"{type(value).__name__}; use an optimizer whose state is tensors"
+            )
+        else:
+            name = f"{site.fqn}.{key}"
+            numbers.setdefault(site.fqn, {})[key] = checked((name,), value)
+    if gathering.for_load and gathering.stored.is_known:
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+        def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+            if tensors:
+                optimizer.state[parameter] = dict(tensors)
+            else:
+                optimizer.state.pop(parameter, None)
+
+        gathering.after(finish)
+
+
+def _wanted(
+    gathering: Gathering, group: Mapping[str, Any], parameter: Tensor, site: Site, state: Any
+) -> dict[str, Tensor]:
+    """Return a tensor for every stored state of a parameter: the present one, or zeros."""
+    wanted: dict[str, Tensor] = {}
+    for key in gathering.stored.states.get(site.fqn, []):
+        spec = gathering.stored.find("optim", f"{site.fqn}.{key}")
+        if spec is None or key == GROUP:
+            continue
+        present = state.get(key)
+        if isinstance(present, Tensor):
+            wanted[key] = present
+            continue
+        dtype = TYPES[spec.dtype]
+        # A parameter that is itself a number has moments of the shape of its step counter.
+        scalar = spec.shape == site.scalar_shape and (spec.shape != site.shape or key == "step")
+        if scalar:
+            on_device = group.get("capturable") or group.get("fused")
+            device = parameter.device if on_device else torch.device("cpu")
+            wanted[key] = torch.zeros((), dtype=dtype, device=device)
+        elif spec.shape == site.shape or _padded(spec.shape, site):
+            wanted[key] = site.empty(dtype)
+        else:
+            wanted[key] = torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
+    return wanted
+
+
+def _padded(shape: tuple[int, ...], site: Site) -> bool:
+    """Return whether a stored shape is the parameter's under another padding."""
+    return bool(getattr(site, "is_padded", False)) and len(shape) == len(site.shape)
+
+
+def _set_options(
+    group: dict[str, Any], found: Sequence[Mapping[str, Any]], members: Sequence[str]
+) -> None:
+    """Give a group the options of its members.
+
+    Raises:
+        LayoutMismatch: members come from groups with different options.
+    """
+    if not found:
+        return
+    first = found[0]
+    for other in found[1:]:
+        if other is not first and not _equal(other, first):
+            raise LayoutMismatch(
+                "parameters of one group must have been saved with equal options, got "
+                f"different ones among {list(members)[:8]}; divide the group as it was saved"
+            )
+    for key, value in first.items():
+        if key not in KERNELS or key not in group:
+            group[key] = restore(group.get(key), value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return set(a) == set(b) and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+def _set_numbers(
+    optimizers: Sequence[Any],
+    site_of: Callable[[Tensor], Site | None],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> None:
+    if not numbers:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                site = site_of(parameter)
+                if site is not None and site.fqn in numbers:
+                    optimizer.state[parameter].update(numbers[site.fqn])
+
+
+GROUP = "param_group"
+"""Key of the number of a parameter's group, where no rank knows all parameters."""
+
+
+def _gather_membership(
+    gathering: Gathering,
+    groups: Sequence[dict[str, Any]],
+    site_of: Callable[[Tensor], Site | None],
+) -> None:
+    """Store each parameter's group as a number beside its state; groups are the same on all ranks.
+
+    Pipeline stages hold different parameters, so that no rank could write the list of members.
+    """
+    kept: list[tuple[dict[str, Any], list[Tensor], list[str]]] = []
+    for number, group in enumerate(groups):
+        values: list[Tensor] = []
+        members: list[str] = []
+        for parameter in group["params"]:
+            site = _site(site_of, parameter)
+            stored = gathering.stored.find("optim", f"{site.fqn}.{GROUP}")
+            if gathering.for_load and stored is None:
+                continue
+            value = torch.tensor(number)
+            for name, placed in site.pieces(GROUP, value):
+                gathering.add("optim", f"{name}.{GROUP}", placed)
+            values.append(value)
+            members.append(site.fqn)
+        kept.append((group, values, members))
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        options = shared.get(PART, {}).get("options", [])
+        for group, values, members in kept:
+            found = [options[int(value)] for value in values if int(value) < len(options)]
+            _set_options(group, found, members)
+
+    gathering.after(finish)
