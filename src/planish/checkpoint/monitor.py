@@ -60,13 +60,25 @@ class Straggler:
         )
 
 
-def stragglers(timeline: Timeline) -> list[Straggler]:
-    """Return the ranks over twice the median time and over one second, slowest first.
+def own_work(timeline: Timeline) -> Timeline:
+    """Return the records of what each rank does itself.
 
-    Waiting for others (`barrier`, `commit`) does not count, or all ranks would be as slow as one.
+    Waiting for others does not count, nor what the coordinator of a save does after all of them:
+    otherwise the coordinator, or every rank, would seem as slow as the slowest.
     """
-    work = Timeline([r for r in timeline.records if r.stage not in {"barrier", "commit"}])
-    spans = work.end_to_end()
+    waits = {"save": {"barrier", "meta", "commit"}, "load": {"barrier"}}
+    return Timeline([r for r in timeline.records if r.stage not in waits[r.op]])
+
+
+def rank_seconds(timeline: Timeline) -> dict[int, float]:
+    """Return per rank the seconds from the start to the end of its own work."""
+    spans = own_work(timeline).end_to_end()
+    return {rank: spans.get(rank, 0.0) for rank in timeline.end_to_end()}
+
+
+def stragglers(timeline: Timeline) -> list[Straggler]:
+    """Return the ranks over twice the median time and over one second, slowest first."""
+    spans = rank_seconds(timeline)
     if len(spans) < 2:
         return []
     median = statistics.median(spans.values())
@@ -74,8 +86,8 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
     slow = sorted((-seconds, rank) for rank, seconds in spans.items() if seconds > limit)
     if not slow:
         return []
-    hosts = host_of(work.records)
-    by_stage = _seconds_by_stage(work.records)
+    hosts = host_of(timeline.records)
+    by_stage = _seconds_by_stage(own_work(timeline).records)
     return [
         Straggler(rank, hosts.get(rank, ""), _worst(by_stage, rank, spans), -seconds, median)
         for seconds, rank in slow
