@@ -30,7 +30,7 @@ from planish.checkpoint.tree import Tree, plan_tree
 from planish.errors import PlanMismatch
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, TCPStore
 
 GRACE_SECONDS = 5.0
 """How much longer a rank waits for an answer from above than for one from below."""
@@ -193,6 +193,11 @@ class Control:
         """Raise the error of a rank that has aborted this operation, if one has."""
         if self._line is not None:
             self._line.raise_abort(self._scope)
+
+    def rendezvous(self) -> TCPStore:
+        """Return a connection to the store, for a group of the same ranks to meet in."""
+        assert self._line is not None
+        return self._line.store
 
     def close(self) -> None:
         """Leave; rank 0 takes the store with it."""

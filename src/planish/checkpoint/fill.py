@@ -1,0 +1,137 @@
+"""Pieces of tensors copied between bytes and their places, by plans; nothing is read or sent here.
+
+Bytes become elements without being looked at: the types on both sides are stood in for by unsigned
+integers of the same size, so that NaNs, signs of zeros and exotic floats come through unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planish.checkpoint.plan.reads import Pieces
+
+RAW: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}  # fmt: skip
+"""Bytes of an element to the type that stands in for it."""
+
+Array: TypeAlias = NDArray[Any]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class Target(Protocol):
+    """A wanted box that takes elements: a numpy array of a `RAW` type, or what acts like one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of the box."""
+
+    def __setitem__(self, place: tuple[slice, ...], value: Array, /) -> None:
+        """Copy the raw elements of `value` to `place`."""
+
+
+Targets: TypeAlias = Sequence[Sequence[Target]]
+"""[item][box]"""
+
+
+class PieceList:
+    """The rows of `Pieces` as plain Python values, ready to be copied one by one.
+
+    Example:
+        >>> one = np.ones((1, 1), np.int64)
+        >>> pieces = Pieces(one[0] * 0, one[0] * 0, one[0] * 0, one[0] * 0, one * 4, one * 2,
+        ...                 one * 0, one[0] * 4)
+        >>> target = np.zeros(2, np.uint32)
+        >>> PieceList(pieces).scatter(0, np.arange(8, dtype=np.uint8), 0, [[target]])
+        >>> target.tolist()
+        [50462976, 117835012]
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        """Take the rows over."""
+        self.item, self.box = pieces.item.tolist(), pieces.box.tolist()
+        self.source, self.strides = pieces.source.tolist(), pieces.strides.tolist()
+        self.lengths, self.target = pieces.lengths.tolist(), pieces.target.tolist()
+        self.itemsize = pieces.itemsize.tolist()
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.item)
+
+    def num_bytes(self, row: int) -> int:
+        """Return the bytes of a piece when it is packed."""
+        return int(math.prod(self.lengths[row]) * self.itemsize[row])
+
+    def strided(self, row: int, buffer: Bytes, base: int) -> Array:
+        """Return a piece as a view of the request that begins at byte `base` of `buffer`."""
+        return np.ndarray(
+            self.lengths[row],
+            RAW[self.itemsize[row]],
+            buffer=buffer,
+            offset=base + self.source[row],
+            strides=self.strides[row],
+        )
+
+    def packed(self, row: int, buffer: Bytes, base: int) -> Array:
+        """Return a piece as a view of densely packed bytes at byte `base` of `buffer`."""
+        return np.ndarray(self.lengths[row], RAW[self.itemsize[row]], buffer=buffer, offset=base)
+
+    def scatter(self, row: int, buffer: Bytes, base: int, targets: Targets) -> None:
+        """Copy a piece from the request at byte `base` of `buffer` to its place."""
+        self.place(row, self.strided(row, buffer, base), targets)
+
+    def place(self, row: int, value: Array, targets: Targets) -> None:
+        """Copy the elements of a piece to their place in the wanted box."""
+        target = targets[self.item[row]][self.box[row]]
+        dims = len(target.shape)
+        start, extent = self.target[row], self.lengths[row]
+        place = tuple(slice(start[d], start[d] + extent[d]) for d in range(dims))
+        target[place] = value.reshape(tuple(extent[:dims]))
+
+    def pack(self, rows: range, buffer: Bytes, base: int, out: Bytes) -> int:
+        """Pack pieces of one request densely into `out`; return the bytes written."""
+        filled = 0
+        for row in rows:
+            self.packed(row, out, filled)[...] = self.strided(row, buffer, base)
+            filled += self.num_bytes(row)
+        return filled
+
+    def unpack(self, rows: range, data: Bytes, targets: Targets) -> None:
+        """Copy densely packed pieces to their places."""
+        base = 0
+        for row in rows:
+            self.place(row, self.packed(row, data, base), targets)
+            base += self.num_bytes(row)
+
+
+def rows_by_request(pieces: Pieces, num_requests: int) -> list[range]:
+    """Return, for each request, the rows of pieces that are sorted by request."""
+    bounds = np.searchsorted(pieces.request, np.arange(num_requests + 1)).tolist()
+    return [range(bounds[i], bounds[i + 1]) for i in range(num_requests)]
+
+
+def numpy_targets(arrays: Sequence[Array], boxes: Sequence[Sequence[Any]]) -> Targets:
+    """Return targets for arrays that are filled as a whole.
+
+    Args:
+        arrays: one for each item: the shape of its only box, or 1-D in the order of its boxes.
+        boxes: [item][box], `Box`es.
+    """
+    return [list(_views(array, pieces)) for array, pieces in zip(arrays, boxes, strict=True)]
+
+
+def _views(array: Array, boxes: Sequence[Any]) -> Iterator[Array]:
+    raw = array.view(RAW[array.dtype.itemsize])
+    if len(boxes) == 1:
+        yield raw.reshape(boxes[0].lengths) if raw.flags.c_contiguous else raw
+        return
+    start = 0
+    for box in boxes:
+        yield raw[start : start + box.volume].reshape(box.lengths)
+        start += box.volume
