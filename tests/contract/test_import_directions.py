@@ -16,7 +16,7 @@ LAYERS = [
     {"models", "logprobs", "engines", "algorithms", "checkpoint", "parallel", "measure"},
     {
         *("prepare", "curate", "sft", "rollout", "reward", "train", "evaluate", "report"),
-        *("checkpoint_stage", "next_run", "show", "doctor"),
+        *("checkpoint_stage", "next_run", "show", "doctor", "minder"),
     },
     {"components", "pipelines", "__main__"},
 ]

@@ -1,0 +1,212 @@
+"""The denoising model: one LSTM-VAE for each metric.
+
+Source: Minder, arXiv 2411.01791, section 4.2: windows of 8 samples, hidden size 4, latent size 8,
+one LSTM layer in encoder and decoder, mean squared error. Optimiser, schedule and the weight of the
+divergence are not published; they are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from planish.minder.denoise import WINDOW
+
+F32 = NDArray[np.float32]
+
+_BATCH_ROWS = 8_192
+"""Windows of one forward pass when nothing is learned."""
+
+
+class LstmVae(nn.Module):
+    """Encoder LSTM(1 -> 4), latent Gaussian in 8 dimensions, decoder LSTM(8 -> 4)."""
+
+    def __init__(self, *, hidden: int = 4, latent: int = 8, width: int = 1) -> None:
+        """Build the model; `width` values a sample (1, or all metrics for the integrated one)."""
+        super().__init__()
+        self.encoder = nn.LSTM(width, hidden, batch_first=True)
+        self.mean = nn.Linear(hidden, latent)
+        self.logvar = nn.Linear(hidden, latent)
+        self.decoder = nn.LSTM(latent, hidden, batch_first=True)
+        self.output = nn.Linear(hidden, width)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log-variance [M, latent] of windows [M, 8, width]."""
+        _, (last, _) = self.encoder(x)
+        return self.mean(last[0]), self.logvar(last[0]).clamp(-10.0, 4.0)
+
+    def decode(self, z: Tensor, length: int) -> Tensor:
+        """Return windows [M, length, width] of latent vectors [M, latent]."""
+        states, _ = self.decoder(z[:, None].expand(-1, length, -1))
+        decoded: Tensor = self.output(states)
+        return decoded
+
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the reconstruction, mean and log-variance; without noise z is the mean."""
+        mean, logvar = self.encode(x)
+        z = mean if noise is None else mean + torch.exp(logvar / 2) * noise
+        return self.decode(z, x.shape[1]), mean, logvar
+
+
+def divergence(mean: Tensor, logvar: Tensor) -> Tensor:
+    """Return the mean Kullback-Leibler divergence from the standard normal, in nats."""
+    return -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum(dim=1).mean()
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained."""
+
+    learning_rate: float = 1e-3
+    batch_size: int = 1024
+    max_epochs: int = 60
+    patience: int = 6
+    """Epochs without a better held-out error before training stops."""
+    beta: float = 1e-4
+    """Weight of the divergence at the end; it grows from 0 over the first third of the epochs."""
+    grad_clip: float = 1.0
+    max_windows: int = 200_000
+    """A random subset of the training windows this large is used."""
+    max_seconds: float = math.inf
+    """No epoch is begun after this time."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What training ended with."""
+
+    mse_train: float
+    mse_held_out: float
+    """Mean squared error per sample on held-out jobs, of the model that is kept."""
+    variance_held_out: float
+    """Of the same samples: what a constant would leave."""
+    divergence: float
+    """Nats; near 0 the latent variable says nothing."""
+    epochs: int
+
+
+def train_vae(
+    windows: F32,
+    held_out: F32,
+    training: Training,
+    *,
+    progress: Callable[[int, float], None] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> tuple[LstmVae, Losses]:
+    """Fit a model to windows of healthy jobs.
+
+    Args:
+        windows: [M, 8] or [M, 8, width], values in 0 .. 1.
+        held_out: [K, 8] or [K, 8, width], of other jobs.
+        training: how.
+        progress: called with the epoch and its held-out error.
+        clock: seconds, for `max_seconds`.
+
+    Returns:
+        The model with the smallest held-out error, and its losses.
+    """
+    generator = torch.Generator().manual_seed(training.seed)
+    data, test = _tensor(windows), _tensor(held_out)
+    if len(data) > training.max_windows:
+        data = data[torch.randperm(len(data), generator=generator)[: training.max_windows]]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(training.seed)
+        model = LstmVae(width=data.shape[2])
+    optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
+    start = clock() if clock else 0.0
+    best, best_weights, stale, epoch, last_train = math.inf, _copy(model), 0, 0, math.inf
+    for epoch in range(1, training.max_epochs + 1):
+        beta = training.beta * min(1.0, 3 * (epoch - 1) / training.max_epochs)
+        last_train = _epoch(model, optimizer, data, beta, training, generator)
+        error = reconstruction_error(model, test)
+        if progress:
+            progress(epoch, error)
+        if error < best * (1 - 1e-4):
+            best, best_weights, stale = error, _copy(model), 0
+        else:
+            stale += 1
+        if stale >= training.patience or (clock and clock() - start > training.max_seconds):
+            break
+    model.load_state_dict(best_weights)
+    with torch.no_grad():
+        nats = float(divergence(*model.encode(test[:65_536])))
+    variance = float(test.var(correction=0))
+    return model.eval(), Losses(last_train, best, variance, nats, epoch)
+
+
+def _epoch(
+    model: LstmVae,
+    optimizer: torch.optim.Optimizer,
+    data: Tensor,
+    beta: float,
+    training: Training,
+    generator: torch.Generator,
+) -> float:
+    total = 0.0
+    order = torch.randperm(len(data), generator=generator)
+    for rows in torch.split(order, training.batch_size):
+        batch = data[rows]
+        noise = torch.randn(len(batch), model.mean.out_features, generator=generator)
+        restored, mean, logvar = model(batch, noise)
+        error = nn.functional.mse_loss(restored, batch)
+        optimizer.zero_grad(set_to_none=True)
+        (error + beta * divergence(mean, logvar)).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
+        optimizer.step()
+        total += float(error.detach()) * len(batch)
+    return total / max(1, len(data))
+
+
+@torch.no_grad()
+def reconstruction_error(model: LstmVae, windows: Tensor) -> float:
+    """Return the mean squared error per sample of windows [M, 8, width]."""
+    total = 0.0
+    for batch in torch.split(windows, _BATCH_ROWS):
+        total += float(((model(batch)[0] - batch) ** 2).sum())
+    return total / max(1, windows.numel())
+
+
+def _tensor(windows: F32) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(windows, np.float32))
+    return tensor[..., None] if tensor.dim() == 2 else tensor
+
+
+def _copy(model: LstmVae) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+class Vae:
+    """A trained model as a denoiser."""
+
+    name = "vae"
+
+    def __init__(
+        self,
+        metric: str,
+        model: LstmVae,
+        *,
+        version: str,
+        quality: str = "good",
+        latent: bool = False,
+    ) -> None:
+        """Wrap a model; `latent` compares the latent means in place of reconstructions."""
+        self.metric, self.model, self.version = metric, model.eval(), version
+        self.quality, self.latent = quality, latent
+
+    @torch.no_grad()
+    def embed(self, windows: F32) -> F32:
+        """Return [M, 8]: reconstructions, or latent means."""
+        width = self.model.mean.out_features if self.latent else WINDOW
+        result = np.empty((len(windows), width), np.float32)
+        for start in range(0, len(windows), _BATCH_ROWS):
+            batch = _tensor(windows[start : start + _BATCH_ROWS])
+            found = self.model.encode(batch)[0] if self.latent else self.model(batch)[0][..., 0]
+            result[start : start + len(batch)] = found.numpy()
+        return result

@@ -1,0 +1,43 @@
+"""Frames from raw samples: order, duplicates, gaps, clocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planish.errors import RecordError
+from planish.minder.frame import Frame, align, clean
+
+
+def one(ts, values, *, start=0, end=4, metric="cpu_usage"):
+    samples = {metric: {"a": (np.array(ts, float), np.array(values, float))}}
+    return align("job", start, end, ["a", "b"], samples).values[metric]
+
+
+def test_disorder_duplicates_and_broken_values_are_cleaned():
+    ts, values = clean(
+        np.array([3, 1, 1, 2, 4, 5, 6.0]), np.array([30, 9, 10, np.nan, -1, 1e300, np.inf])
+    )
+    assert ts.tolist() == [1, 3]
+    assert values.tolist() == [10, 30]
+
+
+def test_a_clock_that_is_off_by_a_part_of_a_second_is_moved():
+    found = one([0.4, 1.4, 2.4, 3.4], [1, 2, 3, 4])
+    assert found[:, 0].tolist() == [1, 2, 3, 4]
+
+
+def test_a_machine_without_samples_stays_without_values():
+    assert np.isnan(one([0, 1, 2, 3], [1, 2, 3, 4])[:, 1]).all()
+
+
+def test_a_lost_sample_is_missing_and_not_repeated():
+    found = one([0, 1, 3], [1, 2, 4])[:, 0]
+    np.testing.assert_array_equal(found, np.array([1, 2, np.nan, 4], np.float32))
+
+
+def test_a_frame_refuses_gaps_and_unsorted_machines():
+    with pytest.raises(RecordError, match="rise by 1 second"):
+        Frame("job", np.array([1, 3]), ("a",), {})
+    with pytest.raises(RecordError, match="sorted and unique"):
+        Frame("job", np.array([1, 2]), ("b", "a"), {})
