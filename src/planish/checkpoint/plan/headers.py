@@ -7,22 +7,15 @@ lengths. Planning needs only how long a header gets; the text is the work of eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
-from urllib.parse import quote
+from typing import NamedTuple
 
 import numpy as np
 
 from planish.checkpoint.geometry import I64
 from planish.checkpoint.plan.ordering import run_sums
+from planish.checkpoint.safetensors_file import ALIGNMENT, Entry, plan_header
+from planish.checkpoint.tables import ITEM_BYTES
 
-ALIGNMENT = 64
-"""Data begin at a multiple of so many bytes; padded with spaces, which the format allows."""
-_PLAIN = " !#$&'()*+,/:;<=>?@[]^`{}~"
-"""Kept in names besides letters, digits and `_.-`; all else is percent-encoded, `|` and `%` too."""
-_STORED = {"C128": ("F64", (2,))}
-"""Types that the format cannot name: as what they are stored, and the dimensions added."""
-_FIXED = len('"||":{"dtype":"","shape":[],"data_offsets":[,]}')
-Size = TypeVar("Size", int, I64)
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 
 
@@ -43,21 +36,11 @@ class Rows(NamedTuple):
     """[b], one past the last byte."""
 
 
-def quoted(fqn: str) -> str:
-    """Return a tensor's name as headers spell it: printable ASCII, no `|`, no quotes.
-
-    Example:
-        >>> quoted("model.a|b")
-        'model.a%7Cb'
-    """
-    return quote(fqn, safe=_PLAIN, errors="surrogatepass")
-
-
 def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
     """Return the beginning of a file: length word, JSON and padding.
 
     Args:
-        names: Of the tensors, as `quoted` returns them.
+        names: Of the tensors, as `safetensors_file.quote_fqn` returns them.
         dtypes: Of the tensors.
         rows: Entries in the order of their bytes.
 
@@ -67,45 +50,45 @@ def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
         >>> header(["w"], ["F32"], box)[8:].rstrip()
         b'{"w|0|2":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     """
-    columns = (column.tolist() for column in rows)
-    texts = []
-    for tensor, dims, offsets, lengths, start, stop in zip(*columns, strict=True):
-        dtype, more = _STORED.get(dtypes[tensor], (dtypes[tensor], ()))
-        shown = ",".join(map(str, lengths[:dims]))
-        shape = ",".join(map(str, (*lengths[:dims], *more)))
-        name = f"{names[tensor]}|{','.join(map(str, offsets[:dims]))}|{shown}"
-        texts.append(
-            f'"{name}":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{stop}]}}'
-        )
-    text = ("{" + ",".join(texts) + "}").encode("ascii")
-    size = _padded(8 + len(text))
-    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    entries = []
+    columns = (column.tolist() for column in rows[:4])
+    for tensor, dims, offsets, lengths in zip(*columns, strict=True):
+        box = f"{','.join(map(str, offsets[:dims]))}|{','.join(map(str, lengths[:dims]))}"
+        entries.append(Entry(f"{names[tensor]}|{box}", dtypes[tensor], tuple(lengths[:dims])))
+    return plan_header(entries)[0]
 
 
 def header_sizes(names: Sequence[str], dtypes: Sequence[str], rows: Rows, files: I64) -> I64:
     """Return [f]: the bytes of each header that `header` would write.
 
     Args:
-        names: Of the tensors, as `quoted` returns them.
+        names: Of the tensors, as `safetensors_file.quote_fqn` returns them.
         dtypes: Of the tensors.
         rows: Entries of all files, file by file.
         files: [f], the first row of each file; no file is empty.
     """
-    stored = [_STORED.get(dtype, (dtype, ())) for dtype in dtypes]
-    fixed = np.array(
-        [
-            len(name) + len(dtype) + sum(1 + len(str(side)) for side in more)
-            for name, (dtype, more) in zip(names, stored, strict=True)
-        ],
-        np.int64,
-    )
-    scalars = np.array([bool(more) for _, more in stored], bool)
-    size = _FIXED + 1 + fixed[rows.tensor] + digits(rows.start) + digits(rows.stop)
-    size += 3 * np.maximum(rows.dims - 1, 0) - (scalars[rows.tensor] & (rows.dims == 0))
+    fixed = {dtype: _fixed(dtype) for dtype in dict.fromkeys(dtypes)}
+    lengths = np.array([len(name) for name in names], np.int64)
+    scalar, sided = np.array([fixed[dtype] for dtype in dtypes], np.int64).reshape(-1, 2).T
+    size = np.where(rows.dims == 0, scalar[rows.tensor], sided[rows.tensor]) + 1
+    size += lengths[rows.tensor] + digits(rows.start) + digits(rows.stop)
+    size += 3 * np.maximum(rows.dims - 1, 0)
     for dim in range(rows.offsets.shape[1]):
         count = digits(rows.offsets[:, dim]) + 2 * digits(rows.lengths[:, dim])
         size += np.where(rows.dims > dim, count, 0)
-    return _padded(run_sums(size, files) + 8 + 1)
+    # The length word and two braces; one comma less than entries.
+    total = run_sums(size, files) + 8 + 2 - 1
+    return np.asarray(-(-total // ALIGNMENT) * ALIGNMENT)
+
+
+def _fixed(dtype: str) -> tuple[int, int]:
+    """Return the characters of an entry besides name and numbers: of a scalar, and of others."""
+    known = len("{}") + len(f"0{ITEM_BYTES[dtype]}")
+    scalar, sided = (
+        len(plan_header([Entry(name, dtype, shape)])[0][8:].rstrip()) - known
+        for name, shape in (("||", ()), ("|0|1", (1,)))
+    )
+    return scalar, sided - 3
 
 
 def digits(values: I64) -> I64:
@@ -116,7 +99,3 @@ def digits(values: I64) -> I64:
         [1, 1, 2, 5]
     """
     return np.searchsorted(_POWERS, values, side="right").astype(np.int64) + 1
-
-
-def _padded(size: Size) -> Size:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -12,8 +12,9 @@ import numpy as np
 
 from planish.checkpoint.geometry import I64, volumes
 from planish.checkpoint.model import Columns, FileTable, Metadata, Shards
-from planish.checkpoint.plan.headers import Rows, header, quoted
+from planish.checkpoint.plan.headers import Rows, header
 from planish.checkpoint.plan.ordering import before, order_by, ranges, strides_of
+from planish.checkpoint.safetensors_file import quote_fqn
 from planish.checkpoint.tables import TensorTable
 from planish.errors import PlanMismatch
 
@@ -101,7 +102,7 @@ def _read_file(data: bytes, position: int, columns: Columns) -> tuple[FilePlan, 
     if (items < 0).any() or (starts < 0).any() or (stops <= starts).any():
         raise ValueError("an entry outside of its item")
     rows = entry_rows(columns, items, starts, stops)
-    head = header([quoted(name) for name in columns.tensors.fqns], columns.tensors.dtypes, rows)
+    head = header([quote_fqn(name) for name in columns.tensors.fqns], columns.tensors.dtypes, rows)
     end = len(head) + int(rows.stop[-1]) if entries else len(head)
     if (len(head), end) != (header_size, size):
         raise ValueError(f"a file of {end} bytes with a header of {len(head)}, not {size}")
@@ -229,7 +230,7 @@ class GlobalPlan:
 
     @functools.cached_property
     def _names(self) -> Sequence[str]:
-        return [quoted(name) for name in self.tensors.fqns]
+        return [quote_fqn(name) for name in self.tensors.fqns]
 
     @functools.cached_property
     def _shards(self) -> Shards:

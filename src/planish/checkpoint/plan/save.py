@@ -18,16 +18,21 @@ from planish.checkpoint.geometry import I64, volumes
 from planish.checkpoint.model import Columns
 from planish.checkpoint.plan.balance import Parts, choose_writers, cut_parts
 from planish.checkpoint.plan.gather import Gathered, gather, group_replicas
-from planish.checkpoint.plan.headers import Rows, header_sizes, quoted
+from planish.checkpoint.plan.headers import Rows, header_sizes
 from planish.checkpoint.plan.ordering import before, fresh, order_by, ranges, run_sums
 from planish.checkpoint.plan.records import GlobalPlan
 from planish.checkpoint.plan.tiling import refuse_gaps
+from planish.checkpoint.safetensors_file import quote_fqn
 from planish.checkpoint.tables import TensorTable
 
 SPLIT_BYTES = 64 << 20
 """Larger replicated items are shared by several ranks."""
 FILE_BYTES = 4 << 30
 """A file takes no further entry once it has so many bytes."""
+HEADER_BYTES = 16 << 20
+"""Likewise, once its header has about so many."""
+_ROW_BYTES = 160
+"""About the text of an entry in a header, without the name of its tensor."""
 
 
 def plan_save(
@@ -88,11 +93,16 @@ def _lay_out(gathered: Gathered, parts: Parts, writers: I64, ranks: int) -> Glob
     streams = fresh(rank, folders[tensor])
     stream = np.cumsum(streams) - 1
     behind = before(nbytes)
-    turn = (behind - behind[streams][stream]) // FILE_BYTES
-    files = np.flatnonzero(fresh(stream, turn)).astype(np.int64)
+    names = [quote_fqn(name) for name in tensors.fqns]
+    text = before(
+        parts.count[order] * np.array([_ROW_BYTES + len(n) for n in names], np.int64)[tensor]
+    )
+    full = (behind - behind[streams][stream]) // FILE_BYTES
+    long = (text - text[streams][stream]) // HEADER_BYTES
+    files = np.flatnonzero(fresh(stream, full, long)).astype(np.int64)
     number = np.arange(len(files)) - np.flatnonzero(fresh(stream[files]))[stream[files]]
     rows, box_first = _boxes(tensors, parts, order, tensor, files)
-    sizes = header_sizes([quoted(name) for name in tensors.fqns], tensors.dtypes, rows, box_first)
+    sizes = header_sizes(names, tensors.dtypes, rows, box_first)
     file_rank = rank[files]
     return GlobalPlan(
         ranks,
