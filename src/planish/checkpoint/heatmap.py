@@ -168,8 +168,8 @@ def heat_map(timeline: Timeline) -> HeatMap:
         slowest = [max(cells, key=lambda cell: cell.seconds) for cells in groups.values()]
         groups = {}
         for number, cell in enumerate(slowest):
-            first = number - number % 64
-            groups.setdefault(f"machines {first} to {first + 63}", []).append(cell)
+            first = number - number % 32
+            groups.setdefault(f"machines {first} to {first + 31}", []).append(cell)
     return HeatMap(
         tuple(Row(host, tuple(cells)) for host, cells in groups.items()),
         bounds,
@@ -189,10 +189,10 @@ def _place(rank: int) -> str:
 def _bounds(seconds: Sequence[float]) -> tuple[float, ...]:
     """Return equal steps from the fastest rank to the slowest.
 
-    Ranks that differ by less than a tenth share a shade: noise must not look like a finding.
+    The scale spans at least half the fastest time: noise must not look like a finding.
     """
     low, high = min(seconds, default=0.0), max(seconds, default=0.0)
-    high = max(high, low * 1.1, low + 1e-3)
+    high = max(high, low * 1.5, low + 1e-3)
     return tuple(low + (high - low) * step / LEVELS for step in range(LEVELS + 1))
 
 

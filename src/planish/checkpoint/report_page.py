@@ -33,7 +33,7 @@ from planish.checkpoint.timings import Timeline
 _CHART_WIDTH = 1128.0
 _LANE_HEIGHT = 24
 _TOP = 26
-_RIGHT = 260.0
+_RIGHT = 290.0
 _NUM_COLORS = 7
 _MAX_LANES = 60
 _MAX_BARS = 400
@@ -127,7 +127,8 @@ def _page(timeline: Timeline, title: str, rank: int | None) -> Page:
     name_px = min(240, 12 + 8 * max((len(row.host) for row in grid.rows), default=0))
     sizes = _cell_sizes(grid, name_px)
     slow = [str(one) for one in grid.stragglers[:_MAX_LISTED]]
-    what = "machine, by its slowest rank" if grid.is_by_host else "rank"
+    what = "One cell is a machine, by its slowest rank"
+    what = what if grid.is_by_host else "One row is a machine, one cell a rank"
     chosen = _chosen_ranks(timeline, rank)
     return Page(
         title=printable(title, limit=300),
@@ -138,8 +139,7 @@ def _page(timeline: Timeline, title: str, rank: int | None) -> Page:
         straggler_title=f"{_count(len(grid.stragglers), 'rank')} held up the others",
         map_title="Ranks by time",
         map_lead=(
-            f"One row is a machine, one cell a {what}: from the start to the end of its own work, "
-            "without waiting for others."
+            f"{what}: from the start to the end of its own work, without waiting for others."
         ),
         scale=(seconds_text(grid.bounds[0]), seconds_text(grid.bounds[-1])),
         rows=[_row(row, is_numbered=sizes[0] >= 44) for row in grid.rows],
@@ -243,7 +243,7 @@ def _lane(lane: Lane, number: int, left: float, scale: float) -> dict[str, Any]:
     facts += [_count(lane.retries, "retry").replace("retrys", "retries")] if lane.retries else []
     text = "  \u00b7  ".join(fact for fact in facts if fact)
     stop = left + lane.end * scale
-    room = 7.0 * len(text) + 16
+    room = 6.2 * len(text) + 16
     is_left = stop + room > _CHART_WIDTH
     start = left + lane.start * scale
     # Where neither side has room, the text goes to the start of the lane, above the bar's end.

@@ -33,13 +33,14 @@ def text_report(timeline: Timeline, *, title: str, rank: int | None = None) -> s
         rank: whose timeline to draw; None for the slowest.
     """
     grid = heat_map(timeline)
+    title = printable(title, limit=300)
     op = timeline.records[0].op if timeline.records else "save"
     if not grid.rows:
         return f"{op} of {title}: no records\n"
     chosen = slowest_rank(timeline) if rank is None else rank
     parts = [
         _summary(timeline, grid, f"{op} of {title}"),
-        *(f"! straggler: {one}" for one in grid.stragglers[:20]),
+        *(f"! straggler: {printable(str(one), limit=200)}" for one in grid.stragglers[:20]),
         "",
         *_grid_lines(grid),
         "",
