@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.cover import cover_fault
+from planish.checkpoint.geometry import Box, BoxIndex, flat_boxes, intersect, shift, whole
+from tests.unit.checkpoint.tilings import random_shape, random_tiling
+
+SHAPES = st.lists(st.integers(0, 6), max_size=5).map(tuple)
+
+
+def arrays(boxes, dims):
+    return tuple(
+        np.array([box[side] for box in boxes], np.int64).reshape(len(boxes), dims)
+        for side in (0, 1)
+    )
+
+
+def view(array, box, origin):
+    """Return the part of `array`, which begins at `origin` of its tensor, that `box` covers."""
+    sides = zip(box.offsets, box.lengths, origin, strict=True)
+    return array[(..., *(slice(o - a, o - a + n) for o, n, a in sides))]
+
+
+def test_the_halves_of_three_rows_by_two_are_those_of_the_paper():
+    assert flat_boxes((3, 2), 0, 3) == [Box((0, 0), (1, 2)), Box((1, 0), (1, 1))]
+    assert flat_boxes((3, 2), 3, 6) == [Box((1, 1), (1, 1)), Box((2, 0), (1, 2))]
+
+
+def test_six_elements_over_four_ranks_are_two_two_two_and_nothing():
+    size = -(-6 // 4)
+    held = [flat_boxes((6,), min(6, r * size), min(6, r * size + size)) for r in range(4)]
+    assert [sum(box.volume for box in boxes) for boxes in held] == [2, 2, 2, 0]
+    assert held[3] == []
+
+
+def test_a_scalar_has_one_element_and_one_box():
+    assert flat_boxes((), 0, 1) == [Box((), ())]
+    assert flat_boxes((), 0, 0) == []
+    assert whole(()).volume == 1
+    assert intersect(Box((), ()), Box((), ())) == Box((), ())
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
+def test_a_range_outside_of_the_box_is_refused(start, stop):
+    with pytest.raises(ValueError, match=r"must lie in \[0, 6\]"):
+        flat_boxes((3, 2), start, stop)
+
+
+@given(SHAPES, st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=600, deadline=None)
+def test_a_flat_range_becomes_few_consecutive_boxes(shape, a, b):
+    volume = math.prod(shape)
+    start, stop = sorted((int(a * volume), int(b * volume)))
+    boxes = flat_boxes(shape, start, stop)
+    numbers = np.arange(volume).reshape(shape)
+    parts = [view(numbers, box, (0,) * len(shape)).reshape(-1) for box in boxes]
+    assert np.concatenate([*parts, np.zeros(0, int)]).tolist() == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(min(box.lengths, default=1) > 0 for box in boxes)
+
+
+def test_the_bound_of_boxes_is_reached():
+    assert len(flat_boxes((4, 4), 1, 15)) == 3
+    assert len(flat_boxes((3, 3, 3), 1, 26)) == 5
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_an_intersection_holds_what_both_hold(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    a, b = (rng.choice(rng.choice(random_tiling(rng, shape))) for _ in range(2))
+    marks = np.zeros(shape, np.int64)
+    for box in (a, b):
+        view(marks, box, (0,) * len(shape))[...] += 1
+    both = intersect(a, b)
+    assert intersect(b, a) == both
+    assert int((marks == 2).sum()) == (both.volume if both else 0)
+    if both:
+        assert (view(marks, both, (0,) * len(shape)) == 2).all()
+        assert intersect(both, a) == both
+
+
+def test_a_moved_box_keeps_its_lengths():
+    assert shift(Box((1, 0), (2, 3)), (4, 5)) == Box((5, 5), (2, 3))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=2500, deadline=None)
+def test_any_tiling_is_filled_bitwise_from_any_other(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    origin = (0,) * len(shape)
+    tensor = np.random.default_rng(seed).integers(0, 1 << 63, shape, np.int64)
+    source, target = random_tiling(rng, shape), random_tiling(rng, shape)
+    stored = [box for piece in source for box in piece]
+    # Bytes as a file holds them: the boxes of a piece one after the other.
+    blobs = [view(tensor, box, origin).tobytes() for box in stored]
+    offsets, lengths = arrays(stored, len(shape))
+    assert cover_fault(shape, offsets, lengths) == ""
+    index = BoxIndex(offsets, lengths)
+    for box in (box for piece in target for box in piece):
+        filled = np.full(box.lengths, -1, np.int64)
+        for row in index.overlapping(box).tolist():
+            both = intersect(box, stored[row])
+            held = np.frombuffer(blobs[row], np.int64).reshape(stored[row].lengths)
+            view(filled, both, box.offsets)[...] = view(held, both, stored[row].offsets)
+        assert filled.tobytes() == view(tensor, box, origin).tobytes()
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_the_pieces_of_a_flat_shard_lie_one_after_the_other(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    tensor = np.random.default_rng(seed).integers(0, 1 << 63, shape, np.int64)
+    volume = math.prod(shape)
+    start, stop = sorted((rng.randint(0, volume), rng.randint(0, volume)))
+    slices = [view(tensor, box, (0,) * len(shape)) for box in flat_boxes(shape, start, stop)]
+    assert b"".join(s.tobytes() for s in slices) == tensor.reshape(-1)[start:stop].tobytes()
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_the_index_finds_what_a_comparison_with_every_box_finds(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    boxes = [box for piece in random_tiling(rng, shape) for box in piece]
+    boxes = rng.sample(boxes, rng.randint(0, len(boxes)))
+    index = BoxIndex(*arrays(boxes, len(shape)))
+    asked = rng.choice(rng.choice(random_tiling(rng, shape)))
+    expected = [row for row, box in enumerate(boxes) if intersect(box, asked)]
+    assert index.overlapping(asked).tolist() == expected
+    assert len(index) == len(boxes)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.cover import cover_fault, cover_faults
+from planish.checkpoint.geometry import Box, flat_boxes
+from tests.unit.checkpoint.test_geometry import arrays, view
+from tests.unit.checkpoint.tilings import random_shape, random_tiling
+
+
+def fault(shape, *boxes):
+    return cover_fault(shape, *arrays(boxes, len(shape)))
+
+
+def counts(shape, boxes):
+    """Return how often each element is held."""
+    held = np.zeros(shape, np.int64)
+    for box in boxes:
+        view(held, box, (0,) * len(shape))[...] += 1
+    return held
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ((4,), [((0,), (2,)), ((2,), (2,))], ""),
+        ((4,), [((0,), (2,)), ((2,), (3,))], "the box [2:5] is empty or outside of shape (4,)"),
+        ((4,), [((0,), (0,))], "the box [0:0] is empty or outside of shape (4,)"),
+        ((4,), [((-1,), (5,))], "the box [-1:4] is empty or outside of shape (4,)"),
+        ((4,), [((0,), (3,)), ((2,), (2,))], "the boxes [0:3] and [2:4] of shape (4,) overlap"),
+        ((4,), [((0,), (4,)), ((0,), (4,))], "the boxes [0:4] and [0:4] of shape (4,) overlap"),
+        ((), [((), ())], ""),
+        ((), [((), ()), ((), ())], "the boxes [] and [] of shape () overlap"),
+        ((), [], "no box holds [] of shape (): 0 of 1 elements in 0 boxes"),
+        ((0, 3), [], ""),
+        (
+            (2, 3),
+            [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 1))],
+            "no box holds [1:2, 1:2] of shape (2, 3): 5 of 6 elements in 3 boxes",
+        ),
+    ],
+)
+def test_the_fault_names_the_boxes(shape, boxes, expected):
+    assert fault(shape, *boxes) == expected
+
+
+def test_sums_that_would_overflow_are_refused():
+    huge = (1 << 40, 1 << 40)
+    assert "less than 2**62 elements" in fault(huge, (((0, 0)), huge))
+    far = cover_fault((4,), np.array([[2**63 - 1]]), np.array([[2**63 - 1]]))
+    assert "outside" in far
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=500, deadline=None)
+def test_every_damage_of_a_tiling_is_found_and_told_right(seed):
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    boxes = [box for piece in random_tiling(rng, shape) for box in piece]
+    row = rng.randrange(len(boxes))
+    damage = rng.choice(["drop", "twice", "grow", "shrink", "move"])
+    if damage == "drop":
+        del boxes[row]
+    elif damage == "twice":
+        boxes.append(boxes[row])
+    elif shape:
+        dim = rng.randrange(len(shape))
+        offsets, lengths = map(list, boxes[row])
+        if damage == "move":
+            offsets[dim] += rng.choice([-1, 1])
+        else:
+            lengths[dim] += 1 if damage == "grow" else -1
+        boxes[row] = Box(tuple(offsets), tuple(lengths))
+    told = fault(shape, *boxes)
+    inside = all(
+        o >= 0 and n > 0 and o + n <= s for b in boxes for o, n, s in zip(*b, shape, strict=True)
+    )
+    held = counts(shape, boxes) if inside else None
+    if held is None:
+        assert "outside" in told
+    elif (held > 1).any():
+        assert "overlap" in told
+    elif (held == 0).any():
+        assert (held[hole_of(told)] == 0).all()
+    else:
+        assert told == ""
+
+
+def hole_of(told):
+    """Return as an index the box of a message `no box holds [0:1, 2:3] of ...`."""
+    sides = told.removeprefix("no box holds [").partition("]")[0].split(", ")
+    return (..., *(slice(*map(int, side.split(":"))) for side in sides if side))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=200, deadline=None)
+def test_many_tensors_at_once_give_the_faults_of_each(seed):
+    rng = random.Random(seed)
+    shapes, owners, boxes, expected = [], [], [], {}
+    for tensor in range(rng.randint(1, 6)):
+        shape = random_shape(rng)
+        mine = [box for piece in random_tiling(rng, shape) for box in piece]
+        if rng.random() < 0.4:
+            mine = mine[1:]
+        if rng.random() < 0.2:
+            mine = [*mine, *mine[:1]]
+        shapes.append(shape)
+        owners += [tensor] * len(mine)
+        boxes += mine
+        if told := fault(shape, *mine):
+            expected[tensor] = told
+    width = max(map(len, shapes))
+    padded = [
+        np.array([(*side, *[fill] * (width - len(side))) for side in sides], np.int64)
+        for sides, fill in (
+            (shapes, 1),
+            ([b.offsets for b in boxes], 0),
+            ([b.lengths for b in boxes], 1),
+        )
+    ]
+    found = cover_faults(
+        padded[0],
+        np.array(owners, np.int64),
+        padded[1].reshape(len(boxes), width),
+        padded[2].reshape(len(boxes), width),
+        dims=np.array([len(shape) for shape in shapes]),
+    )
+    assert found == expected
+
+
+def test_a_million_shards_of_a_thousand_tensors_are_checked_in_seconds():
+    places = np.stack(
+        np.meshgrid(np.arange(1024), np.arange(32), np.arange(32), indexing="ij"), -1
+    ).reshape(-1, 3)
+    offsets = places[:, 1:] * np.array([8, 4])
+    lengths = np.tile(np.array([8, 4]), (len(places), 1))
+    shapes = np.tile(np.array([[256, 128]]), (1024, 1))
+    start = time.perf_counter()
+    assert cover_faults(shapes, places[:, 0], offsets, lengths) == {}
+    lengths[777_777, 1] = 5
+    assert list(cover_faults(shapes, places[:, 0], offsets, lengths)) == [777_777 // 1024]
+    assert time.perf_counter() - start < 30
+
+
+def test_flat_slices_of_a_thousand_ranks_are_checked_at_once():
+    cuts = np.linspace(0, 1000 * 999, 1025).astype(int).tolist()
+    boxes = [b for a, z in itertools.pairwise(cuts) for b in flat_boxes((1000, 999), a, z)]
+    assert len(boxes) == 2016
+    start = time.perf_counter()
+    assert fault((1000, 999), *boxes) == ""
+    assert "no box holds" in fault((1000, 999), *boxes[:700], *boxes[701:])
+    assert time.perf_counter() - start < 2
+
+
+def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time():
+    boxes = []
+    for row in range(0, 150, 3):
+        for column in range(0, 150, 3):
+            boxes += [
+                Box((row, column), (1, 2)), Box((row, column + 2), (2, 1)),
+                Box((row + 2, column + 1), (1, 2)), Box((row + 1, column), (2, 1)),
+                Box((row + 1, column + 1), (1, 1)),
+            ]  # fmt: skip
+    assert len(boxes) == 12_500
+    start = time.perf_counter()
+    assert fault((150, 150), *boxes) == ""
+    assert time.perf_counter() - start < 5
