@@ -85,6 +85,9 @@ class DetectConfig(Section):
     """Windows in a run that may have no candidate, at most 2 % of the run; 0 as published."""
     max_masked_share: float = Field(default=0.2, gt=0.0, le=1.0)
     """A window with more masked machines neither counts nor resets."""
+    only_most_unlike: bool = False
+    """Of several machines above the threshold only the most unlike one is candidate, as published;
+    two machines that are faulty alike then hide each other."""
     exhaustive: bool = True
     """Go on after the first faulty machine."""
     max_rounds: int = Field(default=3, ge=1)
@@ -143,6 +146,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "role_baseline": False,
         "compare_within_stage": False,
         "gap_tolerance": 0,
+        "only_most_unlike": True,
         "exhaustive": False,
         "warmup_seconds": 0,
         "idle_seconds": 0,
