@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import random
+import zlib
+
+import numpy as np
+import pytest
+
+from planish.checkpoint.integrity import (
+    ALGORITHMS,
+    BLOCK,
+    DEFAULT,
+    BlockStream,
+    block_crcs,
+    check_blocks,
+    widen,
+)
+from planish.errors import CheckpointCorrupt
+
+DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK + 17, np.uint8)
+
+
+def test_the_checksums_are_those_of_the_standards():
+    # iSCSI (RFC 3720, B.4): 32 zeros and 32 ones; the check value of both polynomials.
+    assert block_crcs(bytes(32), "crc32c").tolist() == [0x8A9136AA]
+    assert block_crcs(b"\xff" * 32, "crc32c").tolist() == [0x62A8AB43]
+    assert block_crcs(b"123456789", "crc32c").tolist() == [0xE3069283]
+    assert block_crcs(b"123456789", "crc32").tolist() == [0xCBF43926]
+    assert DEFAULT == "crc32c"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
+def test_every_mib_has_its_own_checksum(algorithm, size):
+    crcs = block_crcs(DATA[:size], algorithm)
+    assert crcs.dtype == np.uint32
+    assert len(crcs) == -(-size // BLOCK)
+    blocks = [DATA[start : min(size, start + BLOCK)] for start in range(0, size, BLOCK)]
+    assert crcs.tolist() == [ALGORITHMS[algorithm](0, block) for block in blocks]
+
+
+def test_any_buffer_is_taken_without_a_copy():
+    raw = DATA[: BLOCK + 24].tobytes()
+    writable = bytearray(raw)
+    floats = np.frombuffer(raw, np.float64).reshape(-1, 1)
+    kinds = [raw, writable, memoryview(raw), memoryview(writable), memoryview(floats), floats]
+    wanted = [zlib.crc32(raw[:BLOCK]), zlib.crc32(raw[BLOCK:])]
+    assert [block_crcs(kind, "crc32").tolist() for kind in kinds] == [wanted] * 6
+    assert len({tuple(block_crcs(kind, "crc32c").tolist()) for kind in kinds}) == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_stream_of_pieces_has_the_checksums_of_the_whole(seed):
+    rng = random.Random(seed)
+    cuts = sorted(rng.randint(0, len(DATA)) for _ in range(rng.randint(0, 20)))
+    stream = BlockStream("crc32c")
+    for start, stop in zip([0, *cuts], [*cuts, len(DATA)], strict=True):
+        stream.update(DATA[start:stop])
+    assert stream.size == len(DATA)
+    assert stream.crcs().tolist() == block_crcs(DATA, "crc32c").tolist()
+
+
+@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 16])
+def test_a_flipped_bit_is_found_in_its_block(place):
+    crcs = block_crcs(DATA)
+    damaged = DATA.copy()
+    damaged[place] ^= 1
+    with pytest.raises(CheckpointCorrupt, match=rf"block {place // BLOCK} of 4") as caught:
+        check_blocks(damaged, crcs, file="data/a", algorithm=DEFAULT)
+    assert (caught.value.file, caught.value.block) == ("data/a", place // BLOCK)
+    check_blocks(DATA, crcs, file="data/a", algorithm=DEFAULT)
+
+
+def test_a_part_of_a_file_is_checked_alone():
+    crcs = block_crcs(DATA)
+    start, stop = widen(BLOCK + 5, 2 * BLOCK + 1, len(DATA))
+    assert (start, stop) == (BLOCK, 3 * BLOCK)
+    check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT, first=1)
+    with pytest.raises(CheckpointCorrupt) as caught:
+        check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT, first=2)
+    assert caught.value.block == 2
+
+
+def test_bytes_without_a_checksum_and_unknown_checksums_are_refused():
+    with pytest.raises(CheckpointCorrupt) as caught:
+        check_blocks(DATA, block_crcs(DATA)[:2], file="a", algorithm=DEFAULT)
+    assert caught.value.block == 2
+    with pytest.raises(CheckpointCorrupt, match="`md5`"):
+        check_blocks(DATA, block_crcs(DATA), file="a", algorithm="md5")
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "size", "expected"),
+    [
+        (0, 1, 10, (0, 10)),
+        (0, BLOCK, 5 * BLOCK, (0, BLOCK)),
+        (BLOCK - 1, BLOCK + 1, 5 * BLOCK, (0, 2 * BLOCK)),
+        (4 * BLOCK, 4 * BLOCK + 1, 4 * BLOCK + 3, (4 * BLOCK, 4 * BLOCK + 3)),
+    ],
+)
+def test_ranges_are_widened_to_whole_blocks(start, stop, size, expected):
+    assert widen(start, stop, size) == expected

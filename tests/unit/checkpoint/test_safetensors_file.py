@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.geometry import Box
+from planish.checkpoint.safetensors_file import (
+    Entry,
+    StoredEntry,
+    entry_name,
+    header_bytes,
+    parse_entry_name,
+    parse_header,
+    plan_header,
+    quote_fqn,
+)
+from planish.checkpoint.tables import ITEM_BYTES
+from planish.errors import CheckpointCorrupt
+
+ENTRIES = [
+    Entry("step||", "F64", ()),
+    Entry("w|0,0|2,3", "F32", (2, 3)),
+    Entry("w|2,0|1,3", "F32", (1, 3)),
+    Entry("h|0|3", "BF16", (3,)),
+    Entry("m|0|5", "BOOL", (5,)),
+]
+
+
+def test_offsets_follow_the_header_without_gaps():
+    header, starts = plan_header(ENTRIES)
+    assert len(header) % 64 == 0
+    assert (starts - len(header)).tolist() == [0, 8, 32, 44, 50]
+    assert [start % ITEM_BYTES[e.dtype] for start, e in zip(starts, ENTRIES, strict=True)] == [
+        0
+    ] * 5
+
+
+def test_other_libraries_read_the_file():
+    entries = [e for e in ENTRIES if e.dtype != "BF16"]
+    header, starts = plan_header(entries, notes={"format": "pt"})
+    data = np.arange(8 + 24 + 12 + 5, dtype=np.uint8) % 2
+    read = safetensors.numpy.load(header + data.tobytes())
+    assert set(read) == {entry.name for entry in entries}
+    for entry, start in zip(entries, (starts - len(header)).tolist(), strict=True):
+        assert read[entry.name].shape == entry.shape
+        assert read[entry.name].tobytes() == data[start : start + entry.nbytes].tobytes()
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+def test_every_type_has_a_place_in_the_file(dtype):
+    header, starts = plan_header([Entry("w|0,0|2,3", dtype, (2, 3))])
+    size = len(header) + 6 * ITEM_BYTES[dtype]
+    parsed = parse_header(header, size)
+    stored = parsed.entries["w|0,0|2,3"]
+    assert (stored.start, stored.stop) == (int(starts[0]), size)
+    if dtype in {"C64", "C128"}:
+        assert stored.dtype == {"C64": "F32", "C128": "F64"}[dtype]
+        assert stored.shape == (2, 3, 2)
+    elif dtype.endswith("FNUZ"):
+        assert (stored.dtype, stored.shape) == ("U8", (2, 3))
+    else:
+        assert (stored.dtype, stored.shape) == (dtype, (2, 3))
+
+
+def test_a_file_without_entries_is_a_file():
+    header, starts = plan_header([])
+    assert len(starts) == 0
+    assert parse_header(header, len(header)).entries == {}
+    assert safetensors.numpy.load(header) == {}
+
+
+def test_two_entries_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="different names"):
+        plan_header([ENTRIES[1], ENTRIES[1]])
+
+
+def test_files_are_equal_when_their_entries_are():
+    assert plan_header(ENTRIES)[0] == plan_header(list(ENTRIES))[0]
+
+
+@given(
+    st.text(max_size=1000),
+    st.lists(st.tuples(st.integers(0, 2**60), st.integers(1, 2**60)), max_size=5),
+)
+@settings(max_examples=500, deadline=None)
+def test_any_name_comes_back_from_its_entry(fqn, sides):
+    box = Box(tuple(o for o, _ in sides), tuple(n for _, n in sides))
+    name = entry_name(fqn, box)
+    assert parse_entry_name(name) == (fqn, box)
+    assert name.isascii()
+    assert name.count("|") == 2
+    header, _ = plan_header([Entry(name, "U8", (1,))])
+    assert list(parse_header(header, len(header) + 1).entries) == [name]
+
+
+@pytest.mark.parametrize("name", ["a|b", "é", "100%", '"', "\\", "a\nb", "x" * 999 + "|"])
+def test_odd_names_are_quoted_and_differ(name):
+    assert quote_fqn(name) != name
+    assert quote_fqn(name + "0") != quote_fqn(name + "1")
+
+
+@pytest.mark.parametrize("name", ["w", "w|0|1|2,", "w|0|", "w|00|1", "w|a|b", "a|b|0|1", "é|0|1"])
+def test_names_that_nobody_writes_are_refused(name):
+    with pytest.raises(ValueError, match="an entry must be named"):
+        parse_entry_name(name)
+
+
+def test_a_parsed_header_lists_entries_in_the_order_of_their_bytes():
+    raw = {
+        "b": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]},
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "BF16", "shape": [], "data_offsets": [0, 2]},
+    }
+    text = json.dumps(raw).encode()
+    parsed = parse_header(struct.pack("<Q", len(text)) + text, len(text) + 14)
+    assert list(parsed.entries) == ["a", "b"]
+    assert parsed.entries["a"] == StoredEntry("BF16", (), len(text) + 8, len(text) + 10)
+    assert parsed.notes == {"format": "pt"}
+
+
+def text_of(**changes):
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    return json.dumps({"w": entry}).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (text_of(shape=[3]), "must fit its shape"),
+        (text_of(shape=[-2]), "counts"),
+        (text_of(shape=[2.0]), "counts"),
+        (text_of(shape=[True, 2]), "counts"),
+        (text_of(shape=[2**70]), "counts"),
+        (text_of(shape=[1] * 65), "counts"),
+        (text_of(shape="2"), "counts"),
+        (text_of(dtype="F7"), "unknown type"),
+        (text_of(dtype=[]), "unknown type"),
+        (text_of(data_offsets=[8, 16]), "must begin at"),
+        (text_of(data_offsets=[0]), "must fit"),
+        (text_of(data_offsets=[8, 0]), "must fit"),
+        (text_of(shape=[4], data_offsets=[0, 16]), "the entries end at"),
+        (text_of(more=1), "must have dtype, shape and data_offsets"),
+        (b"{}", "the entries end at"),
+        (b"[]", "must be an object"),
+        (b"", "must be JSON"),
+        (b"[" * 50_000, "must be JSON"),
+        (b'{"a":1,"a":2}', "twice"),
+        (b'{"__metadata__":{"a":1}}', "must hold texts"),
+        (b'{"__metadata__":[]}', "must hold texts"),
+        (b"\xff", "must be JSON"),
+        (b"9" * 5000, "must be JSON"),
+    ],
+)
+def test_headers_that_lie_are_refused(text, told):
+    data = struct.pack("<Q", len(text)) + text
+    with pytest.raises(CheckpointCorrupt, match=told) as caught:
+        parse_header(data, len(data) + 8, file="data/w.safetensors")
+    assert caught.value.file == "data/w.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("word", "size"),
+    [(b"", 0), (b"\x01", 100), (b"\xff" * 8, 100), (struct.pack("<Q", 93), 100)],
+)
+def test_a_header_larger_than_its_file_is_refused_before_it_is_read(word, size):
+    with pytest.raises(CheckpointCorrupt):
+        header_bytes(word, size)
+    assert header_bytes(struct.pack("<Q", 92), 100) == 100
+
+
+def test_a_header_cut_short_is_refused():
+    header, _ = plan_header(ENTRIES)
+    with pytest.raises(CheckpointCorrupt, match="got 100"):
+        parse_header(header[:100], len(header) + 55)
