@@ -60,6 +60,19 @@ def is_attempt(text: object) -> bool:
     return isinstance(text, str) and _ATTEMPT.fullmatch(text) is not None
 
 
+def started(attempt: str) -> float:
+    """Return when an attempt was minted, seconds since 1970 by the clock of its coordinator.
+
+    Example:
+        >>> started("0" * 9 + "G" + "0" * 16)
+        0.016
+    """
+    number = 0
+    for digit in attempt[:10]:
+        number = number << 5 | _DIGITS.index(digit)
+    return number / 1000
+
+
 def attempt_folder(path: str, attempt: str) -> str:
     """Return the key of the folder that holds the objects of an attempt."""
     if not is_attempt(attempt):
@@ -251,6 +264,17 @@ class Journal:
             f"attempt {self.attempt} must not be cleared away while it is written, but "
             f"`{self._storage.uri(self.key)}` has changed hands; raise the collection's `grace_s`"
         )
+
+
+def announced(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
+    """Return full key and upload id of all that the journals of an attempt name."""
+    found: list[tuple[str, str]] = []
+    for stat in storage.list(join(attempt_folder(path, attempt), "journal")):
+        with contextlib.suppress(ObjectMissing, ObjectTooLarge):
+            data, _ = storage.get(stat.key, _LIMIT_BYTES)
+            uploads = Record.decode(data, attempt).uploads
+            found += [(join(path, inner), upload) for inner, upload in uploads]
+    return found
 
 
 def fence(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:

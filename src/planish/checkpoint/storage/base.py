@@ -211,9 +211,10 @@ class Storage(Protocol):
         """Remove objects; absent ones are no error."""
 
     def tidy(self, folder: str) -> None:
-        """Remove unfinished writes and empty folders at and below `folder`, where there are such.
+        """Remove what a file system keeps of a folder whose objects are gone.
 
-        Only for folders that nobody writes to any more.
+        That is unfinished writes and empty folders at and below `folder`, and then the folder that
+        holds it, if it is empty. Only for folders that nobody writes to any more.
         """
 
     def now(self) -> float:

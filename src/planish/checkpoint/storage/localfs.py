@@ -160,7 +160,7 @@ class LocalStorage:
                 path.unlink()
 
     def tidy(self, folder: str) -> None:
-        """Remove temporary files and empty folders at and below `folder`."""
+        """Remove temporary files and empty folders."""
         inside(folder)
         if not folder:
             return
@@ -172,6 +172,8 @@ class LocalStorage:
                             os.unlink(os.path.join(parent, name))
                 with contextlib.suppress(OSError):  # not empty, or gone
                     os.rmdir(parent)
+            with contextlib.suppress(OSError):
+                os.rmdir((self._root / folder).parent)
 
     def now(self) -> float:
         """Return the time of this machine."""
