@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from planish.checkpoint.adapters.dtypes import name_of
 from planish.checkpoint.adapters.flat import FlatShard
 from planish.checkpoint.adapters.placed import check_dense
 
 Path = tuple[Any, ...]
 """Keys and indices from the root."""
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, np.generic)
-_KEYS = (str, int, float, bool, bytes, type(None), tuple)
+_ATOMS = {type(None), bool, int, float, complex, str, bytes}
+_KEYS = (str, int, float, bool, type(None), tuple)
 
 
 def name_of_path(path: Path) -> str:
@@ -65,10 +66,12 @@ def checked(path: Path, value: Any) -> Any:
         return made if isinstance(value, list) else tuple(made)
     if isinstance(value, Tensor):
         check_dense(_named(path), value)
+        name_of(value.dtype, _named(path))
         return value.detach()
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        _refuse(path, value)
-    if not isinstance(value, (*_ATOMS, np.ndarray)):
+    if isinstance(value, bytearray):
+        return bytes(value)
+    plain = type(value) in _ATOMS or isinstance(value, np.generic)
+    if not plain and not (isinstance(value, np.ndarray) and not value.dtype.hasobject):
         _refuse(path, value)
     return value
 

@@ -101,22 +101,47 @@ def gather_optimizers(
             for parameter, site in zip(group["params"], sites, strict=True):
                 _gather_state(gathering, optimizer, group, parameter, site, numbers)
     _refuse_twice(names, gathering.framework)
-    options = [checked((PART, "param_groups", k), _options(g)) for k, g in enumerate(groups)]
     if gathering.framework == "megatron":
-        gathering.share(PART, options=options)
+        gathering.share(PART, options=_all_options(groups))
         _gather_membership(gathering, groups, site_of)
         return
-    records = [{"params": p, "options": o} for p, o in zip(names, options, strict=True)]
-    gathering.share(PART, groups=records, numbers=numbers)
+    gathering.share(PART, numbers=numbers)
+    gather_groups(gathering, groups, names)
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        _set_numbers(optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
+
+    gathering.after(finish)
+
+
+def gather_groups(
+    gathering: Gathering, groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]
+) -> None:
+    """Collect the options of parameter groups with the names of their members.
+
+    On load a group gets the options that its members were saved with, in whatever group.
+    """
+    told = zip(names, _all_options(groups), strict=True)
+    gathering.share(PART, groups=[{"params": list(p), "options": o} for p, o in told])
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         saved = shared.get(PART, {}).get("groups", [])
         found = {name: record["options"] for record in saved for name in record["params"]}
         for group, members in zip(groups, names, strict=True):
             _set_options(group, [found[name] for name in members if name in found], members)
-        _set_numbers(optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
 
     gathering.after(finish)
+
+
+def _all_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            key: checked((PART, "param_groups", number, key), value)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for number, group in enumerate(groups)
+    ]
 
 
 def _site(site_of: Callable[[Tensor], Site | None], parameter: Tensor) -> Site:
@@ -142,10 +167,6 @@ def _refuse_twice(names: Iterable[Sequence[str]], framework: str) -> None:
             f"a parameter must be in one group of one optimizer, got {twice[:8]} in several; "
             "save such optimizers as roles of their own"
         )
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _gather_state(
@@ -189,7 +210,8 @@ def _wanted(
 ) -> dict[str, Tensor]:
     """Return a tensor for every stored state of a parameter: the present one, or zeros."""
     wanted: dict[str, Tensor] = {}
-    for key in gathering.stored.states.get(site.fqn, []):
+    # In the order in which torch creates them, so that a resumed save plans like the one before.
+    for key in sorted(gathering.stored.states.get(site.fqn, []), key=lambda k: (k != "step", k)):
         spec = gathering.stored.find("optim", f"{site.fqn}.{key}")
         if spec is None or key == GROUP:
             continue

@@ -22,7 +22,7 @@ from planish.checkpoint.adapters.names import (
 )
 from planish.checkpoint.adapters.nested import checked, leaves, name_of_path, put, restore
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
-from planish.checkpoint.adapters.optimizer import PlainSite, Site, gather_optimizers
+from planish.checkpoint.adapters.optimizer import PlainSite, Site, gather_groups, gather_optimizers
 from planish.errors import LayoutMismatch
 
 Sites = Callable[[Tensor], Site | None]
@@ -197,7 +197,26 @@ def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None
         gather_mapping(gathering, "optim", held)
         gathering.after(lambda shared, own: optimizer.load_state_dict(held))
         return
+    if isinstance(optimizer, Mapping):
+        optimizer = _without_groups(gathering, optimizer)
     gather_mapping(gathering, "optim", optimizer)
+
+
+def _without_groups(gathering: Gathering, held: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Collect the parameter groups of a state dict by names; returns the rest of it."""
+    groups = held.get("param_groups")
+    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
+        return held
+    gather_groups(gathering, groups, [list(group["params"]) for group in groups])
+    if set(held) == {"state", "param_groups"}:
+        inner: Mapping[str, Any] = held["state"]
+        return inner
+    return {key: value for key, value in held.items() if key != "param_groups"}
+
+
+def _is_group(group: Any) -> bool:
+    members = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(members, (list, tuple)) and all(isinstance(name, str) for name in members)
 
 
 def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:

@@ -1,0 +1,287 @@
+"""States of one process: exact round trips, names, ties, refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from planish.checkpoint.adapters.base import collect, split_roles
+from planish.checkpoint.adapters.dtypes import NAMES, TYPES
+from planish.checkpoint.adapters.flat import FlatShard
+from planish.checkpoint.adapters.names import clean, named_tensors
+from planish.checkpoint.tables import ITEM_BYTES
+from planish.errors import DtypeMismatch, LayoutMismatch, MissingKeys, ShapeMismatch
+from tests.integration import ckpt_memory as memory
+
+
+def random_bytes(dtype, shape):
+    count = int(np.prod(shape)) * dtype.itemsize
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, dtype=torch.uint8).to(torch.bool)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def assert_same_bits(a, b):
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert torch.equal(memory.raw(a), memory.raw(b))
+
+
+def round_trip(state, target, framework="plain", **options):
+    saved = memory.save(state, framework)
+    return memory.load(saved, target, framework, **options)
+
+
+def test_names_of_types_cover_what_files_can_hold():
+    assert set(NAMES.values()) == set(ITEM_BYTES)
+    assert all(TYPES[name].itemsize == size for name, size in ITEM_BYTES.items())
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_every_type_comes_back_bit_by_bit(dtype):
+    torch.manual_seed(0)
+    source = random_bytes(dtype, (3, 5))
+    target = torch.empty((3, 5), dtype=dtype)
+    round_trip({"model": {"w": source}}, {"model": {"w": target}})
+    assert_same_bits(source, target)
+
+
+ODD = {
+    "transposed": lambda: torch.randn(4, 6).t(),
+    "sliced": lambda: torch.randn(8, 9)[1:7:2, 2:8:3],
+    "storage offset": lambda: torch.randn(100)[37:49].view(3, 4),
+    "scalar": lambda: torch.tensor(3.25, dtype=torch.bfloat16),
+    "zero size": lambda: torch.zeros(0, 7),
+    "zero size inside": lambda: torch.zeros(3, 0, 2),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "one dim of many": lambda: torch.randn(1, 1, 1, 5, 1),
+    "conjugate": lambda: torch.randn(3, 2, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+    "bool": lambda: torch.randn(3, 3) > 0,
+    "not finite": lambda: torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tensors_come_back_into_plain_and_into_equally_odd_ones(name):
+    torch.manual_seed(0)
+    source = ODD[name]()
+    expected = source.resolve_conj().resolve_neg().contiguous()
+    plain = torch.zeros(source.shape, dtype=source.dtype)
+    odd = ODD[name]()
+    strides, pointer = odd.stride(), odd.data_ptr()
+    saved = memory.save({"model": {"w": source}}, "plain")
+    memory.load(saved, {"model": {"w": plain}}, "plain")
+    memory.load(saved, {"model": {"w": odd}}, "plain")
+    assert_same_bits(expected, plain)
+    assert_same_bits(expected, odd.resolve_conj().resolve_neg().contiguous())
+    assert (odd.stride(), odd.data_ptr()) == (strides, pointer)
+
+
+def test_an_expanded_tensor_fills_an_expanded_and_a_whole_one():
+    source = torch.tensor([[1.0], [2.0]]).expand(2, 3)
+    whole, expanded = torch.zeros(2, 3), torch.zeros(2, 1).expand(2, 3)
+    saved = memory.save({"model": {"w": source}}, "plain")
+    memory.load(saved, {"model": {"w": whole}}, "plain")
+    memory.load(saved, {"model": {"w": expanded}}, "plain")
+    assert whole.tolist() == expanded.tolist() == [[1.0] * 3, [2.0] * 3]
+    different = memory.save({"model": {"w": torch.arange(6.0).view(2, 3)}}, "plain")
+    with pytest.raises(ValueError, match="`w` must have equal values"):
+        memory.load(different, {"model": {"w": expanded}}, "plain")
+
+
+def test_names_of_all_kinds_come_back():
+    names = ["a/b", "a b", "gr\u00f6\u00dfe", "x|y", "..", "n" * 1000, "0", 0, (1, 2)]
+    source = {name: torch.tensor([float(k)]) for k, name in enumerate(names)}
+    target = {name: torch.zeros(1) for name in names}
+    round_trip({"model": source}, {"model": target})
+    assert [float(target[name]) for name in names] == list(map(float, range(len(names))))
+
+
+def test_nested_states_and_values_that_are_no_tensors_come_back():
+    source = {"a": {"b": [torch.ones(2), torch.zeros(1)], "n": 3}, "epoch": (1, {"x": b"y"})}
+    target = {"a": {"b": [torch.zeros(2), torch.ones(1)], "n": 0}, "epoch": None}
+    round_trip({"model": source}, {"model": target})
+    assert target["a"]["b"][0].tolist() == [1.0, 1.0]
+    assert target["a"]["b"][1].tolist() == [0.0]
+    assert (target["a"]["n"], target["epoch"]) == (3, (1, {"x": b"y"}))
+
+
+def test_two_tensors_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"got `a\.b` twice"):
+        collect(
+            "main",
+            {"model": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}},
+            "plain",
+            for_load=False,
+        )
+
+
+REFUSED = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "complex half": lambda: torch.ones(2).to(torch.complex32),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("part", ["model", "optimizer", "extra", "random"])
+def test_tensors_that_are_not_dense_are_refused_by_name(kind, part):
+    with pytest.raises(TypeError, match=r"layer\.x"):
+        collect("main", {part: {"layer.x": REFUSED[kind]()}}, "plain", for_load=False)
+
+
+@pytest.mark.parametrize("part", ["model", "extra", "scheduler"])
+@pytest.mark.parametrize("value", [lambda: 1, {1, 2}, object(), torch.float32, np.array([None])])
+def test_values_that_are_no_data_are_refused_by_name(part, value):
+    with pytest.raises(TypeError, match=r"a\.deep"):
+        collect("main", {part: {"a": {"deep": value}}}, "plain", for_load=False)
+
+
+class Tied(nn.Module):
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+
+def test_tied_weights_are_stored_once_with_an_alias():
+    torch.manual_seed(0)
+    source = Tied()
+    found = collect("main", {"model": source}, "plain", for_load=False)
+    assert [item.tensor.fqn for item in found.items] == [
+        *("scale", "embed.weight", "body.weight", "body.bias"),
+    ]
+    assert found.facts == {"aliases": {"head.weight": "embed.weight"}}
+    untied = Tied(tied=False)
+    saved = memory.save({"model": source}, "plain")
+    memory.load(saved, {"model": untied}, "plain")
+    assert torch.equal(untied.head.weight, source.embed.weight)
+    assert torch.equal(untied.embed.weight, source.embed.weight)
+    assert not torch.equal(untied.scratch, source.scratch)
+    assert torch.equal(untied.scale, source.scale)
+
+
+def test_weights_stored_apart_load_into_tied_ones_only_when_they_are_equal():
+    torch.manual_seed(0)
+    source, target = Tied(tied=False), Tied()
+    saved = memory.save({"model": source}, "plain")
+    with pytest.raises(LayoutMismatch, match=r"`head\.weight` and `embed\.weight` must be stored"):
+        memory.load(saved, {"model": target}, "plain")
+    with torch.no_grad():
+        source.head.weight.copy_(source.embed.weight)
+    memory.load(memory.save({"model": source}, "plain"), {"model": target}, "plain")
+    assert torch.equal(target.head.weight, source.embed.weight)
+
+
+def test_wrappers_leave_no_trace_in_names():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(2, 2)  # A module's own name, not a wrapper's.
+            self.block = checkpoint_wrapper(nn.Sequential(nn.Linear(2, 2)))
+
+    plain = ["module.weight", "module.bias", "block.0.weight", "block.0.bias"]
+    assert list(named_tensors(Holder()).tensors) == plain
+    assert list(named_tensors(torch.compile(Holder())).tensors) == plain
+    assert list(named_tensors(nn.DataParallel(Holder())).tensors) == plain
+    assert clean("_fsdp_wrapped_module.a._orig_mod._checkpoint_wrapped_module.b") == "a.b"
+    source, target = Holder(), torch.compile(Holder())
+    round_trip({"model": source.state_dict()}, {"model": target})
+    assert torch.equal(source.block[0].weight, target.block[0].weight)
+
+
+def test_a_compiled_state_dict_loads_into_a_plain_module():
+    source, target = torch.compile(nn.Linear(3, 2)), nn.Linear(3, 2)
+    assert list(source.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+    round_trip({"model": source.state_dict()}, {"model": target})
+    assert torch.equal(source.weight, target.weight)
+    back = {name: torch.zeros_like(t) for name, t in source.state_dict().items()}
+    round_trip({"model": target}, {"model": back})
+    assert torch.equal(back["_orig_mod.weight"], target.weight)
+
+
+def test_extra_state_of_modules_comes_back():
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    source, target = nn.Sequential(Counting(2, 2)), nn.Sequential(Counting(2, 2))
+    source[0].count = 7
+    round_trip({"model": source}, {"model": target})
+    assert target[0].count == 7
+
+
+def test_a_load_refuses_other_shapes_types_and_missing_names_before_it_writes():
+    saved = memory.save({"model": {"w": torch.ones(2, 3)}}, "plain")
+    for wanted, error in [
+        ({"w": torch.zeros(3, 2)}, ShapeMismatch),
+        ({"w": torch.zeros(2, 3, dtype=torch.float64)}, DtypeMismatch),
+        ({"w": torch.zeros(2, 3), "v": torch.zeros(1)}, MissingKeys),
+    ]:
+        before = copy.deepcopy(wanted)
+        with pytest.raises(error):
+            memory.load(saved, {"model": wanted}, "plain")
+        assert all(torch.equal(wanted[name], before[name]) for name in wanted)
+
+
+def test_flat_shards_become_boxes_without_a_copy():
+    data = torch.arange(5.0)
+    shard = FlatShard("w", (6, 4), (0, 2), (6, 2), 3, 8, data)
+    found = collect("main", {"model": [shard]}, "flat", for_load=False)
+    (item,) = found.items
+    assert [tuple(box) for box in item.boxes] == [
+        *(((1, 3), (1, 1)), ((2, 2), (2, 2))),
+    ]
+    assert item.data.data_ptr() == data.data_ptr()
+    with pytest.raises(ValueError, match="must be a range of a shard"):
+        collect(
+            "main",
+            {"model": [FlatShard("w", (6, 4), (0, 3), (6, 2), 0, 5, data)]},
+            "flat",
+            for_load=False,
+        )
+    with pytest.raises(ValueError, match="must come as 6 contiguous elements"):
+        collect(
+            "main",
+            {"model": [FlatShard("w", (6, 4), (0, 0), (6, 4), 0, 6, data)]},
+            "flat",
+            for_load=False,
+        )
+
+
+def test_roles_are_told_apart_from_parts():
+    model = {"model": {}}
+    assert split_roles(model, "plain") == {"main": (model, "plain")}
+    assert split_roles(model, {"actor": "ddp"}, "actor") == {"actor": (model, "ddp")}
+    both = {"actor": model, "critic": {"extra": 1}}
+    assert split_roles(both, {"actor": "megatron", "critic": "fsdp2"}) == {
+        "actor": (model, "megatron"),
+        "critic": ({"extra": 1}, "fsdp2"),
+    }
+    with pytest.raises(ValueError, match="critic"):
+        split_roles(both, {"actor": "plain"})
+    with pytest.raises(ValueError, match=r"only the parts .* got \['weights'\]"):
+        split_roles({"model": {}, "weights": {}}, "plain")
+    with pytest.raises(ValueError, match="framework of role `main`"):
+        split_roles(model, "deepspeed")
