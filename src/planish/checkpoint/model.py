@@ -106,8 +106,9 @@ class Columns:
                 another number of dimensions than its tensor.
         """
         tensors, rows = TensorTable.from_specs([item.tensor for item in items])
-        counts = np.fromiter((len(item.boxes) for item in items), np.int64, len(items))
-        boxes = list(chain.from_iterable([item.boxes for item in items]))
+        held = [item.boxes for item in items]
+        counts = np.fromiter(map(len, held), np.int64, len(items))
+        boxes = list(chain.from_iterable(held))
         owners = np.repeat(rows, counts)
         offsets = tensors.pad([box[0] for box in boxes], owners, 0)
         lengths = tensors.pad([box[1] for box in boxes], owners, 1)

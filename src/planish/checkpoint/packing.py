@@ -201,6 +201,8 @@ def unpack_ragged(
 def pack_choices(values: Iterable[str], count: int) -> tuple[list[str], I64]:
     """Return the different values in order of first appearance, and [count] which one each is."""
     listed = list(values)
+    if len(set(listed)) == 1:
+        return listed[:1], np.zeros(count, np.int64)
     names = {name: number for number, name in enumerate(dict.fromkeys(listed))}
     return list(names), np.fromiter(map(names.__getitem__, listed), np.int64, count)
 

@@ -82,6 +82,9 @@ class TensorTable:
         Raises:
             LayoutMismatch: one name with two types or shapes, an unknown type or a bad shape.
         """
+        # Usually every name is there once, and no triple need be made.
+        if len({spec.fqn for spec in specs}) == len(specs):
+            return cls._of(specs), np.arange(len(specs), dtype=np.int64)
         keys = list(map(_KEY, specs))
         first = dict(zip(reversed(keys), reversed(specs), strict=True))
         if len(first) == len(specs):
