@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.extra_codec import TORCH_TYPES, RawTensor, decode_extra, encode_extra
+from planish.checkpoint.tables import ITEM_BYTES
+from planish.errors import CheckpointCorrupt, CheckpointError
+
+
+def back(value, **options):
+    return decode_extra(encode_extra(value, **options), **options)
+
+
+keys = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=4,
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False)
+    | st.text(max_size=30) | st.binary(max_size=30) | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+    | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+def typed(value):
+    """Return a value with the types of all its parts: 1, 1.0 and True are equal otherwise."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [typed(part) for part in value]
+    if isinstance(value, dict):
+        return type(value), [(typed(key), typed(part)) for key, part in value.items()]
+    return type(value), repr(value)
+
+
+@given(values)
+@settings(max_examples=500, deadline=None)
+def test_plain_data_come_back_with_their_types_and_order(value):
+    data = encode_extra(value)
+    assert typed(decode_extra(data)) == typed(value)
+    assert encode_extra(decode_extra(data)) == data
+
+
+def test_numbers_that_json_cannot_say_come_back():
+    nan, low, high, zero = back([math.nan, -math.inf, math.inf, -0.0])
+    assert math.isnan(nan)
+    assert (low, high, math.copysign(1, zero)) == (-math.inf, math.inf, -1.0)
+
+
+def test_keys_0_and_text_0_and_keys_like_our_tags_are_kept_apart():
+    value = {0: "int", "0": "text", "!bytes": 3, (1, ("a", None)): 4}
+    assert typed(back(value)) == typed(value)
+    assert typed(back({"!bytes": 3})) == typed({"!bytes": 3})
+    ordered = OrderedDict(b=1, a=2)
+    assert typed(back(ordered)) == typed(ordered)
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH_TYPES))
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4)])
+def test_tensors_of_every_type_come_back_bit_by_bit(dtype, shape):
+    kind = getattr(torch, TORCH_TYPES[dtype])
+    count = math.prod(shape) * ITEM_BYTES[dtype]
+    raw = torch.arange(count, dtype=torch.uint8) % (2 if dtype == "BOOL" else 251)
+    tensor = raw.view(kind).reshape(shape) if count else torch.empty(shape, dtype=kind)
+    read = back(tensor)
+    assert (read.dtype, read.shape) == (kind, torch.Size(shape))
+    assert read.reshape(-1).view(torch.uint8).tolist() == raw.tolist() if count else True
+    plain = decode_extra(encode_extra(tensor), tensors="raw")
+    assert plain == RawTensor(dtype, shape, bytes(raw.tolist()))
+
+
+def test_views_are_stored_by_value_and_shape():
+    base = torch.arange(24.0).reshape(4, 6)
+    for view in (
+        base.t(),
+        base[1:, ::2],
+        base[2].expand(3, 6),
+        base[3, 4],
+        torch.nn.Parameter(base),
+    ):
+        read = back(view)
+        assert torch.equal(read, view)
+        assert read.is_contiguous()
+    read = back(base)
+    read += 1
+    assert base[0, 0] == 0
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3)[:, ::2],
+        np.arange(3, dtype=">i4"),
+        np.zeros((0, 4), np.float16),
+        np.array(2.5),
+        np.array([True, False]),
+        np.array([1 + 2j], np.complex64),
+    ],
+)
+def test_arrays_come_back_in_the_order_of_this_machine(array):
+    read = back(array)
+    assert read.dtype == array.dtype.newbyteorder("=")
+    assert read.shape == array.shape
+    assert read.tolist() == array.tolist()
+    read.reshape(-1)[:] = 0  # not a view of read-only bytes
+
+
+def test_scalars_of_numpy_keep_their_type():
+    read = back([np.float32(1.5), np.int64(-3), np.bool_(True)])
+    assert [type(value) for value in read] == [np.float32, np.int64, np.bool_]
+    assert read == [1.5, -3, True]
+
+
+def test_every_generator_goes_on_where_it_was():
+    sources = random.Random(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
+    sources[0].gauss(0, 1)
+    states = {
+        "python": sources[0].getstate(),
+        "numpy": sources[1].bit_generator.state,
+        "legacy": np.random.RandomState(3).get_state(),
+        "torch": sources[2].get_state(),
+    }
+    read = back(states)
+    wanted = sources[0].random(), sources[1].random(), torch.rand(3, generator=sources[2])
+    again = random.Random(), np.random.default_rng(), torch.Generator()
+    again[0].setstate(read["python"])
+    again[1].bit_generator.state = read["numpy"]
+    again[2].set_state(read["torch"])
+    assert (again[0].random(), again[1].random()) == wanted[:2]
+    assert torch.equal(torch.rand(3, generator=again[2]), wanted[2])
+    legacy = np.random.RandomState()
+    legacy.set_state(read["legacy"])
+    assert legacy.randint(1 << 30) == np.random.RandomState(3).randint(1 << 30)
+
+
+class Named(tuple):
+    pass
+
+
+def itself():
+    value = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"a": [0, {"b": {1, 2}}]}, r"\['a'\]\[1\]\['b'\] must be plain data"),
+        ({"f": lambda: 0}, r"\['f'\] must be plain data .*function"),
+        ({"t": Named((1, 2))}, r"\['t'\] must be plain data"),
+        ({"t": torch.zeros(2, device="meta")}, r"\['t'\] must be a plain dense tensor, .*meta"),
+        ({"t": torch.eye(2).to_sparse()}, r"\['t'\] must be a plain dense tensor, .*sparse"),
+        (np.array(["a"]), "the value must be plain data"),
+        (np.array([None]), "the value must be plain data"),
+        (torch.float32, "the value must be plain data"),
+        ({b"k": 1}, "keys of the value must be texts"),
+        ({"a": {(1, b"k"): 1}}, r"keys of \['a'\] must be texts"),
+        (1 << 5000, "at most 4096 bits"),
+        (itself(), "nested more than 64 deep"),
+    ],
+)
+def test_what_is_not_data_is_refused_by_its_place(value, told):
+    with pytest.raises(TypeError, match=told):
+        encode_extra(value)
+
+
+def test_other_objects_need_permission_at_both_ends(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (exec, (f"open({str(tmp_path / 'run')!r}, 'w')",))
+
+    data = encode_extra({"x": Bomb()}, allow_pickle=True)
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        decode_extra(data)
+    assert not (tmp_path / "run").exists()
+    assert back({"x": {1, 2}}, allow_pickle=True) == {"x": {1, 2}}
+
+
+def forged(text, blobs=b""):
+    return struct.pack("<8sII", b"PLNSHEXT", 1, len(text)) + text + blobs
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "at least 16 bytes"),
+        (b"x" * 40, "begins with"),
+        (forged(b"1")[:-1], "a text of 1 bytes in 16"),
+        (forged(b"1", b"more"), "4 bytes follow"),
+        (forged(b"NaN"), "must be JSON"),
+        (forged(b"[" * 100_000), "must be JSON"),
+        (forged(b'{"!set":[1]}'), "unknown kind of value"),
+        (forged(b'{"!bytes":1,"b":2}', b"x"), "unknown kind of value"),
+        (forged(b'{"!bytes":5}', b"x"), "goes over the end"),
+        (forged(b'{"!bytes":-1}', b"x"), "goes over the end"),
+        (forged(b'{"!bytes":"1"}', b"x"), "goes over the end"),
+        (forged(b'{"!float":"1e5"}'), "number"),
+        (forged(b'{"!tuple":{}}'), "must be a list"),
+        (forged(b'{"!map":[[1,2],[1,3]]}'), "appears twice"),
+        (forged(b'{"!map":[[[1],2]]}'), "a key must be"),
+        (forged(b'{"!map":[[1]]}'), "must hold pairs"),
+        (forged(b'{"!array":["|O",[1],8]}', bytes(8)), "unknown type of array"),
+        (forged(b'{"!array":["<i8",[2],8]}', bytes(8)), "in 8 bytes"),
+        (forged(b'{"!array":["<i8",[-1],8]}', bytes(8)), "must hold counts"),
+        (forged(b'{"!array":["<i8",[0,4611686018427387904],0]}'), "in 0 bytes"),
+        (forged(b'{"!array":["i4,i4",[1],8]}', bytes(8)), "unknown type of array"),
+        (forged(b'{"!array":["<i8",1]}'), "must be .type, shape, bytes."),
+        (forged(b'{"!scalar":["<i8"]}'), "must be .type, shape, bytes."),
+        (forged(b'{"!scalar":{}}'), "must be a list"),
+        (forged(b'{"!tensor":["F7",[1],1]}', b"x"), "unknown type of tensor"),
+        (forged(b'{"!tensor":["F32",[3],4]}', bytes(4)), "in 4 bytes"),
+        (forged(json.dumps({"!tensor": ["F32", [1] * 65, 4]}).encode(), bytes(4)), "in 4 bytes"),
+        (forged(b'{"!complex":15}', bytes(15)), "a complex number of 15"),
+    ],
+)
+def test_damaged_bytes_are_refused(data, told):
+    with pytest.raises(CheckpointCorrupt, match=told) as caught:
+        decode_extra(data, file="data/main.extra/00000.bin")
+    assert caught.value.file == "data/main.extra/00000.bin"
+
+
+def test_plain_data_need_neither_torch_nor_pickle():
+    code = (
+        "import pickle, sys; pickle.loads = pickle.dumps = None\n"
+        "from planish.checkpoint.extra_codec import decode_extra, encode_extra\n"
+        "assert decode_extra(encode_extra({'a': (1, b'x')})) == {'a': (1, b'x')}\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
