@@ -60,19 +60,23 @@ def untiled(shapes: I64, owners: I64, offsets: I64, lengths: I64) -> I64:
     sizes = volumes(shapes)
     held = np.zeros(len(shapes), np.int64)
     np.add.at(held, owners, volumes(lengths))
-    wrong = held != sizes
-    runs = _runs(shapes[owners], lengths)
-    start = before(sizes)[owners] + np.einsum("kn,kn->k", offsets, strides_of(shapes)[owners])
-    loose = _loose(start, volumes(lengths), owners) | ~runs
+    suspect = held != sizes
+    mine = np.flatnonzero(~suspect[owners])
+    suspect[overlapping(shapes, owners[mine], offsets[mine], lengths[mine])] = True
+    return np.flatnonzero(suspect).astype(np.int64)
+
+
+def overlapping(shapes: I64, owners: I64, offsets: I64, lengths: I64) -> I64:
+    """Return, ascending, the tensors that the quick steps cannot show to be free of overlaps."""
+    start = before(volumes(shapes))[owners]
+    start = start + np.einsum("kn,kn->k", offsets, strides_of(shapes)[owners])
+    loose = _loose(start, volumes(lengths), owners) | ~_runs(shapes[owners], lengths)
     suspect = np.zeros(len(shapes), bool)
     suspect[owners[loose]] = True
-    suspect &= ~wrong
-    if suspect.any():
-        mine = np.flatnonzero(suspect[owners])
-        open_ones = _open_slabs(shapes, owners[mine], offsets[mine], lengths[mine])
-        suspect[:] = False
-        suspect[open_ones] = True
-    return np.flatnonzero(suspect | wrong).astype(np.int64)
+    mine = np.flatnonzero(suspect[owners])
+    if not len(mine):
+        return mine
+    return _open_slabs(shapes, owners[mine], offsets[mine], lengths[mine])
 
 
 def _runs(shapes: I64, lengths: I64) -> Flags:

@@ -1,0 +1,376 @@
+"""Who reads which bytes for whom, so that a job reads each byte once.
+
+What all ranks want is widened to checksum blocks. Blocks that the same ranks need form runs; runs
+too short for a request of their own are joined; each request gets one reader among those who need
+it, worst fit by bytes. Others get their pieces from the reader.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (elimination of redundant reads). Blocks,
+joined runs and the preference for a host are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from planish.checkpoint.geometry import I64
+from planish.checkpoint.integrity import BLOCK
+from planish.checkpoint.model import Metadata
+from planish.checkpoint.plan.assemble import (
+    Part,
+    assemble,
+    canonical,
+    decode_part,
+    encode_part,
+    spans,
+)
+from planish.checkpoint.plan.coalesce import (
+    REQUEST_BYTES,
+    Costs,
+    coalesce,
+    line_bases,
+    piece_ranges,
+)
+from planish.checkpoint.plan.ordering import fresh, order_by, ranges, run_sums
+from planish.checkpoint.plan.reads import LocalReads, RankReads, Requests
+from planish.checkpoint.plan.sets import RankSets
+from planish.checkpoint.plan.unique import unique_elements
+
+_DEFAULT = Costs()
+
+
+@dataclass(frozen=True)
+class SharedReads:
+    """The reads of all ranks together."""
+
+    ranks: int
+    """Number of ranks."""
+    requests: Requests
+    """Of all ranks, ascending by file and start, disjoint."""
+    reader: I64
+    """[q], who reads it."""
+    number: I64
+    """[q], which of the reader's requests it is."""
+    wanted: Wanted
+    """Different pieces, and who wants them."""
+    involved: tuple[I64, I64]
+    """[ranks + 1] and [sum]: the requests that each rank reads or needs bytes of, ascending."""
+    piece_of: tuple[I64, I64]
+    """[q + 1] and [sum]: the pieces that may have elements in each request, ascending."""
+    unique_bytes: int
+    """Of the tensors' bytes: those that at least one rank needs, each counted once."""
+    wanted_bytes: int
+    """Of the tensors' bytes: what the ranks need, added up."""
+
+    @property
+    def bytes_from_store(self) -> int:
+        """Bytes of all requests."""
+        return int((self.requests.stop - self.requests.start).sum())
+
+    def part(self, rank: int) -> Part:
+        """Return what one rank must know to assemble its reads."""
+        bounds, rows = self.involved
+        mine = rows[bounds[rank] : bounds[rank + 1]]
+        reads = np.flatnonzero(self.reader[mine] == rank)
+        first, pieces = self.piece_of
+        counts = first[mine[reads] + 1] - first[mine[reads]]
+        row = np.repeat(reads, counts)
+        piece = pieces[ranges(first[mine[reads]], counts)]
+        alone = self.wanted.sets.add(np.array([rank]))
+        others = self.wanted.set[piece] != alone
+        return Part(
+            rank,
+            Requests(*(column[mine] for column in self._columns)),
+            self.reader[mine],
+            self.number[mine],
+            row[others],
+            *self.wanted.rows(piece[others]),
+        )
+
+    def wire(self, rank: int) -> bytes:
+        """Return `part(rank)` as bytes, for `rank_reads`."""
+        return encode_part(self.part(rank))
+
+    def rank(self, metadata: Metadata, rank: int, mine: LocalReads) -> RankReads:
+        """Return what one rank executes.
+
+        Args:
+            metadata: Of the checkpoint.
+            rank: Its number.
+            mine: The rank's own reads, as given to `share_reads`.
+        """
+        return assemble(metadata, self.part(rank), mine)
+
+    @property
+    def _columns(self) -> tuple[I64, I64, I64]:
+        return self.requests.file, self.requests.start, self.requests.stop
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Different pieces that ranks want, in the order in which messages hold them."""
+
+    shard: I64
+    """[u], row of the stored shard."""
+    offsets: I64
+    """[u, d], first element, in the coordinates of the tensor."""
+    lengths: I64
+    """[u, d], extent."""
+    set: I64
+    """[u], who wants it, a number of `sets`; a rank that wants it twice is there twice."""
+    sets: RankSets
+    """Numbers of sets of ranks."""
+
+    def rows(self, pieces: I64) -> tuple[I64, I64, I64, I64, I64]:
+        """Return shard, offsets, lengths of pieces, and [k + 1], [sum] who wants each."""
+        members = [self.sets.members[number] for number in self.set[pieces].tolist()]
+        counts = np.array([len(ranks) for ranks in members], np.int64)
+        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        joined = np.concatenate(members) if members else np.zeros(0, np.int64)
+        columns = self.shard[pieces], self.offsets[pieces], self.lengths[pieces]
+        return (*columns, bounds, joined)
+
+
+def rank_reads(metadata: Metadata, wire: bytes, mine: LocalReads) -> RankReads:
+    """Return what a rank executes, from what the coordinator sent it.
+
+    Args:
+        metadata: Of the checkpoint.
+        wire: `SharedReads.wire(rank)`.
+        mine: The rank's own reads, of which the coordinator got a copy.
+
+    Raises:
+        PlanMismatch: the bytes are no part of a plan.
+        CheckpointCorrupt: elements of a shard lie across blocks.
+    """
+    return assemble(metadata, decode_part(wire), mine)
+
+
+def share_reads(
+    metadata: Metadata,
+    reads: Sequence[LocalReads],
+    *,
+    hosts: Sequence[int] | None = None,
+    costs: Costs = _DEFAULT,
+) -> SharedReads:
+    """Plan the reads of all ranks; for one rank alone this only joins and cuts ranges.
+
+    Args:
+        metadata: Of the checkpoint.
+        reads: What each rank wants, rank r's at position r.
+        hosts: [ranks], number of the host of each rank; None: one host for all.
+        costs: Of requests and bytes.
+
+    Returns:
+        The plan; equal arguments give equal plans.
+
+    Raises:
+        ValueError: `hosts` has another length than `reads`.
+    """
+    if hosts is not None and len(hosts) != len(reads):
+        raise ValueError(f"hosts must name {len(reads)} hosts, one a rank, got {len(hosts)}")
+    where = np.zeros(len(reads), np.int64)
+    if hosts is not None:
+        where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
+    wanted, wanted_bytes = _gather(metadata, reads)
+    blocks = _blocks(metadata, wanted, costs)
+    requests, needs = _requests(metadata, blocks, wanted.sets)
+    reader = _readers(requests, needs, wanted.sets, where)
+    order = order_by(reader)
+    number = np.empty(len(reader), np.int64)
+    number[order] = ranges(
+        np.zeros(len(reads), np.int64), np.bincount(reader, minlength=len(reads))
+    )
+    return SharedReads(
+        len(reads),
+        requests,
+        reader,
+        number,
+        wanted,
+        _involved(needs, wanted.sets, len(reads)),
+        _piece_of(metadata, wanted, requests),
+        unique_elements(metadata, wanted.shard, wanted.offsets, wanted.lengths),
+        wanted_bytes,
+    )
+
+
+def _gather(metadata: Metadata, reads: Sequence[LocalReads]) -> tuple[Wanted, int]:
+    """Return the different pieces of all ranks, and the bytes of all pieces added up."""
+    rank = np.repeat(np.arange(len(reads)), [len(one) for one in reads])
+    width = max((one.offsets.shape[1] for one in reads), default=1)
+    empty = np.zeros((0, width), np.int64)
+    shard = np.concatenate([np.zeros(0, np.int64), *(one.shard for one in reads)])
+    offsets = np.concatenate([empty, *(one.offsets for one in reads)])
+    lengths = np.concatenate([empty, *(one.lengths for one in reads)])
+    order, new = canonical(metadata, shard, offsets, lengths)
+    first = np.flatnonzero(new)
+    sets = RankSets()
+    members = sets.add_rows(rank[order], np.append(first, len(order)).astype(np.int64))
+    item_bytes = metadata.tensors.item_bytes[metadata.shards.tensor[shard]]
+    total = int((np.multiply.reduce(lengths, axis=1) * item_bytes).sum())
+    kept = order[first]
+    return Wanted(shard[kept], offsets[kept], lengths[kept], members, sets), total
+
+
+class _Blocks(NamedTuple):
+    """Needed stretches of blocks, ascending, and who needs them."""
+
+    start: I64
+    """[s], first byte on the number line of all files."""
+    stop: I64
+    """[s], one past the last byte there, a multiple of a block."""
+    owner: I64
+    """[p], row of `start`, ascending."""
+    set: I64
+    """[p], a set of ranks that need some of it."""
+
+
+def _blocks(metadata: Metadata, wanted: Wanted, costs: Costs) -> _Blocks:
+    """Return the blocks that are needed, cut wherever other ranks begin to need them."""
+    file, first, _, strides, itemsize = spans(metadata, wanted.shard, wanted.offsets, None)
+    piece, start, stop = piece_ranges(first, wanted.lengths, strides, itemsize, costs)
+    base = line_bases(np.array(metadata.files.sizes, np.int64))[file[piece]]
+    low, high = (base + start) // BLOCK, -(-(base + stop) // BLOCK)
+    numbers = wanted.set[piece]
+    order = order_by(low, high, numbers)
+    kept = order[fresh(low[order], high[order], numbers[order])]
+    low, high, numbers = low[kept], high[kept], numbers[kept]
+    cuts = np.unique(np.concatenate([low, high]))
+    begin, end = np.searchsorted(cuts, low), np.searchsorted(cuts, high)
+    counts = (end - begin).astype(np.int64)
+    stretch, numbers = ranges(begin.astype(np.int64), counts), np.repeat(numbers, counts)
+    order = order_by(stretch, numbers)
+    kept = order[fresh(stretch[order], numbers[order])]
+    stretch, numbers = stretch[kept], numbers[kept]
+    new = fresh(stretch)
+    rows = stretch[new]
+    if not len(rows):
+        return _Blocks(rows, rows, rows, rows)
+    return _Blocks(cuts[rows] * BLOCK, cuts[rows + 1] * BLOCK, np.cumsum(new) - 1, numbers)
+
+
+class _Needs(NamedTuple):
+    """Who needs how much of each request."""
+
+    first: I64
+    """[q + 1], rows of each request."""
+    set: I64
+    """[sum], a set of ranks."""
+    nbytes: I64
+    """[sum], bytes of the blocks that the set needs."""
+    union: I64
+    """[q], the set of all that need some of the request."""
+
+
+def _requests(metadata: Metadata, blocks: _Blocks, sets: RankSets) -> tuple[Requests, _Needs]:
+    """Join stretches into runs and runs into requests."""
+    sizes = np.array(metadata.files.sizes, np.int64)
+    base = line_bases(sizes)
+    first = np.append(np.flatnonzero(fresh(blocks.owner)), len(blocks.owner)).astype(np.int64)
+    union = sets.unions(blocks.set, first)
+    file = np.searchsorted(base, blocks.start, side="right").astype(np.int64) - 1
+    touch = np.zeros(len(file), bool)
+    touch[1:] = (blocks.start[1:] == blocks.stop[:-1]) & (file[1:] == file[:-1])
+    run = np.cumsum(fresh(union) | ~touch) - 1
+    length = run_sums(blocks.stop - blocks.start, np.flatnonzero(fresh(run)))
+    # A run so short that its transfer takes less than a request is joined to such neighbours.
+    short = (length < SHORT_BYTES)[run] if len(run) else touch
+    joined = np.zeros(len(file), bool)
+    joined[1:] = touch[1:] & short[1:] & short[:-1]
+    group = np.cumsum(fresh(run) & ~joined) - 1
+    # Requests may read over gaps, but only between groups that the same ranks need.
+    mixed = run_sums((fresh(run) & joined).astype(np.int64), np.flatnonzero(fresh(group))) > 0
+    label = np.where(mixed[group] if len(group) else touch, len(sets.members) + group, union)
+    line = np.cumsum(fresh(file, label)) - 1
+    line_file = file[fresh(line)]
+    line, start, stop = coalesce(
+        line, blocks.start - base[file], blocks.stop - base[file], sizes[line_file]
+    )
+    requests = Requests(line_file[line], start, stop)
+    return requests, _needs(requests, base, blocks, sets)
+
+
+SHORT_BYTES = 2 << 20
+"""Runs of blocks for different ranks, below this size, share requests."""
+
+
+def _needs(requests: Requests, base: I64, blocks: _Blocks, sets: RankSets) -> _Needs:
+    low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
+    begin = np.searchsorted(high, blocks.start, side="right").astype(np.int64)
+    end = np.searchsorted(low, blocks.stop, side="left").astype(np.int64)
+    counts = (end - begin)[blocks.owner]
+    request = ranges(begin[blocks.owner], counts)
+    owner, numbers = np.repeat(blocks.owner, counts), np.repeat(blocks.set, counts)
+    held = np.minimum(high[request], blocks.stop[owner])
+    held -= np.maximum(low[request], blocks.start[owner])
+    order = order_by(request, numbers)
+    new = fresh(request[order], numbers[order])
+    rows = np.flatnonzero(new)
+    request, numbers = request[order][rows], numbers[order][rows]
+    first = np.searchsorted(request, np.arange(len(requests) + 1)).astype(np.int64)
+    return _Needs(first, numbers, run_sums(held[order], rows), sets.unions(numbers, first))
+
+
+def _readers(requests: Requests, needs: _Needs, sets: RankSets, hosts: I64) -> I64:
+    """Return [q]: one reader for each request among the ranks that need it.
+
+    Worst fit, largest request first: of the candidates within one request of the lowest load, one
+    on the host that needs most of it, then who needs most, then the lowest load, the lowest rank.
+    """
+    nbytes = requests.stop - requests.start
+    load = np.zeros(len(hosts), np.int64)
+    reader = np.array([sets.members[number][0] for number in needs.union.tolist()], np.int64)
+    sizes = np.array([len(members) for members in sets.members], np.int64)
+    single = sizes[needs.union] == 1
+    np.add.at(load, reader[single], nbytes[single])
+    shared = np.flatnonzero(~single)
+    for request in shared[np.argsort(-nbytes[shared], kind="stable")].tolist():
+        members = sets.members[int(needs.union[request])]
+        loads = load[members]
+        near = np.flatnonzero(loads <= loads.min() + REQUEST_BYTES)
+        need = _need_of(needs, request, members, sets)
+        place = np.bincount(hosts[members], need)[hosts[members[near]]]
+        best = near[np.lexsort((loads[near], -need[near], -place))[0]]
+        reader[request] = members[best]
+        load[members[best]] += nbytes[request]
+    return reader
+
+
+def _need_of(needs: _Needs, request: int, members: I64, sets: RankSets) -> I64:
+    """Return [len(members)]: bytes of the request that each of them needs."""
+    first, last = int(needs.first[request]), int(needs.first[request + 1])
+    if last == first + 1:
+        return np.full(len(members), needs.nbytes[first])
+    result = np.zeros(len(members), np.int64)
+    for row in range(first, last):
+        ranks = np.unique(sets.members[int(needs.set[row])])
+        result[np.searchsorted(members, ranks)] += needs.nbytes[row]
+    return result
+
+
+def _involved(needs: _Needs, sets: RankSets, ranks: int) -> tuple[I64, I64]:
+    """Return, rank by rank, the requests of which each rank needs bytes."""
+    members = [sets.members[number] for number in needs.union.tolist()]
+    counts = np.array([len(one) for one in members], np.int64)
+    rank = np.concatenate([np.zeros(0, np.int64), *members])
+    request = np.repeat(np.arange(len(members)), counts)
+    order = order_by(rank)
+    bounds = np.searchsorted(rank[order], np.arange(ranks + 1)).astype(np.int64)
+    return bounds, request[order]
+
+
+def _piece_of(metadata: Metadata, wanted: Wanted, requests: Requests) -> tuple[I64, I64]:
+    """Return, request by request, the pieces between whose first and last byte it lies."""
+    file, first, last, _, _ = spans(metadata, wanted.shard, wanted.offsets, wanted.lengths)
+    base = line_bases(np.array(metadata.files.sizes, np.int64))
+    low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
+    begin = np.searchsorted(high, base[file] + first, side="right").astype(np.int64)
+    end = np.searchsorted(low, base[file] + last, side="left").astype(np.int64)
+    counts = np.maximum(end - begin, 0)
+    request, piece = ranges(begin, counts), np.repeat(np.arange(len(file)), counts)
+    order = order_by(request, piece)
+    bounds = np.searchsorted(request[order], np.arange(len(requests) + 1)).astype(np.int64)
+    return bounds, piece[order]

@@ -1,0 +1,208 @@
+"""Plans carried out in memory by numpy: no engine, no store, no torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.checkpoint.geometry import Box, flat_boxes, intersect, shift, whole
+from planish.checkpoint.model import Columns, LocalItem
+from planish.checkpoint.plan.share import rank_reads
+from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
+
+DTYPES = ("F64", "F32", "BF16", "U8", "C128")
+
+
+@dataclass
+class World:
+    """What every rank holds, and the bytes of each whole tensor."""
+
+    items: list[list[LocalItem]]
+    truth: dict[tuple[str, str, str], np.ndarray]
+
+    @property
+    def columns(self) -> list[Columns]:
+        return [Columns.from_items(items) for items in self.items]
+
+
+def box_bytes(tensor: np.ndarray, box: Box) -> bytes:
+    """Return the elements of a box of a tensor [..., itemsize] as row-major bytes."""
+    place = tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))
+    return tensor[place].tobytes()
+
+
+def item_bytes(world: World, item: LocalItem) -> bytes:
+    tensor = world.truth[item.tensor.role, item.tensor.kind, item.tensor.fqn]
+    return b"".join(box_bytes(tensor, box) for box in item.boxes)
+
+
+def random_tensors(rng: random.Random, count: int, *, side: int = 7) -> list[TensorSpec]:
+    specs = []
+    for number in range(count):
+        shape = tuple(rng.randint(0 if rng.random() < 0.1 else 1, side) for _ in range(4))
+        shape = shape[: rng.randint(0, 4)]
+        role, kind = rng.choice(["actor", "critic"]), rng.choice(["model", "optim"])
+        specs.append(TensorSpec(role, kind, f"t{number}", rng.choice(DTYPES), shape))
+    return specs
+
+
+def random_shards(rng: random.Random, shape: tuple[int, ...], ranks: int) -> list[tuple[Box, ...]]:
+    """Return the boxes of each rank under one random way to shard a tensor."""
+    way = rng.choice(["replicate", "rows", "grid", "flat", "slice_flat", "one", "groups"])
+    if way == "replicate" or not shape:
+        return [(whole(shape),)] * ranks
+    if way == "one":
+        owner = rng.randrange(ranks)
+        return [(whole(shape),) if rank == owner else () for rank in range(ranks)]
+    if way == "groups":
+        groups = rng.randint(1, ranks)
+        parts = random_shards(rng, shape, groups)
+        return [parts[rank % groups] for rank in range(ranks)]
+    if way == "flat":
+        cuts = cut(rng, int(np.prod(shape)), ranks)
+        return [tuple(flat_boxes(shape, *pair)) for pair in cuts]
+    dim = rng.randrange(len(shape))
+    if way == "rows" or ranks % 2:
+        return [(part,) for part in along(whole(shape), dim, cut(rng, shape[dim], ranks))]
+    halves = along(whole(shape), dim, cut(rng, shape[dim], 2))
+    result: list[tuple[Box, ...]] = []
+    for half in halves:
+        if way == "grid":
+            other = rng.randrange(len(shape))
+            pieces = along(half, other, cut(rng, half.lengths[other], ranks // 2))
+            result += [(piece,) for piece in pieces]
+        else:
+            pairs = cut(rng, half.volume, ranks // 2)
+            result += [
+                tuple(shift(box, half.offsets) for box in flat_boxes(half.lengths, *pair))
+                for pair in pairs
+            ]
+    return result
+
+
+def cut(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
+    ends = [0, *sorted(rng.randint(0, length) for _ in range(parts - 1)), length]
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def along(box: Box, dim: int, pairs: list[tuple[int, int]]) -> list[Box]:
+    def part(low: int, high: int) -> Box:
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim], lengths[dim] = offsets[dim] + low, high - low
+        return Box(tuple(offsets), tuple(lengths))
+
+    return [part(*pair) for pair in pairs]
+
+
+def random_world(
+    rng: random.Random, ranks: int, specs: list[TensorSpec], truth: World | None = None
+) -> World:
+    """Shard tensors at random over ranks; values are those of `truth` where given."""
+    items: list[list[LocalItem]] = [[] for _ in range(ranks)]
+    values = dict(truth.truth) if truth else {}
+    for spec in specs:
+        key = spec.role, spec.kind, spec.fqn
+        if key not in values:
+            size = (*spec.shape, ITEM_BYTES[spec.dtype])
+            values[key] = np.frombuffer(rng.randbytes(int(np.prod(size))), np.uint8).reshape(size)
+        for rank, boxes in enumerate(random_shards(rng, spec.shape, ranks)):
+            if boxes or not rank:
+                items[rank].append(LocalItem(spec, boxes))
+    for held in items:
+        rng.shuffle(held)
+    return World(items, values)
+
+
+def write(world: World, plan) -> dict[str, bytes]:
+    """Carry out a save plan; every byte of a file must be written exactly once."""
+    files = {}
+    for rank, items in enumerate(world.items):
+        for file in plan.rank(rank).files:
+            data = bytearray(file.header)
+            rows = zip(file.items, file.starts, file.stops, file.offsets, strict=True)
+            for item, start, stop, offset in rows:
+                assert len(data) == offset
+                data += item_bytes(world, items[item])[start:stop]
+            assert len(data) == file.size
+            assert file.key not in files
+            files[file.key] = bytes(data)
+    return files
+
+
+def fresh_targets(items: list[LocalItem]) -> list[list[np.ndarray]]:
+    """Return [item][box] of zeros, [..., itemsize]."""
+    return [
+        [np.zeros((*box.lengths, ITEM_BYTES[item.tensor.dtype]), np.uint8) for box in item.boxes]
+        for item in items
+    ]
+
+
+def read(metadata, files, shared, reads, worlds_items) -> list[list[list[np.ndarray]]]:
+    """Carry out a load plan on all ranks; return [rank][item][box] of bytes."""
+    ranks = range(len(reads))
+    plans = [rank_reads(metadata, shared.wire(rank), reads[rank]) for rank in ranks]
+    targets = [fresh_targets(items) for items in worlds_items]
+    mail: dict[tuple[int, int, int], bytes] = {}
+    for rank, plan in enumerate(plans):
+        buffers = [
+            files[metadata.files.keys[file]][start:stop]
+            for file, start, stop in zip(*vars(plan.requests).values(), strict=True)
+        ]
+        for row in range(len(plan.copies)):
+            value = strided(buffers[plan.copies.request[row]], plan.copies, row)
+            place(targets[rank], plan.copies, row, value)
+        for message in range(len(plan.sends)):
+            first = int(plan.sends.first[message])
+            rows = range(first, first + int(plan.sends.count[message]))
+            request = int(plan.sends.request[message])
+            parts = [strided(buffers[request], plan.send_pieces, row).tobytes() for row in rows]
+            data = b"".join(parts)
+            assert len(data) == plan.sends.nbytes[message]
+            mail[rank, int(plan.sends.peer[message]), request] = data
+    for rank, plan in enumerate(plans):
+        for message in range(len(plan.receives)):
+            peer, request = int(plan.receives.peer[message]), int(plan.receives.request[message])
+            data = mail.pop((peer, rank, request))
+            assert len(data) == plan.receives.nbytes[message]
+            first = int(plan.receives.first[message])
+            for row in range(first, first + int(plan.receives.count[message])):
+                pieces = plan.receive_pieces
+                shape = (*pieces.lengths[row], pieces.itemsize[row])
+                size = int(np.prod(shape))
+                place(
+                    targets[rank], pieces, row, np.frombuffer(data[:size], np.uint8).reshape(shape)
+                )
+                data = data[size:]
+            assert data == b""
+    assert mail == {}
+    return targets
+
+
+def strided(buffer: bytes, pieces, row: int) -> np.ndarray:
+    """Return a piece of a request, [..., itemsize]."""
+    return np.ndarray(
+        (*pieces.lengths[row], int(pieces.itemsize[row])),
+        np.uint8,
+        buffer,
+        int(pieces.source[row]),
+        (*pieces.strides[row], 1),
+    )
+
+
+def place(targets, pieces, row: int, value: np.ndarray) -> None:
+    target = targets[pieces.item[row]][pieces.box[row]]
+    dims = target.ndim - 1
+    start, extent = pieces.target[row][:dims], pieces.lengths[row][:dims]
+    where = tuple(slice(s, s + e) for s, e in zip(start, extent, strict=True))
+    target[where] = value.reshape((*extent, value.shape[-1]))
+
+
+def needed_bytes(world: World, items: list[LocalItem]) -> int:
+    return sum(len(item_bytes(world, item)) for item in items)
+
+
+def meet(a: Box, b: Box) -> int:
+    both = intersect(a, b)
+    return both.volume if both else 0
