@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ def random_shards(rng: random.Random, shape: tuple[int, ...], ranks: int) -> lis
 
 def cut(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:
     ends = [0, *sorted(rng.randint(0, length) for _ in range(parts - 1)), length]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(itertools.pairwise(ends))
 
 
 def along(box: Box, dim: int, pairs: list[tuple[int, int]]) -> list[Box]:
