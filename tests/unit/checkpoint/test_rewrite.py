@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from planish.checkpoint import monitor
+from planish.checkpoint.fill import RAW
+from planish.checkpoint.layouts import Layout
+from planish.checkpoint.reader import BlockReader, check_objects, open_state
+from planish.checkpoint.rewrite import rewrite
+from planish.checkpoint.slices import SliceReader
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.tables import ITEM_BYTES
+from planish.errors import (
+    CheckpointCorrupt,
+    CheckpointExists,
+    CheckpointNotFound,
+    ConfigError,
+)
+from tests.unit.checkpoint.written import EXTRA, OBJECTS, tiny_model, write_checkpoint
+
+_numbers = itertools.count()
+LAYOUTS = ["dp=1", "dp=3", "fsdp=4", "flat=3", "tp=2", "tp=3", "fsdp=2,tp=2", "dp=2,flat=2,tp=2"]
+
+
+@pytest.fixture
+def root():
+    """A store in memory: nothing here depends on the kind of store."""
+    return f"mem://rewrite-{next(_numbers)}"
+
+
+def arrays(place):
+    opened = open_state(place)
+    reader, tensors = SliceReader(opened), opened.metadata.tensors
+    return {tensors.spec(row): reader.read(tensors.spec(row)) for row in range(len(tensors))}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for spec, array in expected.items():
+        assert np.array_equal(found[spec], array.view(RAW[ITEM_BYTES[spec.dtype]])), spec
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", ["dp=1", "fsdp=3", "flat=2,tp=2"])
+def test_every_layout_becomes_every_other_bit_by_bit(source, target, root):
+    tensors = tiny_model(dtype="BF16")
+    layout = Layout.parse(source)
+    pin = write_checkpoint(f"{root}/a", tensors, layout.boxes, num_ranks=layout.num_ranks)
+    made = rewrite(pin, f"{root}/b", Layout.parse(target))
+    assert not made.already_done
+    opened = open_state(made.pin)
+    assert check_objects(opened) == []
+    assert_equal(arrays(made.pin), tensors)
+    assert opened.metadata.header["layout"] == str(Layout.parse(target))
+    assert opened.metadata.header["parents"] == {"state": pin.partition("=")[2]}
+    assert (opened.commit.step, opened.commit.roles) == (7, ("main",))
+    assert opened.metadata.objects == OBJECTS
+    for name, content in EXTRA.items():
+        assert BlockReader(opened).read_file(name) == content
+
+
+def test_ranks_of_the_new_layout_find_their_shard_in_a_file_of_their_own(root):
+    pin = write_checkpoint(f"{root}/a", tiny_model())
+    made = rewrite(pin, f"{root}/b", Layout.parse("tp=2"))
+    metadata = open_state(made.pin).metadata
+    row = metadata.tensor_ids["main", "model", "model.layers.0.self_attn.o_proj.weight"]
+    rows = metadata.shards_of(row)
+    boxes = list(zip(metadata.shards.offsets[rows].tolist(), metadata.shards.lengths[rows].tolist(),
+                     strict=True))  # fmt: skip
+    assert boxes == [([0, 0], [8, 4]), ([0, 4], [8, 4])]
+    files = [metadata.files.keys[file] for file in metadata.shards.file[rows]]
+    assert files == [f"data/main.model/0000{rank}-0.safetensors" for rank in (0, 1)]
+
+
+def test_a_second_call_writes_nothing_and_gives_the_same_pin(root):
+    pin = write_checkpoint(f"{root}/a", tiny_model())
+    first = rewrite(pin, f"{root}/b", Layout.parse("fsdp=2"))
+    storage, path = open_storage(f"{root}/b")
+    before = [tuple(stat) for stat in storage.list(path)]
+    again = rewrite(pin, f"{root}/b", Layout.parse("fsdp=2"))
+    assert again.already_done
+    assert again.pin == first.pin
+    assert [tuple(stat) for stat in storage.list(path)] == before
+
+
+def test_equal_states_and_layouts_have_equal_pins_wherever_they_lie(root):
+    pins = [
+        rewrite(
+            write_checkpoint(f"{root}/{name}", tiny_model()),
+            *(f"{root}/{name}2", Layout.parse("tp=2")),
+        ).pin
+        for name in "ab"
+    ]
+    assert pins[0].partition("#")[2] == pins[1].partition("#")[2]
+
+
+def test_another_state_in_the_place_is_refused_or_replaced(root):
+    first = write_checkpoint(f"{root}/a", tiny_model(seed=1))
+    second = write_checkpoint(f"{root}/c", tiny_model(seed=2))
+    rewrite(first, f"{root}/b", Layout.parse("tp=2"))
+    with pytest.raises(CheckpointExists, match="got step 7, layout 'tp=2'"):
+        rewrite(second, f"{root}/b", Layout.parse("tp=2"))
+    assert_equal(arrays(f"{root}/b"), tiny_model(seed=1))
+    rewrite(second, f"{root}/b", Layout.parse("tp=2"), overwrite=True)
+    assert_equal(arrays(f"{root}/b"), tiny_model(seed=2))
+
+
+def test_a_policy_alone_leaves_out_optimizers_and_small_values(root):
+    pin = write_checkpoint(f"{root}/a", tiny_model())
+    made = rewrite(pin, f"{root}/b", Layout.parse("tp=2"), parts="model")
+    assert {spec.kind for spec in arrays(made.pin)} == {"model"}
+    assert open_state(made.pin).metadata.objects == {}
+
+
+def test_roles_can_be_chosen(root):
+    tensors = {**tiny_model(role="actor"), **tiny_model(role="critic", seed=1)}
+    pin = write_checkpoint(f"{root}/a", tensors, extra=False)
+    made = rewrite(pin, f"{root}/b", Layout.parse("fsdp=2"), roles=["critic"])
+    assert_equal(arrays(made.pin), tiny_model(role="critic", seed=1))
+    assert made.commit.roles == ("critic",)
+    with pytest.raises(CheckpointNotFound, match=r"\['judge'\], got \['actor', 'critic'\]"):
+        rewrite(pin, f"{root}/c", Layout.parse("fsdp=2"), roles=["judge"])
+
+
+def test_large_tensors_stream_through_parts_and_are_read_about_once(root):
+    tensors = tiny_model(layers=1, hidden=256, vocab=9001)
+    pin = write_checkpoint(f"{root}/a", tensors, Layout.parse("fsdp=3").boxes, num_ranks=3)
+    made = rewrite(pin, f"{root}/b", Layout.parse("flat=2"))
+    assert_equal(arrays(made.pin), tensors)
+    total = open_state(pin).commit.total_bytes
+    assert total > 32 << 20
+    assert total * 0.95 < made.bytes_read < 1.5 * total, "blocks at borders count twice"
+
+
+def test_a_damaged_source_leaves_nothing_behind(file_root, tmp_path):
+    pin = write_checkpoint(f"{file_root}/a", tiny_model())
+    (damaged,) = (tmp_path / "root" / "a").glob("a-*/data/main.optim/*.safetensors")
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 0x20
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointCorrupt, match=r"main.optim/00000-0.safetensors"):
+        rewrite(pin, f"{file_root}/b", Layout.parse("tp=2"))
+    assert list((tmp_path / "root").glob("b/**/*.safetensors")) == []
+    with pytest.raises(CheckpointNotFound):
+        open_state(f"{file_root}/b")
+
+
+def test_a_rewrite_leaves_its_timings(root):
+    pin = write_checkpoint(f"{root}/a", tiny_model())
+    made = rewrite(pin, f"{root}/b", Layout.parse("tp=2"))
+    found = monitor.read_timings(f"{root}/b")
+    assert found == made.timeline
+    assert {record.stage for record in found.records} >= {"plan", "upload", "meta", "commit"}
+
+
+def test_impossible_requests_are_configuration_errors(root):
+    pin = write_checkpoint(f"{root}/a", tiny_model())
+    with pytest.raises(ConfigError, match="got 'merged'"):
+        rewrite(pin, f"{root}/b", Layout.parse("merged"))
+    with pytest.raises(ConfigError, match="'weights'"):
+        rewrite(pin, f"{root}/b", Layout.parse("tp=2"), parts="weights")
