@@ -202,6 +202,7 @@ class S3Storage:
             direct.objects.extend(objects(page))
             for item in page.findall("CommonPrefixes"):
                 direct.folders.append(unquote_plus(item.findtext("Prefix") or "").rstrip("/"))
+        direct.folders.sort()  # the server sorts them with their slash
         return direct
 
     def delete(self, keys: Iterable[str]) -> None:
