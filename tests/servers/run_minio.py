@@ -59,6 +59,7 @@ class Minio:
                 "MINIO_ROOT_PASSWORD": self.secret_key,
                 "MINIO_BROWSER": "off",
                 "MINIO_UPDATE": "off",
+                "MINIO_PROMETHEUS_AUTH_TYPE": "public",
                 "GOMAXPROCS": "2",
             },
             stdout=log,

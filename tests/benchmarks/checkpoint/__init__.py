@@ -1,0 +1,1 @@
+"""Speed of saves and loads beside torch's and other checkpoint systems, over a real MinIO."""

@@ -1,0 +1,152 @@
+"""Checkpoint benchmark: `python -m tests.benchmarks.checkpoint` writes `results/checkpoint.json`.
+
+Ranks of one job run a training loop with steps of half a second; in their turns, systems save the
+same state into a real MinIO server (or a folder beside it), or load it. Data lie on tmpfs, in some
+phases on disk (the page cache is never dropped). Medians of `--rounds` turns after two warm-ups,
+lowest and highest in brackets, the order of systems rotated. Ratios are of figures of one phase.
+
+stall   the step that saves, less the median step without; the slowest rank
+call    the time inside `save()`
+save    from the start of `save()` until the checkpoint is durable; the last rank
+load    from a barrier before to a barrier after; the first load of each system is compared bitwise
+
+Peers live in environments of their own, named by variables; without them their rows are left out:
+
+CKPT_PEER_PYTHON (this project too; all systems but B5 then run in it, in one process):
+    uv venv PEER -p 3.11 && uv pip install -p PEER/bin/python -e . torch==2.13.0 psutil \
+        's3torchconnector[dcp]==1.5.0' s3fs==2026.9.0
+BYTECHECKPOINT_PYTHON (its pin of torch <= 2.5 is overridden by the torch of all others):
+    uv venv BCP -p 3.11 && uv pip install -p BCP/bin/python bytecheckpoint==0.0.2 setuptools \
+        --override <(echo torch==2.13.0)
+
+`--scale` shrinks all workloads, `--minutes` ends a run early: phases come in order of importance,
+and what was measured is written after every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from tests.benchmarks.checkpoint.measure import Bench, run_phase
+from tests.benchmarks.checkpoint.schedule import PHASES, Phase
+from tests.benchmarks.checkpoint.table import HEADINGS, Table, figures
+from tests.benchmarks.checkpoint.workloads import ABOUT
+from tests.benchmarks.facts import write_result
+
+MODULE = "tests.benchmarks.checkpoint"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("--workload", nargs="+", default=[], help="W1 to W5; all without")
+    parser.add_argument("--phase", nargs="+", default=[], help="names of phases; all without")
+    parser.add_argument("--systems", nargs="+", default=[], help="names of systems; all without")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all workloads")
+    parser.add_argument("--rounds", type=int, default=7, help="measured turns per system")
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=1e6, help="no phase begins after")
+    parser.add_argument("--name", default="checkpoint", help="of the file in results/")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for what ranks print")
+    return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace) -> list[Phase]:
+    """Return the phases to run, with what they load from."""
+    found = [
+        phase
+        for phase in PHASES
+        if (not options.workload or phase.workload.partition("-")[0] in options.workload)
+        and (not options.phase or phase.name in options.phase)
+    ]
+    names = {phase.name for phase in found}
+    sources = {phase.source for phase in found} - names
+    found += [phase for phase in PHASES if phase.name in sources]
+    found.sort(key=PHASES.index)
+    if options.systems:
+        found = [
+            dataclasses.replace(
+                phase, systems=tuple(s for s in phase.systems if s in options.systems)
+            )
+            for phase in found
+        ]
+    return [phase for phase in found if phase.systems]
+
+
+def report(console: Console, phases: dict[str, Any]) -> Table:
+    """Print figures per phase and the table of targets."""
+    table = Table(phases)
+    for name, raw in phases.items():
+        grid = Grid(*HEADINGS, title=f"{name} ({ABOUT[raw['workload']]}; {raw['place']})")
+        for line in figures(raw, table.summaries[name]):
+            grid.add_row(*line)
+        console.print(grid)
+        for system, reason in raw["failed"].items():
+            console.print(f"{name}: {system}: {reason.splitlines()[0]}", style="red")
+    grid = Grid("phase", "quantity", "ours", "other", "value", "target", "paper", "limit", "")
+    for row in table.rows():
+        value = "" if row.value is None else f"{row.value:.2f}"
+        grid.add_row(
+            row.workload, row.quantity, row.ours, row.other, value, row.target, row.paper,
+            row.limit, row.verdict, style="red" if row.verdict == "missed" else None,
+        )  # fmt: skip
+    console.print(grid)
+    return table
+
+
+def write(options: argparse.Namespace, phases: dict[str, Any], load: list[float]) -> Path:
+    """Write what has been measured so far."""
+    table = Table(phases)
+    return write_result(
+        options.name,
+        "measured-cpu",
+        {
+            "scale": options.scale,
+            "load_average": load,
+            "page_cache": "kept",
+            "workloads": ABOUT,
+            "table": [dataclasses.asdict(row) for row in table.rows()],
+            "summaries": table.summaries,
+            "turns": phases,
+        },
+        MODULE,
+    )
+
+
+def main() -> None:
+    options = arguments()
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="ckpt-bench-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    console = Console(width=200)
+    phases = chosen(options)
+    found: dict[str, Any] = {}
+    bench = Bench(options.scale, options.warmups, options.rounds, logs)
+    try:
+        for number, phase in enumerate(phases):
+            if time.monotonic() > deadline:
+                console.print(f"no time for {phase.name}", style="red")
+                continue
+            bench.need(phases[number:])
+            started, load = time.monotonic(), list(os.getloadavg())
+            for raw in run_phase(bench, phase, deadline):
+                found[phase.name] = raw
+                raw["load_average"] = load
+                write(options, found, load)
+            console.print(f"{phase.name}: {time.monotonic() - started:.0f} s")
+    finally:
+        bench.close()
+    report(console, found)
+    console.print(write(options, found, list(os.getloadavg())))
+
+
+if __name__ == "__main__":
+    main()
