@@ -126,7 +126,7 @@ class Record:
         A damaged journal is an empty one: its attempt is cleared by age and by listing alone.
         """
         try:
-            found = json.loads(data)
+            found = json.loads(data.decode())
             keys = tuple(key for key in found["keys"] if _is_own(key, attempt))
             uploads = tuple(
                 (str(key), str(upload))
