@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from planish.checkpoint.fill import Bytes, PieceList, Targets
 from planish.checkpoint.geometry import I64
-from planish.checkpoint.plan.reads import Messages, Pieces, RankReads
-from planish.checkpoint.read_pool import RING, ReadPool, Schedule
+from planish.checkpoint.plan.reads import Messages, RankReads
+from planish.checkpoint.read_pool import ReadPool, Schedule
 from planish.checkpoint.timings import Recorder
 from planish.errors import PeerLost
 
@@ -154,13 +154,13 @@ class Exchange:
         control: Control,
         members: Sequence[int],
         reads: RankReads,
-        bucket_bytes: int,
+        buckets: int,
         tag: str,
     ) -> None:
         """Meet the others and learn where their requests will lie; a collective of the members."""
         self._reads = reads
         self.mesh = Mesh(control, members, tag)
-        self.schedule = _schedule(reads, bucket_bytes)
+        self.schedule = _schedule(reads, buckets)
         self.segments = Segments(self.mesh, self.schedule.ring_bytes, tag)
         self._sends = PieceList(reads.send_pieces)
         self._receives = PieceList(reads.receive_pieces)
@@ -184,7 +184,7 @@ class Exchange:
                     failed = self.mesh.highest(not read)
                 if failed:
                     raise Stopped
-                pool.open_rounds(turn + RING)
+                pool.open_rounds(turn + self.schedule.buckets)
                 self._copy_near(turn, pool, targets, recorder)
                 self._swap_far(turn, pool, targets, recorder)
         except RuntimeError as error:
@@ -298,39 +298,7 @@ def _rows(messages: Messages, which: I64) -> I64:
     return np.concatenate(spans) if spans else np.zeros(0, np.int64)
 
 
-def _schedule(reads: RankReads, bucket_bytes: int) -> Schedule:
+def _schedule(reads: RankReads, buckets: int) -> Schedule:
     shared = np.unique(reads.sends.request)
     sizes = (reads.requests.stop - reads.requests.start)[shared]
-    return Schedule.plan(shared.tolist(), sizes.tolist(), bucket_bytes)
-
-
-def members_of(plans: Sequence[RankReads]) -> list[list[int]]:
-    """Return, for each rank, the ranks that it exchanges bytes with, directly or through others.
-
-    Example:
-        >>> none = np.zeros(0, np.int64)
-        >>> members_of([])
-        []
-    """
-    leader = list(range(len(plans)))
-
-    def find(rank: int) -> int:
-        while leader[rank] != rank:
-            leader[rank] = leader[leader[rank]]
-            rank = leader[rank]
-        return rank
-
-    for rank, plan in enumerate(plans):
-        for peer in np.unique(plan.sends.peer).tolist():
-            low, high = sorted((find(rank), find(peer)))
-            leader[high] = low
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank in range(len(plans)):
-        groups[find(rank)].append(rank)
-    return [groups[find(rank)] for rank in range(len(plans))]
-
-
-def empty_pieces(dims: int) -> Pieces:
-    """Return pieces without rows."""
-    flat, wide = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
-    return Pieces(flat, flat, flat, flat, wide, wide, wide, flat)
+    return Schedule.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES, buckets)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from planish.checkpoint.loader_state import LoaderState
 from planish.checkpoint.timings import CheckpointInfo
 
 PARTS = ("model", "optim", "extra", "loader")
@@ -52,10 +53,10 @@ class Loaded:
     """Of the global metadata: step, roles, layout, parents, attributes."""
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Role to the small values that are equal on all ranks."""
-    own: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    """Role to saving rank to its own small values: what this rank needs of them."""
-    loader: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Role to name of a loader object to its decoded content."""
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role to the values of the saving rank of the same number, where there was one."""
+    loader: dict[str, LoaderState] = field(default_factory=dict)
+    """Role to the loader state of all saving ranks, where there is one."""
     missing: tuple[str, ...] = ()
     """Without `strict`: tensors of the target that the checkpoint lacks, left untouched."""
     unexpected: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from planish.checkpoint.reader import BlockReader
 from planish.checkpoint.timings import Recorder, Timing
 
 RING = 4
-"""Buckets of a ring: read ahead of the slowest rank by three."""
+"""Buckets of a ring, at most: read ahead of the slowest rank by three. At least two."""
 WAIT_SECONDS = 0.5
 """How often a waiting thread looks whether the load still goes on."""
 
@@ -51,9 +51,13 @@ class Schedule:
     """Number of rounds."""
     ring_bytes: int
     """Size of the ring."""
+    buckets: int = RING
+    """Rounds that the ring holds."""
 
     @classmethod
-    def plan(cls, requests: list[int], sizes: list[int], bucket_bytes: int) -> Schedule:
+    def plan(
+        cls, requests: list[int], sizes: list[int], bucket_bytes: int, buckets: int = RING
+    ) -> Schedule:
         """Fill buckets with requests in their order; no request is larger than a bucket."""
         places: dict[int, Place] = {}
         turn, filled = 0, 0
@@ -61,11 +65,11 @@ class Schedule:
             assert size <= bucket_bytes
             if filled + size > bucket_bytes:
                 turn, filled = turn + 1, 0
-            places[request] = Place(turn, turn % RING * bucket_bytes + filled)
+            places[request] = Place(turn, turn % buckets * bucket_bytes + filled)
             # Aligned, so that no element is copied from an odd address.
             filled += -(-size // 16) * 16
         ends = [place.base + size for place, size in zip(places.values(), sizes, strict=True)]
-        return cls(places, turn + 1 if places else 0, max(ends, default=0))
+        return cls(places, turn + 1 if places else 0, max(ends, default=0), buckets)
 
 
 class ReadPool:
@@ -92,7 +96,7 @@ class ReadPool:
         self._left = [0] * schedule.rounds
         for place in schedule.places.values():
             self._left[place.round] += 1
-        self._open_rounds = RING
+        self._open_rounds = schedule.buckets
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -189,6 +193,6 @@ class ReadPool:
                 self._copies.scatter(row, buffer, base, self.targets)
         clock.append(time.time())
         key = self.reader.opened.metadata.files.keys[file]
-        state = key.split("/")[1]
+        state = key.split("/")[-2] if "/" in key else ""
         for stage, begin, end in zip(("read", "verify", "copy"), clock, clock[1:], strict=False):
             self.recorder.add(Timing(0, "load", state, stage, begin, end, size, key))

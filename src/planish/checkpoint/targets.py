@@ -40,14 +40,9 @@ class TensorTarget:
             self.tensor[place].copy_(part)
 
 
-def tensor_targets(items: Sequence[LocalItem], stored: Sequence[str]) -> Targets:
-    """Return the boxes of items as targets.
-
-    Args:
-        items: with data; written in place.
-        stored: type in the checkpoint of each item, a key of `tables.ITEM_BYTES`.
-    """
-    return [list(_targets(item, TYPES[dtype])) for item, dtype in zip(items, stored, strict=True)]
+def tensor_targets(items: Sequence[LocalItem]) -> Targets:
+    """Return the boxes of items as targets; `tensor.dtype` of an item is the stored type."""
+    return [list(_targets(item, TYPES[item.tensor.dtype])) for item in items]
 
 
 def _targets(item: LocalItem, stored: torch.dtype) -> Iterator[Target]:

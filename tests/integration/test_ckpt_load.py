@@ -1,0 +1,142 @@
+"""Loads by several processes: each byte read once, exchanged, equal; and no rank hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.fill import RAW
+from planish.checkpoint.geometry import Box, whole
+from planish.checkpoint.load import load_state, open_on_all
+from planish.checkpoint.load_records import LoadOptions
+from planish.checkpoint.model import Collected, LocalItem
+from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
+from tests.integration.ckpt_ranks import run_ranks
+from tests.unit.checkpoint.tilings import random_tiling
+from tests.unit.checkpoint.written import write_checkpoint
+
+
+def weights(num_tensors=6, rows=700, columns=512, seed=0):
+    """Return TensorSpec -> raw elements: matrices of 1.4 MB, and small ones of every type."""
+    rng = np.random.default_rng(seed)
+    specs = [
+        TensorSpec("main", "model", f"layers.{n}.weight", "F32", (rows, columns))
+        for n in range(num_tensors)
+    ]
+    specs += [TensorSpec("main", "optim", f"odd.{dtype}", dtype, (5, 3, 7)) for dtype in ITEM_BYTES]
+    found = {}
+    for spec in specs:
+        size = ITEM_BYTES[spec.dtype]
+        high = 2 if spec.dtype == "BOOL" else 256
+        raw = rng.integers(0, high, (*spec.shape, size), dtype=np.uint8)
+        found[spec] = raw.view(RAW[size]).reshape(spec.shape)
+    return found
+
+
+def boxes_for(layout, spec, rank, size, seed=0):
+    """Return what a rank holds of a tensor."""
+    if layout == "replicated":
+        return (whole(spec.shape),)
+    if layout == "none":
+        return ()
+    if layout == "random":
+        pieces = random_tiling(random.Random(f"{seed} {spec.fqn}"), spec.shape)
+        mine = pieces[rank::size]
+        return mine[0] if mine else ()
+    dim = {"rows": 0, "columns": 1}[layout]
+    step = -(-spec.shape[dim] // size)
+    start, stop = min(rank * step, spec.shape[dim]), min((rank + 1) * step, spec.shape[dim])
+    offsets = tuple(start if d == dim else 0 for d in range(len(spec.shape)))
+    lengths = tuple(stop - start if d == dim else n for d, n in enumerate(spec.shape))
+    return (Box(offsets, lengths),) if stop > start else ()
+
+
+def target(spec, boxes):
+    """Return an item of zeros for boxes of a tensor."""
+    shape = boxes[0].lengths if len(boxes) == 1 else (sum(box.volume for box in boxes),)
+    return LocalItem(spec, tuple(boxes), torch.zeros(shape, dtype=TYPES[spec.dtype]))
+
+
+def raw_of(item):
+    size = item.data.element_size()
+    flat = item.data.reshape(-1)
+    return flat.view(torch.uint8).numpy().view(RAW[size])
+
+
+def expected(array, boxes):
+    cuts = [
+        array[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1)
+        for box in boxes
+    ]
+    return np.concatenate(cuts) if cuts else np.zeros(0, array.dtype)
+
+
+def scenario_load(rank, size, folder, place, layouts, options=None, hosts=None):
+    """Load under each layout and compare every element; returns counters of the last load."""
+    control = Control.join()
+    if hosts:
+        control.hosts = tuple(hosts)
+        control.call = lambda *a, **k: as_hosts(Control.call(control, *a, **k), hosts)
+    tensors = weights()
+    loaded = None
+    for layout in layouts:
+        items = [target(spec, boxes_for(layout, spec, rank, size)) for spec in tensors]
+        items = [item for item in items if item.boxes]
+        opened = open_on_all(place, control)
+        loaded = load_state(
+            opened, {"main": Collected(items)}, control, LoadOptions(**(options or {}))
+        )
+        for item in items:
+            wanted = expected(tensors[item.tensor], item.boxes)
+            assert np.array_equal(raw_of(item).view(np.uint8), wanted.view(np.uint8)), item.tensor
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("planish-")]
+    torch.distributed.barrier()
+    control.close()
+    return {
+        "store": loaded.bytes_from_store,
+        "unique": loaded.unique_bytes_needed,
+        "own": loaded.info.num_bytes,
+        "exchanged": sum(r.num_bytes for r in loaded.info.timings.records if r.stage == "exchange"),
+        "left": left,
+    }
+
+
+def as_hosts(call, hosts):
+    call.hosts = tuple(hosts)
+    return call
+
+
+def place_of(tmp_path, **changes):
+    return write_checkpoint(
+        f"file://{tmp_path}/run/step-1", weights(), extra=False, **({"num_ranks": 2} | changes)
+    )
+
+
+def test_a_replicated_load_reads_every_byte_once_and_balanced(tmp_path):
+    place = place_of(tmp_path, num_ranks=4)
+    found = run_ranks(
+        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks",
+        place=place, layouts=["replicated"],
+    )  # fmt: skip
+    total, unique = found[0]["store"], found[0]["unique"]
+    assert unique == sum(array.nbytes for array in weights().values())
+    assert total / unique <= 1.05
+    assert sum(one["own"] for one in found) == total
+    assert max(one["own"] for one in found) <= 0.5 * total
+    assert all(one["exchanged"] >= unique - one["own"] for one in found)
+    assert all(one["left"] == [] for one in found)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 2, 3]])
+def test_ranks_of_other_machines_get_packed_messages(tmp_path, hosts):
+    found = run_ranks(
+        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks",
+        place=place_of(tmp_path), layouts=["replicated", "columns", "random"], hosts=hosts,
+    )  # fmt: skip
+    assert found[0]["store"] < 2 * found[0]["unique"]
