@@ -28,6 +28,8 @@ from planish.errors import PlanMismatch
 
 _MAGIC = b"PLNSHCOL"
 _VERSION = 1
+_MAX_PADDING = 16
+"""Padded sides of boxes, per byte of the columns of a rank."""
 
 
 def table_columns(table: TensorTable) -> tuple[dict[str, Any], dict[str, I64 | bytes]]:
@@ -117,8 +119,9 @@ def decode_columns(data: bytes) -> Columns:
             raise PackFault(f"item of {int(counts.max())} boxes")
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
-        if starts[-1] > 8 * len(data):
-            raise PackFault(f"{starts[-1]} boxes in {len(data)} bytes")
+        # A box has at least a byte in every column of its dimensions; padding must not swell it.
+        if int(starts[-1]) * max(table.max_dims, 1) > _MAX_PADDING * len(data):
+            raise PackFault(f"{starts[-1]} boxes of {table.max_dims} dimensions")
         dims = table.dims[np.repeat(rows, counts)]
         boxes = {
             name: unpack_ragged(f"box.{name}", columns, dims, width=table.max_dims, fill=fill)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import sys
 from collections import OrderedDict
@@ -48,6 +49,7 @@ TORCH_TYPES: dict[str, str] = {
 _FIXED = struct.Struct("<8sII")
 _MAGIC, _VERSION = b"PLNSHEXT", 1
 _ARRAY_KINDS = "biufc"
+_ARRAY_TYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
 _NUMBERS = (np.integer, np.floating, np.complexfloating, np.bool_)
 
 
@@ -293,12 +295,9 @@ class _Reader:
     def _array(self, told: Any) -> Any:
         name, shape, size = _form(told)
         try:
-            dtype = np.dtype(name)
-            known = dtype.kind in _ARRAY_KINDS and _little(dtype) == name
-        except (TypeError, ValueError, SyntaxError):
-            known = False
-        if not known:
-            raise PackFault(f"unknown type of array {name!r:.80}")
+            dtype = np.dtype(name if _ARRAY_TYPE.fullmatch(name) else "none")
+        except TypeError:
+            raise PackFault(f"unknown type of array {name!r:.80}") from None
         self._fits(shape, size, dtype.itemsize)
         return np.frombuffer(bytearray(self._take(size)), dtype).reshape(shape)
 

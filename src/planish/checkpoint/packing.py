@@ -237,7 +237,8 @@ def load_json(data: bytes) -> Any:
         PackFault: not JSON, too deep, a name twice, a number that is not finite.
     """
     try:
-        return json.loads(data, object_pairs_hook=_once, parse_constant=_refuse)
+        # As text: of bytes, `json` guesses the encoding and may import a codec for it.
+        return json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise PackFault(f"must be JSON, got {error!r:.200}") from None
 

@@ -15,11 +15,15 @@ ODD_NAMES = ["0", "a/b", "..", "a|b", "a b", "é中\U0001f600", '"\\%', "x" * 10
 """Names of tensors that must survive."""
 
 
-def small(seed=0):
-    """Return metadata of 12 tensors of any type and 0 to 4 dimensions, tiled at random."""
+def small(seed=0, *, plain=False):
+    """Return metadata of 12 tensors of any type and 0 to 4 dimensions, tiled at random.
+
+    With `plain`, names are short and there are 7 of them.
+    """
     rng = random.Random(seed)
     specs, rows = [], []
-    for number, name in enumerate([*ODD_NAMES, "w", "model.w"]):
+    names = [f"w{n}" for n in range(7)] if plain else [*ODD_NAMES, "w", "model.w"]
+    for number, name in enumerate(names):
         dtype = rng.choice(["F32", "BF16", "BOOL", "I64", "F8_E4M3", "C128"])
         shape = (0, 3) if number == 5 else () if number == 6 else random_shape(rng)
         kind = rng.choice(["model", "optim", "extra"])
