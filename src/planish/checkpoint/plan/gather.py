@@ -9,7 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (global plan of a save).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,36 +69,40 @@ def told_box(offsets: I64, lengths: I64, dims: int) -> str:
     return f"[{', '.join(f'{low}:{high}' for low, high in sides)}]"
 
 
-def gather(columns: Sequence[Columns]) -> Gathered:
-    """Unify the columns of all ranks, rank r's at position r.
+def gather(columns: Iterable[Columns]) -> tuple[Gathered, int]:
+    """Unify the columns of all ranks, rank r's at position r; each is looked at once.
+
+    Returns:
+        The items, and the number of ranks.
 
     Raises:
         LayoutMismatch: ranks disagree about the type or shape of a tensor, boxes lie outside of
             their tensors, or the state has 2**62 elements or more.
     """
-    tensors, ids = _unify([one.tensors for one in columns])
-    table_base = before(np.array([len(one.tensors) for one in columns], np.int64))
-    items = np.array([len(one.item_tensor) for one in columns], np.int64)
-    rank = np.repeat(np.arange(len(columns)), items)
-    local = _joined([one.item_tensor for one in columns])
-    tensor = ids[local + table_base[rank]] if len(local) else local
-    # Rows of boxes in `offsets`: each rank's starts, moved behind the boxes of the ranks before.
-    count = _joined([np.diff(one.item_starts) for one in columns])
-    first = before(count)
-    item = ranges(np.zeros(len(items), np.int64), items)
+    names = _Names()
+    local, counts, offsets, lengths = [], [], [], []
+    for one in columns:
+        ids = names.add(one.tensors)
+        local.append(ids[one.item_tensor] if len(one.item_tensor) else one.item_tensor)
+        counts.append(one.item_starts[1:] - one.item_starts[:-1])
+        offsets.append(one.offsets)
+        lengths.append(one.lengths)
+    tensors, place = names.table()
+    items = np.array([len(part) for part in local], np.int64)
+    count = _joined(counts)
     kept = count > 0
     gathered = Gathered(
         tensors,
-        rank[kept],
-        item[kept],
-        tensor[kept],
-        first[kept],
+        np.repeat(np.arange(len(items)), items)[kept],
+        ranges(np.zeros(len(items), np.int64), items)[kept],
+        place[_joined(local)][kept],
+        before(count)[kept],
         count[kept],
-        _stacked([one.offsets for one in columns], tensors.max_dims, 0),
-        _stacked([one.lengths for one in columns], tensors.max_dims, 1),
+        _stacked(offsets, tensors.max_dims, 0),
+        _stacked(lengths, tensors.max_dims, 1),
     )
     _refuse_outside(gathered)
-    return gathered
+    return gathered, len(items)
 
 
 def _joined(parts: Sequence[I64]) -> I64:
@@ -116,78 +120,87 @@ def _stacked(parts: Sequence[I64], width: int, fill: int) -> I64:
     return np.concatenate(full) if full else np.zeros((0, width), np.int64)
 
 
-def _unify(tables: Sequence[TensorTable]) -> tuple[TensorTable, I64]:
-    """Return one table of all tensors, sorted by name, and the rows of all tables' tensors in it.
+class _Names:
+    """Numbers all tensors of all ranks, and compares what the ranks say about each."""
 
-    Raises:
-        LayoutMismatch: two tables give one tensor different types or shapes.
-    """
-    seen: dict[tuple[str, str, str], int] = {}
-    first: list[tuple[int, int]] = []
-    rows = []
-    for number, table in enumerate(tables):
-        keys = table.ids
-        fresh_keys = [key for key in keys if key not in seen] if seen else list(keys)
-        for key in fresh_keys:
-            seen[key] = len(first)
-            first.append((number, keys[key]))
-        rows.append(np.fromiter(map(seen.__getitem__, keys), np.int64, len(keys)))
-    names = list(seen)
-    order = sorted(range(len(names)), key=names.__getitem__)
-    width = max((table.max_dims for table in tables), default=0)
-    shapes = np.ones((len(names), width), np.int64)
-    for row, old in enumerate(order):
-        number, line = first[old]
-        shapes[row, : tables[number].max_dims] = tables[number].shapes[line]
-    sources = [first[old] for old in order]
-    table = TensorTable(
-        tuple(names[old][0] for old in order),
-        tuple(names[old][1] for old in order),
-        tuple(names[old][2] for old in order),
-        tuple(tables[number].dtypes[line] for number, line in sources),
-        np.array([tables[number].dims[line] for number, line in sources], np.int64),
-        shapes,
-    )
-    place = np.empty(len(names), np.int64)
-    place[order] = np.arange(len(names))
-    ids = place[_joined(rows)] if rows else np.zeros(0, np.int64)
-    _refuse_disagreement(table, tables, ids)
-    return table, ids
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str, str], int] = {}
+        self._dtype: list[str] = []
+        self._codes: dict[str, int] = {}
+        self._rows: list[I64] = []
+        self._dtypes: list[I64] = []
+        self._dims: list[I64] = []
+        self._shapes: list[I64] = []
 
+    def add(self, table: TensorTable) -> I64:
+        """Return the number of each tensor of one rank, in order of first appearance."""
+        keys, seen = table.ids, self._seen
+        rows = list(map(seen.get, keys))
+        if None in rows:
+            for key, row in keys.items():
+                if key not in seen:
+                    seen[key] = len(seen)
+                    self._dtype.append(table.dtypes[row])
+            rows = list(map(seen.get, keys))
+        for dtype in set(table.dtypes).difference(self._codes):
+            self._codes[dtype] = len(self._codes)
+        codes = list(map(self._codes.__getitem__, table.dtypes))
+        self._rows.append(np.array(rows, np.int64))
+        self._dtypes.append(np.array(codes, np.int64))
+        self._dims.append(table.dims)
+        self._shapes.append(table.shapes)
+        return self._rows[-1]
 
-def _refuse_disagreement(table: TensorTable, tables: Sequence[TensorTable], ids: I64) -> None:
-    codes = {name: code for code, name in enumerate(dict.fromkeys(table.dtypes))}
-    dtypes = np.concatenate(
-        [
-            np.fromiter((codes.get(name, -1) for name in one.dtypes), np.int64, len(one))
-            for one in tables
+    def table(self) -> tuple[TensorTable, I64]:
+        """Return all tensors sorted by name, and the row of each number.
+
+        Raises:
+            LayoutMismatch: two ranks give one tensor different types or shapes.
+        """
+        width = max((shapes.shape[1] for shapes in self._shapes), default=0)
+        ids, shapes = _joined(self._rows), _stacked(self._shapes, width, 1)
+        dims, dtypes = _joined(self._dims), _joined(self._dtypes)
+        first = np.unique(ids, return_index=True)[1]
+        self._refuse_disagreement(ids, first, (dtypes, dims, shapes))
+        names = list(self._seen)
+        order = sorted(range(len(names)), key=names.__getitem__)
+        place = np.empty(len(names), np.int64)
+        place[order] = np.arange(len(names))
+        table = TensorTable(
+            tuple(names[old][0] for old in order),
+            tuple(names[old][1] for old in order),
+            tuple(names[old][2] for old in order),
+            tuple(self._dtype[old] for old in order),
+            dims[first[order]],
+            shapes[first[order]],
+        )
+        return table, place
+
+    def _refuse_disagreement(self, ids: I64, first: I64, columns: tuple[I64, I64, I64]) -> None:
+        dtypes, dims, shapes = columns
+        lead = first[ids]
+        wrong = (dtypes != dtypes[lead]) | (dims != dims[lead])
+        wrong |= (shapes != shapes[lead]).any(axis=1)
+        if not wrong.any():
+            return
+        ranks = np.repeat(np.arange(len(self._rows)), [len(rows) for rows in self._rows])
+        names, types = list(self._seen), list(self._codes)
+        forms: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+        for row in np.flatnonzero(np.isin(ids, ids[wrong])).tolist():
+            shape = tuple(shapes[row, : dims[row]].tolist())
+            told = f"{types[dtypes[row]]} of shape {shape}"
+            held = forms.setdefault(names[ids[row]], {})
+            held.setdefault(told, []).append(int(ranks[row]))
+        lines = [
+            f"`{fqn}` ({role} {kind}): "
+            + ", ".join(f"{told} on {told_ranks(held)}" for told, held in form.items())
+            for (role, kind, fqn), form in sorted(forms.items())
         ]
-        or [np.zeros(0, np.int64)]
-    )
-    mine = np.array([codes[name] for name in table.dtypes], np.int64)
-    shapes = _stacked([one.shapes for one in tables], table.max_dims, 1)
-    dims = _joined([one.dims for one in tables])
-    wrong = (dtypes != mine[ids]) | (dims != table.dims[ids])
-    wrong |= (shapes != table.shapes[ids]).any(axis=1)
-    if not wrong.any():
-        return
-    ranks = np.repeat(np.arange(len(tables)), [len(one) for one in tables])
-    local = ranges(np.zeros(len(tables), np.int64), np.array([len(one) for one in tables]))
-    forms: dict[int, dict[str, list[int]]] = {}
-    for row in np.flatnonzero(np.isin(ids, ids[wrong])):
-        spec = tables[int(ranks[row])].spec(int(local[row]))
-        form = f"{spec.dtype} of shape {spec.shape}"
-        forms.setdefault(int(ids[row]), {}).setdefault(form, []).append(int(ranks[row]))
-    told = [
-        f"`{table.fqns[tensor]}` ({table.roles[tensor]} {table.kinds[tensor]}): "
-        + ", ".join(f"{form} on {told_ranks(held)}" for form, held in forms[tensor].items())
-        for tensor in sorted(forms)
-    ]
-    raise LayoutMismatch(
-        "all ranks must give a tensor one type and one global shape, got\n  "
-        + "\n  ".join(told)
-        + "\ngive the ranks one model and one precision"
-    )
+        raise LayoutMismatch(
+            "all ranks must give a tensor one type and one global shape, got\n  "
+            + "\n  ".join(lines)
+            + "\ngive the ranks one model and one precision"
+        )
 
 
 def told_ranks(ranks: Sequence[int]) -> str:

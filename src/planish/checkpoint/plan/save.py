@@ -9,7 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 import numpy as np
@@ -36,7 +36,7 @@ _ROW_BYTES = 160
 
 
 def plan_save(
-    columns: Sequence[Columns],
+    columns: Iterable[Columns],
     *,
     split_bytes: int = SPLIT_BYTES,
     hosts: Sequence[int] | None = None,
@@ -44,7 +44,8 @@ def plan_save(
     """Decide which rank writes what, and where every byte goes.
 
     Args:
-        columns: Of all ranks, rank r's at position r.
+        columns: Of all ranks, rank r's at position r; each is looked at once, so that they may
+            be decoded one after the other.
         split_bytes: Replicated items with more bytes are cut.
         hosts: [ranks], number of the host of each rank; None: one host for all.
 
@@ -58,19 +59,19 @@ def plan_save(
     """
     if split_bytes < 1:
         raise ValueError(f"split_bytes must be at least 1, got {split_bytes}")
-    if hosts is not None and len(hosts) != len(columns):
-        raise ValueError(f"hosts must name {len(columns)} hosts, one a rank, got {len(hosts)}")
-    gathered = gather(columns)
+    gathered, ranks = gather(columns)
+    if hosts is not None and len(hosts) != ranks:
+        raise ValueError(f"hosts must name {ranks} hosts, one a rank, got {len(hosts)}")
     replicas = group_replicas(gathered)
     parts = cut_parts(gathered, replicas, split_bytes)
     tensor = gathered.tensor[replicas.order[replicas.starts[:-1]]][parts.group]
     refuse_gaps(gathered.tensors, np.repeat(tensor, parts.count), parts.offsets, parts.lengths)
-    where = np.zeros(len(columns), np.int64)
+    where = np.zeros(ranks, np.int64)
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     kinds = _dense(gathered.tensors.kinds)[tensor]
     writers = choose_writers(gathered, replicas, parts, kinds, where)
-    return _lay_out(gathered, parts, writers, len(columns))
+    return _lay_out(gathered, parts, writers, ranks)
 
 
 def _dense(names: Sequence[object]) -> I64:
