@@ -75,6 +75,15 @@ def test_a_file_without_entries_is_a_file():
     assert safetensors.numpy.load(header) == {}
 
 
+def test_entries_of_more_than_two_gib_have_right_places():
+    count = 2**31 + 10
+    header, starts = plan_header([Entry("a|0|1", "F32", (count,)), Entry("b|0|1", "U8", (3,))])
+    assert (starts - len(header)).tolist() == [0, 4 * count]
+    stored = parse_header(header, len(header) + 4 * count + 3).entries
+    assert stored["a|0|1"].shape == (count,)
+    assert stored["b|0|1"].stop == len(header) + 4 * count + 3
+
+
 def test_two_entries_of_one_name_are_refused():
     with pytest.raises(ValueError, match="different names"):
         plan_header([ENTRIES[1], ENTRIES[1]])
