@@ -1,4 +1,4 @@
-"""The command line of the package: `planish show <uri>` and `planish doctor`.
+"""The command line of the package: `planish show`, `planish checkpoint` and `planish doctor`.
 
 Stages have their own (`python -m planish.<stage>`), the pipeline too (`python -m pipelines.demo`).
 """
@@ -10,10 +10,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
 from planish import __version__, telemetry
+from planish.checkpoint import cli
 from planish.errors import PlanishError, exit_code
 
 
@@ -28,6 +30,10 @@ def parser() -> argparse.ArgumentParser:
         "--rows", type=int, default=1, metavar="N", help="rows of a record set in full (default 1)"
     )
     commands.add_parser("doctor", help="say which extras, devices and servers are present")
+    checkpoint = commands.add_parser(
+        "checkpoint", help="look at, check, convert and clear up states"
+    )
+    cli.add_commands(checkpoint)
     return top
 
 
@@ -42,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from planish.doctor import doctor
 
             return doctor(console)
+        if options.command == "checkpoint":
+            return _checkpoint(options, console)
         from planish.show.command import show
 
         show(options.uri, console, rows=options.rows)
@@ -52,6 +60,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough; nothing more can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _checkpoint(options: argparse.Namespace, console: Console) -> int:
+    """Print what a command of `planish checkpoint` yields, and how far long ones have come."""
+    from rich.text import Text
+
+    from planish.show.text import table
+
+    with _Bar() as bar:
+        try:
+            for piece in cli.run(options, bar.show):
+                bar.close()
+                if isinstance(piece, str):
+                    # Pins and pages of text go through unfolded: scripts read them.
+                    console.print(Text(piece), soft_wrap=True)
+                else:
+                    console.print(table(piece.title, *piece.columns, rows=piece.rows, width=200))
+        except cli.Ended as ended:
+            return ended.code
+    return 0
+
+
+class _Bar:
+    """A progress bar on standard error, there from the first report on; none in a pipe."""
+
+    def __init__(self) -> None:
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """Say that `done` of `total` bytes (0: unknown) are done; may be called from any thread."""
+        if not sys.stderr.isatty():
+            return
+        if self._progress is None:
+            from rich import progress
+
+            self._progress = progress.Progress(
+                *(progress.TextColumn("{task.description}"), progress.BarColumn()),
+                *(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()),
+                progress.TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(what, total=total or None)
+        self._progress.update(self._task, description=what, completed=done, total=total or None)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
 
 if __name__ == "__main__":

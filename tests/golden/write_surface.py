@@ -25,13 +25,7 @@ PACKAGE = Path(planish.records.__file__).parents[1]
 
 def commands() -> str:
     """One line per option of `planish` and of every stage."""
-    lines = []
-    top = parser()
-    (subparsers,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
-    for name, sub in sorted(subparsers.choices.items()):
-        lines += [
-            f"planish {name} {' '.join(a.option_strings) or a.dest.upper()}" for a in sub._actions
-        ]
+    lines = options_of(parser(), "planish")
     for folder in sorted(path.parent.name for path in PACKAGE.glob("*/__main__.py")):
         run = importlib.import_module(f"planish.{folder}.stage").run
         for parameter in inspect.signature(run).parameters.values():
@@ -39,6 +33,18 @@ def commands() -> str:
             default = f" = {parameter.default!r}" if has_default else ""
             lines.append(f"planish.{folder} --{parameter.name}: {parameter.annotation}{default}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def options_of(top: argparse.ArgumentParser, name: str) -> list[str]:
+    """One line per option of every command below a parser."""
+    lines = []
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command, sub in sorted(action.choices.items()):
+                lines += options_of(sub, f"{name} {command}")
+        elif name != "planish":
+            lines.append(f"{name} {' '.join(action.option_strings) or action.dest.upper()}")
+    return lines
 
 
 def columns() -> str:

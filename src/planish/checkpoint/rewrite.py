@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,6 +71,7 @@ def rewrite(
     parts: Parts = "all",
     roles: Sequence[str] = (),
     overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rewritten:
     """Write the state at `source` anew at `target`.
 
@@ -83,6 +84,7 @@ def rewrite(
         parts: `model` leaves out optimizers, small values and loader positions.
         roles: which to keep; empty for all.
         overwrite: replace another checkpoint at `target`.
+        progress: told the bytes made so far and those of all objects, from any thread.
 
     Raises:
         CheckpointNotFound: nothing is committed at `source`, or it lacks a role.
@@ -105,6 +107,7 @@ def rewrite(
         return Rewritten(done, storage.uri(path), already_done=True)
     replaces = standing(storage, path) if overwrite else ""
     attempt = new_attempt()
+    work.progress = progress
     try:
         commit = _write(work, storage, path, attempt, recorder, replaces)
     except BaseException:
@@ -161,6 +164,9 @@ class _Work:
             self.objects = kept
             named = set(_texts(kept))
             self.copied = [row for row in range(len(files)) if files.keys[row] in named]
+        self.progress: Callable[[int, int], None] = lambda done, total: None
+        self._made, self._total = 0, sum(self.sizes)
+        self._lock = threading.Lock()
         self._heads = [
             file.header for rank in range(layout.num_ranks) for file in self.plan.rank(rank).files
         ]
@@ -188,6 +194,12 @@ class _Work:
 
     def fill(self, file: int, start: int, stop: int, memory: memoryview) -> None:
         """Write bytes `[start, stop)` of one of the files into memory."""
+        self._fill(file, start, stop, memory)
+        with self._lock:
+            self._made += stop - start
+            self.progress(self._made, self._total)
+
+    def _fill(self, file: int, start: int, stop: int, memory: memoryview) -> None:
         if file >= len(self._heads):
             row = self.copied[file - len(self._heads)]
             memory[:] = self.reader.reader.read(row, start, stop)

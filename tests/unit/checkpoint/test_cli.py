@@ -1,0 +1,180 @@
+"""`planish checkpoint ...` on small checkpoints in folders: what it prints, does and returns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from planish.__main__ import main
+from planish.checkpoint import cli, monitor
+from planish.checkpoint.layouts import Layout
+from planish.checkpoint.reader import open_state
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.timings import Timeline, Timing
+from tests.unit.checkpoint.written import tiny_model, write_checkpoint
+
+
+@pytest.fixture
+def run(capsys):
+    """Run one command; return (exit code, standard output, standard error)."""
+
+    def call(*words):
+        code = main(["checkpoint", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def states(file_root):
+    """Three checkpoints of one run, steps 5, 10 and 15; return their pins."""
+    return [
+        write_checkpoint(f"{file_root}/step-{step:02d}", tiny_model(seed=step), step=step)
+        for step in (5, 10, 15)
+    ]
+
+
+def test_every_command_has_a_function_and_its_help(capsys):
+    for name, (_, line) in cli.COMMANDS.items():
+        with pytest.raises(SystemExit) as caught:
+            main(["checkpoint", name, "--help"])
+        assert caught.value.code == 0
+        assert line.split(";")[0][1:30] in " ".join(capsys.readouterr().out.split())
+
+
+def test_ls_lists_committed_checkpoints_in_the_order_of_their_steps(run, states, file_root):
+    storage, key = open_storage(file_root)
+    storage.put(f"{key}/step-20/a-{'0' * 26}/data/x", b"not committed")
+    code, out, _ = run("ls", file_root)
+    assert code == 0
+    lines = [line for line in out.splitlines() if "/step-" in line]
+    assert [line.split()[0] for line in lines] == ["5", "10", "15"]
+    code, out, _ = run("ls", file_root, "--json")
+    assert [entry["pin"] for entry in json.loads(out)] == states
+    assert run("ls", f"{file_root}/nothing")[:2] == (0, "no committed checkpoint\n")
+
+
+def test_latest_prints_the_pin_alone(run, states, file_root):
+    assert run("latest", file_root)[:2] == (0, f"{states[-1]}\n")
+    assert run("latest", f"{file_root}/nothing")[:2] == (1, "")
+
+
+def test_a_local_path_is_as_good_as_a_uri(run, states, file_root, monkeypatch):
+    folder = file_root.removeprefix("file://")
+    monkeypatch.chdir(folder)
+    for root in (folder, ".", f"{folder}/"):
+        assert run("latest", root)[1] == f"{states[-1]}\n"
+
+
+def test_info_says_what_a_checkpoint_holds(run, states):
+    code, out, _ = run("info", states[0])
+    assert code == 0
+    assert "main.model" in out
+    assert "ranks=1" in out
+    code, out, _ = run("info", states[0], "--json")
+    found = json.loads(out)
+    model = sum(spec.kind == "model" for spec in tiny_model())
+    elements = sum(a.size for s, a in tiny_model().items() if s.kind == "model")
+    assert found["pin"] == states[0]
+    assert found["step"] == 5
+    assert found["states"]["main.model"] == {
+        "tensors": model, "elements": elements, "bytes": 4 * elements,
+        "parts": model, "files": 1, "types": ["F32"],
+    }  # fmt: skip
+    assert found["states"]["main.extra"]["bytes"] == len(b"shared small values")
+
+
+def test_inspect_lists_tensors_by_name_and_their_parts(run, file_root):
+    layout = Layout.parse("fsdp=2")
+    write_checkpoint(f"{file_root}/a", tiny_model(), layout.boxes, num_ranks=2)
+    code, out, _ = run("inspect", f"{file_root}/a", "--name", "*embed_tokens.weight", "--shards")
+    assert code == 0
+    assert "13 x 8" in out
+    assert "0:7 0:8" in out
+    assert "7:13 0:8" in out
+    assert "data/main.model/00001-0.safetensors" in out
+    assert "q_proj" not in out
+
+
+def test_rm_says_what_it_would_do_until_it_is_told_to(run, states, file_root):
+    code, out, _ = run("rm", states[1])
+    assert code == 2
+    assert "would remove" in out
+    assert run("latest", f"{file_root}/step-10")[0] == 0
+    assert run("rm", f"{file_root}/step-10", "--yes")[0] == 0
+    assert run("latest", f"{file_root}/step-10")[0] == 1
+    code, _, err = run("rm", f"{file_root}/step-10", "--yes")
+    assert code == 1
+    assert "must hold a committed checkpoint" in err
+
+
+def test_retain_keeps_by_number_step_and_pin(run, states, file_root):
+    options = ("--keep-last", 1, "--pin", 5)
+    code, out, _ = run("retain", file_root, *options, "--dry-run")
+    assert code == 0
+    assert "would delete 1, would keep 2" in out
+    assert len(run("ls", file_root)[1].splitlines()) >= 5
+    assert "deleted 1, kept 2" in run("retain", file_root, *options)[1]
+    left = json.loads(run("ls", file_root, "--json")[1])
+    assert [entry["step"] for entry in left] == [5, 15]
+    code, _, err = run("retain", file_root, "--keep-last", 0)
+    assert code == 2
+    assert "`keep_last` must be at least 1" in err
+
+
+def test_gc_tells_and_clears(run, states, file_root):
+    attempt = open_state(states[0]).commit.attempt
+    storage, key = open_storage(file_root)
+    # An attempt as old as its id says, which nobody has committed.
+    old = f"00{attempt[2:]}"
+    storage.put(f"{key}/step-05/a-{old}/data/x", b"left by a crash")
+    assert "deleted 0, kept 4" in run("gc", file_root)[1], "one day must pass"
+    code, out, _ = run("gc", file_root, "--grace-seconds", 0, "--dry-run")
+    assert code == 0
+    assert old in out
+    run("gc", file_root, "--grace-seconds", 0)
+    assert [s.key for s in storage.list(f"{key}/step-05/a-{old}")] == []
+    assert run("info", states[0])[0] == 0
+
+
+def test_reshard_prints_the_pin_of_the_result_last(run, states, file_root):
+    code, out, _ = run("reshard", states[2], f"{file_root}/tp", "tp=2", "--parts", "model")
+    assert code == 0
+    first, pin = out.splitlines()
+    assert "for 2 ranks" in first
+    assert open_state(pin).metadata.header["layout"] == "tp=2"
+    code, out, _ = run("reshard", states[2], f"{file_root}/tp", "tp=2", "--parts", "model")
+    assert out.splitlines() == ["already there", pin]
+    code, _, err = run("reshard", states[2], f"{file_root}/tp", "tp=4")
+    assert code == 1
+    assert "must be free" in err
+    assert run("reshard", states[2], f"{file_root}/x", "pp=4")[0] == 2
+
+
+def test_report_prints_text_and_writes_a_page(run, states, file_root, tmp_path):
+    storage, key = open_storage(f"{file_root}/step-05")
+    attempt = open_state(states[0]).commit.attempt
+    code, _, err = run("report", states[0])
+    assert code == 1
+    assert "timing records" in err
+    records = [Timing(0, "save", "main.model", "upload", 1.0, 3.0, 1 << 20, host="node-7")]
+    monitor.store_timings(storage, key, attempt, Timeline(records))
+    code, out, _ = run("report", states[0], "--html", tmp_path / "page.html")
+    assert code == 0
+    assert "1 rank on 1 machine, 2.00 s" in out
+    assert "512.0 KiB/s" in out
+    assert "node-7" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("command", ["info", "inspect", "report"])
+def test_what_is_not_there_is_one_line_and_exit_code_one(run, file_root, command):
+    code, out, err = run(command, f"{file_root}/none")
+    assert (code, out) == (1, "")
+    assert err.startswith("planish: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_wrong_scheme_is_a_configuration_error(run):
+    assert run("ls", "gopher://x/y")[0] == 2
