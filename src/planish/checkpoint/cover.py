@@ -13,6 +13,9 @@ import numpy as np
 
 from planish.checkpoint.geometry import I64, MAX_ELEMENTS, Box, volumes
 
+_MAX_PASSES = 16
+"""Boxes that fall apart one by one only, like a spiral, are better swept."""
+
 
 def cover_fault(shape: Sequence[int], offsets: I64, lengths: I64) -> str:
     """Say why boxes do not tile a tensor; empty when they do.
@@ -137,17 +140,16 @@ def _first_hole(shape: I64, offsets: I64, lengths: I64) -> Box:
 
 def _overlaps(groups: I64, offsets: I64, ends: I64) -> list[tuple[int, int]]:
     """Return at most one pair of overlapping boxes of each group."""
-    ids, offsets, ends = np.arange(len(groups)), offsets, ends
-    dims = offsets.shape[1]
-    ids, groups = _crowded(ids, groups)
-    split = True
-    while split and len(ids):
-        split = False
-        for dim in range(dims):
-            before = len(np.unique(groups))
+    ids, groups = _crowded(np.arange(len(groups)), groups)
+    for _ in range(_MAX_PASSES):
+        has_split = False
+        for dim in range(offsets.shape[1]):
+            before = groups.max(initial=-1)
             groups = _separate(groups, offsets[ids, dim], ends[ids, dim])
-            split |= len(np.unique(groups)) > before
+            has_split |= bool(groups.max(initial=-1) > before)
             ids, groups = _crowded(ids, groups)
+        if not has_split:
+            break
     pairs = []
     order = np.argsort(groups, kind="stable")
     for members in np.split(ids[order], np.flatnonzero(np.diff(groups[order])) + 1):
@@ -158,26 +160,30 @@ def _overlaps(groups: I64, offsets: I64, ends: I64) -> list[tuple[int, int]]:
 
 
 def _crowded(ids: I64, groups: I64) -> tuple[I64, I64]:
-    """Drop the groups of a single box: it has nothing left to overlap with."""
-    _, dense, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    kept = counts[dense] > 1
-    return ids[kept], groups[kept]
+    """Drop the groups of a single box, which has nothing left to overlap; number the rest anew."""
+    if not len(groups):
+        return ids, groups
+    is_crowded = np.bincount(groups) > 1
+    kept = is_crowded[groups]
+    numbers = np.cumsum(is_crowded) - 1
+    return ids[kept], numbers[groups[kept]]
 
 
 def _separate(groups: I64, starts: I64, ends: I64) -> I64:
     """Split groups at every plane of one dimension that no box of the group crosses."""
     if not len(groups):
         return groups
-    _, dense = np.unique(groups, return_inverse=True)
-    cuts, places = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+    span = int(ends.max()) + 1
+    if span * (int(groups.max()) + 1) >= MAX_ELEMENTS:
+        cuts, places = np.unique(np.concatenate([starts, ends]), return_inverse=True)
+        starts, ends, span = places[: len(starts)], places[len(starts) :], len(cuts) + 1
     # One number line for all groups: places of group g lie in [g * span, (g + 1) * span).
-    base = dense * np.int64(len(cuts) + 1)
-    begin, reach = base + places[: len(starts)], base + places[len(starts) :]
+    begin, reach = groups * span + starts, groups * span + ends
     order = np.argsort(begin, kind="stable")
     fresh = np.ones(len(order), bool)
-    fresh[1:] = begin[order][1:] >= np.maximum.accumulate(reach[order])[:-1]
+    fresh[1:] = begin[order[1:]] >= np.maximum.accumulate(reach[order])[:-1]
     result = np.empty(len(order), np.int64)
-    result[order] = np.cumsum(fresh)
+    result[order] = np.cumsum(fresh) - 1
     return result
 
 

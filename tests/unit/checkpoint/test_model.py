@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import importlib
 import time
 
 import numpy as np
@@ -147,6 +149,16 @@ def test_a_table_keeps_names_and_padded_shapes():
     assert table.item_bytes.tolist() == [4, 4]
     assert table.ids == {("main", "optim", "optim.w.step"): 0, ("main", "model", "model.w"): 1}
     assert [table.spec(0), table.spec(1)] == [STEP, W]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["geometry", "cover", "tables", "model", "integrity", "safetensors_file", "extra_codec"],
+)
+def test_the_examples_in_the_documentation_hold(name):
+    results = doctest.testmod(importlib.import_module(f"planish.checkpoint.{name}"))
+    assert results.failed == 0
+    assert results.attempted > 0
 
 
 def test_the_signature_of_5000_tensors_takes_milliseconds():
