@@ -18,7 +18,7 @@ from planish.checkpoint import control_errors
 from planish.errors import PeerLost
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 CONNECT_SECONDS = 60.0
 """Limit on the first meeting of the ranks."""
@@ -65,7 +65,8 @@ class Line:
         self._number = 0
 
     def _connect(self) -> TCPStore:
-        from torch.distributed import DistError, TCPStore
+        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import DistError
 
         limit = datetime.timedelta(seconds=CONNECT_SECONDS)
         try:
@@ -212,7 +213,7 @@ def unpack(message: bytes) -> dict[int, bytes]:
 
 def listen() -> TCPStore:
     """Return the store of rank 0, open on a free port."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     limit = datetime.timedelta(seconds=CONNECT_SECONDS)
     return TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)

@@ -10,6 +10,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (tree of control messages,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -27,10 +28,11 @@ from planish.checkpoint.control_store import (
     unpack,
 )
 from planish.checkpoint.tree import Tree, plan_tree
-from planish.errors import PlanMismatch
+from planish.errors import PeerLost, PlanMismatch, SaveFailed
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, TCPStore
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
 
 GRACE_SECONDS = 5.0
 """How much longer a rank waits for an answer from above than for one from below."""
@@ -184,6 +186,20 @@ class Control:
         if found:
             raise control_errors.joined(found) from error
 
+    def leave_together(self, tag: str, seconds: float) -> None:
+        """Wait a little until every rank below has come here too; nobody's absence is an error."""
+        if self._line is None:
+            return
+        deadline = time.monotonic() + seconds
+        try:
+            for child in self.tree.children[self.rank]:
+                with contextlib.suppress(TooLate):
+                    self._line.take(f"{self._scope}/{tag}/{child}", "quiet", child, deadline)
+            if self.rank:
+                self._line.put(f"{self._scope}/{tag}/{self.rank}", b"")
+        except PeerLost:
+            return
+
     def abort(self, error: Exception) -> None:
         """End this operation for all: a rank that waits in it, or comes to wait, raises `error`."""
         if self._line is not None:
@@ -217,11 +233,14 @@ class Control:
         except TooLate as late:
             stage = line.stage_of(peer)
             below = [peer, *sorted(self.tree.below(peer) - {peer})] if grace == 0 else [peer]
-            error = self._missing(
+            text = (
                 f"rank {peer} must answer in `{self._subject}`, {late}; its last stage was "
                 f"`{stage}`: every rank must take part with the same arguments "
                 f"(waiting for {key.split('/')[1]} of ranks {below[:16]})"
             )
+            error = self._missing(text)
+            if isinstance(error, SaveFailed):
+                error.per_rank[peer] = text
             line.abort(self._scope, control_errors.encode({peer: error}))
             line.forget(self._scope, self._subject)
             raise error from None

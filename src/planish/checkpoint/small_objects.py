@@ -5,7 +5,7 @@
     {"shared": key,                      of `Collected.shared`, absent if there was none
      "own": {"<rank>": key},             of `Collected.own`, for the ranks that had some
      "loader": {"common": key,           of `LoaderState.common_data()`
-                "shards": [{"key": key, **LoaderShard.index()}]}}   content: `to_data()`
+                "shards": [key, ...]}}      of `LoaderShard.to_data()`, ascending
 
 Every object is what `encode_extra` makes of the value.
 """
@@ -13,9 +13,9 @@ Every object is what `encode_extra` makes of the value.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from planish.checkpoint.extra_codec import encode_extra
@@ -28,7 +28,7 @@ class SmallObject:
     """One small object that a rank could write.
 
     Example:
-        >>> SmallObject("data/main.extra/shared.bin", b"x", "main", "shared", {}).state
+        >>> SmallObject("data/main.extra/shared.bin", b"x", "main", "shared").state
         'main.extra'
     """
 
@@ -39,18 +39,27 @@ class SmallObject:
     role: str
     place: str
     """`shared`, `own`, `common` or `shard`."""
-    entry: Mapping[str, Any]
-    """What metadata says of it besides its key."""
 
     @property
     def state(self) -> str:
         """Role and kind, for timings."""
         return f"{self.role}.{'loader' if self.place in ('common', 'shard') else 'extra'}"
 
-    def claim(self) -> list[Any]:
-        """Return what the coordinator needs to know: key, place, role, entry, size, digest."""
+    def claim(self) -> Claim:
+        """Return what the coordinator needs to know."""
         digest = hashlib.sha256(self.data).hexdigest()[:32]
-        return [self.key, self.place, self.role, dict(self.entry), len(self.data), digest]
+        return Claim(self.key, self.place, self.role, len(self.data), digest)
+
+
+class Claim(NamedTuple):
+    """That a rank could write an object."""
+
+    key: str
+    place: str
+    role: str
+    size: int
+    digest: str
+    """Of the content."""
 
 
 def encode_objects(
@@ -66,11 +75,10 @@ def encode_objects(
         name = quote(role, safe="", errors="surrogatepass")
         if collected.shared:
             data = _encode(role, collected.shared, allow_pickle)
-            found.append(SmallObject(f"data/{name}.extra/shared.bin", data, role, "shared", {}))
+            found.append(SmallObject(f"data/{name}.extra/shared.bin", data, role, "shared"))
         if collected.own:
             data = _encode(role, collected.own, allow_pickle)
-            entry = {"rank": rank}
-            found.append(SmallObject(f"data/{name}.extra/{rank:05d}.bin", data, role, "own", entry))
+            found.append(SmallObject(f"data/{name}.extra/{rank:05d}.bin", data, role, "own"))
         if collected.loader is not None:
             found += _loader_objects(role, name, collected.loader, allow_pickle)
     return found
@@ -88,24 +96,14 @@ def _loader_objects(role: str, name: str, loader: Any, allow_pickle: bool) -> li
     found = []
     if loader.shards or loader.common:
         data = _encode(role, loader.common_data(), allow_pickle)
-        found.append(SmallObject(f"{folder}/common.bin", data, role, "common", {}))
+        found.append(SmallObject(f"{folder}/common.bin", data, role, "common"))
     for shard in loader.shards:
         key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}.bin"
-        entry = _plain(shard.index())
-        found.append(
-            SmallObject(key, _encode(role, shard.to_data(), allow_pickle), role, "shard", entry)
-        )
+        found.append(SmallObject(key, _encode(role, shard.to_data(), allow_pickle), role, "shard"))
     return found
 
 
-def _plain(value: Any) -> Any:
-    """Return a value with lists for tuples, as JSON has it."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def choose_writers(claims: Sequence[Sequence[Sequence[Any]]]) -> dict[str, int]:
+def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
     """Return key -> rank for every small object that several ranks could write: the lowest.
 
     Args:
@@ -114,14 +112,14 @@ def choose_writers(claims: Sequence[Sequence[Sequence[Any]]]) -> dict[str, int]:
     Raises:
         LayoutMismatch: ranks claim one loader shard with different contents, all are named.
     """
-    claimed: dict[str, dict[int, Sequence[Any]]] = {}
+    claimed: dict[str, dict[int, Claim]] = {}
     for rank, mine in enumerate(claims):
         for claim in mine:
-            claimed.setdefault(claim[0], {})[rank] = claim
+            claimed.setdefault(claim.key, {})[rank] = claim
     wrong = []
     for key, by_rank in claimed.items():
-        place = next(iter(by_rank.values()))[1]
-        if place == "shard" and len({claim[5] for claim in by_rank.values()}) > 1:
+        place = next(iter(by_rank.values())).place
+        if place == "shard" and len({claim.digest for claim in by_rank.values()}) > 1:
             wrong.append(f"`{key}` by ranks {sorted(by_rank)}")
     if wrong:
         raise LayoutMismatch(
@@ -132,28 +130,28 @@ def choose_writers(claims: Sequence[Sequence[Sequence[Any]]]) -> dict[str, int]:
     return {key: min(by_rank) for key, by_rank in claimed.items() if len(by_rank) > 1}
 
 
-def differing(claims: Sequence[Sequence[Sequence[Any]]]) -> list[str]:
+def differing(claims: Sequence[Sequence[Claim]]) -> list[str]:
     """Return the keys of replicated values that ranks do not agree about."""
     digests: dict[str, set[str]] = {}
     for mine in claims:
-        for key, place, _, _, _, digest in mine:
-            if place in ("shared", "common"):
-                digests.setdefault(key, set()).add(digest)
+        for claim in mine:
+            if claim.place in ("shared", "common"):
+                digests.setdefault(claim.key, set()).add(claim.digest)
     return sorted(key for key, found in digests.items() if len(found) > 1)
 
 
-def list_objects(claims: Iterable[Sequence[Any]]) -> dict[str, Any]:
-    """Return `Metadata.objects` of the objects that were written."""
+def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
+    """Return `Metadata.objects` of what each rank has written."""
     found: dict[str, Any] = {}
-    for key, place, role, entry, _, _ in sorted(claims, key=lambda claim: claim[0]):
-        mine = found.setdefault(role, {})
-        if place == "shared":
-            mine["shared"] = key
-        elif place == "own":
-            mine.setdefault("own", {})[str(entry["rank"])] = key
-        elif place == "common":
-            mine.setdefault("loader", {"shards": []})["common"] = key
+    claims = [(claim, rank) for rank, mine in written.items() for claim in mine]
+    for claim, rank in sorted(claims):
+        mine = found.setdefault(claim.role, {})
+        if claim.place == "shared":
+            mine["shared"] = claim.key
+        elif claim.place == "own":
+            mine.setdefault("own", {})[str(rank)] = claim.key
+        elif claim.place == "common":
+            mine.setdefault("loader", {"shards": []})["common"] = claim.key
         else:
-            loader = mine.setdefault("loader", {"shards": []})
-            loader["shards"].append({"key": key, **entry})
+            mine.setdefault("loader", {"shards": []})["shards"].append(claim.key)
     return found

@@ -60,6 +60,11 @@ class _Batch:
     end: int
     """All bytes of the buffer before this one are in place after the batch."""
 
+    def reduced(self, only: Callable[[int], bool]) -> _Batch:
+        pairs = zip(self.targets, self.sources, strict=True)
+        kept = [(target, source) for target, source in pairs if only(source[0])]
+        return _Batch([target for target, _ in kept], [source for _, source in kept], self.end)
+
 
 class Stager:
     """Copies the items of one plan into one buffer; the views of the buffer are made once.
@@ -74,8 +79,19 @@ class Stager:
         self.layout = BufferLayout.of([file.size for file in plan.files])
         self._batches: list[_Batch] | None = None
 
-    def copy(self, items: Sequence[LocalItem], progress: Callable[[int], None]) -> None:
-        """Copy everything; `progress` hears how many bytes from the start are in place."""
+    def copy(
+        self,
+        items: Sequence[LocalItem],
+        progress: Callable[[int], None],
+        only: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Copy everything; `progress` hears how many bytes from the start are in place.
+
+        Args:
+            items: This rank's, as planned.
+            progress: Called after every batch, and at the end.
+            only: Copy no items but those whose number this is true of.
+        """
         import torch
 
         view = self.buffer.view
@@ -85,8 +101,11 @@ class Stager:
             self._batches = list(self._plan_batches(items))
         with torch.no_grad(), _side_stream(items) as finish:
             for batch in self._batches:
+                if only is not None:
+                    batch = batch.reduced(only)
                 sources = [_real(part_of(items[i].data, a, b)) for i, a, b in batch.sources]
-                torch._foreach_copy_(batch.targets, sources, finish is not None)
+                if sources:
+                    torch._foreach_copy_(batch.targets, sources, finish is not None)
                 if finish is None:
                     progress(batch.end)
             if finish is not None:
@@ -144,6 +163,10 @@ def part_of(data: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
     width = data.element_size()
     if start == 0 and stop == data.numel() * width:
         return data
+    if start % width or stop % width:
+        import torch
+
+        return data.contiguous().view(-1).view(torch.uint8)[start:stop]
     first, last = start // width, stop // width
     if data.is_contiguous():
         return data.view(-1)[first:last]
@@ -179,3 +202,51 @@ def _side_stream(items: Sequence[LocalItem]) -> Iterator[Callable[[], None] | No
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield stream.synchronize
+
+
+class DirectSource:
+    """The files of a plan, put together from the tensors when they are written: no staging.
+
+    For saves that the caller waits for: nothing may change meanwhile.
+    """
+
+    def __init__(self, plan: RankPlan, items: Sequence[LocalItem], blobs: Sequence[bytes]) -> None:
+        """Offer the files of `plan`, then `blobs`."""
+        self._files, self._items, self._blobs = plan.files, items, blobs
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def fill(self, file: int, start: int, stop: int, memory: memoryview) -> None:
+        """Write bytes [start, stop) of a file into memory."""
+        import numpy as np
+        import torch
+
+        if file >= len(self._files):
+            memory[:] = self._blobs[file - len(self._files)][start:stop]
+            return
+        plan = self._files[file]
+        head = plan.header[start:stop]
+        memory[: len(head)] = head
+        if start + len(head) == stop:
+            return
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        first = max(0, int(np.searchsorted(plan.offsets, start, "right")) - 1)
+        last = int(np.searchsorted(plan.offsets, stop, "left"))
+        with torch.no_grad():
+            for row in range(first, last):
+                offset, begin = int(plan.offsets[row]), int(plan.starts[row])
+                low = max(start, offset)
+                high = min(stop, offset + int(plan.stops[row]) - begin)
+                if low < high:
+                    data = self._data(int(plan.items[row]))
+                    part = part_of(data, begin + low - offset, begin + high - offset)
+                    part = part.contiguous().reshape(-1).view(torch.uint8)
+                    target[low - start : high - start].copy_(part)
+
+    def _data(self, item: int) -> torch.Tensor:
+        data = self._items[item].data
+        assert data is not None
+        data = _real(data)
+        if data.is_contiguous():
+            return data
+        # Once, not for every part of the file.
+        return self._whole.setdefault(item, data.contiguous())

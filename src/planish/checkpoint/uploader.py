@@ -67,7 +67,7 @@ class ProcessUploader:
 
     def start(self) -> None:
         """Make sure that the process runs, with the present settings of the store."""
-        settings = {k: v for k, v in os.environ.items() if k.startswith(STORE_SETTINGS)}
+        settings = store_settings()
         with self._lock:
             if self.alive and settings == self._settings:
                 return
@@ -200,3 +200,8 @@ class ProcessUploader:
             f"the uploading process must live until the save has ended, but has ended with code "
             f"{code}; the next save starts it again (was it killed for memory?)"
         )
+
+
+def store_settings() -> dict[str, str]:
+    """Return the environment variables that say which store to use, and how."""
+    return {k: v for k, v in os.environ.items() if k.startswith(STORE_SETTINGS)}

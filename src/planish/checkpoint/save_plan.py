@@ -1,0 +1,289 @@
+"""The part of a save that all ranks do together before anything is copied: agree and plan.
+
+Every rank sends what it would save, as a signature; rank 0 finds the plan of an earlier save of
+the same signatures, or asks for the columns and plans anew. All of that on the caller's thread,
+because the state must not change before it is staged.
+
+Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (plan cache). That all
+ranks' signatures are compared at every save is ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish import __version__, telemetry
+from planish.checkpoint import control_errors
+from planish.checkpoint.commit import new_attempt
+from planish.checkpoint.control_store import pack, unpack
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.model import Collected, Columns, LocalItem
+from planish.checkpoint.plan.cache import PlanCache, plan_key
+from planish.checkpoint.plan.records import GlobalPlan, RankPlan
+from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
+from planish.checkpoint.save_options import SaveOptions
+from planish.checkpoint.small_objects import (
+    Claim,
+    SmallObject,
+    choose_writers,
+    differing,
+    encode_objects,
+)
+from planish.checkpoint.staging import BufferLayout, Stager
+from planish.errors import LayoutMismatch, PlanMismatch, SaveFailed
+
+logger = logging.getLogger(__name__)
+
+Roles = Mapping[str, Collected]
+"""Role to what the adapter found in its state."""
+
+
+@dataclass
+class Prepared:
+    """One rank's share of a plan that may be used again."""
+
+    plan: RankPlan
+    """What this rank writes."""
+    layout: BufferLayout
+    """Where the files lie in a staging buffer."""
+    whole: GlobalPlan | None
+    """On rank 0: the plan of all ranks."""
+    stagers: dict[int, Stager] = field(default_factory=dict)
+    """By number of the buffer."""
+
+
+@dataclass
+class Local:
+    """What one rank brings into a save."""
+
+    items: list[LocalItem]
+    columns: Columns
+    signature: bytes
+    small: list[SmallObject]
+    roles: tuple[str, ...]
+
+
+@dataclass
+class Agreed:
+    """What all ranks have settled."""
+
+    attempt: str
+    prepared: Prepared
+    items: list[LocalItem]
+    small: list[SmallObject]
+    """Those that this rank writes."""
+    roles: tuple[str, ...]
+    """Of all ranks."""
+    from_cache: bool
+    """Whether planning was skipped."""
+
+
+class Skipped(Exception):
+    """An earlier save is still under way on a rank, and the caller prefers to skip this one."""
+
+
+class Planner:
+    """Plans the saves of one engine; keeps the last plans.
+
+    Every rank's cache sees the same keys in the same order; `_history` is compared at each save,
+    so a rank that has lost step makes all of them plan anew.
+    """
+
+    def __init__(self, *, split_bytes: int = SPLIT_BYTES) -> None:
+        """Start without plans."""
+        self.hits = 0
+        """How many saves have used an earlier plan."""
+        self._cache: PlanCache[Prepared] = PlanCache()
+        self._kept: list[Prepared] = []
+        self._history = b""
+        self._split_bytes = split_bytes
+        self._last: tuple[list[Any], Columns, bytes] | None = None
+        self._told: set[str] = set()
+
+    def collect(self, rank: int, found: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
+        """Turn the state of this rank into columns and small objects, without talking.
+
+        Raises:
+            TypeError: a value that can not be saved.
+        """
+        roles = found() if callable(found) else found
+        items = [item for collected in roles.values() for item in collected.items]
+        small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
+        specs: list[Any] = [(item.tensor, item.boxes) for item in items]
+        context = f"{__version__}/{options.context}"
+        # Comparing with the last save's items is much cheaper than making columns of them.
+        if self._last is None or self._last[0] != [context, *specs]:
+            columns = Columns.from_items(items, context=context)
+            self._last = [context, *specs], columns, columns.signature()
+        _, columns, signature = self._last
+        return Local(items, columns, signature, small, tuple(roles))
+
+    def agree(
+        self,
+        call: Control,
+        bring: Callable[[], Local],
+        options: SaveOptions,
+        *,
+        busy: bool,
+    ) -> Agreed:
+        """Settle with all ranks what is written where; a collective.
+
+        Args:
+            call: The operation.
+            bring: Makes this rank's share; an error in it is raised on all ranks.
+            options: Of the save, compared between the ranks.
+            busy: Whether this rank has no room for a further save.
+
+        Raises:
+            PlanMismatch: the ranks' arguments differ, or a rank stays away.
+            LayoutMismatch: the ranks' shares do not make a whole.
+            Skipped: a rank is busy and the policy is `skip`.
+            SaveFailed: a rank is busy and the policy is `raise`.
+        """
+        local, error = None, None
+        try:
+            local = bring()
+        except Exception as found:
+            error = found
+        facts = self._facts(local, options, busy)
+        message = pack({0: json.dumps(facts).encode(), 1: _error_bytes(call.rank, error)})
+        gathered = call.gather(message, "facts")
+        reply = self._decide(gathered, call, options) if gathered is not None else None
+        verdict = json.loads(call.broadcast(_dumps(reply), "verdict"))
+        if verdict["errors"]:
+            raised = control_errors.joined(control_errors.decode(verdict["errors"].encode()))
+            raise raised from error
+        if verdict["skip"]:
+            raise Skipped(verdict["skip"])
+        assert local is not None
+        key = bytes.fromhex(verdict["key"])
+        prepared = self._cache.get(key) if verdict["hit"] else None
+        if prepared is None:
+            assert not verdict["hit"], "caches of all ranks are in step"
+            prepared = self._plan(call, local)
+            self._keep(key, prepared, verdict["reset"], options)
+        self.hits += verdict["hit"]
+        writers = verdict["writers"]
+        small = [one for one in local.small if writers.get(one.key, call.rank) == call.rank]
+        return Agreed(
+            verdict["attempt"],
+            prepared,
+            local.items,
+            small,
+            tuple(verdict["roles"]),
+            verdict["hit"],
+        )
+
+    def forget_buffer(self, number: int) -> None:
+        """Drop the views of a buffer that is given back."""
+        for prepared in self._kept:
+            prepared.stagers.pop(number, None)
+
+    def _facts(self, local: Local | None, options: SaveOptions, busy: bool) -> dict[str, Any]:
+        return {
+            "arguments": options.compared(),
+            "busy": busy,
+            "history": self._history.hex(),
+            "signature": local.signature.hex() if local else "",
+            "claims": [one.claim() for one in local.small] if local else [],
+            "roles": local.roles if local else (),
+        }
+
+    def _decide(
+        self, gathered: Sequence[bytes], call: Control, options: SaveOptions
+    ) -> dict[str, Any]:
+        """Return the verdict of rank 0 on what every rank has brought."""
+        parts = [unpack(message) for message in gathered]
+        facts = [json.loads(part[0]) for part in parts]
+        errors = {rank: e for part in parts for rank, e in control_errors.decode(part[1]).items()}
+        claims = [[Claim(*claim) for claim in fact["claims"]] for fact in facts]
+        writers: dict[str, int] = {}
+        if not errors:
+            try:
+                _refuse_differences(facts)
+                writers = choose_writers(claims)
+                self._warn(differing(claims))
+            except (PlanMismatch, LayoutMismatch) as error:
+                errors = {0: error}
+        busy = [rank for rank, fact in enumerate(facts) if fact["busy"]]
+        told = f"ranks {busy} still write earlier saves" if busy and not errors else ""
+        if told and options.inflight == "raise":
+            text = f"no more saves may be under way than there are staging buffers: {told}"
+            errors = {0: SaveFailed(text, per_rank=dict.fromkeys(busy, text))}
+        verdict = {"errors": control_errors.encode(errors).decode(), "skip": told}
+        if errors or told:
+            return verdict
+        signatures = [bytes.fromhex(fact["signature"]) for fact in facts]
+        key = plan_key(signatures, split_bytes=self._split_bytes, hosts=call.hosts)
+        in_step = len({fact["history"] for fact in facts}) == 1
+        hit = in_step and options.plan_cache and self._cache.get(key) is not None
+        return {
+            **verdict,
+            "attempt": new_attempt(),
+            "key": key.hex(),
+            "hit": hit,
+            "reset": not in_step,
+            "writers": writers,
+            "roles": sorted({role for fact in facts for role in fact["roles"]}),
+        }
+
+    def _warn(self, keys: Sequence[str]) -> None:
+        for key in set(keys) - self._told:
+            self._told.add(key)
+            logger.warning(
+                telemetry.event("replicated_values_differ", object=key, kept="lowest rank")
+            )
+
+    def _plan(self, call: Control, local: Local) -> Prepared:
+        """Plan anew, all ranks together."""
+        gathered = call.gather(local.columns.encode(), "columns")
+        whole, replies = None, None
+        if gathered is not None:
+            try:
+                columns = [Columns.decode(part) for part in gathered]
+                whole = plan_save(columns, split_bytes=self._split_bytes, hosts=call.hosts)
+                replies = [b"P" + whole.wire(rank) for rank in range(call.size)]
+            except Exception as error:
+                replies = [b"E" + control_errors.encode({0: error})] * call.size
+        reply = call.scatter(replies, "plan")
+        if reply[:1] == b"E":
+            raise control_errors.joined(control_errors.decode(reply[1:]))
+        plan = RankPlan.decode(reply[1:], local.columns)
+        return Prepared(plan, BufferLayout.of([file.size for file in plan.files]), whole)
+
+    def _keep(self, key: bytes, prepared: Prepared, reset: bool, options: SaveOptions) -> None:
+        if not options.plan_cache:
+            return
+        if reset:
+            self._cache.clear()
+            self._history = b""
+        self._history = hashlib.sha256(self._history + key).digest()[:8]
+        self._cache.put(key, prepared)
+        self._kept = [*self._kept[-8:], prepared]
+
+
+def _error_bytes(rank: int, error: Exception | None) -> bytes:
+    return control_errors.encode({rank: error} if error is not None else {})
+
+
+def _dumps(reply: Mapping[str, Any] | None) -> bytes | None:
+    return None if reply is None else json.dumps(reply).encode()
+
+
+def _refuse_differences(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a save that ranks call with different arguments."""
+    first = facts[0]["arguments"]
+    wrong = []
+    for name in first:
+        values: dict[str, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            values.setdefault(repr(fact["arguments"].get(name)), []).append(rank)
+        if len(values) > 1:
+            wrong.append(f"`{name}`: " + ", ".join(f"{v} on ranks {r}" for v, r in values.items()))
+    if wrong:
+        raise PlanMismatch("every rank must save with the same arguments, got " + "; ".join(wrong))

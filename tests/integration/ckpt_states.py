@@ -1,0 +1,123 @@
+"""States of known content for saves, and what a store holds, read without the loading engine."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+
+from planish.checkpoint import metafile
+from planish.checkpoint.commit import read_commit, read_meta
+from planish.checkpoint.extra_codec import decode_extra
+from planish.checkpoint.geometry import Box, whole
+from planish.checkpoint.integrity import check_blocks
+from planish.checkpoint.model import Collected, LocalItem
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.tables import TensorSpec
+
+NUMPY = {"F32": np.float32, "I64": np.int64, "U8": np.uint8}
+
+
+def values(shape, seed):
+    """Float32 values of a whole tensor, the same on every rank."""
+    count = int(np.prod(shape, dtype=np.int64))
+    start = np.float32(seed * 1000)
+    return torch.from_numpy(np.arange(count, dtype=np.float32) + start).reshape(shape)
+
+
+def sharded(rank, size, *, rows=8, cols=6, tensors=3, seed=0, kind="model", role="main"):
+    """Items of `tensors` matrices cut along dim 0, ceil chunks: the last ranks may have less."""
+    step = -(-rows // size)
+    low, high = min(rows, rank * step), min(rows, (rank + 1) * step)
+    items = []
+    for index in range(tensors):
+        spec = TensorSpec(role, kind, f"layer.{index}", "F32", (rows, cols))
+        data = values((rows, cols), seed + index)[low:high].clone()
+        boxes = (Box((low, 0), (high - low, cols)),) if high > low else ()
+        items.append(LocalItem(spec, boxes, data))
+    return items
+
+
+def replicated(*, rows=8, cols=6, tensors=2, seed=50, kind="model", role="main"):
+    items = []
+    for index in range(tensors):
+        spec = TensorSpec(role, kind, f"shared.{index}", "F32", (rows, cols))
+        items.append(
+            LocalItem(spec, (whole((rows, cols)),), values((rows, cols), seed + index).clone())
+        )
+    return items
+
+
+def state_of(rank, size, *, seed=0, rows=8, cols=6, tensors=3):
+    """One role: sharded model, replicated optimizer, small values."""
+    items = sharded(rank, size, rows=rows, cols=cols, tensors=tensors, seed=seed)
+    items += replicated(rows=rows, cols=cols, seed=seed + 50, kind="optim")
+    shared = {"extra": {"step": seed, "name": "run"}}
+    return {"main": Collected(items, shared=shared, own={"random": {"torch": bytes([rank])}})}
+
+
+def expected_tensors(*, seed=0, rows=8, cols=6, tensors=3):
+    found = {
+        ("main", "model", f"layer.{i}"): values((rows, cols), seed + i) for i in range(tensors)
+    }
+    for i in range(2):
+        found["main", "optim", f"shared.{i}"] = values((rows, cols), seed + 50 + i)
+    return {key: value.numpy() for key, value in found.items()}
+
+
+def read_back(uri):
+    """Return (commit, metadata, tensors, small objects) of what is committed, all checked."""
+    storage, path = open_storage(uri)
+    commit = read_commit(storage, path)
+    assert commit is not None, f"nothing is committed at {uri}"
+    meta = metafile.decode(read_meta(storage, path, commit), max_bytes=1 << 30)
+    files = {}
+    for row, key in enumerate(meta.files.keys):
+        data, _ = storage.get(f"{path}/a-{commit.attempt}/{key}", 1 << 32)
+        assert len(data) == meta.files.sizes[row]
+        check_blocks(data, meta.files.crcs[row], file=key, algorithm=meta.files.algorithms[row])
+        files[key] = data
+    tensors = {}
+    for (role, kind, fqn), number in meta.tensor_ids.items():
+        spec = meta.tensors.spec(number)
+        target = np.zeros(spec.shape, NUMPY[spec.dtype])
+        covered = np.zeros(spec.shape, bool)
+        for row in meta.shards_of(number):
+            dims = len(spec.shape)
+            low, length = meta.shards.offsets[row, :dims], meta.shards.lengths[row, :dims]
+            place = tuple(slice(a, a + n) for a, n in zip(low, length, strict=True))
+            data = files[meta.files.keys[meta.shards.file[row]]]
+            start, nbytes = int(meta.shards.start[row]), int(meta.shards.nbytes[row])
+            box = np.frombuffer(data[start : start + nbytes], target.dtype).reshape(length)
+            assert not covered[place].any()
+            target[place], covered[place] = box, True
+        assert covered.all()
+        tensors[role, kind, fqn] = target
+    small = {key: decode_extra(data) for key, data in files.items() if key.endswith(".bin")}
+    return commit, meta, tensors, small
+
+
+def assert_holds(uri, **arguments):
+    """Check that the checkpoint at `uri` is `state_of(..., **arguments)` of all ranks."""
+    commit, meta, tensors, small = read_back(uri)
+    expected = expected_tensors(**arguments)
+    assert tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(tensors[key], value, err_msg=str(key))
+    assert small["data/main.extra/shared.bin"]["extra"]["step"] == arguments.get("seed", 0)
+    for rank, key in meta.objects["main"].get("own", {}).items():
+        assert small[key] == {"random": {"torch": bytes([int(rank)])}}
+    return commit, meta
+
+
+def attempts(uri):
+    """Names of the attempt folders at a checkpoint, and whether something is committed."""
+    storage, path = open_storage(uri)
+    found = {stat.key[len(path) + 1 :].split("/")[0] for stat in storage.list(path)}
+    return sorted(name for name in found if name.startswith("a-")), "COMMIT" in found
+
+
+def commit_json(uri):
+    storage, path = open_storage(uri)
+    return json.loads(storage.get(f"{path}/COMMIT", 1 << 20)[0])
