@@ -9,7 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 (global plan) and 4.1 (de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import quote
 
 import numpy as np
@@ -40,6 +40,7 @@ def plan_save(
     *,
     split_bytes: int = SPLIT_BYTES,
     hosts: Sequence[int] | None = None,
+    lap: Callable[[str], None] = lambda step: None,
 ) -> GlobalPlan:
     """Decide which rank writes what, and where every byte goes.
 
@@ -48,6 +49,7 @@ def plan_save(
             be decoded one after the other.
         split_bytes: Replicated items with more bytes are cut.
         hosts: [ranks], number of the host of each rank; None: one host for all.
+        lap: Called after each step with its name: gather, dedup, validate, balance, offsets.
 
     Returns:
         The plan; equal arguments give plans that are equal byte by byte.
@@ -62,16 +64,22 @@ def plan_save(
     gathered, ranks = gather(columns)
     if hosts is not None and len(hosts) != ranks:
         raise ValueError(f"hosts must name {ranks} hosts, one a rank, got {len(hosts)}")
+    lap("gather")
     replicas = group_replicas(gathered)
     parts = cut_parts(gathered, replicas, split_bytes)
+    lap("dedup")
     tensor = gathered.tensor[replicas.order[replicas.starts[:-1]]][parts.group]
     refuse_gaps(gathered.tensors, np.repeat(tensor, parts.count), parts.offsets, parts.lengths)
+    lap("validate")
     where = np.zeros(ranks, np.int64)
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     kinds = _dense(gathered.tensors.kinds)[tensor]
     writers = choose_writers(gathered, replicas, parts, kinds, where)
-    return _lay_out(gathered, parts, writers, ranks)
+    lap("balance")
+    plan = _lay_out(gathered, parts, writers, ranks)
+    lap("offsets")
+    return plan
 
 
 def _dense(names: Sequence[object]) -> I64:
