@@ -115,7 +115,7 @@ def publish(
         journal.begin()
     folder = attempt_folder(path, attempt)
     digest = _put_meta(storage, join(folder, META_KEY), meta)
-    journals = _check_objects(storage, folder, facts)
+    journals = _check_objects(storage, folder, facts, journal)
     sizes = [len(meta), *facts.files.values()]
     commit = Commit(
         attempt=attempt,
@@ -154,7 +154,7 @@ def _put_meta(storage: Storage, key: str, meta: bytes) -> str:
     return digest
 
 
-def _check_objects(storage: Storage, folder: str, facts: Facts) -> list[str]:
+def _check_objects(storage: Storage, folder: str, facts: Facts, journal: Journal) -> list[str]:
     """Check the attempt's objects by one listing; return the keys of its journals."""
     start = join(folder, "")
     found = {stat.key[len(start) :]: stat.size for stat in storage.list(folder)}
@@ -164,6 +164,7 @@ def _check_objects(storage: Storage, folder: str, facts: Facts) -> list[str]:
         if found.get(name) != size
     ]
     if faults:
+        journal.refresh()  # raises if the attempt was cleared away: that is why then
         raise CheckpointIncomplete(
             f"`{storage.uri(folder)}` must hold all objects of the save, but {len(faults)} differ: "
             + ", ".join(faults[:5])

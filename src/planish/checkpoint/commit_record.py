@@ -85,10 +85,12 @@ class Commit:
             CheckpointCorrupt: not a commit, or one of a newer version.
         """
         found = _parse(data, uri)
-        if found.get("format") != FORMAT:
+        written = found.get("format")
+        if type(written) is not int or written != FORMAT:
+            by = "by a newer version; read it with that version"
             raise CheckpointCorrupt(
-                f"`{uri}` must be of format {FORMAT}, got {str(found.get('format'))[:40]!r}: "
-                "written by a newer version; read it with that version",
+                f"`{uri}` must be of format {FORMAT}, got {str(written)[:40]!r}: written "
+                + (by if type(written) is int and written > FORMAT else "by something else"),
                 file=COMMIT,
             )
         faults = [name for name, check in _CHECKS.items() if not check(found.get(name))]

@@ -1,0 +1,322 @@
+"""The S3 back end against a real server, through a proxy that breaks single requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from planish.checkpoint.commit import require_commit
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.s3 import S3Storage
+from planish.errors import (
+    AccessRefused,
+    CheckpointNotFound,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
+from planish.store.s3 import Settings
+from tests.servers.http_proxy import HttpProxy, Rule
+
+pytestmark = pytest.mark.server
+MIB = 1 << 20
+
+
+@pytest.fixture
+def bucket(s3_root):
+    return s3_root.removeprefix("s3://")
+
+
+@pytest.fixture
+def proxy(minio):
+    with HttpProxy(minio.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def through(minio, proxy, bucket):
+    """Return how to make a storage that reaches the server through the proxy."""
+    opened = []
+
+    def make(**options):
+        settings = Settings(proxy.endpoint, minio.access_key, minio.secret_key, False, "us-east-1")
+        opened.append(S3Storage(settings, bucket, **options))
+        return opened[-1]
+
+    yield make
+    for storage in opened:
+        storage.close()
+
+
+@pytest.fixture
+def direct(minio, s3_root):
+    return open_storage(s3_root)[0]
+
+
+def exercise(storage, data):
+    """Use every kind of request once or more; return what was read."""
+    storage.put("small", data[:1000], if_none_match=True)
+    parts = storage.open_multipart("big", len(data))
+    size = parts.part_bytes
+    for number, start in enumerate(range(0, len(data), size), 1):
+        parts.write(number, data[start : start + size])
+    etag = parts.complete(if_none_match=True)
+    assert storage.head("big").etag == etag
+    target = bytearray(len(data))
+    storage.get_into("big", 0, memoryview(target), etag=etag)
+    storage.put("gone", b"1")
+    storage.delete(["gone"])
+    small, _ = storage.get("small", 1000)
+    return bytes(target), small, [(stat.key, stat.size) for stat in storage.list("")]
+
+
+FAULTS = [
+    *[(fault, kind) for fault in ("503", "500", "reset", "lost", "500 after") for kind in (
+        *("put", "create", "part", "complete", "head", "get", "delete", "list"),
+    )],
+    *[("truncate", kind) for kind in ("create", "complete", "get", "list")],
+    *[(fault, kind) for fault in ("corrupt request", "reset middle") for kind in ("put", "part")],
+    *[("delay", kind) for kind in ("part", "get")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS)
+def test_one_broken_request_of_any_kind_is_mended(through, proxy, direct, fault, kind):
+    data = np.random.default_rng(1).bytes(17 * MIB)
+    proxy.rules = [Rule(fault, kind=kind, seconds=0.2)]
+    storage = through()
+    assert exercise(storage, data) == (
+        data,
+        data[:1000],
+        [("big", len(data)), ("small", 1000)],
+    )
+    assert proxy.suffered() == [fault]
+    assert sum(storage.counters.retries.values()) == (fault != "delay")
+    assert direct.get("big", len(data))[0] == data
+    # Of a lost creation the server keeps an upload that the key alone leads to.
+    is_stray = kind == "create" and fault in {"lost", "500 after", "truncate"}
+    assert len(direct.open_uploads("big")) == is_stray
+
+
+def test_every_request_is_counted_alike_on_both_sides(through, proxy):
+    storage = through()
+    exercise(storage, bytes(17 * MIB))
+    assert storage.counters.requests == proxy.counts
+    expected = {"put": 2, "create": 1, "part": 2, "complete": 1, "head": 1, "get": 2, "list": 1}
+    assert dict(proxy.counts) == {**expected, "delete": 1}
+
+
+def test_a_burst_of_six_refusals_is_outlived(through, proxy):
+    proxy.rules = [Rule("503", kind="part", times=6)]
+    storage = through()
+    exercise(storage, bytes(17 * MIB))
+    assert storage.counters.retries == {"SlowDown": 6}
+
+
+@pytest.mark.slow
+def test_eight_tries_and_no_more(through, proxy):
+    proxy.rules = [Rule("503", times=0)]
+    storage = through()
+    start = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=r"8 tries.*SlowDown"):
+        storage.put("x", b"1")
+    assert proxy.counts == {"put": 8}
+    assert time.monotonic() - start < 15
+
+
+def test_no_try_and_no_wait_goes_beyond_the_time_limit(through, proxy):
+    proxy.rules = [Rule("503", times=0)]
+    start = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        through(timeout_s=0.5).put("x", b"1")
+    assert time.monotonic() - start < 1.0
+    assert 1 <= proxy.total() < 8
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("slow", "get"), ("silent", "get"), ("silent", "part"), ("silent", "head")]
+)
+def test_a_server_that_stops_answering_is_given_up_after_the_read_time(through, proxy, fault, kind):
+    data = np.random.default_rng(2).bytes(17 * MIB)
+    proxy.rules = [Rule(fault, kind=kind, seconds=20)]
+    start = time.monotonic()
+    assert exercise(through(read_seconds=1.0), data)[0] == data
+    assert 1.0 < time.monotonic() - start < 10
+    assert proxy.suffered() == [fault]
+
+
+def test_a_black_hole_for_ever_ends_by_the_time_limit(through, proxy):
+    proxy.rules = [Rule("silent", times=0, seconds=20)]
+    start = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="no answer in time"):
+        through(read_seconds=1.0, timeout_s=2.5).get("x", 10)
+    assert time.monotonic() - start < 4
+
+
+def test_a_read_goes_on_where_it_broke_but_not_in_another_object(through, proxy, direct):
+    data = np.random.default_rng(3).bytes(4 * MIB)
+    direct.put("x", data)
+    proxy.rules = [Rule("truncate", kind="get", times=2)]
+    storage = through()
+    target = bytearray(len(data))
+    storage.get_into("x", 0, memoryview(target))
+    assert target == data
+    assert storage.counters.bytes_in == len(data)
+
+    # The object is replaced between the broken try and the next one.
+    def replace_when_asked():
+        while not proxy.suffered():
+            time.sleep(0.001)
+        direct.put("x", data[::-1])
+
+    proxy.log.clear()
+    proxy.rules = [Rule("truncate", kind="get"), Rule("delay", kind="get", at=2, seconds=0.5)]
+    thread = threading.Thread(target=replace_when_asked)
+    thread.start()
+    with pytest.raises(ObjectChanged, match="must be the object"):
+        storage.get_into("x", 0, memoryview(target))
+    thread.join(timeout=10)
+
+
+def test_a_conditional_write_whose_answer_is_lost_is_resolved_by_reading(through, proxy, direct):
+    storage = through()
+    proxy.rules = [Rule("lost", kind="put", path="/x$")]
+    first = storage.put("x", b"mine", if_none_match=True)
+    proxy.rules = [Rule("500 after", kind="put", path="/x$")]
+    second = storage.put("x", b"mine too", if_match=first)
+    assert direct.get("x", 99) == (b"mine too", second)
+    proxy.rules = [Rule("lost", kind="put", path="/x$")]
+    with pytest.raises(ObjectChanged):
+        storage.put("x", b"late", if_match=first)
+    with pytest.raises(ObjectExists):
+        storage.put("x", b"late", if_none_match=True)
+    assert direct.get("x", 99) == (b"mine too", second)
+
+
+def test_a_completion_by_somebody_else_is_not_taken_for_ours(through, proxy, direct):
+    storage = through()
+    parts = storage.open_multipart("x", 4)
+    parts.write(1, b"mine")
+    direct.put("x", b"them")
+    proxy.rules = [Rule("500", kind="complete")]
+    with pytest.raises(ObjectExists):
+        parts.complete(if_none_match=True)
+    parts.abort()
+    with pytest.raises(ObjectMissing):
+        parts.complete()
+    assert direct.get("x", 9)[0] == b"them"
+
+
+@pytest.mark.parametrize(("fault", "error"), [("507", StoreError), ("403", AccessRefused)])
+def test_what_will_not_pass_is_said_at_once(through, proxy, minio, bucket, fault, error):
+    proxy.rules = [Rule(fault, times=0)]
+    with pytest.raises(error) as caught:
+        through().put("x", b"1")
+    assert proxy.total() == 1
+    text = str(caught.value)
+    assert bucket in text
+    assert proxy.endpoint in text
+    assert minio.secret_key not in text
+    assert minio.access_key not in text
+
+
+def test_wrong_settings_are_told_within_ten_seconds(minio, s3_root, monkeypatch):
+    start = time.monotonic()
+    missing = open_storage("s3://no-such-bucket-here/run")[0]
+    for act in (
+        lambda: missing.head("x"),
+        lambda: missing.put("x", b""),
+        lambda: missing.folder("run"),
+    ):
+        with pytest.raises(StoreMisconfigured, match=r"no-such-bucket-here.*" + minio.endpoint):
+            act()
+    with pytest.raises(CheckpointNotFound, match="step-1"):
+        require_commit(open_storage(s3_root)[0], "run/step-1")
+    for uri in ("ftp://x/y", "s3:/x", "s3://", "relative/folder", "mem://", "file://host/x"):
+        with pytest.raises(StoreMisconfigured):
+            open_storage(uri)
+    for name, value, match in (
+        ("MINIO_SECURE", "1", "MINIO_SECURE=0"),
+        ("MINIO_SECRET_KEY", "not-the-secret", "SignatureDoesNotMatch"),
+        ("MINIO_ACCESS_KEY", "nobody", "InvalidAccessKeyId"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            with pytest.raises(StoreError, match=match) as caught:
+                open_storage(s3_root)[0].put("x", b"1")
+            assert minio.endpoint in str(caught.value)
+            assert minio.secret_key not in str(caught.value)
+    monkeypatch.delenv("MINIO_SECRET_KEY")
+    with pytest.raises(StoreMisconfigured, match="MINIO_SECRET_KEY"):
+        open_storage(s3_root)
+    assert time.monotonic() - start < 10
+
+
+def test_an_upload_and_a_read_outlive_a_killed_server(minio, through, direct):
+    data = np.random.default_rng(4).bytes(33 * MIB)
+    storage = through()
+
+    def crash():
+        minio.kill()
+        time.sleep(0.3)
+        minio.start()
+
+    parts = storage.open_multipart("x", len(data))
+    parts.write(1, data[: 16 * MIB])
+    with ThreadPoolExecutor(1) as pool:
+        down = pool.submit(crash)
+        parts.write(2, data[16 * MIB : 32 * MIB])
+        parts.write(3, data[32 * MIB :])
+        down.result(timeout=60)
+    parts.complete(if_none_match=True)
+    target = bytearray(len(data))
+    with ThreadPoolExecutor(1) as pool:
+        down = pool.submit(crash)
+        for start in range(0, len(data), MIB):
+            storage.get_into("x", start, memoryview(target)[start : start + MIB])
+        down.result(timeout=60)
+    assert target == data
+
+
+def test_connections_are_kept_and_not_leaked(direct):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: direct.put(f"{n}", b"1"), range(64)))
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            list(pool.map(lambda n: direct.get(f"{n}", 1), range(64)))
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_the_proxy_serves_other_processes(minio, s3_root, monkeypatch):
+    rules = json.dumps([{"fault": "503", "kind": "put", "at": 2}])
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.servers.http_proxy", minio.endpoint, "--rules", rules],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        endpoint = process.stdout.readline().strip()
+        monkeypatch.setenv("MINIO_ENDPOINT", endpoint)
+        storage = open_storage(s3_root)[0]
+        storage.put("a", b"1")
+        storage.put("b", b"2")
+        with urllib.request.urlopen(f"http://{endpoint}/-/counts", timeout=10) as answer:
+            told = json.load(answer)
+        assert told == {"counts": {"put": 3}, "total": 3, "faults": ["503"]}
+        new = json.dumps({"rules": [{"fault": "507"}]}).encode()
+        urllib.request.urlopen(f"http://{endpoint}/-/rules", data=new, timeout=10).close()
+        with pytest.raises(StoreError, match="full"):
+            storage.put("c", b"3")
+        urllib.request.urlopen(f"http://{endpoint}/-/end", timeout=10).close()
+        assert process.wait(timeout=10) == 0
