@@ -43,7 +43,7 @@ MAX_BYTES = 8 << 20
 """Bound that readers of metadata are given."""
 SLACK_BYTES = 1 << 20
 FACTOR = 64
-"""Readers without a bound of their own hold at most this many times their input."""
+"""A reader holds at most this many times its input, and the slack."""
 FORBIDDEN = frozenset({
     "exec", "compile", "import", "open", "pickle.find_class", "marshal.loads", "ctypes.dlopen",
     "os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen", "socket.connect",
@@ -180,9 +180,7 @@ def targets():
     read_extra = lambda data: decode_extra(data, tensors="raw")  # noqa: E731
     read_journal = lambda data: Record.decode(data, "0" * 26)  # noqa: E731
     return {
-        "metadata": Target(
-            use_metadata, meta, lie_in_metadata, corrupt, lambda data: MAX_BYTES + 4 * len(data)
-        ),
+        "metadata": Target(use_metadata, meta, lie_in_metadata, corrupt, bound),
         "commit": Target(Commit.decode, [commit.encode()], lie_in_json, corrupt, bound),
         "header": Target(use_header, [_header()], with_head(8, 0), corrupt, bound),
         "extra": Target(

@@ -56,7 +56,7 @@ NAME = "meta/global.bin"
 """Key of the file, relative to the folder of an attempt."""
 MAGIC = b"PLNSHCKP"
 VERSION = 1
-MAX_BYTES = 2 << 30
+MAX_BYTES = 4 << 30
 """Default bound of what `decode` may hold."""
 
 _DIGEST = 32
