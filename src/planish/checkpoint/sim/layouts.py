@@ -119,6 +119,19 @@ class Layout:
     host: int = 8
     """Ranks of one host."""
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that such a training could not have."""
+        if self.sizes.layers < self.pp:
+            raise ValueError(
+                "a model must have at least as many layers as pipeline stages, got "
+                f"{self.sizes.layers} and {self.pp}"
+            )
+        sides = [one.shape[one.cut] for one in self.sizes.tensors(0, 1) if one.cut is not None]
+        if any(side % self.tp for side in sides):
+            raise ValueError(
+                f"the tensor-parallel size must divide {sorted(set(sides))}, got {self.tp}"
+            )
+
     @property
     def ranks(self) -> int:
         """Number of ranks; tensor parallel fastest, then data, then pipeline."""

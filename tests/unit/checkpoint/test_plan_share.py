@@ -1,0 +1,261 @@
+"""One reader for every byte, and everybody gets what it wants."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.geometry import Box, whole
+from planish.checkpoint.model import Columns, LocalItem
+from planish.checkpoint.plan import coalesce, share
+from planish.checkpoint.plan.coalesce import Costs
+from planish.checkpoint.plan.load import match
+from planish.checkpoint.plan.save import plan_save
+from planish.checkpoint.plan.share import rank_reads, share_reads
+from planish.checkpoint.tables import TensorSpec
+from planish.errors import CheckpointCorrupt, PlanMismatch
+from tests.unit.checkpoint.planned import (
+    World,
+    item_bytes,
+    random_tensors,
+    random_world,
+    read,
+    write,
+)
+
+MIB = 1 << 20
+
+
+def small_blocks(patch):
+    """Shrink blocks and requests, so that small tensors cross many of them."""
+    patch.setattr(coalesce, "BLOCK", 64)
+    patch.setattr(share, "BLOCK", 64)
+    patch.setattr(coalesce, "GAP_BYTES", 16)
+    patch.setattr(coalesce, "REQUEST_BYTES", 256)
+    patch.setattr(share, "REQUEST_BYTES", 256)
+    patch.setattr(share, "SHORT_BYTES", 128)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), small=st.booleans())
+def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small):
+    rng = random.Random(seed)
+    specs = random_tensors(rng, rng.randint(0, 6), side=9)
+    source = random_world(rng, rng.randint(1, 6), specs)
+    plan = plan_save(source.columns, split_bytes=rng.choice([40, 1000, 1 << 20]))
+    files, metadata = write(source, plan), plan.metadata({})
+    ranks = rng.randint(1, 6)
+    target = random_world(rng, ranks, specs, source)
+    for items in target.items:
+        if items and rng.random() < 0.3:
+            items.append(rng.choice(items))
+    reads = [match(metadata, items) for items in target.items]
+    costs = Costs(rng.choice([0.0, 1e-9, 1.0]), rng.choice([1.0, 1e9]))
+    hosts = [rng.randrange(3) for _ in range(ranks)]
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            small_blocks(patch)
+        shared = share_reads(metadata, reads, hosts=hosts, costs=costs)
+        got = read(metadata, files, shared, reads, target.items)
+    for items, held in zip(target.items, got, strict=True):
+        for item, boxes in zip(items, held, strict=True):
+            assert b"".join(box.tobytes() for box in boxes) == item_bytes(target, item)
+    check_requests(metadata, shared, 256 if small else 16 * MIB)
+    assert shared.unique_bytes == union_bytes(target)
+
+
+def check_requests(metadata, shared, limit):
+    """Requests are disjoint, short, inside their files, and numbered within their reader."""
+    sizes = np.array(metadata.files.sizes, np.int64)
+    requests = shared.requests
+    assert (requests.stop > requests.start).all()
+    assert (requests.stop - requests.start <= limit).all()
+    assert (requests.stop <= sizes[requests.file]).all()
+    same = requests.file[1:] == requests.file[:-1]
+    assert (requests.start[1:] >= requests.stop[:-1])[same].all()
+    for rank in range(shared.ranks):
+        assert shared.number[shared.reader == rank].tolist() == list(
+            range(int((shared.reader == rank).sum()))
+        )
+
+
+def union_bytes(world: World):
+    """Count the bytes that any rank holds by marking them."""
+    total = 0
+    for (role, kind, fqn), values in world.truth.items():
+        marks = np.zeros(values.shape[:-1], bool)
+        for items in world.items:
+            for item in items:
+                one = item.tensor
+                if (one.role, one.kind, one.fqn) == (role, kind, fqn):
+                    for box in item.boxes:
+                        sides = zip(box.offsets, box.ends, strict=True)
+                        marks[tuple(slice(low, high) for low, high in sides)] = True
+        total += int(marks.sum()) * values.shape[-1]
+    return total
+
+
+def spec(fqn, shape, dtype="F32"):
+    return TensorSpec("main", "model", fqn, dtype, shape)
+
+
+def planned(items_of_ranks, targets, **more):
+    """Save from some ranks, and share the reads of others; no data."""
+    columns = [Columns.from_items(items) for items in items_of_ranks]
+    metadata = plan_save(columns).metadata({})
+    reads = [match(metadata, items) for items in targets]
+    return metadata, reads, share_reads(metadata, reads, **more)
+
+
+def replicas(one, ranks):
+    return [[LocalItem(one, (whole(one.shape),))] for _ in range(ranks)]
+
+
+def test_replicas_are_read_once_and_spread_over_the_readers():
+    one = spec("w", (64 * MIB,))
+    metadata, reads, shared = planned(replicas(one, 1), replicas(one, 4))
+    assert shared.unique_bytes == 256 * MIB
+    assert shared.wanted_bytes == 1024 * MIB
+    assert shared.bytes_from_store == metadata.files.sizes[0]
+    load = np.bincount(shared.reader, shared.requests.stop - shared.requests.start)
+    assert max(load) - min(load) <= 16 * MIB
+    plan = shared.rank(metadata, 0, reads[0])
+    assert int(plan.sends.nbytes.sum()) == 3 * int(load[0]) - 3 * len(metadata_header(metadata))
+    assert sorted(set(plan.receives.peer.tolist())) == [1, 2, 3]
+
+
+def metadata_header(metadata):
+    """Return as many bytes as the header of the first file has, which nobody asked for."""
+    return bytes(int(metadata.shards.start[0]))
+
+
+def test_the_same_layout_needs_no_exchange():
+    one = spec("w", (64 * MIB,))
+    parts = [[LocalItem(one, (Box((rank * 16 * MIB,), (16 * MIB,)),))] for rank in range(4)]
+    metadata, reads, shared = planned(parts, parts)
+    for rank in range(4):
+        plan = shared.rank(metadata, rank, reads[rank])
+        assert len(plan.sends) == len(plan.receives) == 0
+        assert int((plan.requests.stop - plan.requests.start).sum()) == metadata.files.sizes[rank]
+    assert shared.bytes_from_store / shared.unique_bytes < 1.00001
+
+
+def test_two_to_four_ranks_share_only_the_blocks_at_the_seams():
+    one = spec("w", (64 * MIB,))
+
+    def parts(ranks):
+        size = 64 * MIB // ranks
+        return [[LocalItem(one, (Box((rank * size,), (size,)),))] for rank in range(ranks)]
+
+    metadata, reads, shared = planned(parts(2), parts(4))
+    sent = [int(shared.rank(metadata, r, reads[r]).sends.nbytes.sum()) for r in range(4)]
+    # In each file the middle lies inside one block, of which one reader sends the other's part.
+    assert 0 < sum(sent) < 2 * MIB
+    assert shared.bytes_from_store == sum(metadata.files.sizes)
+
+
+def test_many_small_tensors_of_other_owners_are_read_together():
+    specs = [spec(f"t{n}", (1024,)) for n in range(2000)]
+    source = [[LocalItem(one, (whole(one.shape),)) for one in specs]]
+    targets = [
+        [LocalItem(one, (Box((rank * 256,), (256,)),)) for one in specs] for rank in range(4)
+    ]
+    metadata, _, shared = planned(source, targets)
+    assert shared.bytes_from_store <= 8 * MIB + 400_000
+    assert shared.bytes_from_store == metadata.files.sizes[0]
+    assert shared.unique_bytes == 8_192_000
+    assert len(shared.requests) <= 2
+
+
+def test_short_runs_of_different_ranks_share_a_request_and_long_ones_do_not():
+    sizes = [1, 1, 1, 8, 8]
+    ends = np.cumsum([0, *sizes]) * MIB // 4
+    one = spec("w", (19 * MIB // 4,))
+    targets = [
+        [LocalItem(one, (Box((int(low),), (int(high - low),)),))]
+        for low, high in itertools.pairwise(ends)
+    ]
+    _, _, shared = planned(replicas(one, 1), targets)
+    # The header moves every seam into a block that both neighbours need.
+    assert (-(-shared.requests.stop // MIB)).tolist() == [4, 11, 12, 20]
+    assert shared.reader.tolist()[1::2] == [3, 4]
+
+
+def test_the_reader_sits_on_the_host_that_needs_most():
+    one = spec("w", (MIB,))
+    _, _, shared = planned(replicas(one, 1), replicas(one, 4), hosts=[0, 5, 5, 5])
+    assert shared.reader.tolist() == [1]
+    _, _, plain = planned(replicas(one, 1), replicas(one, 4))
+    assert plain.reader.tolist() == [0]
+
+
+def test_parts_of_the_model_touch_no_other_file():
+    model = spec("w", (MIB,))
+    optim = TensorSpec("main", "optim", "m", "F32", (MIB,))
+    source = [[LocalItem(one, (whole(one.shape),)) for one in (model, optim)]]
+    metadata, _, shared = planned(source, [[source[0][0]]])
+    assert {metadata.files.keys[file] for file in shared.requests.file} == {
+        "data/main.model/00000-0.safetensors"
+    }
+
+
+def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs():
+    one = spec("w", (8, MIB))
+    target = [[LocalItem(one, (Box((0, 0), (8, 1024)),))]]
+    bytes_read = {}
+    for name, costs in (("slow", Costs(1e-6, 1e6)), ("far", Costs(1.0, 1e12))):
+        metadata, reads, shared = planned(replicas(one, 1), target, costs=costs)
+        bytes_read[name] = shared.bytes_from_store
+        plan = shared.rank(metadata, 0, reads[0])
+        assert int((plan.copies.lengths.prod(axis=1)).sum()) == 8 * 1024
+    # Eight rows of 4 MiB: a block of each, or all but the last row's rest.
+    assert bytes_read == {"slow": 8 * MIB, "far": 29 * MIB}
+
+
+def test_nothing_wanted_is_nothing_read():
+    one = spec("w", (4,))
+    _, reads, shared = planned(replicas(one, 1), [[], []])
+    assert len(shared.requests) == shared.bytes_from_store == shared.unique_bytes == 0
+    assert len(rank_reads(planned(replicas(one, 1), [[]])[0], shared.wire(1), reads[1]).copies) == 0
+
+
+def test_plans_are_equal_byte_by_byte():
+    rng = random.Random(8)
+    specs = random_tensors(rng, 10)
+    source, target = random_world(rng, 3, specs), random_world(rng, 4, specs)
+    metadata = plan_save(source.columns).metadata({})
+    reads = [match(metadata, items) for items in target.items]
+    wires = [[share_reads(metadata, reads).wire(rank) for rank in range(4)] for _ in range(2)]
+    assert wires[0] == wires[1]
+
+
+def test_damaged_parts_and_wrong_hosts_are_refused():
+    one = spec("w", (4,))
+    metadata, reads, shared = planned(replicas(one, 1), replicas(one, 2))
+    with pytest.raises(PlanMismatch, match="one version of this program"):
+        rank_reads(metadata, shared.wire(0)[:-1], reads[0])
+    with pytest.raises(ValueError, match="hosts must name 2 hosts, one a rank, got 1"):
+        share_reads(metadata, reads, hosts=[0])
+
+
+def test_requests_that_lack_wanted_bytes_are_refused():
+    small, large = spec("w", (4,)), spec("v", (8 * MIB,))
+    source = [[LocalItem(one, (whole(one.shape),)) for one in (small, large)]]
+    metadata, reads, shared = planned(source, [[source[0][0]], [source[0][1]]])
+    with pytest.raises(PlanMismatch, match="rank 0 wants"):
+        rank_reads(metadata, shared.wire(0), reads[1])
+
+
+def test_elements_across_blocks_are_refused():
+    one = spec("w", (8 * MIB,))
+    metadata, _, _ = planned(replicas(one, 1), replicas(one, 1))
+    metadata.shards.start[:] += 1
+    metadata.files.sizes[0] += 1
+    reads = [match(metadata, items) for items in replicas(one, 1)]
+    with pytest.raises(CheckpointCorrupt, match="multiple of its element's size"):
+        share_reads(metadata, reads).rank(metadata, 0, reads[0])
