@@ -266,13 +266,13 @@ def _judge(
     if commit is not None and commit.attempt == attempt:
         start = join(folder, "journal/")
         journals = [stat.modified for stat in objects if stat.key.startswith(start)]
-        if journals and now - max(journals) >= grace_s:
+        if journals and max(0.0, now - max(journals)) >= grace_s:
             return Verdict(start + "*", "delete", "journals of a save that is committed")
         return Verdict(folder, "keep", f"committed as step {commit.step}")
     # Who reads a checkpoint that was replaced has as long as who writes one.
     touched = [stat.modified for stat in objects]
     touched += [started(attempt), place.commit_modified() or 0.0]
-    age = now - max(touched)
+    age = max(0.0, now - max(touched))  # the store's clock may tell whole seconds only
     if age < grace_s:
         return Verdict(folder, "keep", f"written or replaced {age:.0f} s ago, less than {grace_s}")
     size = sum(stat.size for stat in objects)
@@ -295,7 +295,7 @@ def _collect_uploads(
     verdicts = []
     for upload in found:
         name = f"{key}@{upload.upload_id}"
-        age = storage.now() - upload.started
+        age = max(0.0, storage.now() - upload.started)
         if upload.upload_id in named or age < grace_s:
             verdicts.append(Verdict(name, "keep", f"an upload begun {age:.0f} s ago"))
             continue
