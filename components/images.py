@@ -28,8 +28,15 @@ STAGE_IMAGES: dict[str, str] = {
     "evaluate": "rollout",
     "next": "core",
     "report": "core",
+    "reshard_prepare": "core",
+    "reshard": "core",
+    "checkpoint_verify": "core",
+    "checkpoint_retain": "core",
 }
 """Stage to image name; one image holds one set of dependencies and serves several stages."""
+
+RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
+"""Stages of the pipeline `reshard`; all others are those of `post-train`."""
 
 GPU = "nvidia.com/gpu"
 """Extended resource that a GPU stage asks for, and the key of the taint that it tolerates."""
@@ -119,6 +126,10 @@ CPU_TINY = Profile(
         "evaluate": _TINY_HEAVY,
         "next": Resources("250m", "512Mi", timeout_seconds=5 * MINUTE, retries=1),
         "report": Resources("250m", "1Gi", timeout_seconds=10 * MINUTE),
+        "reshard_prepare": Resources("250m", "512Mi", timeout_seconds=5 * MINUTE),
+        "reshard": _TINY_LIGHT,
+        "checkpoint_verify": _TINY_LIGHT,
+        "checkpoint_retain": Resources("250m", "512Mi", timeout_seconds=10 * MINUTE),
     },
     deadline_seconds=6 * HOUR,
     retention_seconds=7 * DAY,
@@ -150,6 +161,10 @@ def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
         "evaluate": one_gpu,
         "next": Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=3),
         "report": Resources("500m", "4Gi", timeout_seconds=30 * MINUTE),
+        "reshard_prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
+        "reshard": light,
+        "checkpoint_verify": light,
+        "checkpoint_retain": Resources("500m", "2Gi", timeout_seconds=30 * MINUTE),
     }
 
 

@@ -9,8 +9,9 @@ import difflib
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from kfp import compiler
@@ -18,18 +19,28 @@ from kfp import compiler
 from components.images import PROFILES, Profile
 from pipelines.lint import lint
 from pipelines.post_train import build_post_train, profile_named
+from pipelines.reshard import build_reshard
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "pipelines"
 """Folder of the committed files."""
 
 
-def file_name(profile: Profile) -> str:
-    """Return the name of the compiled file of a profile."""
-    return f"post-train-{profile.name}.yaml"
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "post-train": build_post_train,
+    "reshard": build_reshard,
+}
+"""Name of a pipeline to what builds it for a profile."""
 
 
-def compile_text(profile: Profile, images: Mapping[str, str] | None = None) -> str:
-    """Return the compiled YAML of `post_train`; equal inputs give equal bytes.
+def file_name(profile: Profile, pipeline: str = "post-train") -> str:
+    """Return the name of the compiled file of a pipeline and a profile."""
+    return f"{pipeline}-{profile.name}.yaml"
+
+
+def compile_text(
+    profile: Profile, images: Mapping[str, str] | None = None, *, pipeline: str = "post-train"
+) -> str:
+    """Return the compiled YAML of a pipeline; equal inputs give equal bytes.
 
     Keys are sorted here, since kfp leaves pod labels in the order of a hash that changes from
     process to process.
@@ -37,10 +48,10 @@ def compile_text(profile: Profile, images: Mapping[str, str] | None = None) -> s
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
     """
-    pipeline = build_post_train(profile, images=images)
+    built = BUILDERS[pipeline](profile, images=images)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pipeline.yaml"
-        compiler.Compiler().compile(pipeline, str(path))
+        compiler.Compiler().compile(built, str(path))
         text = path.read_text("utf-8")
     heading = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     documents = yaml.load_all(text, yaml.CSafeLoader)
@@ -85,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--out", type=Path, default=GOLDEN, help="folder of the files")
+    parser.add_argument("--pipeline", action="append", choices=sorted(BUILDERS), default=[])
     parser.add_argument("--profile", action="append", choices=sorted(PROFILES), default=[])
     parser.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
     parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
@@ -110,11 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             for name in arguments.profile or PROFILES
         ]
-        texts = [(profile, compile_text(profile, images)) for profile in profiles]
+        texts = [
+            (file_name(profile, pipeline), compile_text(profile, images, pipeline=pipeline))
+            for pipeline in arguments.pipeline or BUILDERS
+            for profile in profiles
+        ]
     except ValueError as error:
         parser.error(str(error))
-    for profile, text in texts:
-        path = arguments.out / file_name(profile)
+    for name, text in texts:
+        path = arguments.out / name
         faults = [str(fault) for fault in lint(text, images=images, release=arguments.release)]
         lines = drift(path, text) if arguments.check else []
         if not arguments.check:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from components.images import STAGE_IMAGES
+from pipelines.lint_expected import PIPELINES
 from pipelines.lint_model import Compiled, Fault, Node, walk
 
 MAX_STORED_BYTES = 512 * 1024
@@ -14,24 +14,6 @@ MAX_STORED_BYTES = 512 * 1024
 
 MAX_PODS = 1000
 """Half of the pods up to which one workflow behaves well."""
-
-PARAMETERS: dict[str, str] = {
-    "root": "STRING",
-    "preset": "STRING",
-    "config": "STRING",
-    "overrides": "STRING",
-    "model": "STRING",
-    "dataset": "STRING",
-    "seed": "NUMBER_INTEGER",
-    "resume_from": "STRING",
-    "chain_index": "NUMBER_INTEGER",
-    "max_runs": "NUMBER_INTEGER",
-    "allow_config_change": "BOOLEAN",
-    "assume_autoscaling": "BOOLEAN",
-    "webhook": "STRING",
-    "store_secret": "STRING",
-}
-"""Public parameters of a run and their types; at most fifteen fit a form that people read."""
 
 
 def inputs_are_declared(compiled: Compiled) -> Iterator[Fault]:
@@ -69,23 +51,26 @@ def producers_are_upstream(compiled: Compiled) -> Iterator[Fault]:
 
 
 def stages_follow_prepare(compiled: Compiled) -> Iterator[Fault]:
-    """Rule 3: no cycles; all stages exist, and all but the exit task come after `prepare`."""
+    """Rule 3: no cycles; all stages exist, and all but the exit task come after the first."""
     for name, _, tasks in compiled.dags():
         edges = {task: list(entry.get("dependentTasks", [])) for task, entry in tasks.items()}
         order = _order(edges)
         if len(order) < len(tasks):
             rest = sorted(set(tasks) - set(order))
             yield Fault(3, name, f"tasks must not depend on themselves, got a cycle in {rest}")
-        if "prepare" in tasks:
-            after = {"prepare"}
+        if compiled.expected.first_task in tasks:
+            after = {compiled.expected.first_task}
             for task in order:
                 if after & set(edges[task]):
                     after.add(task)
             for task in sorted(set(tasks) - after):
-                yield Fault(3, f"{name}.{task}", "must come after `prepare`, but does not")
+                yield Fault(3, f"{name}.{task}", "must come after the first stage, but does not")
     used = {compiled.executor_of(task) for _, _, _, task in compiled.tasks()}
     stages = {compiled.stage_of(label) for label in used}
-    for stage in sorted(set(STAGE_IMAGES) - stages):
+    if compiled.name not in PIPELINES:
+        known = sorted(PIPELINES)
+        yield Fault(3, "root", f"the pipeline must be one of {known}, got {compiled.name!r}")
+    for stage in sorted(compiled.expected.stages - stages):
         yield Fault(3, "root", f"stage `{stage}` must be part of the pipeline, but is not")
 
 
@@ -241,12 +226,13 @@ def size_is_within_limits(compiled: Compiled) -> Iterator[Fault]:
 def parameters_are_public(compiled: Compiled) -> Iterator[Fault]:
     """Rule 13: the run form has exactly the public parameters, each described."""
     found = compiled.components["root"].get("inputDefinitions", {}).get("parameters", {})
-    for name in sorted(set(found) ^ set(PARAMETERS)):
+    public = compiled.expected.parameters
+    for name in sorted(set(found) ^ set(public)):
         word = "is not public" if name in found else "is missing"
         yield Fault(13, "root", f"parameter `{name}` {word}")
-    for name in sorted(set(found) & set(PARAMETERS)):
+    for name in sorted(set(found) & set(public)):
         kind = found[name].get("parameterType")
-        if kind != PARAMETERS[name]:
-            yield Fault(13, "root", f"`{name}` must be {PARAMETERS[name]}, got {kind}")
+        if kind != public[name]:
+            yield Fault(13, "root", f"`{name}` must be {public[name]}, got {kind}")
         if not found[name].get("description", "").strip():
             yield Fault(13, "root", f"`{name}` must have a description, but has none")

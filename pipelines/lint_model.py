@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipelines.lint_expected import PIPELINES, Expected
+
 Node = Mapping[str, Any]
 
 STAGE_LABEL = "planish/stage"
@@ -32,6 +34,8 @@ class Compiled:
 
     components: Mapping[str, Node]
     """Components by name; `root` is the outermost graph."""
+    name: str
+    """Name of the pipeline."""
     executors: Mapping[str, Node]
     """Container of each executor by label."""
     pods: Mapping[str, Node]
@@ -63,12 +67,18 @@ class Compiled:
             pods.update(kubernetes.get("deploymentSpec", {}).get("executors", {}))
         executors = spec.get("deploymentSpec", {}).get("executors", {})
         return cls(
+            name=str(spec.get("pipelineInfo", {}).get("name", "")),
             components={**spec.get("components", {}), "root": spec["root"]},
             executors={label: entry.get("container", {}) for label, entry in executors.items()},
             pods=pods,
             images=images,
             release=release,
         )
+
+    @property
+    def expected(self) -> Expected:
+        """What this pipeline must consist of; of an unknown one, what a run of training must."""
+        return PIPELINES.get(self.name, PIPELINES["post-train"])
 
     def dags(self) -> Iterator[tuple[str, Node, Node]]:
         """Yield (component name, component, its tasks) for every graph."""

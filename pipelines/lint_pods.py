@@ -13,7 +13,7 @@ _SECRET_VALUE = re.compile(
     r"AKIA[0-9A-Z]{16}|-----BEGIN|gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,}|://[^/\s:@]+:[^@\s]+@"
 )
 
-WITHOUT_RETRIES = ("prepare", "report")
+WITHOUT_RETRIES = ("prepare", "report", "reshard_prepare", "checkpoint_retain")
 """Stages that end the run, or close it, at the first failure."""
 
 EXIT_TRIGGER = "ALL_UPSTREAM_TASKS_COMPLETED"
@@ -110,7 +110,7 @@ def retries_outlast_timeouts(compiled: Compiled) -> Iterator[Fault]:
     for name, _, task_name, task in compiled.tasks():
         where = f"{name}.{task_name}"
         if (task.get("triggerPolicy", {}).get("strategy") == EXIT_TRIGGER) != (
-            task_name == "report"
+            task_name == compiled.expected.exit_task
         ):
             yield Fault(8, where, "exactly the exit task runs whatever the others do")
         label = compiled.executor_of(task)

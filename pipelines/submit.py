@@ -22,7 +22,7 @@ from components.dressing import STAGE_LABEL
 from components.images import PROFILES, Profile
 from pipelines.compile import compile_text, parse_images
 from pipelines.lint import lint
-from pipelines.lint_graph import PARAMETERS
+from pipelines.lint_expected import PARAMETERS
 from pipelines.post_train import profile_named
 
 RUN_LABEL = "pipeline/runid"

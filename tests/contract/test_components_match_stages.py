@@ -18,11 +18,15 @@ from planish.stage import stage_parser
 FOLDER = Path(components.__file__).parent
 STAGES = {
     "checkpoint": "checkpoint",
+    "checkpoint_retain": "checkpoint_retain",
+    "checkpoint_verify": "checkpoint_verify",
     "curate": "curate",
     "evaluate": "evaluate",
     "next_run": "next",
     "prepare": "prepare",
     "report": "report",
+    "reshard": "reshard",
+    "reshard_prepare": "reshard_prepare",
     "reward": "reward",
     "rollout": "rollout",
     "sft": "sft",
@@ -170,7 +174,7 @@ def test_the_table_in_the_readme_is_the_code():
 
 def test_the_resource_table_in_the_readme_is_the_code():
     text = (FOLDER / "README.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| [a-z]+ \| .*[0-9] s \|$", line)]
+    rows = [line for line in text.splitlines() if re.match(r"\| [a-z_]+ \| .*[0-9] s \|$", line)]
     assert rows == [resource_row(stage) for stage in images.STAGE_IMAGES]
 
 

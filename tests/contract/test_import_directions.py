@@ -17,6 +17,7 @@ LAYERS = [
     {
         *("prepare", "curate", "sft", "rollout", "reward", "train", "evaluate", "report"),
         *("checkpoint_stage", "next_run", "show", "doctor", "minder"),
+        *("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain"),
     },
     {"components", "pipelines", "__main__"},
 ]

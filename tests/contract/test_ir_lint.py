@@ -7,7 +7,7 @@ import yaml
 
 from components.images import PROFILES
 from pipelines import lint_graph
-from pipelines.compile import GOLDEN, compile_text, file_name
+from pipelines.compile import BUILDERS, GOLDEN, compile_text, file_name
 from pipelines.lint import RULES, lint, lint_documents, main
 from pipelines.lint_model import Compiled
 from pipelines.post_train import profile_named
@@ -230,9 +230,37 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.parametrize("pipeline", sorted(BUILDERS))
 @pytest.mark.parametrize("name", sorted(PROFILES))
-def test_the_golden_files_have_no_fault(name):
-    assert lint((GOLDEN / file_name(PROFILES[name])).read_text()) == []
+def test_the_golden_files_have_no_fault(name, pipeline):
+    assert lint((GOLDEN / file_name(PROFILES[name], pipeline)).read_text()) == []
+
+
+def reshard_documents():
+    text = (GOLDEN / file_name(PROFILES["cpu-tiny"], "reshard")).read_text()
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
+@pytest.mark.parametrize(
+    ("rule", "words", "mutate"),
+    [
+        (3, "pipeline must be one of", lambda spec: spec["pipelineInfo"].update(name="resharp")),
+        (
+            *(3, "must come after the first stage"),
+            lambda spec: exit_dag(spec)["reshard"].update(dependentTasks=[], inputs={}),
+        ),
+        (8, "exactly the exit task", lambda spec: spec["root"]["dag"]["tasks"]["checkpoint-retain"]
+         .pop("triggerPolicy")),
+        (8, "must have retries", lambda spec: exit_dag(spec)["reshard"].pop("retryPolicy")),
+        (13, "`layout` is missing", lambda spec: spec["root"]["inputDefinitions"]["parameters"]
+         .pop("layout")),
+    ],
+)  # fmt: skip
+def test_the_reshard_pipeline_has_rules_of_its_own(rule, words, mutate):
+    documents = reshard_documents()
+    mutate(documents[0])
+    found = [fault for fault in lint_documents(documents) if fault.rule == rule]
+    assert any(words in str(fault) for fault in found), found
 
 
 @pytest.mark.parametrize(("rule", "mutate"), MUTATIONS, ids=[m.__name__ for _, m in MUTATIONS])

@@ -8,22 +8,23 @@ import pytest
 import yaml
 
 from components.images import IMAGES, PROFILES
-from pipelines.compile import GOLDEN, compile_text, drift, file_name, main, normalised
+from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, main, normalised
 from pipelines.lint import lint
 from pipelines.post_train import profile_named
 
 NAMES = sorted(PROFILES)
 
 
+@pytest.mark.parametrize("pipeline", sorted(BUILDERS))
 @pytest.mark.parametrize("name", NAMES)
-def test_the_golden_file_is_up_to_date(name):
-    path = GOLDEN / file_name(PROFILES[name])
-    assert drift(path, compile_text(PROFILES[name])) == []
+def test_the_golden_file_is_up_to_date(name, pipeline):
+    path = GOLDEN / file_name(PROFILES[name], pipeline)
+    assert drift(path, compile_text(PROFILES[name], pipeline=pipeline)) == []
 
 
-def test_there_is_one_golden_file_for_each_profile():
+def test_there_is_one_golden_file_for_each_pipeline_and_profile():
     assert sorted(p.name for p in GOLDEN.glob("*.yaml")) == sorted(
-        file_name(profile) for profile in PROFILES.values()
+        file_name(profile, pipeline) for profile in PROFILES.values() for pipeline in BUILDERS
     )
 
 
@@ -63,7 +64,8 @@ def test_another_sdk_version_is_no_drift():
 
 
 def test_check_fails_on_a_stale_file_and_says_where(tmp_path, capsys):
-    arguments = ["--profile", "cpu-tiny", "--iterations", "1", "--out", str(tmp_path)]
+    arguments = ["--pipeline", "post-train", "--profile", "cpu-tiny"]
+    arguments += ["--iterations", "1", "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert main([*arguments, "--check"]) == 0
     path = tmp_path / "post-train-cpu-tiny.yaml"

@@ -1,0 +1,29 @@
+"""Interface of the exit task that removes older checkpoints of a folder."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def checkpoint_retain(
+    root: str,
+    folder: str,
+    keep_last: int,
+    keep_every: int,
+    status: dsl.PipelineTaskFinalStatus,
+    summary: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Keep the newest checkpoints below a folder, after success only; clear up leftovers."""
+    from planish.checkpoint_retain.stage import run
+
+    run(
+        root=root,
+        state=status.state,
+        folder=folder,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        summary=summary,
+        metrics=metrics,
+    )

@@ -1,0 +1,25 @@
+"""Interface of the stage that reads a checkpoint back and compares it with its source."""
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def checkpoint_verify(
+    root: str,
+    source_pin: str,
+    checkpoint: dsl.Input[dsl.Model],
+    summary: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> None:
+    """Check every block of a checkpoint or policy, and every tensor against its source."""
+    from planish.checkpoint_verify.stage import run
+
+    run(
+        root=root,
+        source_pin=source_pin,
+        checkpoint=checkpoint,
+        summary=summary,
+        metrics=metrics,
+    )

@@ -1,0 +1,25 @@
+"""Interface of the stage that writes a checkpoint anew for another layout."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def reshard(
+    root: str,
+    config_sha256: str,
+    result: dsl.Output[dsl.Model],
+    report: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple(  # type: ignore[valid-type]
+    "Resharded", [("source_pin", str), ("result_pin", str)]
+):
+    """Write the state of the run for other ranks, or merged as a Hugging Face folder."""
+    from planish.reshard.stage import run
+
+    return run(
+        root=root, config_sha256=config_sha256, result=result, report=report, metrics=metrics
+    )

@@ -1,0 +1,35 @@
+"""Interface of the stage that pins the source of a reshard run."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
+def reshard_prepare(
+    root: str,
+    source: str,
+    target_layout: str,
+    target: str,
+    parts: str,
+    role: str,
+    policy: str,
+    summary: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple("ReshardPrepared", [("config_sha256", str)]):  # type: ignore[valid-type]
+    """Check source, layout and target of a reshard run; write run.json; say what will happen."""
+    from planish.reshard_prepare.stage import run
+
+    return run(
+        root=root,
+        source=source,
+        target_layout=target_layout,
+        target=target,
+        parts=parts,
+        role=role,
+        policy=policy,
+        summary=summary,
+        metrics=metrics,
+    )

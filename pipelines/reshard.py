@@ -1,0 +1,154 @@
+"""The pipeline that writes a checkpoint anew: prepare, reshard, verify; retention at the end.
+
+    python -m pipelines.reshard --root file:///tmp/reshard --source PIN --layout tp=4
+
+Any layout becomes any other: a state saved by FSDP ranks for tensor-parallel engines, or merged as
+a Hugging Face folder. The same call again finds what is finished and reads it back.
+"""
+
+import argparse
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kfp import dsl, local
+
+from components import checkpoint_retain, checkpoint_verify, reshard, reshard_prepare
+from components.dressing import dress
+from components.images import CPU_TINY, PROFILES, Profile, resolve_images
+
+DESCRIPTION = """Write a checkpoint anew for another layout, and read it back.
+
+Args:
+    root: URI of this run, `s3://bucket/prefix` or `file:///folder`: plan, logs, and the result
+        unless `target` says where.
+    source: URI of a committed checkpoint, or its pin `<uri>#sha256=<digest>`.
+    layout: `merged` for a Hugging Face folder, or degrees such as `tp=4` or `fsdp=8,tp=2`.
+    target: URI of the result; empty for a folder below the root.
+    parts: `all`, or `model` without optimizers and counters.
+    role: One role of several; empty for all.
+    policy: Pin of a policy that gives configuration and tokenizer; for `merged` only.
+    retain_folder: URI below which older checkpoints are removed at the end; empty for none.
+    keep_last: Checkpoints that stay there; 0 removes none.
+    keep_every: Multiples of this step stay as well; 0 for no such rule.
+    store_secret: Name of the secret with endpoint, access_key and secret_key.
+"""
+
+
+def build_reshard(
+    profile: Profile = CPU_TINY, *, images: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """Return the pipeline; call it to run locally, or compile it.
+
+    Args:
+        profile: resources, retries and timeouts; counts of iterations mean nothing here.
+        images: image name to reference, replacing those of the table.
+
+    Raises:
+        ValueError: an unknown image name.
+    """
+    table = resolve_images(images)
+
+    def pipeline(
+        root: str,
+        source: str,
+        layout: str = "merged",
+        target: str = "",
+        parts: str = "all",
+        role: str = "",
+        policy: str = "",
+        retain_folder: str = "",
+        keep_last: int = 0,
+        keep_every: int = 0,
+        store_secret: str = "planish-store",
+    ) -> None:
+        worn: dict[str, Any] = {"profile": profile, "images": table, "store_secret": store_secret}
+        retained = checkpoint_retain(
+            root=root, folder=retain_folder, keep_last=keep_last, keep_every=keep_every
+        )
+        dress(retained, "checkpoint_retain", is_exit_task=True, **worn)
+        with dsl.ExitHandler(retained, name="reshard"):
+            prepared = reshard_prepare(
+                root=root,
+                source=source,
+                target_layout=layout,
+                target=target,
+                parts=parts,
+                role=role,
+                policy=policy,
+            )
+            dress(prepared, "reshard_prepare", **worn)
+            written = reshard(root=root, config_sha256=prepared.outputs["config_sha256"])
+            dress(written, "reshard", **worn)
+            verified = checkpoint_verify(
+                root=root,
+                source_pin=written.outputs["source_pin"],
+                checkpoint=written.outputs["result"],
+            )
+            dress(verified, "checkpoint_verify", **worn)
+
+    pipeline.__doc__ = DESCRIPTION
+    decorate = dsl.pipeline(
+        name="reshard",
+        display_name=f"reshard {profile.name}",
+        pipeline_config=dsl.PipelineConfig(
+            active_deadline_seconds=profile.deadline_seconds,
+            ttl_seconds_after_finished=profile.retention_seconds,
+        ),
+    )
+    return decorate(pipeline)  # type: ignore[no-any-return]
+
+
+def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
+    """Run the pipeline on this machine to its end.
+
+    Args:
+        profile: name in `components.images.PROFILES`.
+        parameters: those of the pipeline.
+
+    Raises:
+        RuntimeError: a task failed.
+        ValueError: an unknown profile.
+    """
+    if profile not in PROFILES:
+        raise ValueError(f"a profile must be one of {sorted(PROFILES)}, got {profile!r}")
+    # Artifacts here are Refs of a few bytes; the data lie where the stages put them.
+    artifacts = tempfile.mkdtemp(prefix="planish-kfp-")
+    try:
+        local.init(
+            local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
+        )
+        build_reshard(PROFILES[profile])(**parameters)
+    finally:
+        shutil.rmtree(artifacts, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run from the command line; 0 when every task succeeded, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--root", required=True, help="URI of this run")
+    parser.add_argument("--source", required=True, help="URI or pin of a checkpoint")
+    parser.add_argument("--layout", default="merged", help="merged, tp=4, fsdp=8,tp=2, ...")
+    parser.add_argument("--target", default="", help="URI of the result")
+    parser.add_argument("--parts", default="all", choices=("all", "model"))
+    parser.add_argument("--role", default="", help="one role of several")
+    parser.add_argument("--policy", default="", help="pin of a policy, for merged")
+    parser.add_argument("--retain-folder", default="", help="URI whose older checkpoints go")
+    parser.add_argument("--keep-last", type=int, default=0, help="checkpoints that stay there")
+    parser.add_argument("--keep-every", type=int, default=0, help="multiples that stay too")
+    parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
+    arguments = vars(parser.parse_args(argv))
+    # The runner warns that our image is not a bare Python image, once a task.
+    warnings.filterwarnings("ignore", message="You may be attemping to run a task")
+    try:
+        run_local(**arguments)
+    except RuntimeError as error:
+        print(error)  # noqa: T201 - the log of a run that failed ends with the failed task
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

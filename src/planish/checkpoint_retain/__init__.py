@@ -1,0 +1,1 @@
+"""The retention stage: an exit task that removes older checkpoints of a folder."""
