@@ -1,0 +1,136 @@
+"""The reshard pipeline through kfp's local runner: any layout to any other, verified, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planish.checkpoint.fill import RAW
+from planish.checkpoint.layouts import Layout
+from planish.checkpoint.reader import open_state
+from planish.checkpoint.slices import SliceReader
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.tables import ITEM_BYTES
+from planish.records import layout
+from planish.store import open_store
+from planish.store.documents import read_json
+from tests.unit.checkpoint.written import OBJECTS, tiny_model, write_checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run(root, source, target_layout, *options):
+    """Run the pipeline in a child; return (exit code, its output)."""
+    command = [sys.executable, "-m", "pipelines.reshard", "--root", root, "--source", source]
+    command += ["--layout", target_layout, *options]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def logs(root):
+    """Return stage -> the entry that its newest attempt wrote."""
+    names = [uri for uri in open_store(root).list(layout.logs(root)) if uri.endswith(".json")]
+    return {entry["stage"]: entry for entry in map(read_json, names)}
+
+
+def assert_holds(place, tensors):
+    opened = open_state(place)
+    assert len(opened.metadata.tensors) == len(tensors)
+    reader = SliceReader(opened)
+    for spec, array in tensors.items():
+        assert np.array_equal(reader.read(spec), array.view(RAW[ITEM_BYTES[spec.dtype]])), spec
+
+
+def check_a_chain_of_layouts(root):
+    """Save as FSDP ranks, reshard for tensor-parallel ranks, and back to one."""
+    tensors = tiny_model(layers=1)
+    saved = Layout.parse("fsdp=3")
+    pin = write_checkpoint(f"{root}/saved", tensors, saved.boxes, num_ranks=3)
+    code, output = run(f"{root}/first", pin, "tp=2")
+    assert code == 0, output[-3000:]
+    made = f"{root}/first/tp-2"
+    assert_holds(made, tensors)
+    assert open_state(made).metadata.objects == OBJECTS
+    entries = logs(f"{root}/first")
+    assert set(entries) == {"reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain"}
+    assert {entry["state"] for entry in entries.values()} == {"done"}
+    assert entries["reshard"]["metrics"]["ranks"] == 2
+    assert entries["checkpoint_verify"]["metrics"]["compared_tensors"] == len(tensors)
+
+    target = f"{root}/flat/step-7"
+    code, output = run(f"{root}/second", made, "flat=2", "--target", target, "--parts", "model")
+    assert code == 0, output[-3000:]
+    assert_holds(target, {s: a for s, a in tensors.items() if s.kind == "model"})
+    parent = open_state(target).metadata.header["parents"]["state"]
+    assert parent == open_state(made).commit.meta_sha256
+
+
+def test_any_layout_becomes_another_on_files(file_root):
+    check_a_chain_of_layouts(file_root)
+
+
+@pytest.mark.server
+def test_any_layout_becomes_another_on_a_real_server(s3_root):
+    check_a_chain_of_layouts(s3_root)
+
+
+def test_the_same_run_again_computes_nothing(file_root):
+    pin = write_checkpoint(f"{file_root}/saved", tiny_model(layers=1))
+    assert run(f"{file_root}/run", pin, "fsdp=2")[0] == 0
+    first = open_state(f"{file_root}/run/fsdp-2").commit
+    code, output = run(f"{file_root}/run", pin, "fsdp=2")
+    assert code == 0, output[-3000:]
+    assert open_state(f"{file_root}/run/fsdp-2").commit == first
+    assert logs(f"{file_root}/run")["reshard"]["already_done"] is True
+    code, output = run(f"{file_root}/run", pin, "fsdp=4")
+    assert code == 1
+    assert "must hold this same wish" in output
+
+
+def test_a_damaged_source_fails_the_run_and_leaves_no_result(file_root, tmp_path):
+    pin = write_checkpoint(f"{file_root}/saved", tiny_model(layers=1))
+    (file,) = (tmp_path / "root/saved").glob("a-*/data/main.model/*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, output = run(f"{file_root}/run", pin, "tp=2", "--retain-folder", file_root,
+                       "--keep-last", "1")  # fmt: skip
+    assert code == 1
+    assert "main.model/00000-0.safetensors" in output
+    assert open_state(pin).commit.step == 7, "retention removes nothing after a failure"
+    storage, key = open_storage(f"{file_root}/run")
+    assert [s.key for s in storage.list(key) if s.key.endswith("COMMIT")] == []
+    assert logs(f"{file_root}/run")["checkpoint_retain"]["metrics"]["deleted"] == 0
+
+
+def test_retention_keeps_the_newest_results(file_root):
+    for step in (1, 2, 3):
+        pin = write_checkpoint(f"{file_root}/saved/{step}", tiny_model(layers=1, seed=step),
+                               step=step)  # fmt: skip
+        options = ["--target", f"{file_root}/engines/{step}", "--parts", "model"]
+        options += ["--retain-folder", f"{file_root}/engines", "--keep-last", "2"]
+        code, output = run(f"{file_root}/runs/{step}", pin, "tp=2", *options)
+        assert code == 0, output[-3000:]
+    text = subprocess.run(
+        [sys.executable, "-m", "planish", "checkpoint", "ls", f"{file_root}/engines", "--json"],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    assert [entry["step"] for entry in json.loads(text)] == [2, 3]
