@@ -90,7 +90,7 @@ def meshes():
     found = {}
     for name, sizes in LAYOUTS.items():
         count = torch.Size(sizes).numel()
-        if name.startswith("zero") or name.startswith("ddp"):
+        if name.startswith(("zero", "ddp")):
             found[name] = dist.new_group(list(range(count)))
         elif name.startswith("fsdp"):
             found[name] = DeviceMesh("cpu", torch.arange(count), mesh_dim_names=("dp",))
