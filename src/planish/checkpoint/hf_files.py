@@ -24,6 +24,7 @@ CHUNK_BYTES = 16 << 20
 """Elements are converted in pieces of this size."""
 
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_COMPLEX = {"C64": np.complex64, "C128": np.complex128}
 
 Array = npt.NDArray[Any]
 
@@ -155,16 +156,33 @@ def cast(elements: Array, stored: str, wanted: str) -> Array:
         raise LayoutMismatch(
             f"weights must be exported between float types, got {stored} to {wanted}"
         )
-    if stored == "BF16":
-        bits = np.ascontiguousarray(elements).view(np.uint16).astype(np.uint32) << np.uint32(16)
-        numbers: Array = bits.view(np.float32)
-    else:
-        numbers = np.ascontiguousarray(elements).view(_FLOATS[stored])
+    numbers = to_numbers(elements, stored)
+    assert numbers is not None
     if wanted != "BF16":
         with np.errstate(over="ignore"):
             return numbers.astype(_FLOATS[wanted])
     with np.errstate(over="ignore"):
         return to_bfloat16(numbers.astype(np.float32))
+
+
+def to_numbers(elements: Array, dtype: str) -> Array | None:
+    """Return elements as numbers that numpy computes with; None for types that it lacks.
+
+    Args:
+        elements: [n] of any type of the right size; its bits are those of the type `dtype`.
+        dtype: key of `ITEM_BYTES`. BF16 becomes float32, integers become float64.
+    """
+    bits = np.ascontiguousarray(elements)
+    if dtype == "BF16":
+        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype in _FLOATS:
+        return bits.view(_FLOATS[dtype])
+    if dtype in _COMPLEX:
+        return bits.view(_COMPLEX[dtype])
+    if dtype[0] in "IU" or dtype == "BOOL":
+        sign = "i" if dtype[0] == "I" else "u"
+        return bits.view(f"{sign}{ITEM_BYTES[dtype]}").astype(np.float64)
+    return None
 
 
 def to_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -1,0 +1,261 @@
+"""Loads by one process: what fits, what is refused before a tensor is touched, what damage does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.fill import RAW
+from planish.checkpoint.geometry import Box, flat_boxes, whole
+from planish.checkpoint.load import load_state, open_on_all
+from planish.checkpoint.load_records import LoadOptions
+from planish.checkpoint.model import LocalItem
+from planish.checkpoint.reader import open_state
+from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
+from planish.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    DtypeMismatch,
+    LayoutMismatch,
+    MissingKeys,
+    ShapeMismatch,
+    UnexpectedKeys,
+)
+from tests.unit.checkpoint import damage
+from tests.unit.checkpoint.written import tiny_model, write_checkpoint
+
+
+@pytest.fixture
+def place():
+    return write_checkpoint(damage.fresh(), tiny_model(), extra=False)
+
+
+def load(place, items, **options):
+    control = Control.single()
+    opened = open_on_all(place, control)
+    return load_state(opened, damage.collected(items), control, LoadOptions(**options))
+
+
+def ones(place, **changes):
+    return damage.zeros_for(open_state(place), **changes)
+
+
+def renamed(item, **changes):
+    return LocalItem(dataclasses.replace(item.tensor, **changes), item.boxes, item.data)
+
+
+def test_every_element_comes_back_and_no_block_is_read_twice(place):
+    items = ones(place)
+    loaded = load(place, items)
+    damage.assert_holds(items, tiny_model())
+    assert loaded.unique_bytes_needed == sum(a.nbytes for a in tiny_model().values())
+    # Header and data of two files of less than one block each.
+    assert loaded.bytes_from_store == sum(open_state(place).metadata.files.sizes)
+    assert (loaded.info.step, loaded.info.pin) == (7, place)
+    stages = {record.stage for record in loaded.info.timings.records}
+    assert stages == {"plan", "meta", "read", "verify", "copy", "barrier"}
+
+
+def test_the_optimizers_bytes_are_never_read_when_only_the_model_is_wanted(place):
+    items = ones(place, parts=("model",))
+    loaded = load(place, [*items, *ones(place, parts=("optim",))], parts=("model",))
+    damage.assert_holds(items, tiny_model())
+    files = open_state(place).metadata.files
+    sizes = [s for k, s in zip(files.keys, files.sizes, strict=True) if ".optim/" not in k]
+    assert loaded.bytes_from_store == sum(sizes)
+    assert {r.state for r in loaded.info.timings.records} == {"", "main.model"}
+
+
+def test_all_offenders_are_listed_and_nothing_is_touched(place):
+    items = ones(place)
+    items[0] = renamed(items[0], fqn="other.weight")
+    items[1] = renamed(items[1], shape=(99, *items[1].tensor.shape[1:]))
+    items[2] = renamed(items[2], dtype="BF16")
+    with pytest.raises(LayoutMismatch) as caught:
+        load(place, items)
+    text = str(caught.value)
+    assert "lacks `model.other.weight`" in text
+    assert "[99" in text
+    assert "must be BF16, got F32" in text
+    assert f"nothing asks for `model.{ones(place)[0].tensor.fqn}`" in text
+    assert damage.untouched(items)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"fqn": "x"}, MissingKeys),
+        ({"shape": (3, 3)}, ShapeMismatch),
+        ({"dtype": "F16"}, DtypeMismatch),
+    ],
+)
+def test_one_kind_of_fault_has_its_own_error(place, change, error):
+    items = ones(place)
+    extra = renamed(items[0], **change)
+    wanted = [extra, *items] if error is MissingKeys else [extra, *items[1:]]
+    with pytest.raises(error):
+        load(place, wanted)
+    assert damage.untouched(items)
+
+
+def test_what_nothing_asks_for_is_refused_unless_not_strict(place):
+    items = ones(place)
+    with pytest.raises(UnexpectedKeys, match=items[0].tensor.fqn):
+        load(place, items[1:])
+    missing = renamed(items[0], fqn="new.weight")
+    loaded = load(place, [missing, *items[1:]], strict=False)
+    assert loaded.missing == ("`model.new.weight`",)
+    assert loaded.unexpected == (f"`model.{items[0].tensor.fqn}`",)
+    assert bool((missing.data == 1).all())
+    damage.assert_holds(items[1:], tiny_model())
+
+
+def test_generators_of_ranks_that_are_gone_are_no_fault(place):
+    item = LocalItem(TensorSpec("main", "extra", "random.00007", "U8", (4,)),
+                     (whole((4,)),), torch.ones(4, dtype=torch.uint8))  # fmt: skip
+    loaded = load(place, [*ones(place), item])
+    assert loaded.missing == ("`extra.random.00007`",)
+    assert item.data.tolist() == [1, 1, 1, 1]
+
+
+def test_names_can_be_mapped_for_weights_and_their_moments(place):
+    items = [
+        renamed(item, fqn=item.tensor.fqn.replace("model.", "decoder.")) for item in ones(place)
+    ]
+    load(place, items, map_fqn=lambda name: name.replace("decoder.", "model."))
+    back = [renamed(i, fqn=i.tensor.fqn.replace("decoder.", "model.")) for i in items]
+    damage.assert_holds(back, tiny_model())
+
+
+def test_types_are_converted_only_when_asked():
+    spec = TensorSpec("main", "model", "w", "F32", (3,))
+    values = np.array([1.5, -2.0, 3e38], np.float32)
+    place = write_checkpoint(damage.fresh(), {spec: values.view(np.uint32)}, extra=False)
+    half = LocalItem(dataclasses.replace(spec, dtype="BF16"), (whole((3,)),),
+                     torch.zeros(3, dtype=torch.bfloat16))  # fmt: skip
+    with pytest.raises(DtypeMismatch, match=r"`model\.w` must be BF16, got F32"):
+        load(place, [half])
+    load(place, [half], dtype_policy="cast")
+    assert half.data.tolist() == torch.tensor(values).to(torch.bfloat16).tolist()
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_every_type_and_every_kind_of_view_is_filled(dtype):
+    rng = np.random.default_rng(3)
+    size = ITEM_BYTES[dtype]
+    spec = TensorSpec("main", "model", "w", dtype, (6, 4, 2))
+    high = 2 if dtype == "BOOL" else 256
+    raw = rng.integers(0, high, (6, 4, 2, size), dtype=np.uint8).view(RAW[size]).reshape(6, 4, 2)
+    place = write_checkpoint(damage.fresh(), {spec: raw}, extra=False)
+    kind = TYPES[dtype]
+    views = {
+        "contiguous": torch.zeros(6, 4, 2, dtype=kind),
+        "transposed": torch.zeros(2, 4, 6, dtype=kind).permute(2, 1, 0),
+        "sliced": torch.zeros(12, 5, 4, dtype=kind)[::2, 1:, 1:3],
+        "parameter": torch.zeros(6, 4, 2, dtype=kind).requires_grad_(kind.is_floating_point),
+    }
+    for name, view in views.items():
+        item = LocalItem(spec, (whole(spec.shape),), view)
+        load(place, [item])
+        assert np.array_equal(damage.raw_of(LocalItem(spec, (), view.detach().clone())), raw), name
+
+
+def test_scalars_and_empty_tensors_come_back():
+    scalar, empty = (
+        TensorSpec("main", "optim", n, "F32", s) for n, s in (("s", ()), ("e", (0, 3)))
+    )
+    tensors = {scalar: np.array(9, np.uint32), empty: np.zeros((0, 3), np.uint32)}
+    place = write_checkpoint(damage.fresh(), tensors, extra=False)
+    items = [LocalItem(s, (whole(s.shape),), torch.zeros(s.shape)) for s in tensors]
+    opened = open_state(place)
+    if empty.fqn not in {name for _, _, name in opened.metadata.tensor_ids}:
+        items = items[:1]
+    load(place, items)
+    assert damage.raw_of(items[0]).item() == 9
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_flat_slices_of_any_saving_layout_are_filled(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    volume = int(np.prod(shape))
+    spec = TensorSpec("main", "optim", "w.exp_avg", "F32", shape)
+    raw = np.arange(volume, dtype=np.uint32).reshape(shape)
+    rows = data.draw(st.integers(1, 4))
+
+    def boxes(spec, rank):
+        start, stop = (min(k * -(-shape[0] // rows), shape[0]) for k in (rank, rank + 1))
+        return (Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:])),)
+
+    place = write_checkpoint(damage.fresh(), {spec: raw}, boxes, num_ranks=rows, extra=False)
+    start = data.draw(st.integers(0, volume - 1))
+    stop = data.draw(st.integers(start + 1, volume))
+    wanted = tuple(flat_boxes(shape, start, stop))
+    lengths = wanted[0].lengths if len(wanted) == 1 else (stop - start,)
+    item = LocalItem(spec, wanted, torch.zeros(lengths))
+    load(place, [item])
+    assert damage.raw_of(item).reshape(-1).tolist() == list(range(start, stop))
+    damage.remove(place, "COMMIT")
+
+
+def test_a_bit_that_flipped_in_the_store_is_told_by_file_and_block(place):
+    damage.flip(place, "main.optim/00000-0.safetensors")
+    items = ones(place)
+    with pytest.raises(CheckpointCorrupt) as caught:
+        load(place, items)
+    assert caught.value.file == "data/main.optim/00000-0.safetensors"
+    assert caught.value.block == 0
+    assert caught.value.target_modified is not damage.untouched(items)
+
+
+def test_damage_that_nobody_asks_for_does_not_matter(place):
+    damage.flip(place, "main.optim/00000-0.safetensors")
+    items = ones(place, parts=("model",))
+    load(place, items, parts=("model",))
+    damage.assert_holds(items, tiny_model())
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "text"),
+    [
+        (lambda p: damage.remove(p, "main.model/00000-0.safetensors"), CheckpointIncomplete,
+         "00000-0.safetensors` is missing"),
+        (lambda p: damage.truncate(p, "main.model/00000-0.safetensors", 99), CheckpointIncomplete,
+         r"must have \d+ bytes, got 99"),
+        (lambda p: damage.remove(p, "global.bin"), CheckpointIncomplete, "global.bin"),
+        (lambda p: damage.truncate(p, "global.bin", 99), CheckpointIncomplete, "global.bin"),
+        (lambda p: damage.flip(p, "global.bin", 50), CheckpointCorrupt, "global.bin"),
+        (lambda p: damage.flip(p, "COMMIT", 0), CheckpointCorrupt, "COMMIT"),
+        (lambda p: damage.remove(p, "COMMIT"), CheckpointNotFound, "COMMIT"),
+    ],
+)  # fmt: skip
+def test_damage_that_is_seen_first_leaves_the_target_untouched(place, harm, error, text):
+    items = ones(place)
+    harm(place)
+    with pytest.raises(error, match=text):
+        load(place, items)
+    assert damage.untouched(items)
+
+
+def test_a_pin_of_another_state_is_refused(place):
+    other = place[:-1] + ("0" if place[-1] != "0" else "1")
+    with pytest.raises(CheckpointCorrupt, match="overwritten, or the pin is of another run"):
+        load(other, [])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"parts": ("modell",)}, {"parts": ()}, {"verify": "md5"}, {"redundancy": "on"},
+     {"dtype_policy": "any"}, {"timeout_s": 0.0}, {"max_host_bytes": 1}],
+)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(place, options):
+    with pytest.raises(ValueError, match="must be"):
+        load(place, [], **options)
