@@ -109,7 +109,8 @@ def transient(error: Exception, *, sent: bool) -> Transient | None:
     if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
         return None
     if isinstance(error, (OSError, http.client.HTTPException)):
-        return Transient(type(error).__name__, reason(error), sent=sent)
+        name = "TimeoutError" if isinstance(error, BlockingIOError) else type(error).__name__
+        return Transient(name, reason(error), sent=sent)
     return None
 
 
@@ -117,7 +118,7 @@ def reason(error: Exception) -> str:
     """Return in a few words why a connection failed."""
     if isinstance(error, socket.gaierror):
         return "its name does not resolve"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, (TimeoutError, BlockingIOError)):
         return "no answer in time"
     if isinstance(error, ssl.SSLError):
         return f"no trusted TLS connection ({error.reason or type(error).__name__})"

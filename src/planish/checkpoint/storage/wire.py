@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 import weakref
@@ -24,30 +25,93 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 60.0
 """The longest wait for the head of an answer, and for each MiB of a body in either direction."""
 _SLICE_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 16
 _MAX_IDLE = 64
 
 
-class _Timed(io.RawIOBase):
-    """The receiving side of a socket, up to a moment."""
+class _Source(io.BufferedIOBase):
+    """The receiving side of a socket, every read of which ends by a moment.
 
-    def __init__(self, sock: socket.socket):
-        self._inner = sock.makefile("rb", buffering=0)
+    A large read goes straight into its target by one call of the system, in which other threads
+    may run.
+    """
+
+    def __init__(self, sock: socket.socket, deadline: float):
+        self.deadline = deadline
         self._sock = sock
-        self.deadline = 0.0
+        self._counted = sock.makefile("rb", buffering=0)  # so that the socket outlives its line
+        self._ahead = b""
 
     def readable(self) -> bool:
         return True
 
+    def readline(self, size: int | None = -1) -> bytes:
+        limit = _HEAD_BYTES if size is None or size < 0 else size
+        while True:
+            end = self._ahead.find(b"\n", 0, limit) + 1
+            if end or len(self._ahead) >= limit:
+                return self._cut(end or limit)
+            block = self._receive(_HEAD_BYTES)
+            if not block:
+                return self._cut(limit)
+            self._ahead += block
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or size < 0:
+            blocks = [self._cut(len(self._ahead))]
+            while block := self._receive(_SLICE_BYTES):
+                blocks.append(block)
+            return b"".join(blocks)
+        target = bytearray(size)
+        return bytes(memoryview(target)[: self.readinto(target)])
+
     def readinto(self, target: Any) -> int:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("no answer in time")
-        self._sock.settimeout(left)
-        return cast(io.RawIOBase, self._inner).readinto(target) or 0
+        view = memoryview(target).cast("B")
+        ahead = self._cut(view.nbytes)
+        done = len(ahead)
+        view[:done] = ahead
+        while done < view.nbytes:
+            count = self._sock.recv_into(view[done:], 0, self._wait(whole=True))
+            if not count:
+                break
+            done += count
+        return done
 
     def close(self) -> None:
-        self._inner.close()
+        self._counted.close()
         super().close()
+
+    def _cut(self, size: int) -> bytes:
+        block, self._ahead = self._ahead[:size], self._ahead[size:]
+        return block
+
+    def _receive(self, size: int) -> bytes:
+        return self._sock.recv(size, self._wait(whole=False))
+
+    def _wait(self, *, whole: bool) -> int:
+        """Limit the next call of the system, and return its flags."""
+        limit(self._sock, self.deadline)
+        is_plain = not isinstance(self._sock, ssl.SSLSocket)
+        return socket.MSG_WAITALL if whole and is_plain else 0
+
+
+def limit(sock: socket.socket, deadline: float) -> None:
+    """Let each call of the system on a socket end by a moment (monotonic seconds).
+
+    A plain socket stays blocking: Python would ask twice for each piece otherwise.
+
+    Raises:
+        TimeoutError: the moment has passed.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no answer in time")
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(left)
+        return
+    value = struct.pack("ll", int(left), max(1, int(left % 1 * 1e6)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 class Answer(http.client.HTTPResponse):
@@ -56,13 +120,12 @@ class Answer(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *rest: Any, deadline: float, **options: Any):
         super().__init__(sock, *rest, **options)
         self.fp.close()
-        self._timed = _Timed(sock)
-        self._timed.deadline = deadline
-        self.fp = io.BufferedReader(self._timed, 1 << 16)
+        self._source = _Source(sock, deadline)
+        self.fp = self._source  # type: ignore[assignment]
 
     def until(self, deadline: float) -> None:
         """Move the moment by which reads must have ended."""
-        self._timed.deadline = deadline
+        self._source.deadline = deadline
 
 
 class Line:
@@ -100,6 +163,9 @@ class Line:
         if line.sock is None:
             line.timeout = max(0.001, min(CONNECT_SECONDS, deadline - time.monotonic()))
             line.connect()
+            sock = cast(socket.socket, line.sock)
+            if not isinstance(sock, ssl.SSLSocket):
+                sock.settimeout(None)  # `limit` takes over
         line.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
         for name, value in headers.items():
             line.putheader(name, value)
@@ -169,10 +235,7 @@ class Line:
         answer.until(min(deadline, time.monotonic() + self._read_seconds))
 
     def _limit(self, deadline: float) -> None:
-        left = min(self._read_seconds, deadline - time.monotonic())
-        if left <= 0:
-            raise TimeoutError("no time left")
-        self._http.sock.settimeout(left)
+        limit(self._http.sock, min(deadline, time.monotonic() + self._read_seconds))
 
 
 class Pool:
