@@ -68,6 +68,8 @@ class Collected:
     """Small values of this rank alone: generators' states."""
     loader: Any = None
     """`loader_state.LoaderState` of ranks that read data, else None."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's counts."""
 
 
 @dataclass(frozen=True)

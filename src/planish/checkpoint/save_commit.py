@@ -258,6 +258,8 @@ def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metad
     assert whole is not None, "rank 0 keeps the plan of all ranks"
     options = save.options
     header = {**options.header, "step": options.step, "roles": list(save.agreed.roles)}
+    if save.agreed.facts:
+        header["facts"] = save.agreed.facts
     meta = whole.metadata(header)
     rows = {key: row for row, key in enumerate(meta.files.keys)}
     start = len(join(save.folder, ""))

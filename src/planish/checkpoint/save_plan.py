@@ -66,6 +66,8 @@ class Local:
     signature: bytes
     small: list[SmallObject]
     roles: tuple[str, ...]
+    facts: dict[str, Any]
+    """By role: `Collected.facts`."""
 
 
 @dataclass
@@ -81,6 +83,8 @@ class Agreed:
     """Of all ranks."""
     from_cache: bool
     """Whether planning was skipped."""
+    facts: dict[str, Any]
+    """This rank's, by role."""
 
 
 class Skipped(Exception):
@@ -121,7 +125,8 @@ class Planner:
             columns = Columns.from_items(items, context=context)
             self._last = [context, *specs], columns, columns.signature()
         _, columns, signature = self._last
-        return Local(items, columns, signature, small, tuple(roles))
+        facts = {role: collected.facts for role, collected in roles.items() if collected.facts}
+        return Local(items, columns, signature, small, tuple(roles), facts)
 
     def agree(
         self,
@@ -177,6 +182,7 @@ class Planner:
             small,
             tuple(verdict["roles"]),
             verdict["hit"],
+            local.facts,
         )
 
     def forget_buffer(self, number: int) -> None:

@@ -45,8 +45,6 @@ class Gathered(Collected):
 
     finish: list[Finish] = field(default_factory=list)
     """Run in order once every item has been filled."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """JSON that a load needs before it plans: `aliases` of tied weights."""
     report: Report = field(default_factory=dict)
     """Filled by `finish`."""
 
