@@ -111,9 +111,9 @@ def _catalog_options(made: dict[str, argparse.ArgumentParser]) -> None:
 def _work_options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["verify"].add_argument(
         "--level",
-        choices=("sizes", "crc"),
+        choices=("meta", "size", "crc"),
         default="crc",
-        help="sizes: one listing; crc: read every byte (default)",
+        help="meta: the metadata alone; size: also one listing; crc: also every byte (default)",
     )
     add = made["diff"].add_argument
     add("a", help="one checkpoint")

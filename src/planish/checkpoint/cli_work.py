@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 
 from planish.checkpoint import monitor
-from planish.checkpoint.cli import Lines, Progress, place_of
+from planish.checkpoint.cli import Ended, Lines, Progress, Table, place_of
+from planish.checkpoint.diff import diff as diff_checkpoints
 from planish.checkpoint.heatmap import bytes_text, rate_text, seconds_text
 from planish.checkpoint.layouts import Layout
 from planish.checkpoint.report_page import html_report
 from planish.checkpoint.report_text import text_report, wall_seconds
 from planish.checkpoint.rewrite import rewrite
+from planish.checkpoint.verify import verify as verify_checkpoint
+from planish.errors import EXIT_FAILED
 
 
 def report(options: argparse.Namespace, _: Progress) -> Lines:
@@ -44,3 +47,48 @@ def reshard(options: argparse.Namespace, progress: Progress) -> Lines:
             f"{rate_text(size, seconds)}"
         )
     yield made.pin
+
+
+def verify(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Check a checkpoint; yield every fault, and exit with 1 if there is one."""
+    found = verify_checkpoint(
+        place_of(options.path),
+        options.level,
+        progress=lambda done, total: progress("verify", done, total),
+    )
+    if not found.is_intact:
+        rows = [
+            [fault.file, fault.block if fault.block >= 0 else "", fault.text]
+            for fault in found.faults
+        ]
+        yield Table(f"{found.uri}: {len(rows)} faults", ("object", "block", "what"), rows)
+        raise Ended(EXIT_FAILED)
+    how = {"meta": "metadata read", "size": "all there", "crc": "every block intact"}
+    yield (
+        f"{found.uri}: {how[found.level]}, {found.num_objects} objects, {found.num_tensors} "
+        f"tensors, {bytes_text(found.num_bytes)} read"
+    )
+
+
+def diff(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Compare two checkpoints bit by bit; yield how they differ, and exit with 1 if they do."""
+    found = diff_checkpoints(
+        *(place_of(options.a), place_of(options.b)),
+        progress=lambda done, total: progress("diff", done, total),
+    )
+    if found.is_equal:
+        yield f"equal: {found.num_equal} tensors, {bytes_text(found.num_bytes)}"
+        return
+    rows: list[list[object]] = [[name, "only in the first", "", ""] for name in found.only_a]
+    rows += [[name, "only in the second", "", ""] for name in found.only_b]
+    rows += [[f"role {role}", "shared small values", "", ""] for role in found.values]
+    rows += [
+        [one.name, one.reason, one.num_elements or "", "" if one.max_abs != one.max_abs else
+         one.max_abs]
+        for one in found.differing
+    ]  # fmt: skip
+    more = f", the first {options.limit} shown" if len(rows) > options.limit else ""
+    title = f"{len(rows)} differences{more}; {found.num_equal} tensors are equal"
+    columns = ("tensor", "what differs", "elements", "largest difference")
+    yield Table(title, columns, rows[: options.limit])
+    raise Ended(EXIT_FAILED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -12,6 +12,8 @@ from planish.errors import ConfigError
 
 SECTION = "reshard"
 """Table of the configuration in `run.json`."""
+CHECKPOINT_SCHEMA = "checkpoint/1"
+"""Schema of a Ref whose digest is that of a checkpoint's metadata."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,21 @@ class ReshardJob:
     def source_sha256(self) -> str:
         """Digest of the state."""
         return split_place(self.source_pin)[1]
+
+    def policy_role(self, roles: Sequence[str]) -> str:
+        """Return which role of the source a merged result is made of.
+
+        Args:
+            roles: those of the source.
+
+        Raises:
+            ConfigError: several, none of which is named or called `policy` or `main`.
+        """
+        usual = [name for name in ("policy", "main") if name in roles]
+        found = [self.role] if self.role else usual[:1] or list(roles)
+        if len(found) != 1 or found[0] not in roles:
+            raise ConfigError(f"`role` must be one of {sorted(roles)}, got {self.role!r}")
+        return found[0]
 
     def as_config(self) -> dict[str, Any]:
         """Return it as a table of the configuration."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from planish.checkpoint.api import STATE_SCHEMA
+import logging
+from collections.abc import Callable, Sequence
+
+from planish.checkpoint.diff import Diff, diff
 from planish.checkpoint.heatmap import bytes_text
-from planish.checkpoint.reader import Opened, check_objects, open_state
-from planish.checkpoint_verify.compare import Compared, check_blocks, compare_states
-from planish.errors import CheckpointCorrupt, CheckpointIncomplete
+from planish.checkpoint.load_fit import told
+from planish.checkpoint.reader import Opened, open_state
+from planish.checkpoint.reshard_job import CHECKPOINT_SCHEMA
+from planish.checkpoint.verify import verify as verify_blocks
+from planish.checkpoint_verify.policy import compare_policy
+from planish.errors import CheckpointCorrupt, RecordError
 from planish.records.refs import Ref
 from planish.stage import Artifact, Context, Outcome, execute, read_ref
+from planish.telemetry import event
 
+logger = logging.getLogger(__name__)
+
+POLICY_SCHEMA = "policy/1"
 _MAX_LISTED = 50
 
 
@@ -20,14 +30,22 @@ def run(
 
     Args:
         root: URI of the run.
-        source_pin: pin of the state that it was made from; empty to check it by itself.
+        source_pin: pin of the checkpoint that it was made from; empty to check it by itself.
         checkpoint: Ref of what is checked.
         summary: gets the findings in Markdown.
         metrics: gets counts.
     """
 
     def work(_: Context) -> Outcome:
-        return verify(read_ref(checkpoint), source_pin)
+        ref = read_ref(checkpoint)
+        if ref.schema == CHECKPOINT_SCHEMA:
+            return verify_checkpoint(ref, source_pin)
+        if ref.schema == POLICY_SCHEMA:
+            return verify_policy(ref, source_pin)
+        raise RecordError(
+            f"`checkpoint` must be of schema {CHECKPOINT_SCHEMA} or {POLICY_SCHEMA}, got "
+            f"{ref.schema!r}; pass what the reshard stage has written"
+        )
 
     execute(
         "checkpoint_verify",
@@ -38,48 +56,95 @@ def run(
     )
 
 
-def verify(ref: Ref, source_pin: str) -> Outcome:
-    """Do the work of `run`; see there.
+def verify_checkpoint(ref: Ref, source_pin: str) -> Outcome:
+    """Check every block of a checkpoint, and every tensor that it shares with its source.
 
     Raises:
-        CheckpointIncomplete: an object is missing or short.
-        CheckpointCorrupt: a block or a tensor differs; all tensors are listed.
+        CheckpointCorrupt: an object, a block or a tensor differs; all of them are listed.
     """
-    source = open_state(source_pin) if source_pin else None
-    assert ref.schema == STATE_SCHEMA
-    found, size = _state(ref, source)
-    if not found.is_equal:
-        raise CheckpointCorrupt(
-            f"`{ref.uri}` must hold what `{source_pin}` holds, but {len(found.faults)} tensors "
-            f"differ: {'; '.join(found.faults[:_MAX_LISTED])}; remove it and reshard again"
-        )
-    return Outcome(
-        documents={"summary": _summary(ref, source_pin, found, size)},
-        metrics={
-            "checked_bytes": float(size),
-            "compared_tensors": float(found.num_tensors),
-            "compared_bytes": float(found.num_bytes),
-        },
+    report = verify_blocks(ref.pin(), progress=_say("checking"))
+    if not report.is_intact:
+        _refuse(ref, [fault.text for fault in report.faults])
+    rows = [("read", f"{bytes_text(report.num_bytes)}, every block as its checksum says")]
+    metrics = {"checked_bytes": float(report.num_bytes)}
+    if source_pin:
+        opened = open_state(ref.pin())
+        found = diff(ref.pin(), source_pin, parts=_kinds(opened), progress=_say("comparing"))
+        faults = _faults(found, opened, open_state(source_pin))
+        if faults:
+            _refuse(ref, faults)
+        rows.append(_equal_row(source_pin, found.num_equal, found.num_bytes))
+        metrics["compared_tensors"] = float(found.num_equal)
+        metrics["compared_bytes"] = float(found.num_bytes)
+    return Outcome(documents={"summary": _summary(ref, rows)}, metrics=metrics)
+
+
+def verify_policy(ref: Ref, source_pin: str) -> Outcome:
+    """Check every file of a policy, and every tensor against the state that it was made from.
+
+    Raises:
+        CheckpointCorrupt: a tensor differs from the source's, rounded to the policy's type.
+        RecordError: a file differs from the manifest.
+    """
+    found = compare_policy(ref, source_pin)
+    if found.faults:
+        _refuse(ref, found.faults)
+    rows = [("read", f"{bytes_text(found.num_bytes)}, every file as its digest says")]
+    metrics = {"checked_bytes": float(found.num_bytes)}
+    if source_pin:
+        rows.append(_equal_row(source_pin, found.num_tensors, found.num_compared_bytes))
+        metrics["compared_tensors"] = float(found.num_tensors)
+        metrics["compared_bytes"] = float(found.num_compared_bytes)
+    return Outcome(documents={"summary": _summary(ref, rows)}, metrics=metrics)
+
+
+def _kinds(opened: Opened) -> tuple[str, ...]:
+    """Return the kinds of tensors that a rewrite was told to keep."""
+    only_model = opened.metadata.header.get("parts") == "model"
+    return ("model",) if only_model else ("model", "optim", "extra")
+
+
+def _faults(found: Diff, opened: Opened, source: Opened) -> list[str]:
+    """Return what differs, but for roles and parts that were left out on purpose."""
+    header = opened.metadata.header
+    roles = set(header.get("roles", opened.metadata.tensors.roles))
+    wanted = {told(*key) for key in source.metadata.tensor_ids if key[0] in roles}
+    faults = [f"{name} is not in the source" for name in found.only_a]
+    faults += [f"{name} is missing" for name in found.only_b if name in wanted]
+    faults += [f"{one.name}: {one.reason}, {one.num_elements} elements" for one in found.differing]
+    if header.get("parts") != "model":
+        faults += [f"small values of role `{role}`" for role in found.values if role in roles]
+    return faults
+
+
+def _refuse(ref: Ref, faults: Sequence[str]) -> None:
+    more = len(faults) - _MAX_LISTED
+    told = "; ".join(faults[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    raise CheckpointCorrupt(
+        f"`{ref.uri}` must be intact and hold what its source holds, got {told}; remove it and "
+        "write it again"
     )
 
 
-def _state(ref: Ref, source: Opened | None) -> tuple[Compared, int]:
-    opened = open_state(ref.pin())
-    faults = check_objects(opened)
-    if faults:
-        raise CheckpointIncomplete(f"`{ref.uri}` must be whole: {'; '.join(faults[:_MAX_LISTED])}")
-    size = check_blocks(opened)
-    return (Compared() if source is None else compare_states(opened, source)), size
+def _say(what: str) -> Callable[[int, int], None]:
+    """Return what logs every tenth of a long work."""
+    said = [0]
+
+    def progress(done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > said[0]:
+            said[0] = tenth
+            logger.info("%s", event(what, done_bytes=done, of_bytes=total))
+
+    return progress
 
 
-def _summary(ref: Ref, source_pin: str, found: Compared, size: int) -> str:
-    rows = [
-        ("checked", f"`{ref.uri}`"),
-        ("sha256", f"`{ref.manifest_sha256}`"),
-        ("read", f"{bytes_text(size)}, every block as its checksum says"),
-    ]
-    if source_pin:
-        equal = f"{found.num_tensors} tensors, {bytes_text(found.num_bytes)}, bit by bit"
-        rows += [("source", f"`{source_pin.partition('#')[0]}`"), ("equal to it", equal)]
-    lines = [f"| {name} | {value} |" for name, value in rows]
+def _equal_row(source_pin: str, num_tensors: int, num_bytes: int) -> tuple[str, str]:
+    source = source_pin.partition("#")[0]
+    return "equal", f"{num_tensors} tensors, {bytes_text(num_bytes)}, bit by bit, to `{source}`"
+
+
+def _summary(ref: Ref, rows: Sequence[tuple[str, str]]) -> str:
+    facts = [("checked", f"`{ref.uri}`"), ("sha256", f"`{ref.manifest_sha256}`"), *rows]
+    lines = [f"| {name} | {value} |" for name, value in facts]
     return "\n".join(["# Verified", "", "| | |", "| --- | --- |", *lines, ""])

@@ -6,11 +6,11 @@ import logging
 import time
 from typing import NamedTuple
 
-from planish.checkpoint.api import STATE_SCHEMA, export_hf
+from planish.checkpoint.api import export_hf
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.report_page import html_report
 from planish.checkpoint.report_text import wall_seconds
-from planish.checkpoint.reshard_job import ReshardJob
+from planish.checkpoint.reshard_job import CHECKPOINT_SCHEMA, ReshardJob
 from planish.checkpoint.rewrite import Rewritten, rewrite
 from planish.checkpoint.timings import Timeline, Timing
 from planish.errors import CheckpointExists
@@ -83,7 +83,7 @@ def _rewrite(job: ReshardJob) -> Outcome:
         progress=progress,
     )
     ref = Ref(
-        STATE_SCHEMA,
+        CHECKPOINT_SCHEMA,
         made.uri,
         made.commit.meta_sha256,
         {"step": made.commit.step, "layout": job.layout, "bytes": made.commit.total_bytes},

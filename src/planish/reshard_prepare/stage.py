@@ -10,7 +10,7 @@ from planish.checkpoint.reader import Opened, check_objects, open_state, split_p
 from planish.checkpoint.reshard_job import SECTION, ReshardJob
 from planish.checkpoint.storage import open_storage
 from planish.config import config_sha256
-from planish.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
+from planish.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError, ObjectMissing
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
@@ -77,7 +77,7 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
     open_storage(wish["target"] or root)
     policy = wish.pop("policy")
     try:
-        opened = open_state(source)
+        opened = open_state(_checkpoint_of(source))
     except CheckpointNotFound as error:
         raise ConfigError(f"`source` must be a committed checkpoint: {error}") from None
     faults = check_objects(opened)
@@ -91,7 +91,9 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
         parts=wish["parts"], role=wish["role"],
     )  # fmt: skip
     roles = sorted(set(opened.metadata.tensors.roles))
-    if job.role and job.role not in roles:
+    if job.parsed.is_merged:
+        job.policy_role(roles)
+    elif job.role and job.role not in roles:
         raise ConfigError(f"`role` must be one of {roles} of the source, got {job.role!r}")
     digest = _record(root, job, present=present)
     return Outcome(
@@ -105,6 +107,19 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
         },
         already_done=present,
     )
+
+
+def _checkpoint_of(source: str) -> str:
+    """Return the place of the checkpoint; a pin may also be that of a train state around one."""
+    uri, digest = split_place(source)
+    if not digest:
+        return source
+    try:
+        manifest = read_manifest(uri)
+    except ObjectMissing:
+        return source
+    inner = manifest.attributes.get("checkpoint_sha256")
+    return f"{uri}#sha256={inner}" if inner and manifest.sha256 == digest else source
 
 
 def _policy_pin(policy: str) -> str:

@@ -178,3 +178,48 @@ def test_what_is_not_there_is_one_line_and_exit_code_one(run, file_root, command
 
 def test_a_wrong_scheme_is_a_configuration_error(run):
     assert run("ls", "gopher://x/y")[0] == 2
+
+
+def test_verify_names_the_damaged_object_and_block(run, states, file_root, tmp_path):
+    code, out, _ = run("verify", states[0])
+    assert code == 0
+    assert "every block intact, 5 objects, 25 tensors" in out
+    (file,) = (tmp_path / "root/step-05").glob("a-*/data/main.optim/*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, out, _ = run("verify", states[0])
+    assert code == 1
+    assert "1 faults" in out
+    assert "data/main.optim/00000-0.safetensors" in out
+    assert run("verify", states[0], "--level", "size")[0] == 0
+    file.unlink()
+    code, out, _ = run("verify", states[0], "--level", "size")
+    assert (code, "is missing" in out) == (1, True)
+
+
+def test_diff_is_zero_for_equal_states_in_any_layouts(run, file_root):
+    layout = Layout.parse("fsdp=3")
+    one = write_checkpoint(f"{file_root}/a", tiny_model())
+    other = write_checkpoint(f"{file_root}/b", tiny_model(), layout.boxes, num_ranks=3)
+    code, out, _ = run("diff", one, other)
+    assert code == 0
+    assert out.startswith("equal: 25 tensors, 7.8 KiB")
+
+
+def test_diff_lists_what_differs_and_returns_one(run, file_root):
+    tensors = tiny_model()
+    one = write_checkpoint(f"{file_root}/a", tensors)
+    name = "model.layers.1.norm.weight"
+    changed = {s: a.copy() for s, a in tensors.items() if s.fqn != "lm_head.weight"}
+    for spec, array in changed.items():
+        if spec.fqn == name:
+            array[3] ^= 1
+    other = write_checkpoint(f"{file_root}/b", changed)
+    code, out, _ = run("diff", one, other)
+    assert code == 1
+    assert "2 differences; 23 tensors are equal" in out
+    (line,) = [line for line in out.splitlines() if name in line]
+    assert line.split("│")[2].strip() == "1"
+    assert "only in the first" in out
+    assert run("diff", one, other, "--limit", 1)[1].count("│") < out.count("│")
