@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint.geometry import Box, flat_boxes, intersect, shift, whole
+from planish.checkpoint.geometry import Box, flat_boxes, shift, whole
 from planish.checkpoint.model import Columns, LocalItem
 from planish.checkpoint.plan.share import rank_reads
 from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
@@ -198,12 +198,3 @@ def place(targets, pieces, row: int, value: np.ndarray) -> None:
     start, extent = pieces.target[row][:dims], pieces.lengths[row][:dims]
     where = tuple(slice(s, s + e) for s, e in zip(start, extent, strict=True))
     target[where] = value.reshape((*extent, value.shape[-1]))
-
-
-def needed_bytes(world: World, items: list[LocalItem]) -> int:
-    return sum(len(item_bytes(world, item)) for item in items)
-
-
-def meet(a: Box, b: Box) -> int:
-    both = intersect(a, b)
-    return both.volume if both else 0

@@ -19,7 +19,7 @@ from planish.checkpoint.tables import TensorTable
 from planish.errors import PlanMismatch
 
 _MAGIC = b"PLNSHSAV"
-_HEAD = struct.Struct("<8sIII")
+_HEAD = struct.Struct("<8sII")
 _FILE = struct.Struct("<IQQI")
 
 
@@ -59,7 +59,7 @@ class RankPlan:
 
     def encode(self) -> bytes:
         """Return the plan as bytes; headers are left out, as the rank can write them itself."""
-        parts = [_HEAD.pack(_MAGIC, self.rank, len(self.files), 0)]
+        parts = [_HEAD.pack(_MAGIC, self.rank, len(self.files))]
         for plan in self.files:
             key = plan.key.encode("utf-8", "surrogatepass")
             parts += [_FILE.pack(len(plan.items), plan.size, len(plan.header), len(key)), key]
@@ -74,7 +74,7 @@ class RankPlan:
             PlanMismatch: the bytes are no plan, or not one for these columns.
         """
         try:
-            magic, rank, count, _ = _HEAD.unpack_from(data)
+            magic, rank, count = _HEAD.unpack_from(data)
             if magic != _MAGIC:
                 raise ValueError(f"magic {magic!r}")
             files, position = [], _HEAD.size
@@ -198,7 +198,7 @@ class GlobalPlan:
     def wire(self, rank: int) -> bytes:
         """Return `rank(rank).encode()` without writing headers: what is sent to the rank."""
         first, last = self.rank_files[rank : rank + 2].tolist()
-        parts = [_HEAD.pack(_MAGIC, rank, last - first, 0)]
+        parts = [_HEAD.pack(_MAGIC, rank, last - first)]
         for row in range(first, last):
             low, high = self.file_entries[row : row + 2].tolist()
             key = self.keys[row].encode("utf-8", "surrogatepass")
