@@ -1,0 +1,151 @@
+"""A server whose disk is full, and a server that speaks TLS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from planish.checkpoint import catalog
+from planish.checkpoint.commit import Facts, publish
+from planish.checkpoint.journal import attempt_folder, journaled, new_attempt
+from planish.checkpoint.storage import open_storage, upload
+from planish.errors import StoreError, StoreMisconfigured
+from tests.servers.minio_files import objects, open_uploads
+from tests.servers.run_minio import BINARY, Minio
+
+pytestmark = pytest.mark.server
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_server(tmp_path, monkeypatch):
+    """A server whose disk has 96 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if done.returncode or not BINARY.exists():
+        pytest.skip("no MinIO server, or this user may not mount a small disk")
+    server = Minio(disk / "data")
+    try:
+        server.start()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.make_bucket("full")
+        yield server
+    finally:
+        server.kill()
+        for _ in range(50):
+            if not subprocess.run(["umount", disk], capture_output=True, check=False).returncode:
+                break
+            time.sleep(0.1)
+
+
+def save_large(storage, step, size):
+    """Save one random object of `size` bytes; return its bytes."""
+    data = np.random.default_rng(step).bytes(size)
+    path, attempt = f"run/step-{step}", new_attempt()
+    key = f"{attempt_folder(path, attempt)}/data/x.safetensors"
+    with journaled(storage, path, attempt, [key]) as journal:
+        upload(storage, key, data)
+        facts = Facts(step, ("main",), {"data/x.safetensors": size})
+        publish(storage, path, attempt, b"meta", facts, journal=journal)
+    return data
+
+
+def test_a_full_disk_fails_the_save_at_once_and_room_makes_the_next_succeed(small_server):
+    storage = open_storage("s3://full")[0]
+    first = save_large(storage, 1, 30 * MIB)
+    start = time.monotonic()
+    with pytest.raises(StoreError, match=r"s3://full/run/step-2/.*the server is full"):
+        save_large(storage, 2, 90 * MIB)
+    assert time.monotonic() - start < 20
+    newest = catalog.latest(storage, "run")
+    assert newest.step == 1
+    target = bytearray(len(first))
+    storage.get_into(
+        f"run/step-1/a-{newest.commit.attempt}/data/x.safetensors", 0, memoryview(target)
+    )
+    assert target == first
+    catalog.gc(storage, "run", grace_s=0)
+    assert open_uploads(small_server.data) == []
+    assert len(objects(small_server.data, "full")) == 4
+    # The server empties its bin in its own time; a larger disk is room at once.
+    disk = small_server.data.parent
+    subprocess.run(["mount", "-o", "remount,size=256m", disk], check=True)
+    save_large(storage, 3, 20 * MIB)
+    assert [entry.step for entry in catalog.list_checkpoints(storage, "run")] == [1, 3]
+
+
+@pytest.fixture
+def tls_server(tmp_path, monkeypatch):
+    """A server with a certificate of its own authority."""
+    if not BINARY.exists() or shutil.which("openssl") is None:
+        pytest.skip("no MinIO server or no openssl here")
+    home = tmp_path / "server"
+    certificates = home / ".minio" / "certs"
+    certificates.mkdir(parents=True)
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    subprocess.run(
+        [
+            *command.split(),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", certificates / "private.key", "-out", certificates / "public.crt"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    server = Minio(home / "data")
+    server.data.mkdir()
+    monkeypatch.setattr(server, "_wait", lambda: None)
+    try:
+        server.start()
+        for name, value in {**server.environment, "MINIO_SECURE": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "public.crt"))
+        yield server
+    finally:
+        server.kill()
+
+
+def make_bucket(server, certificate):
+    import urllib3
+    from minio import Minio as Client
+
+    pool = urllib3.PoolManager(ca_certs=certificate, retries=urllib3.Retry(20, backoff_factor=0.1))
+    client = Client(
+        server.endpoint,
+        server.access_key,
+        server.secret_key,
+        region="us-east-1",
+        http_client=pool,
+    )
+    client.make_bucket("safe")
+    pool.clear()
+
+
+def test_tls_moves_large_bodies_and_needs_a_known_authority(tls_server, monkeypatch):
+    make_bucket(tls_server, os.environ["SSL_CERT_FILE"])
+    storage = open_storage("s3://safe")[0]
+    data = np.random.default_rng(0).bytes(17 * MIB)
+    upload(storage, "x", data)
+    target = bytearray(len(data))
+    storage.get_into("x", 0, memoryview(target))
+    assert target == data
+    assert [stat.size for stat in storage.list("")] == [len(data)]
+    storage.close()
+    start = time.monotonic()
+    monkeypatch.setenv("MINIO_REGION", "us-east-2")  # another region: another connection
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(StoreMisconfigured, match=r"safe.*TLS.*SSL_CERT_FILE"):
+        open_storage("s3://safe")[0].head("x")
+    monkeypatch.setenv("MINIO_SECURE", "0")
+    with pytest.raises(StoreError, match="MINIO_SECURE"):
+        open_storage("s3://safe")[0].head("x")
+    assert time.monotonic() - start < 5
