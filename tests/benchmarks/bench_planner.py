@@ -26,6 +26,8 @@ TARGETS = {"gpt-70b-2400": 1.5, "gpt-70b-4800": 3.0, "gpt-405b-8960": 6.0}
 """Seconds by the clock of a first plan."""
 MAX_RSS = 2e9
 """Bytes, up to 8,960 ranks."""
+ONCE_ABOVE = 20_000
+"""Ranks over which one run has to do: it takes minutes."""
 MAX_EXPONENT = 1.1
 MAX_US_PER_ITEM = 3.0
 MAX_CACHED_S = {"4 ranks": 5e-3, "gpt-405b-8960": 50e-3}
@@ -148,7 +150,10 @@ def main() -> int:
         run_one(options.one)
         return 0
     cached = cached_seconds_at_four_ranks()
-    results = {name: measured(name, options.repeats) for name in options.layouts}
+    results = {
+        name: measured(name, 1 if layouts()[name].ranks > ONCE_ABOVE else options.repeats)
+        for name in options.layouts
+    }
     checks = verdicts(results, cached)
     show(results, checks)
     path = write_result("planner", "simulated", {"layouts": results, "targets": checks}, MODULE)
