@@ -7,13 +7,14 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (irregular tensor decompos
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from planish.checkpoint.adapters.placed import Placed, check_dense
-from planish.checkpoint.geometry import flat_boxes, shift
+from planish.checkpoint.geometry import Box, flat_boxes, shift
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,32 @@ def place_flat(key: str, shard: FlatShard) -> Placed:
             f"`{key}` must come as {length} contiguous elements in one dimension, got shape "
             f"{tuple(data.shape)} with strides {data.stride()}; pass the slice of the flat buffer"
         )
-    ends = [a + b for a, b in zip(shard.tp_offset, shard.tp_shape, strict=False)]
-    sizes = {len(shard.global_shape), len(shard.tp_offset), len(shard.tp_shape)}
-    inside = all(low >= 0 for low in shard.tp_offset) and all(
-        high <= size for high, size in zip(ends, shard.global_shape, strict=False)
-    )
-    if len(sizes) > 1 or not inside or shard.flat_stop > math.prod(shard.tp_shape):
-        raise ValueError(
-            f"`{key}` must be a range of a shard inside {shard.global_shape}, got "
-            f"[{shard.flat_start}, {shard.flat_stop}) of {shard.tp_shape} at {shard.tp_offset}; "
-            "pass the offsets of the shard that was flattened"
-        )
-    cuts = flat_boxes(shard.tp_shape, shard.flat_start, shard.flat_stop)
-    boxes = tuple(shift(box, shard.tp_offset) for box in cuts)
+    shape = tuple(shard.global_shape)
+    place = tuple(shard.tp_offset), tuple(shard.tp_shape)
+    boxes = _boxes(key, shape, *place, shard.flat_start, shard.flat_stop)
     if len(boxes) == 1:
         data = data.view(boxes[0].lengths)
-    return Placed(tuple(shard.global_shape), boxes, data)
+    return Placed(shape, boxes, data)
+
+
+@functools.lru_cache(maxsize=65536)
+def _boxes(
+    key: str,
+    shape: tuple[int, ...],
+    tp_offset: tuple[int, ...],
+    tp_shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> tuple[Box, ...]:
+    """Cut a flat range of a shard that lies inside its tensor."""
+    ends = [a + b for a, b in zip(tp_offset, tp_shape, strict=False)]
+    sizes = {len(shape), len(tp_offset), len(tp_shape)}
+    inside = all(low >= 0 for low in tp_offset) and all(
+        high <= size for high, size in zip(ends, shape, strict=False)
+    )
+    if len(sizes) > 1 or not inside or stop > math.prod(tp_shape):
+        raise ValueError(
+            f"`{key}` must be a range of a shard inside {shape}, got [{start}, {stop}) of "
+            f"{tp_shape} at {tp_offset}; pass the offsets of the shard that was flattened"
+        )
+    return tuple(shift(box, tp_offset) for box in flat_boxes(tp_shape, start, stop))

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from planish.checkpoint.adapters.placed import Placed, check_dense
 from planish.checkpoint.geometry import Box
@@ -27,17 +29,33 @@ def place_dtensor(key: str, tensor: DTensor) -> Placed:
         LayoutMismatch: sums are pending (`Partial`), or the shard is no single box.
         TypeError: the local tensor is not dense.
     """
-    spec = tensor._spec
-    with torch.no_grad():
-        local = tensor.to_local()
+    local = tensor._local_tensor
     if hasattr(local, "wait"):
         local = local.wait()  # An AsyncCollectiveTensor: a gather is under way.
     local = local.detach()
     check_dense(key, local)
-    shape = tuple(tensor.shape)
+    seen = (tensor._spec, local.shape)
+    known = _known.get(tensor)  # type: ignore[no-untyped-call]
+    # Saves of one state ask for the same tensors again and again.
+    if known is None or known[0][0] is not seen[0] or known[0][1] != seen[1]:
+        known = seen, _place(key, tensor._spec, local)
+        _known[tensor] = known
+    shape, boxes = known[1]
+    return Placed(shape, boxes, local)
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""DTensor -> what its place was found from, and the place."""
+
+
+def _place(
+    key: str, spec: DTensorSpec, local: torch.Tensor
+) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """Return the shape of the whole, and the box of a local tensor unless it is empty."""
+    shape = tuple(spec.shape)
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
-        return Placed(shape, (), local)
+        return shape, ()
     order = tuple((e.tensor_dim, e.mesh_dims) for e in spec.shard_order or ())
     box, fault = _box(shape, tuple(spec.mesh.shape), tuple(coordinate), spec.placements, order)
     if not fault and box.volume and box.lengths != tuple(local.shape):
@@ -50,7 +68,7 @@ def place_dtensor(key: str, tensor: DTensor) -> Placed:
             f"{spec.placements} on a mesh of {tuple(spec.mesh.shape)}); redistribute it to Shard "
             "and Replicate first"
         )
-    return Placed(shape, (box,) if box.volume else (), local)
+    return shape, (box,) if box.volume else ()
 
 
 @functools.lru_cache(maxsize=65536)

@@ -6,6 +6,7 @@ specification into boxes).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,13 @@ class Placed:
     """Shape of the one box, or 1-D contiguous over all boxes; shares memory with the state."""
 
 
+_whole = functools.lru_cache(maxsize=65536)(whole)
+
+
 def place_whole(key: str, tensor: Tensor) -> Placed:
     """Place a tensor that this rank holds completely."""
     shape = tuple(tensor.shape)
-    boxes = (whole(shape),) if tensor.numel() else ()
+    boxes = (_whole(shape),) if tensor.numel() else ()
     return Placed(shape, boxes, tensor.detach())
 
 
