@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planish.checkpoint import metafile
+from planish.checkpoint import metafile, monitor
 from planish.checkpoint.commit_record import Commit
 from planish.checkpoint.exchange import BUCKET_BYTES, Exchange, Stopped
 from planish.checkpoint.fill import Bytes, Targets
@@ -113,7 +114,17 @@ def load_state(
     options = options or LoadOptions()
     check_options(options)
     call = control.call(f"load {opened.pin}", options.timeout_s)
-    return _Load(opened, collected, call, options).run()
+    work = _Load(opened, collected, call, options)
+    retries = Counter(opened.storage.counters.retries)
+    try:
+        loaded = work.run()
+    except BaseException as error:
+        monitor.publish_failure("load", error)
+        raise
+    finally:
+        work.recorder.retried("read", retries, opened.storage.counters.retries)
+        monitor.publish(work.recorder.timeline(), call.rank)
+    return loaded
 
 
 @dataclass

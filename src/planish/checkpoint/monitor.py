@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from planish import telemetry
 from planish.checkpoint.storage import Storage, open_storage
-from planish.checkpoint.timings import Timeline, Timing
+from planish.checkpoint.timings import RETRY, Timeline, Timing
 from planish.errors import CheckpointNotFound, ObjectMissing, RecordError, StoreError
 from planish.telemetry import event
 
@@ -149,6 +149,9 @@ def publish(timeline: Timeline, rank: int) -> None:
         if record.rank != rank:
             continue
         op, state = record.op, record.state or "all"
+        if record.object.startswith(RETRY):
+            publish_retries({record.object.removeprefix(RETRY): record.retries})
+            continue
         telemetry.observe(
             *("planish_checkpoint_stage_seconds", max(record.seconds, 0.0)),
             op=op,

@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -17,6 +17,8 @@ Operation = Literal["save", "load"]
 SAVE_STAGES = ("plan", "stage", "serialise", "upload", "meta", "commit", "barrier")
 LOAD_STAGES = ("meta", "plan", "read", "verify", "copy", "exchange", "barrier")
 VERSION = 1
+RETRY = "retry "
+"""Begins the `object` of a record that only counts repeated requests."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Timing:
     num_bytes: int = 0
     """Bytes moved."""
     object: str = ""
-    """Key of the object inside the checkpoint, empty for several."""
+    """Key of the object inside the checkpoint, or `retry <reason>`; empty for several."""
     retries: int = 0
     """Store requests that had to be repeated."""
     host: str = ""
@@ -151,6 +153,23 @@ class Recorder:
         """Add one record as this rank's."""
         with self._lock:
             self._records.append(replace(record, rank=self.rank, op=self.op, host=self.host))
+
+    def retried(self, stage: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+        """Record store requests that were repeated: one record per reason, without a duration.
+
+        Args:
+            stage: what the requests were for.
+            before: reason to count, at the start.
+            after: the same now.
+        """
+        now = time.time()
+        for reason, count in sorted(after.items()):
+            repeated = count - before.get(reason, 0)
+            if repeated > 0:
+                note = f"{RETRY}{reason}"
+                self.add(
+                    Timing(self.rank, self.op, "", stage, now, now, object=note, retries=repeated)
+                )
 
     def extend(self, records: Iterable[Timing]) -> None:
         """Add records that another process measured for this rank."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -180,7 +181,7 @@ def upload_files(
         Cancelled: `stop` was set.
     """
     states = [_File(file, None, 1, np.zeros(-(-file.size // BLOCK), np.uint32)) for file in files]
-    retries = sum(storage.counters.retries.values())
+    retries = Counter(storage.counters.retries)
     try:
         for state in states:
             if is_large(state.upload.size):
@@ -201,11 +202,7 @@ def upload_files(
                 with contextlib.suppress(StoreError):
                     state.parts.abort()
         raise
-    repeated = sum(storage.counters.retries.values()) - retries
-    if repeated:
-        now = time.time()
-        rank = recorder.rank
-        recorder.add(Timing(rank, "save", "", "upload", now, now, retries=repeated))
+    recorder.retried("upload", retries, storage.counters.retries)
     return [
         FileResult(s.upload.key, s.upload.size, DEFAULT, tuple(s.crcs.tolist())) for s in states
     ]

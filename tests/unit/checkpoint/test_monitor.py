@@ -8,7 +8,7 @@ from planish import telemetry
 from planish.checkpoint import monitor
 from planish.checkpoint.commit import Facts, new_attempt, publish
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.timings import Timeline, Timing
+from planish.checkpoint.timings import Recorder, Timeline, Timing
 from planish.errors import CheckpointNotFound, RecordError, SaveFailed
 
 
@@ -20,6 +20,16 @@ def _fresh(monkeypatch):
 def samples():
     lines = telemetry.metrics_text().splitlines()
     return {k: float(v) for k, _, v in (x.rpartition(" ") for x in lines if x[0] != "#")}
+
+
+def test_repeated_requests_are_counted_by_their_reason():
+    recorder = Recorder(0, "load")
+    recorder.retried("read", {"503": 2}, {"503": 5, "ReadTimeoutError": 1})
+    monitor.publish(recorder.timeline(), 0)
+    found = samples()
+    assert found['planish_checkpoint_retries_total{code="503"}'] == 3
+    assert found['planish_checkpoint_retries_total{code="ReadTimeoutError"}'] == 1
+    assert not any("stage_seconds" in name for name in found)
 
 
 def uploads(*seconds, op="save", stage="upload", start=100.0):
