@@ -189,7 +189,9 @@ class LoaderShard:
 
     @classmethod
     def _of(cls, raw: Mapping[str, Any], cursor: dict[str, int]) -> LoaderShard:
-        shard = cls(raw["dp_rank"], raw["reader"], raw.get("order_key", 0), cursor=cursor)
+        order = raw.get("order_key", 0)
+        order = tuple(order) if isinstance(order, list) else order  # as JSON gives it back
+        shard = cls(raw["dp_rank"], raw["reader"], order, cursor=cursor)
         if "buffer" not in raw:
             return replace(shard, num_samples=raw["num_samples"])
         buffer = raw["buffer"]

@@ -57,6 +57,8 @@ class Pending:
     recorder: Recorder
     upload: Callable[[], UploadResult]
     """Waits for this rank's objects to be written."""
+    give_up: Callable[[], None]
+    """Ends the upload, if it goes on, and returns when nothing more is written."""
     release: Callable[[], None]
     """Gives the staging memory back."""
     after_commit: AfterCommit | None = None
@@ -110,10 +112,10 @@ def _all_timings(info: CheckpointInfo, own: Timeline) -> Timeline:
 
 
 def _run(save: Pending) -> CheckpointInfo:
-    result = _upload(save)
-    claims = [one.claim() for one in save.agreed.small]
-    message = _encode_result(result, claims, save.recorder.timeline())
     try:
+        result = _upload(save)
+        claims = [one.claim() for one in save.agreed.small]
+        message = _encode_result(result, claims, save.recorder.timeline())
         gathered = save.call.gather(message, "results")
         reply, timeline = None, Timeline()
         if gathered is not None:
@@ -142,6 +144,7 @@ def _upload(save: Pending) -> UploadResult:
         call.note(f"uploaded for {save.options.uri}")
         return result
     except BaseException as error:
+        save.give_up()
         # Others may have failed first; then theirs is the reason.
         call.check()
         reason = _reason(call.rank, error)

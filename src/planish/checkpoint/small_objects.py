@@ -5,14 +5,16 @@
     {"shared": key,                      of `Collected.shared`, absent if there was none
      "own": {"<rank>": key},             of `Collected.own`, for the ranks that had some
      "loader": {"common": key,           of `LoaderState.common_data()`
-                "shards": [key, ...]}}      of `LoaderShard.to_data()`, ascending
+                "shards": [{"key": key, ...}, ...]}}  of `LoaderShard.to_data()`, ascending
 
-Every object is what `encode_extra` makes of the value.
+Every object is what `encode_extra` makes of the value. Beside its key a shard has its
+`LoaderShard.index()` in the metadata, so that a rank reads those buffers alone that it needs.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,6 +41,8 @@ class SmallObject:
     role: str
     place: str
     """`shared`, `own`, `common` or `shard`."""
+    listed: Mapping[str, Any] | None = None
+    """Of a shard: what metadata says of it beside the key."""
 
     @property
     def state(self) -> str:
@@ -48,7 +52,7 @@ class SmallObject:
     def claim(self) -> Claim:
         """Return what the coordinator needs to know."""
         digest = hashlib.sha256(self.data).hexdigest()[:32]
-        return Claim(self.key, self.place, self.role, len(self.data), digest)
+        return Claim(self.key, self.place, self.role, len(self.data), digest, self.listed)
 
 
 class Claim(NamedTuple):
@@ -60,6 +64,8 @@ class Claim(NamedTuple):
     size: int
     digest: str
     """Of the content."""
+    listed: Mapping[str, Any] | None = None
+    """Of a shard: what metadata says of it beside the key."""
 
 
 def encode_objects(
@@ -97,9 +103,14 @@ def _loader_objects(role: str, name: str, loader: Any, allow_pickle: bool) -> li
     if loader.shards or loader.common:
         data = _encode(role, loader.common_data(), allow_pickle)
         found.append(SmallObject(f"{folder}/common.bin", data, role, "common"))
+    several: Counter[tuple[int, int]] = Counter()
     for shard in loader.shards:
-        key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}.bin"
-        found.append(SmallObject(key, _encode(role, shard.to_data(), allow_pickle), role, "shard"))
+        number = several[shard.dp_rank, shard.reader]
+        several[shard.dp_rank, shard.reader] += 1
+        suffix = f"-{number}" if number else ""
+        key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
+        data = _encode(role, shard.to_data(), allow_pickle)
+        found.append(SmallObject(key, data, role, "shard", shard.index()))
     return found
 
 
@@ -144,7 +155,7 @@ def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
     """Return `Metadata.objects` of what each rank has written."""
     found: dict[str, Any] = {}
     claims = [(claim, rank) for rank, mine in written.items() for claim in mine]
-    for claim, rank in sorted(claims):
+    for claim, rank in sorted(claims, key=lambda pair: (pair[0].key, pair[1])):
         mine = found.setdefault(claim.role, {})
         if claim.place == "shared":
             mine["shared"] = claim.key
@@ -153,5 +164,7 @@ def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
         elif claim.place == "common":
             mine.setdefault("loader", {"shards": []})["common"] = claim.key
         else:
-            mine.setdefault("loader", {"shards": []})["shards"].append(claim.key)
+            mine.setdefault("loader", {"shards": []})["shards"].append(
+                {"key": claim.key, **(claim.listed or {})}
+            )
     return found

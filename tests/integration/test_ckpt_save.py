@@ -1,0 +1,358 @@
+"""Saves by real ranks: what is written, plan cache, snapshots, refusals on every rank alike."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from planish.checkpoint.geometry import whole
+from planish.checkpoint.model import Collected, LocalItem
+from planish.checkpoint.save import SaveOptions, close_engines, default_engine
+from planish.checkpoint.tables import TensorSpec
+from planish.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
+from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.ckpt_states import (
+    assert_holds,
+    attempts,
+    read_back,
+    replicated,
+    sharded,
+    state_of,
+)
+
+HERE = "tests.integration.test_ckpt_save"
+BIG = {"rows": 800, "cols": 1000, "tensors": 8}
+"""32 MB: of three ranks each has more than what a trainer writes itself."""
+
+pytestmark = pytest.mark.slow
+
+
+def told(error):
+    return [type(error).__name__, str(error), getattr(error, "per_rank", None)]
+
+
+def save_all(rank, size, folder, root, kinds):
+    """Save the same state in several ways, one checkpoint each."""
+    engine, pins = default_engine(), []
+    for name, shape, options in kinds:
+        state = state_of(rank, size, seed=3, **shape)
+        handle = engine.save(state, SaveOptions(f"{root}/{name}", step=3, **options))
+        pins.append(handle.result(60).sha256)
+        info = handle.result()
+        assert info.step == 3
+        assert {r.stage for r in info.timings.records} >= {"plan", "upload", "barrier"}
+        ranks = {record.rank for record in info.timings.records}
+        assert ranks == (set(range(size)) if rank == 0 else {rank})
+    close_engines()
+    return pins
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_way_of_saving_writes_the_same_state(store_root, tmp_path, size):
+    kinds = [
+        ("small", {}, {}),
+        ("small-waiting", {}, {"is_async": False}),
+        ("big", BIG, {}),
+        ("big-waiting", BIG, {"is_async": False}),
+        ("big-lazy", BIG, {"snapshot": "lazy"}),
+    ]
+    pins = run_ranks(f"{HERE}:save_all", size, tmp_path / "ranks", root=store_root, kinds=kinds)
+    assert all(found == pins[0] for found in pins)
+    small, small_waiting, *bigs = pins[0]
+    # Equal states have equal identities, whichever way they took.
+    assert small == small_waiting
+    assert len(set(bigs)) == 1
+    for name, shape, _ in kinds:
+        commit, meta = assert_holds(f"{store_root}/{name}", seed=3, **shape)
+        assert commit.roles == ("main",)
+        assert meta.header["step"] == 3
+        assert len(attempts(f"{store_root}/{name}")[0]) == 1
+        assert sorted(meta.objects["main"]["own"]) == [str(rank) for rank in range(size)]
+
+
+def mutate(rank, size, folder, root):
+    engine = default_engine()
+    state = state_of(rank, size, seed=1, **BIG)
+    for number, options in enumerate(({}, {}, {})):
+        for item in state["main"].items:
+            assert item.data is not None
+        handle = engine.save(state, SaveOptions(f"{root}/step-{number}", step=number, **options))
+        assert handle.staged()
+        for item in state["main"].items:
+            item.data.fill_(-1.0)
+        state["main"].shared["extra"]["step"] = -1
+        state = state_of(rank, size, seed=1, **BIG)
+    close_engines()
+
+
+def test_what_changes_after_the_call_is_not_saved(file_root, tmp_path):
+    run_ranks(f"{HERE}:mutate", 2, tmp_path / "ranks", root=file_root)
+    for number in range(3):
+        assert_holds(f"{file_root}/step-{number}", seed=1, **BIG)
+
+
+def lazy(rank, size, folder, root):
+    """Lazy copies: the optimizer step waits, a write outside of it is found out."""
+    weight = torch.nn.Parameter(torch.ones(3_000_000))
+    buffer = torch.zeros(10)
+    items = [
+        LocalItem(TensorSpec("main", "model", n, "F32", tuple(t.shape)), (whole(t.shape),), t)
+        for n, t in (("weight", weight), ("buffer", buffer))
+    ]
+    engine, optimizer = default_engine(), torch.optim.SGD([weight], lr=1.0)
+    for number in range(5):
+        weight.grad = torch.ones_like(weight)
+        state = {"main": Collected(items)}
+        options = SaveOptions(f"{root}/step-{number}", step=number, snapshot="lazy")
+        handle = engine.save(state, options)
+        buffer += 1
+        optimizer.step()
+        assert handle.staged()
+        handle.result(60)
+    weights = [
+        [float(found["main", "model", name][0]) for name in ("weight", "buffer")]
+        for _, _, found, _ in (read_back(f"{root}/step-{n}") for n in range(5))
+    ]
+    # Hold the copy up, so that the write surely comes first.
+    event, begin = torch.multiprocessing.Event(), engine._lazy.begin
+    engine._lazy.begin = lambda late, copy, done: begin(
+        late, lambda: (event.wait(20), copy()), done
+    )
+    handle = engine.save(
+        {"main": Collected(items)}, SaveOptions(f"{root}/wrong", step=9, snapshot="lazy")
+    )
+    assert not handle.staged()
+    with torch.no_grad():
+        weight += 1
+    event.set()
+    with pytest.raises(SaveFailed) as caught:
+        handle.result(60)
+    close_engines()
+    return weights, told(caught.value)
+
+
+def test_a_lazy_snapshot_is_of_one_moment(file_root, tmp_path):
+    for weights, error in run_ranks(f"{HERE}:lazy", 2, tmp_path / "ranks", root=file_root):
+        assert weights == [[1.0 - n, float(n)] for n in range(5)]
+        assert error[0] == "SaveFailed"
+        assert "outside of `optimizer.step()`" in error[1]
+    assert attempts(f"{file_root}/wrong") == ([], False)
+
+
+def cached(rank, size, folder, root):
+    """Change one thing after the other; returns plan cache hits, and the cached plan's time."""
+    engine, hits, seconds = default_engine(), [], []
+
+    def save(items):
+        before = engine.planner.hits
+        number = len(hits)
+        options = SaveOptions(f"{root}/step-{number}", step=number)
+        info = engine.save({"main": Collected(items)}, options).result(60)
+        hits.append(engine.planner.hits - before)
+        seconds.append(info.timings.seconds("plan", rank))
+        read_back(f"{root}/step-{number}")
+
+    base = sharded(rank, size, rows=16, tensors=50)
+    save(base)
+    save(base)
+    save(sharded(rank, size, rows=16, tensors=50))
+    save(sharded(rank, size, rows=20, tensors=50))  # a shape
+    save(base + replicated(tensors=1))  # a further parameter
+    save(sharded(rank, size, rows=16, tensors=49))  # one less: frozen
+    save(base + replicated(tensors=1, kind="optim"))  # state of the optimizer appears
+    # Only the last rank changes: it holds a replica that no other has.
+    save(base + (replicated(tensors=1, seed=9) if rank == size - 1 else []))
+    save(base)
+    save(base)
+    plain = SaveOptions(f"{root}/uncached", step=99, plan_cache=False)
+    engine.save({"main": Collected(base)}, plain).result(60)
+    close_engines()
+    return hits, seconds
+
+
+def test_a_plan_is_used_again_only_if_nothing_has_changed_on_any_rank(file_root, tmp_path):
+    found = run_ranks(f"{HERE}:cached", 3, tmp_path / "ranks", root=file_root)
+    assert [hits for hits, _ in found] == [[0, 1, 1, 0, 0, 0, 0, 0, 1, 1]] * 3
+
+
+def refused(rank, size, folder, root):
+    """Saves that must fail on all ranks; then one that must not."""
+    engine, raised = default_engine(), {}
+
+    def attempt(name, roles, timeout_s=20.0, **options):
+        begin = time.monotonic()
+        try:
+            uri = f"{root}/{options.pop('place', name)}"
+            engine.save(roles, SaveOptions(uri, timeout_s=timeout_s, **options)).result(60)
+        except Exception as error:
+            raised[name] = [*told(error), time.monotonic() - begin]
+
+    def explode():
+        raise TypeError("`extra.loss` must be a number, got a function")
+
+    good = state_of(rank, size)
+    hole = {"main": Collected(sharded(rank, size)[: 2 if rank == 1 else 3])}
+    other = LocalItem(TensorSpec("main", "model", "layer.0", "I64", (8, 6)), ())
+    attempt("collect", explode if rank == 1 else good)
+    attempt("hole", hole)
+    attempt("dtype", {"main": Collected([other])} if rank == 1 else good)
+    attempt("arguments", good, step=5 + rank)
+    if rank != 1:
+        attempt("absent", good, timeout_s=1.0)
+    else:
+        time.sleep(1.5)
+    attempt("fine", good)
+    attempt("again", good, place="fine")
+    attempt("over", good, place="fine", overwrite=True)
+    close_engines()
+    return raised
+
+
+def test_what_one_rank_must_not_save_is_refused_on_all(store_root, tmp_path):
+    found = run_ranks(f"{HERE}:refused", 3, tmp_path / "ranks", root=store_root)
+    expected = {
+        "collect": (TypeError, "extra.loss"),
+        "hole": (LayoutMismatch, "layer.2"),
+        "dtype": (LayoutMismatch, "I64"),
+        "arguments": (PlanMismatch, "`step`: 5 on ranks [0], 6 on ranks [1]"),
+        "again": (CheckpointExists, "must be free"),
+    }
+    for rank, raised in enumerate(found):
+        kinds = expected | ({} if rank == 1 else {"absent": (PlanMismatch, "rank 1 must answer")})
+        assert raised.keys() == kinds.keys()
+        for name, (kind, part) in kinds.items():
+            assert raised[name][0] == kind.__name__, raised[name]
+            assert part in raised[name][1]
+            assert raised[name][3] < 15
+    for name in expected.keys() - {"again"}:
+        assert attempts(f"{store_root}/{name}") == ([], False)
+    assert_holds(f"{store_root}/fine")
+
+
+def crowded(rank, size, folder, root, inflight):
+    """Two saves that can not end yet, and a third."""
+    engine = default_engine()
+    state = {"main": Collected(sharded(rank, size, **BIG))}
+    gate = torch.multiprocessing.Event()
+    hold = {"after_commit": lambda *_: gate.wait(20)}
+    handles = [engine.save(state, SaveOptions(f"{root}/{n}", step=n), **hold) for n in range(2)]
+    raised, skipped, begin = None, "", time.monotonic()
+    if inflight == "wait" and rank == 0:
+        import threading
+
+        threading.Timer(0.7, gate.set).start()
+    try:
+        handle = engine.save(state, SaveOptions(f"{root}/2", step=2, inflight=inflight))
+        waited = time.monotonic() - begin
+        skipped = handle.skipped
+        gate.set()
+        handle.result(60)
+    except SaveFailed as error:
+        raised, waited = told(error), time.monotonic() - begin
+    gate.set()
+    for handle in handles:
+        handle.result(60)
+    close_engines()
+    return raised, waited, skipped
+
+
+@pytest.mark.parametrize("inflight", ["wait", "skip", "raise"])
+def test_a_save_too_many_waits_is_skipped_or_raises(file_root, tmp_path, inflight):
+    found = run_ranks(f"{HERE}:crowded", 2, tmp_path / "ranks", root=file_root, inflight=inflight)
+    third = attempts(f"{file_root}/2")
+    for raised, waited, skipped in found:
+        if inflight == "wait":
+            assert raised is None
+            assert waited > 0.6
+            assert third[1]
+        else:
+            assert raised[0] == "SaveFailed"
+            assert "ranks [0, 1] still write" in raised[1]
+            assert bool(skipped) == (inflight == "skip")
+            assert third == ([], False)
+
+
+def cancelled(rank, size, folder, root):
+    engine = default_engine()
+    state = {"main": Collected(sharded(rank, size, **BIG))}
+    engine.save(state, SaveOptions(f"{root}/0")).result(60)
+    handle = engine.save(state, SaveOptions(f"{root}/1"))
+    if rank == 1:
+        handle.cancel()
+    try:
+        handle.result(60)
+        error = None
+    except SaveFailed as raised:
+        error = told(raised)
+    engine.save(state, SaveOptions(f"{root}/2")).result(60)
+    close_engines()
+    return error
+
+
+def test_a_cancelled_save_is_committed_nowhere_or_everywhere(file_root, tmp_path):
+    found = run_ranks(f"{HERE}:cancelled", 2, tmp_path / "ranks", root=file_root)
+    assert found[0] == found[1]
+    if found[0] is not None:
+        assert "cancelled" in found[0][1]
+        assert attempts(f"{file_root}/1") == ([], False)
+    read_back(f"{file_root}/2")
+
+
+def mixed(rank, size, folder, root):
+    """Loader shards, values that only some ranks have, two roles, an empty rank."""
+    from planish.checkpoint.loader_state import LoaderShard, LoaderState
+
+    shard = LoaderShard(rank, 0, buffer=[f"sample {rank}"], cursor={"web": rank})
+    loader = LoaderState({"seed": 4}, [shard], dp_rank=rank, dp_size=size)
+    items = sharded(rank, size, rows=2)
+    actor = Collected(items, shared={"extra": {"a": 1}}, loader=loader)
+    critic = Collected(replicated(role="critic") if rank else [], own={"x": rank} if rank else {})
+    engine = default_engine()
+    engine.save({"main": actor, "critic": critic}, SaveOptions(f"{root}/0")).result(60)
+    twin = LoaderState({}, [LoaderShard(0, 0, buffer=[rank])], dp_rank=0, dp_size=1)
+    try:
+        engine.save({"main": Collected(items, loader=twin)}, SaveOptions(f"{root}/1")).result(60)
+        error = None
+    except LayoutMismatch as raised:
+        error = told(raised)
+    close_engines()
+    return error
+
+
+def test_small_objects_of_roles_and_loaders_are_listed_and_readable(file_root, tmp_path):
+    found = run_ranks(f"{HERE}:mixed", 3, tmp_path / "ranks", root=file_root)
+    assert all("data/main.loader/00000-0.bin` by ranks [0, 1, 2]" in error[1] for error in found)
+    commit, meta, tensors, small = read_back(f"{file_root}/0")
+    assert commit.roles == ("critic", "main")
+    assert meta.objects["critic"]["own"].keys() == {"1", "2"}
+    loader = meta.objects["main"]["loader"]
+    shards = [small[shard["key"]] for shard in loader["shards"]]
+    assert [shard["cursor"] for shard in loader["shards"]] == [{"web": n} for n in range(3)]
+    assert [shard["buffer"] for shard in shards] == [[f"sample {rank}"] for rank in range(3)]
+    assert small[loader["common"]]["common"] == {"seed": 4}
+    assert len(tensors) == 5
+    np.testing.assert_array_equal(
+        tensors["critic", "model", "shared.0"], replicated()[0].data.numpy()
+    )
+
+
+def quiet(rank, size, folder, root):
+    """The training group is not touched once the first save has returned."""
+    engine = default_engine()
+    state = {"main": Collected(sharded(rank, size, **BIG))}
+    engine.save(state, SaveOptions(f"{root}/0")).result(60)
+    calls = []
+    names = [n for n in dir(dist) if "gather" in n or "broadcast" in n or n == "barrier"]
+    for name in names:
+        setattr(dist, name, lambda *_, name=name, **__: calls.append(name))
+    engine.save(state, SaveOptions(f"{root}/1")).result(60)
+    close_engines()
+    return calls
+
+
+def test_saves_after_the_first_leave_the_training_group_alone(file_root, tmp_path):
+    assert run_ranks(f"{HERE}:quiet", 2, tmp_path / "ranks", root=file_root) == [[], []]
