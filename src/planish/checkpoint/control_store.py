@@ -169,10 +169,6 @@ class Line:
         found: bytes = self._call("get", key) if self._call("check", [key]) else b""
         return found.decode()
 
-    def drop(self, key: str) -> None:
-        """Remove a lasting value."""
-        self._call("delete_key", key)
-
     def _read(self, key: str) -> bytes:
         found: bytes = self._call("get", key) if self._call("check", [key]) else b""
         return found[1:]

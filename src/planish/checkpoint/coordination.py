@@ -59,6 +59,7 @@ class Control:
         self._subject = ""
         self._missing: type[Exception] = PlanMismatch
         self._uses: dict[str, itertools.count[int]] = {}
+        self._said: dict[str, str] = {}
 
     @classmethod
     def single(cls) -> Control:
@@ -185,6 +186,22 @@ class Control:
         found = control_errors.decode(self.broadcast(reply, f"{tag}.reply"))
         if found:
             raise control_errors.joined(found) from error
+
+    def serial(self, name: str) -> int:
+        """Return how often this rank has asked for the name: equal on ranks that do the same."""
+        return next(self._uses.setdefault(f"serial/{name}", itertools.count()))
+
+    def first_to_say(self, key: str, value: str) -> str:
+        """Fix a lasting value unless a rank has already; returns the one that stands."""
+        if self._line is None:
+            return self._said.setdefault(key, value)
+        return self._line.first_to_set(f"said/{key}", value)
+
+    def said(self, key: str) -> str:
+        """Return the value that a rank has fixed with `first_to_say`, empty if none has."""
+        if self._line is None:
+            return self._said.get(key, "")
+        return self._line.lasting(f"said/{key}")
 
     def leave_together(self, tag: str, seconds: float) -> None:
         """Wait a little until every rank below has come here too; nobody's absence is an error."""

@@ -28,7 +28,7 @@ from planish.checkpoint.save_commit import AfterCommit, Pending, finish
 from planish.checkpoint.save_handle import SaveHandle
 from planish.checkpoint.save_options import SaveOptions
 from planish.checkpoint.save_plan import Local, Planner, Roles, Skipped
-from planish.checkpoint.staging import DirectSource, Stager
+from planish.checkpoint.staging import PATIENCE_SECONDS, DirectSource, Stager
 from planish.checkpoint.step_hook import LazyCopies, is_written_in_step
 from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.timings import Recorder
@@ -67,6 +67,7 @@ class SaveEngine:
         local = control.hosts.count(control.hosts[control.rank])
         share = -(-(os.cpu_count() or 1) // local)
         self._num_threads = num_threads or max(1, min(NUM_THREADS, share))
+        self._patience_s = 0.0 if share > NUM_THREADS else PATIENCE_SECONDS
         self._host = socket.gethostname()
         self._number = 0
         self._inflight: deque[SaveHandle] = deque()
@@ -142,6 +143,7 @@ class SaveEngine:
             handle=handle,
             recorder=recorder,
             upload=UploadResult,
+            give_up=lambda: None,
             release=lambda: None,
             after_commit=after_commit,
         )
@@ -164,7 +166,7 @@ class SaveEngine:
         limit = None if timeout is None else time.monotonic() + timeout
         while self._inflight:
             left = None if limit is None else max(0.0, limit - time.monotonic())
-            if not self._inflight[0]._done.wait(left):
+            if not self._inflight[0].wait_done(left):
                 return False
             self._inflight.popleft()
         return True
@@ -195,7 +197,7 @@ class SaveEngine:
         limit = time.monotonic() + options.timeout_s
         while options.inflight == "wait" and self._is_busy():
             oldest = self._inflight[0]
-            if not oldest._done.wait(max(0.0, limit - time.monotonic())):
+            if not oldest.wait_done(max(0.0, limit - time.monotonic())):
                 raise SaveFailed(
                     f"an earlier save of `{oldest.uri}` must end within {options.timeout_s} s to "
                     "make room, but has not"
@@ -233,12 +235,13 @@ class SaveEngine:
                 raise SaveFailed("a staging buffer must become free within `timeout_s`")
             save.release = lambda: self.pool.release(buffer)
             if inline or layout.size < INLINE_BYTES:
-                uploader = ThreadUploader(save.storage)
-                uploader.submit(job, buffer.view)
+                threads = uploader = ThreadUploader(save.storage)
+                threads.submit(job, buffer.view)
             else:
                 self.uploader.start()
                 uploader = self.uploader
-                uploader.submit(job, buffer)
+                self.uploader.submit(job, buffer)
+            save.give_up = lambda: uploader.give_up(number)
             self._stage(save, buffer, written, lambda value: uploader.staged(number, value))
         except Exception as error:
             failure = error
@@ -300,7 +303,8 @@ class SaveEngine:
         prepared = agreed.prepared
         stager = prepared.stagers.get(buffer.number)
         if stager is None:
-            stager = prepared.stagers[buffer.number] = Stager(prepared.plan, buffer)
+            stager = Stager(prepared.plan, buffer, self._patience_s)
+            prepared.stagers[buffer.number] = stager
         size = prepared.layout.size
         if save.options.snapshot == "copy":
             with save.recorder.stage("stage", num_bytes=size):

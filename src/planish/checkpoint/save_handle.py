@@ -50,6 +50,10 @@ class SaveHandle:
         """Return whether the save has been committed or has failed."""
         return self._done.is_set()
 
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Wait for the end, whatever it is; returns whether it has come."""
+        return self._done.wait(timeout)
+
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Return what was committed, waiting for it.
 

@@ -6,7 +6,6 @@ process of `uploader`, which runs the same job. Deliberately without torch.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,9 @@ from planish.checkpoint.upload import (
     upload_files,
 )
 from planish.errors import SaveFailed
+
+GIVE_UP_SECONDS = 15.0
+"""How long a request under way is waited for when a job is given up."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,13 @@ class ThreadUploader:
         if number in self._jobs:
             self._jobs[number].stop.set()
 
+    def give_up(self, number: int) -> None:
+        """Cancel a job and see it end."""
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            job.stop.set()
+            job.thread.join(GIVE_UP_SECONDS)
+
     def wait(self, number: int, deadline: float, check: Callable[[], None]) -> UploadResult:
         """Return what came of a job, calling `check` several times a second.
 
@@ -134,19 +143,13 @@ class ThreadUploader:
         """
         job = self._jobs[number]
         try:
-            for _ in itertools.count():
+            while job.thread.is_alive():
                 job.thread.join(0.2)
-                if not job.thread.is_alive():
-                    break
                 check()
                 if time.monotonic() > deadline:
                     raise SaveFailed("the upload must end within `timeout_s`, but has not")
-        except BaseException:
-            job.stop.set()
-            job.thread.join(10.0)
-            raise
         finally:
-            self._jobs.pop(number, None)
+            self.give_up(number)
         if job.error is not None:
             raise job.error
         assert job.result is not None

@@ -110,6 +110,18 @@ class ProcessUploader:
         """Ask a job to end; `wait` still has to be called."""
         self._send({"do": "cancel", "job": number})
 
+    def give_up(self, number: int) -> None:
+        """Cancel a job and see it end, so that nothing is written once it is cleared away."""
+        if number not in self._jobs:
+            return
+        self.cancel(number)
+        limit = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(SaveFailed):
+            while number not in self._answers and time.monotonic() < limit:
+                self._receive(number)
+        self._answers.pop(number, None)
+        self._jobs.pop(number, None)
+
     def drop(self, buffer: SharedBuffer) -> None:
         """Tell the process that a buffer is given back."""
         with self._lock:
@@ -133,7 +145,7 @@ class ProcessUploader:
                     )
                 self._receive(number)
         except BaseException:
-            self._give_up(number)
+            self.give_up(number)
             raise
         answer = self._answers.pop(number)
         self._jobs.pop(number, None)
@@ -163,16 +175,6 @@ class ProcessUploader:
                 self._process = None
             self._known.clear()
             self._answers.clear()
-
-    def _give_up(self, number: int) -> None:
-        """Cancel a job and see it end, so that nothing is written once it is cleared away."""
-        self.cancel(number)
-        limit = time.monotonic() + CLOSE_SECONDS
-        with contextlib.suppress(SaveFailed):
-            while number not in self._answers and time.monotonic() < limit:
-                self._receive(number)
-        self._answers.pop(number, None)
-        self._jobs.pop(number, None)
 
     def _send(self, fields: dict[str, Any], blobs: Any = (), fds: Any = ()) -> None:
         # A process that is gone is noticed by whoever waits for its answer.

@@ -128,8 +128,11 @@ def test_files_begin_at_pages_and_progress_is_told_along_the_way():
     seen = []
     plan = plan_of([(i, 0, 40 << 20) for i in range(3)], b"12345678")
     buffer = SharedBuffer(plan.nbytes)
-    Stager(plan, buffer).copy(items_of(*tensors), seen.append)
+    Stager(plan, buffer, patience_s=0.0).copy(items_of(*tensors), seen.append)
     assert seen == [8 + (40 << 20) * n for n in (1, 2, 3)] + [8 + (120 << 20)]
+    seen.clear()
+    Stager(plan, buffer, patience_s=60.0).copy(items_of(*tensors), seen.append)
+    assert seen == [8 + (120 << 20)]
     assert BufferLayout.of([1, 4096, 4097, 0]).starts == (0, 4096, 8192, 16384)
 
 

@@ -1,0 +1,345 @@
+"""The checkpoints of one training run: saved every so often, kept by rule, resumed from.
+
+The loop calls `step` after every training step; the manager decides, keeps the handles of saves
+under way, hears SIGTERM and has all ranks save at the same step before the machine goes away.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from planish import telemetry
+from planish.checkpoint import catalog
+from planish.checkpoint.save import SaveEngine, SaveHandle, SaveOptions, default_engine
+from planish.checkpoint.storage.base import Storage, open_storage
+from planish.checkpoint.timings import CheckpointInfo
+from planish.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from planish.checkpoint.model import Collected
+
+logger = logging.getLogger(__name__)
+
+DAMAGED = (CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound)
+"""What makes `resume` go on to an older checkpoint."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Example:
+        >>> Resumed(CheckpointInfo("mem://doc/step-8", 8, "A", "ab", 0)).info.step
+        8
+    """
+
+    info: CheckpointInfo
+    """The checkpoint that was loaded."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """Place and reason of each newer checkpoint that could not be loaded."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When to save, and what to keep.
+
+    Example:
+        >>> Schedule(interval=10).is_due(20)
+        True
+    """
+
+    interval: int
+    """Steps between saves, at least 1."""
+    keep_last: int = 3
+    """So many of the newest checkpoints stay, at least 1."""
+    keep_every: int = 0
+    """Those whose step is a multiple stay; 0 for no such rule."""
+    pins: tuple[int | str, ...] = ()
+    """Steps or places that stay."""
+    grace_s: float = 30.0
+    """After SIGTERM the last save gets so long, seconds."""
+    max_failures: int = 2
+    """Training goes on after so many failed saves in a row; one more is raised."""
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing.
+
+        Raises:
+            ValueError: an interval or `keep_last` below 1, or anything negative.
+        """
+        for name, least in (("interval", 1), ("keep_last", 1), ("keep_every", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"`{name}` must be a whole number of at least {least}, got {value!r}"
+                )
+        if self.grace_s < 0 or self.max_failures < 0:
+            raise ValueError(
+                "`grace_s` and `max_failures` must not be negative, got "
+                f"{self.grace_s!r} and {self.max_failures!r}"
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is planned at this step."""
+        return step > 0 and step % self.interval == 0
+
+
+class CheckpointManager:
+    """Owns the root of a run: `step` in the loop, `resume` before it, `close` after it.
+
+    Example:
+        >>> manager = CheckpointManager("mem://doc-manager/run", Schedule(interval=2))
+        >>> [manager.will_save_at(step) for step in (1, 2)]
+        [False, True]
+        >>> manager.close()
+    """
+
+    def __init__(
+        self,
+        root: str,
+        schedule: Schedule,
+        framework: str | Mapping[str, str] = "plain",
+        *,
+        process_group: ProcessGroup | None = None,
+        engine: SaveEngine | None = None,
+        hear_sigterm: bool = False,
+        **options: Any,
+    ) -> None:
+        """Use `root` for this run; a collective of the ranks of the group.
+
+        Args:
+            root: Folder of all checkpoints of the run, as a URI.
+            schedule: When to save and what to keep.
+            framework: As for `save`.
+            process_group: Ranks that save; default: all.
+            engine: Use this instead of the group's own.
+            hear_sigterm: On SIGTERM save at the next step and set `should_stop`; only from the
+                main thread.
+            options: Further fields of `SaveOptions` (`snapshot`, `inflight`, `timeout_s`, ...).
+        """
+        self.root, self.schedule, self.framework = root.rstrip("/"), schedule, framework
+        self.group = process_group
+        self.engine = engine or default_engine(process_group)
+        self.failures: deque[tuple[str, BaseException]] = deque(maxlen=16)
+        """Place and error of the saves that failed, latest last."""
+        self.should_stop = False
+        """Whether the last save after SIGTERM has been made: leave the loop."""
+        self._options = options
+        self._handles: deque[SaveHandle] = deque()
+        self._failed_in_a_row = 0
+        self._term = threading.Event()
+        self._stop_at = -1
+        self._stop_name = f"stop/{self.engine.control.serial('managers')}"
+        self._previous: Any = None
+        if hear_sigterm:
+            self._previous = signal.signal(signal.SIGTERM, self._on_term)
+
+    def place(self, step: int) -> str:
+        """Return the URI of the checkpoint of a step."""
+        return f"{self.root}/step-{step:08d}"
+
+    def will_save_at(self, step: int) -> bool:
+        """Return whether `step(step, ...)` is going to save, so that readers can prepare."""
+        return self.schedule.is_due(step) or self._stop_at == step
+
+    def step(self, step: int, state: Mapping[str, Any]) -> SaveHandle | None:
+        """Save if it is time; call it after every training step on every rank.
+
+        Args:
+            step: Number of training steps done.
+            state: As for `save`.
+
+        Returns:
+            The handle of the save, None if there was none.
+
+        Raises:
+            CheckpointError: more saves in a row have failed than the schedule tolerates, or the
+                last save after SIGTERM has failed.
+        """
+        self._look()
+        stop = self._must_stop(step)
+        if not stop and not self.schedule.is_due(step):
+            return None
+        if not stop:
+            return self.save(step, state)
+        handle = self.save(step, state, timeout_s=max(0.1, self.schedule.grace_s))
+        self.should_stop = True
+        handle.result(self.schedule.grace_s)
+        return handle
+
+    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveHandle:
+        """Save now; a collective. Retention follows once the checkpoint is visible."""
+        chosen = SaveOptions(
+            self.place(step), step=step, context=str(self.framework), **{**self._options, **options}
+        )
+        handle = self.engine.save(
+            lambda: collect_roles(state, self.framework), chosen, after_commit=self._retain
+        )
+        self._handles.append(handle)
+        return handle
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save under way.
+
+        Raises:
+            TimeoutError: they go on for longer.
+            CheckpointError: the newest of them failed.
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        newest = self._handles[-1] if self._handles else None
+        for handle in list(self._handles):
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            if not handle.wait_done(left):
+                raise TimeoutError(f"the save of `{handle.uri}` goes on after {timeout} s")
+        self._look()
+        if newest is not None:
+            newest.result()
+
+    def resume(self, state: Mapping[str, Any], **options: Any) -> Resumed | None:
+        """Load the newest checkpoint that is whole; a collective.
+
+        Rank 0 chooses, and all ranks load exactly that state. A damaged one is reported and the
+        next older one is taken.
+
+        Args:
+            state: As for `load`, filled in place.
+            options: Further arguments of `load`.
+
+        Returns:
+            What was loaded, None if nothing has been committed.
+
+        Raises:
+            CheckpointCorrupt: there are checkpoints, but none can be loaded.
+            LayoutMismatch: the newest whole one does not fit the state.
+        """
+        skipped: list[tuple[str, str]] = []
+        for pin in self._candidates():
+            found = self._try(pin, state, options)
+            if isinstance(found, CheckpointInfo):
+                return Resumed(found, tuple(skipped))
+            logger.error(telemetry.event("checkpoint_skipped", uri=pin, reason=found))
+            skipped.append((pin, found))
+        if skipped:
+            raise CheckpointCorrupt(
+                f"`{self.root}` must hold a whole checkpoint, but none of {len(skipped)} can be "
+                f"loaded: {skipped[0][0]}: {skipped[0][1]}"
+            )
+        return None
+
+    def close(self) -> None:
+        """Wait for the saves under way, then restore the handling of SIGTERM.
+
+        Raises:
+            CheckpointError: the newest save failed.
+        """
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+        self.wait()
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        self._term.set()
+
+    def _must_stop(self, step: int) -> bool:
+        """Return whether all ranks are to make their last save at this step.
+
+        The rank that hears the signal first names the next step: every rank sees that name before
+        it gets there, as a step needs all ranks.
+        """
+        control = self.engine.control
+        if self._stop_at < 0:
+            said = control.said(self._stop_name)
+            if not said and self._term.is_set():
+                said = control.first_to_say(self._stop_name, str(step + (control.size > 1)))
+            self._stop_at = int(said) if said else -1
+        return 0 <= self._stop_at <= step and not self.should_stop
+
+    def _look(self) -> None:
+        """Note what has become of saves; too many failures in a row are raised."""
+        while self._handles and self._handles[0].done():
+            handle = self._handles.popleft()
+            try:
+                handle.result()
+            except Exception as error:
+                logger.error(telemetry.event("save_failed", uri=handle.uri, reason=error))
+                self.failures.append((handle.uri, error))
+                self._failed_in_a_row += 0 if handle.skipped else 1
+                if self._failed_in_a_row > self.schedule.max_failures:
+                    raise
+            else:
+                self._failed_in_a_row = 0
+
+    def _retain(self, storage: Storage, path: str) -> None:
+        root = path.rpartition("/")[0]
+        schedule = self.schedule
+        catalog.retain(
+            storage,
+            root,
+            keep_last=schedule.keep_last,
+            keep_every=schedule.keep_every,
+            pins=schedule.pins,
+        )
+
+    def _candidates(self) -> Iterable[str]:
+        """Return pins of the committed checkpoints, newest first, as rank 0 sees them."""
+        call = self.engine.control.call(f"list {self.root}", 300.0)
+        error: Exception | None = None
+        pins: list[str] = []
+        if call.rank == 0:
+            try:
+                storage, root = open_storage(self.root)
+                entries = catalog.list_checkpoints(storage, root)
+                pins = [f"{e.uri}#sha256={e.commit.meta_sha256}" for e in reversed(entries)]
+            except (StoreError, CheckpointError) as found:
+                error = found
+        call.settle(error, "list")
+        found_pins: list[str] = json.loads(call.broadcast(json.dumps(pins).encode(), "pins"))
+        return found_pins
+
+    def _try(
+        self, pin: str, state: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> CheckpointInfo | str:
+        """Load one checkpoint; returns why it is damaged, on all ranks alike."""
+        from planish.checkpoint import api
+
+        info, told = None, ""
+        try:
+            info = api.load(pin, state, self.framework, process_group=self.group, **options)
+        except DAMAGED as error:
+            told = f"{type(error).__name__}: {error}"
+        call = self.engine.control.call(f"loaded {pin}", 300.0)
+        gathered = call.gather(told.encode(), "told")
+        reply = next(filter(None, gathered), b"") if gathered is not None else None
+        told = call.broadcast(reply, "verdict").decode()
+        if told or info is None:
+            return told or "a rank could not load it"
+        return info
+
+
+def collect_roles(
+    state: Mapping[str, Any], framework: str | Mapping[str, str], role: str | None = None
+) -> dict[str, Collected]:
+    """Return role -> what its adapter finds in a state, for a save."""
+    from planish.checkpoint.adapters.base import collect, split_roles
+
+    return {
+        name: collect(name, inner, kind, for_load=False)
+        for name, (inner, kind) in split_roles(state, framework, role).items()
+    }

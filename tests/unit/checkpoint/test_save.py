@@ -1,0 +1,233 @@
+"""Saves of one process into memory and files: identity, options, failures, small values."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.geometry import whole
+from planish.checkpoint.model import Collected, LocalItem
+from planish.checkpoint.save_engine import SaveEngine
+from planish.checkpoint.save_options import SaveOptions
+from planish.checkpoint.small_objects import Claim, choose_writers, differing, list_objects
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.checkpoint.tables import TensorSpec
+from planish.errors import CheckpointExists, LayoutMismatch, SaveFailed
+from tests.integration.ckpt_states import (
+    assert_holds,
+    attempts,
+    commit_json,
+    expected_tensors,
+    read_back,
+    state_of,
+)
+
+BIG = {"rows": 700, "cols": 1000, "tensors": 4}
+"""17 MB: parts, and the uploading process where there is one."""
+
+
+@pytest.fixture(name="engine")
+def _engine():
+    engine = SaveEngine(Control.single())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(name="root")
+def _root(tmp_path):
+    """An empty memory of this test."""
+    return f"mem://{tmp_path.name}/run"
+
+
+WAYS = [{"is_async": False}, {}, {"snapshot": "lazy"}]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["waiting", "copy", "lazy"])
+@pytest.mark.parametrize("shape", [{}, BIG], ids=["small", "big"])
+def test_what_was_saved_is_there_and_equal_states_have_equal_pins(engine, root, shape, options):
+    infos = []
+    for number in range(2):
+        uri = f"{root}/step-{number}"
+        handle = engine.save(state_of(0, 1, seed=2, **shape), SaveOptions(uri, step=2, **options))
+        infos.append(handle.result(30))
+        commit, _ = assert_holds(uri, seed=2, **shape)
+        assert infos[-1].attempt == commit.attempt
+        assert infos[-1].num_bytes == commit.total_bytes
+        assert handle.done()
+        assert handle.staged()
+    assert infos[0].sha256 == infos[1].sha256
+    assert engine.planner.hits == 1
+    stages = {record.stage for record in infos[0].timings.records}
+    assert stages >= {"plan", "serialise", "upload", "meta", "commit", "barrier"}
+
+
+def test_the_commit_says_what_was_asked_for(engine, root):
+    options = SaveOptions(
+        f"{root}/x", step=7, tags={"why": "best"}, run_id="r1", header={"layout": "dp=1"}
+    )
+    info = engine.save(state_of(0, 1), options).result(30)
+    found = commit_json(f"{root}/x")
+    assert (found["step"], found["tags"], found["run_id"]) == (7, {"why": "best"}, "r1")
+    assert info.layout == "dp=1"
+    _, meta, _, _ = read_back(f"{root}/x")
+    assert meta.header["layout"] == "dp=1"
+
+
+@given(st.data())
+@settings(max_examples=15)
+def test_any_tensors_come_back(data):
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6))
+    is_async = data.draw(st.booleans())
+    items, expected = [], {}
+    for index, shape in enumerate(shapes):
+        tensor = torch.rand([n + 1 for n in shape][::-1]).permute(tuple(range(len(shape)))[::-1])
+        tensor = tensor[tuple(slice(0, n) for n in shape)]
+        spec = TensorSpec("main", "model", f"w{index}/é|..", "F32", tuple(shape))
+        items.append(LocalItem(spec, (whole(tuple(shape)),), tensor))
+        expected["main", "model", spec.fqn] = tensor.numpy()
+    engine = SaveEngine(Control.single())
+    options = SaveOptions("mem://any/x", overwrite=True, is_async=is_async)
+    engine.save({"main": Collected(items)}, options).result(30)
+    engine.close()
+    _, _, tensors, _ = read_back("mem://any/x")
+    for key, value in expected.items():
+        if value.size:
+            np.testing.assert_array_equal(tensors[key], value)
+
+
+def test_a_path_that_is_taken_is_refused_and_can_be_overwritten(engine, root):
+    engine.save(state_of(0, 1, seed=1), SaveOptions(f"{root}/x")).result(30)
+    with pytest.raises(CheckpointExists, match="must be free"):
+        engine.save(state_of(0, 1, seed=2), SaveOptions(f"{root}/x")).result(30)
+    assert_holds(f"{root}/x", seed=1)
+    assert len(attempts(f"{root}/x")[0]) == 1
+    with pytest.raises(CheckpointExists):
+        engine.save(state_of(0, 1, seed=2), SaveOptions(f"{root}/x", is_async=False))
+    engine.save(state_of(0, 1, seed=3), SaveOptions(f"{root}/x", overwrite=True)).result(30)
+    assert_holds(f"{root}/x", seed=3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"step": -1}, "`step`"),
+        ({"timeout_s": 0}, "`timeout_s`"),
+        ({"snapshot": "deep"}, "`snapshot`"),
+        ({"inflight": "drop"}, "`inflight`"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        SaveOptions("mem://x/y", **wrong)
+
+
+def test_values_that_can_not_be_stored_are_refused_before_any_request(engine, root):
+    state = {"main": Collected([], shared={"extra": {"f": lambda: 0}})}
+    with pytest.raises(TypeError, match="role `main`"):
+        engine.save(state, SaveOptions(f"{root}/x"))
+    assert attempts(f"{root}/x") == ([], False)
+    engine.save(state_of(0, 1), SaveOptions(f"{root}/x")).result(30)
+
+
+@pytest.mark.parametrize("suffers", ["fail", "lost"])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_whichever_request_fails_the_checkpoint_is_whole_or_absent(engine, root, is_async, suffers):
+    counted = FaultyStorage(open_storage(f"{root}/x")[0])
+    engine.save(state_of(0, 1, **BIG), SaveOptions(f"{root}/all"), storage=counted).result(30)
+    outcomes = []
+    for number in range(1, counted.requests + 2):
+        uri = f"{root}/{number}"
+        storage, path = open_storage(uri)
+        faulty = FaultyStorage(storage, lambda n, *_, at=number: suffers if n == at else "")
+        options = SaveOptions(uri, is_async=is_async, timeout_s=30)
+        try:
+            engine.save(state_of(0, 1, **BIG), options, storage=faulty).result(30)
+            outcomes.append("saved")
+        except SaveFailed:
+            outcomes.append("failed")
+            assert attempts(uri) == ([], False)
+            uploads = [u for s in storage.list(path) for u in storage.open_uploads(s.key)]
+            assert uploads == []
+            engine.save(state_of(0, 1, **BIG), options).result(30)
+        assert_holds(uri, **BIG)
+    # What follows the commit may fail; what precedes it may not.
+    assert outcomes[-1] == "saved"
+    assert outcomes.count("failed") >= 8
+
+
+def test_a_state_of_nothing_but_small_values_can_be_saved(engine, root):
+    state = {"main": Collected([], shared={"extra": {"a": (1, b"x")}})}
+    for is_async in (True, False):
+        options = SaveOptions(f"{root}/{is_async}", is_async=is_async)
+        engine.save(state, options).result(30)
+        _, meta, tensors, small = read_back(f"{root}/{is_async}")
+        assert tensors == {}
+        assert small[meta.objects["main"]["shared"]] == {"extra": {"a": (1, b"x")}}
+
+
+def test_waiting_saves_start_no_process_and_take_no_staging_memory(engine, file_root):
+    before = {child.pid for child in psutil.Process().children()}
+    threads = threading.active_count()
+    for number in range(3):
+        options = SaveOptions(f"{file_root}/{number}", is_async=False)
+        engine.save(state_of(0, 1, **BIG), options)
+        assert_holds(f"{file_root}/{number}", **BIG)
+    assert {child.pid for child in psutil.Process().children()} == before
+    assert engine.pool.num_buffers == 0
+    assert threading.active_count() == threads
+
+
+def test_the_uploading_process_serves_large_states_and_is_replaced_when_killed(engine, file_root):
+    engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/0")).result(60)
+    first = engine.uploader.pid
+    assert first
+    os.kill(first, 9)
+    engine.uploader._process.wait(20)
+    for number in (1, 2):
+        engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/{number}")).result(60)
+        assert_holds(f"{file_root}/{number}", **BIG)
+    assert engine.uploader.pid not in (0, first)
+
+
+def test_a_closed_engine_has_given_everything_back(file_root):
+    engine = SaveEngine(Control.single())
+    engine.warmup(20 << 20)
+    assert engine.pool.num_buffers == 2
+    handle = engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/0"))
+    pid = engine.uploader.pid
+    engine.close()
+    assert handle.done()
+    assert_holds(f"{file_root}/0", **BIG)
+    assert not psutil.pid_exists(pid)
+    assert engine.pool.num_buffers == 0
+    engine.close()
+
+
+def test_the_lowest_rank_writes_what_several_could():
+    shared = [Claim("a", "shared", "main", 1, f"{rank}") for rank in range(3)]
+    own = Claim("own", "own", "main", 1, "x")
+    claims = [[shared[0]], [shared[1], own], [shared[2]]]
+    assert choose_writers(claims) == {"a": 0}
+    assert differing(claims) == ["a"]
+    assert list_objects({0: [shared[0]], 1: [own]}) == {
+        "main": {"shared": "a", "own": {"1": "own"}}
+    }
+    shards = [[Claim("s", "shard", "main", 1, digest)] for digest in "xy"]
+    with pytest.raises(LayoutMismatch, match=r"`s` by ranks \[0, 1\]"):
+        choose_writers(shards)
+    assert choose_writers([shards[0], shards[0]]) == {"s": 0}
+
+
+def test_expected_values_are_those_of_the_helper():
+    # The reading helper of these tests must not agree with itself alone.
+    found = expected_tensors(seed=1, rows=2, cols=2, tensors=1)
+    assert found["main", "model", "layer.0"].tolist() == [[1000.0, 1001.0], [1002.0, 1003.0]]
