@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from planish.checkpoint.fill import RAW
+from planish.checkpoint.hf_files import Form, encode_header
 from planish.checkpoint.layouts import Layout
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.slices import SliceReader
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.tables import ITEM_BYTES
-from planish.records import layout
+from planish.records import fetch_files, layout, write_files
 from planish.store import open_store
 from planish.store.documents import read_json
 from tests.unit.checkpoint.written import OBJECTS, tiny_model, write_checkpoint
@@ -79,6 +81,24 @@ def check_a_chain_of_layouts(root):
     assert_holds(target, {s: a for s, a in tensors.items() if s.kind == "model"})
     parent = open_state(target).metadata.header["parents"]["state"]
     assert parent == open_state(made).commit.meta_sha256
+
+    policy = earlier_policy(f"{root}/policies/1", tensors)
+    code, output = run(f"{root}/third", made, "merged", "--policy", policy)
+    assert code == 0, output[-3000:]
+    compared = logs(f"{root}/third")["checkpoint_verify"]["metrics"]["compared_tensors"]
+    assert compared == sum(spec.kind == "model" for spec in tensors)
+    weights = load_file(fetch_files(f"{root}/third/merged") / "model.safetensors")
+    for spec, array in tensors.items():
+        if spec.kind == "model":
+            assert np.array_equal(weights[spec.fqn].view(np.uint32), array)
+
+
+def earlier_policy(uri, tensors):
+    """Write a policy whose weights have the names, shapes and types of `tensors`."""
+    forms = {s.fqn: Form(s.dtype, s.shape) for s in tensors if s.kind == "model"}
+    data = encode_header(forms) + b"".join(bytes(form.nbytes) for form in forms.values())
+    files = {"config.json": b"{}", "model.safetensors": data}
+    return write_files(uri, "policy/1", files, parents={}, attributes={"policy_version": 1}).pin()
 
 
 def test_any_layout_becomes_another_on_files(file_root):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from planish.checkpoint import monitor
 from planish.checkpoint.cli import Ended, Lines, Progress, Table, place_of
 from planish.checkpoint.diff import diff as diff_checkpoints
 from planish.checkpoint.heatmap import bytes_text, rate_text, seconds_text
 from planish.checkpoint.layouts import Layout
+from planish.checkpoint.merge import merge, merge_with_folder
 from planish.checkpoint.report_page import html_report
 from planish.checkpoint.report_text import text_report, wall_seconds
 from planish.checkpoint.rewrite import rewrite
 from planish.checkpoint.verify import verify as verify_checkpoint
-from planish.errors import EXIT_FAILED
+from planish.errors import EXIT_FAILED, ConfigError
+from planish.records.manifest import manifest_uri, read_manifest
+from planish.records.refs import Ref
+from planish.store import open_store
 
 
 def report(options: argparse.Namespace, _: Progress) -> Lines:
@@ -30,6 +35,9 @@ def report(options: argparse.Namespace, _: Progress) -> Lines:
 def reshard(options: argparse.Namespace, progress: Progress) -> Lines:
     """Write a checkpoint anew, or export it; yield the pin of the result last."""
     layout = Layout.parse(options.layout)
+    if layout.is_merged:
+        yield from export_hf(options, progress)
+        return
     made = rewrite(
         *(place_of(options.path), place_of(options.out), layout),
         parts=options.parts,
@@ -92,3 +100,24 @@ def diff(options: argparse.Namespace, progress: Progress) -> Lines:
     columns = ("tensor", "what differs", "elements", "largest difference")
     yield Table(title, columns, rows[: options.limit])
     raise Ended(EXIT_FAILED)
+
+
+def export_hf(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Write the policy of a checkpoint as a Hugging Face folder; yield its pin."""
+    progress("export", 0, 0)
+    yield _merged(options).pin()
+
+
+def _merged(options: argparse.Namespace) -> Ref:
+    place, out, source = place_of(options.path), place_of(options.out), options.source
+    pin = source if "#sha256=" in source else ""
+    if source and not pin and open_store(place_of(source)).exists(manifest_uri(place_of(source))):
+        pin = read_manifest(place_of(source)).ref(place_of(source)).pin()
+    if pin:
+        return merge(place, out, policy=pin, attributes={}, role=options.role)
+    if source and not Path(source).is_dir():
+        raise ConfigError(
+            f"`--source` must be a policy or a local folder with `config.json`, got {source!r}"
+        )
+    folder = Path(source) if source else None
+    return merge_with_folder(place, out, folder=folder, role=options.role)

@@ -32,6 +32,7 @@ _SPLIT_ROWS = frozenset(
 """Layers that tensor parallelism cuts along dimension 0, with their biases."""
 _SPLIT_COLUMNS = frozenset(["o_proj", "down_proj", "linear_proj", "linear_fc2"])
 """Layers that it cuts along dimension 1; their biases are whole."""
+_STACKED = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d)")
 _AXIS = re.compile(r"(?P<name>[a-z]+)=(?P<degree>[0-9]{1,6})")
 
 
@@ -149,8 +150,12 @@ def tensor_parallel_dim(fqn: str, num_dims: int) -> int | None:
         1
     """
     names = fqn.split(".")
+    # Megatron may keep one parameter of all layers as one tensor, and norms inside linear layers.
+    lead = 1 if _STACKED.search(fqn) else 0
+    if any(name.startswith("layer_norm") for name in names):
+        return None
     if any(name in _SPLIT_ROWS for name in names):
-        return 0 if num_dims else None
-    if any(name in _SPLIT_COLUMNS for name in names) and num_dims > 1:
-        return 1
+        return lead if num_dims > lead else None
+    if any(name in _SPLIT_COLUMNS for name in names) and num_dims > lead + 1:
+        return lead + 1
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -97,21 +97,6 @@ class ReshardJob:
     def source_sha256(self) -> str:
         """Digest of the state."""
         return split_place(self.source_pin)[1]
-
-    def policy_role(self, roles: Sequence[str]) -> str:
-        """Return which role of the source a merged result is made of.
-
-        Args:
-            roles: those of the source.
-
-        Raises:
-            ConfigError: several, none of which is named or called `policy` or `main`.
-        """
-        usual = [name for name in ("policy", "main") if name in roles]
-        found = [self.role] if self.role else usual[:1] or list(roles)
-        if len(found) != 1 or found[0] not in roles:
-            raise ConfigError(f"`role` must be one of {sorted(roles)}, got {self.role!r}")
-        return found[0]
 
     def as_config(self) -> dict[str, Any]:
         """Return it as a table of the configuration."""

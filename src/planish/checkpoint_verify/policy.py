@@ -1,22 +1,22 @@
-"""A merged policy compared with the checkpoint that it was made from, in bounded memory.
+"""A merged policy compared with the checkpoint that it was made from.
 
-Needs neither torch nor a local copy: files and tensors are read in windows.
+Needs neither torch nor a local copy; in memory are one tensor of the source and a window.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import flat_boxes
 from planish.checkpoint.hf_files import cast
+from planish.checkpoint.hf_names import Part
+from planish.checkpoint.merge import config_of, names_for
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.safetensors_file import StoredEntry, header_bytes, parse_header
-from planish.checkpoint.slices import Slice, SliceReader
+from planish.checkpoint.slices import SliceReader
 from planish.checkpoint.tables import ITEM_BYTES
 from planish.errors import CheckpointCorrupt, RecordError
 from planish.records.manifest import Shard, read_manifest
@@ -62,13 +62,15 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
         found.num_bytes += shard.bytes
     if not source_pin:
         return found
-    reader = SliceReader(open_state(source_pin))
+    opened = open_state(source_pin)
+    reader = SliceReader(opened)
     role = str(manifest.attributes.get("role", "main"))
+    parts = names_for(opened, role, config_of(ref.uri))(opened, role)
     for shard in manifest.shards:
         if shard.name.endswith(".safetensors"):
             place = f"{ref.uri}/{shard.name}"
             for name, entry in _entries(store, place, shard).items():
-                _compare(store, place, (role, name, entry), reader, found)
+                _compare(store, place, (name, entry, parts.get(name)), reader, found)
     if not found.num_tensors and not found.faults:
         found.faults.append("it has no tensors")
     return found
@@ -97,30 +99,29 @@ def _entries(store: Store, place: str, shard: Shard) -> dict[str, StoredEntry]:
 def _compare(
     store: Store,
     place: str,
-    named: tuple[str, str, StoredEntry],
+    named: tuple[str, StoredEntry, Part | None],
     reader: SliceReader,
     found: PolicyFindings,
 ) -> None:
-    role, name, entry = named
-    row = reader.opened.metadata.tensor_ids.get((role, "model", name))
-    if row is None:
-        found.faults.append(f"`{name}` is not in role `{role}` of the source")
+    name, entry, part = named
+    if part is None:
+        found.faults.append(f"`{name}` is made of no tensor of the source")
         return
-    spec = reader.opened.metadata.tensors.spec(row)
-    if spec.shape != tuple(entry.shape):
-        found.faults.append(f"`{name}` is {list(entry.shape)}, the source has {list(spec.shape)}")
+    if part.form.shape != tuple(entry.shape):
+        seen = list(part.form.shape)
+        found.faults.append(f"`{name}` is {list(entry.shape)}, the source has {seen}")
         return
-    size, volume = ITEM_BYTES[entry.dtype], math.prod(spec.shape)
-    step = WINDOW_BYTES // max(size, ITEM_BYTES[spec.dtype])
+    size = ITEM_BYTES[entry.dtype]
+    (raw,) = reader.read_many([part.slice])
+    step = WINDOW_BYTES // max(size, ITEM_BYTES[part.form.dtype])
     differing = 0
-    for start in range(0, volume, step):
-        stop = min(volume, start + step)
-        data = store.read(place, entry.start + start * size, (stop - start) * size)
-        (raw,) = reader.read_many([Slice(spec, tuple(flat_boxes(spec.shape, start, stop)))])
-        wanted = np.ascontiguousarray(cast(raw, spec.dtype, entry.dtype)).view(RAW[size])
+    for start in range(0, len(raw), step):
+        some = raw[start : start + step]
+        data = store.read(place, entry.start + start * size, len(some) * size)
+        wanted = np.ascontiguousarray(cast(some, part.form.dtype, entry.dtype)).view(RAW[size])
         differing += int(np.count_nonzero(np.frombuffer(data, RAW[size]) != wanted.reshape(-1)))
     if differing:
         found.faults.append(f"`{name}` differs in {differing} elements")
     else:
         found.num_tensors += 1
-        found.num_compared_bytes += volume * size
+        found.num_compared_bytes += len(raw) * size

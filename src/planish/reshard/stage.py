@@ -6,7 +6,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from planish.checkpoint.api import export_hf
+from planish.checkpoint.merge import merge
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.report_page import html_report
 from planish.checkpoint.report_text import wall_seconds
@@ -113,7 +113,7 @@ def _merge(job: ReshardJob, digest: str) -> Outcome:
     parents = {"policy": parse_pin(job.policy_pin)[1], "state": job.source_sha256}
     done = finished(job.target, POLICY_SCHEMA, parents=parents, config_sha256=digest)
     timeline = Timeline()
-    ref = done or _export(job, parents, digest, timeline)
+    ref = done or _export(job, digest, timeline)
     shards = read_manifest(ref.uri, sha256=ref.manifest_sha256).shards
     return Outcome(
         refs={"result": ref},
@@ -129,7 +129,7 @@ def _merge(job: ReshardJob, digest: str) -> Outcome:
     )
 
 
-def _export(job: ReshardJob, parents: dict[str, str], digest: str, timeline: Timeline) -> Ref:
+def _export(job: ReshardJob, digest: str, timeline: Timeline) -> Ref:
     if open_store(job.target).exists(manifest_uri(job.target)):
         raise CheckpointExists(
             f"`{job.target}` must be free or hold the result of this same run, got another set; "
@@ -141,11 +141,11 @@ def _export(job: ReshardJob, parents: dict[str, str], digest: str, timeline: Tim
     state = opened.metadata.header.get("attributes", {})
     kept = {name: found[name] for found in (before, state) for name in _KEPT if name in found}
     start = time.time()
-    made = export_hf(
+    made = merge(
         *(job.source_pin, job.target),
-        source=job.policy_pin,
-        parents=parents,
+        policy=job.policy_pin,
         attributes={**kept, "step": opened.commit.step, "config_sha256": digest},
+        role=job.role,
     )
     size = sum(shard.bytes for shard in read_manifest(made.uri).shards)
     timeline.records.append(Timing(0, "save", "policy", "upload", start, time.time(), size))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import planish
 from planish.checkpoint.heatmap import bytes_text
+from planish.checkpoint.merge import policy_role
 from planish.checkpoint.reader import Opened, check_objects, open_state, split_place
 from planish.checkpoint.reshard_job import SECTION, ReshardJob
 from planish.checkpoint.storage import open_storage
@@ -92,7 +93,7 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
     )  # fmt: skip
     roles = sorted(set(opened.metadata.tensors.roles))
     if job.parsed.is_merged:
-        job.policy_role(roles)
+        policy_role(roles, job.role)
     elif job.role and job.role not in roles:
         raise ConfigError(f"`role` must be one of {roles} of the source, got {job.role!r}")
     digest = _record(root, job, present=present)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from planish.__main__ import main
 from planish.checkpoint import cli, monitor
@@ -12,6 +14,7 @@ from planish.checkpoint.layouts import Layout
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.timings import Timeline, Timing
+from planish.records import fetch_files, parse_pin
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
 
@@ -223,3 +226,26 @@ def test_diff_lists_what_differs_and_returns_one(run, file_root):
     assert line.split("│")[2].strip() == "1"
     assert "only in the first" in out
     assert run("diff", one, other, "--limit", 1)[1].count("│") < out.count("│")
+
+
+def test_export_hf_writes_weights_beside_the_files_of_a_folder(run, states, file_root, tmp_path):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "model.safetensors").write_bytes(b"the weights of another model")
+    code, out, _ = run("export-hf", states[0], f"{file_root}/hf", "--source", source)
+    assert code == 0
+    folder = fetch_files(*parse_pin(out.strip())[:1], sha256=parse_pin(out.strip())[1])
+    weights = load_file(folder / "model.safetensors")
+    model = {s.fqn: a for s, a in tiny_model(seed=5).items() if s.kind == "model"}
+    assert weights.keys() == model.keys()
+    for name, array in model.items():
+        assert np.array_equal(weights[name].view(np.uint32), array)
+    code, out, _ = run("reshard", states[0], f"{file_root}/hf2", "merged", "--source", source)
+    assert code == 0
+    code, _, _ = run("export-hf", states[0], f"{file_root}/hf3", "--source", f"{file_root}/hf")
+    assert code == 0
+    assert (fetch_files(f"{file_root}/hf3") / "config.json").read_text() == "{}"
+    code, _, err = run("export-hf", states[0], f"{file_root}/hf4", "--source", "no/such/folder")
+    assert code == 2
+    assert "must be a policy or a local folder" in err

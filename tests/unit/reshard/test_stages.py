@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from planish.checkpoint.hf_files import Form, encode_header
 from planish.checkpoint.layouts import Layout
+from planish.checkpoint.merge import policy_role
 from planish.checkpoint.reader import open_state
-from planish.checkpoint.reshard_job import ReshardJob
 from planish.checkpoint_retain.stage import run as retain
 from planish.checkpoint_verify.stage import run as check
 from planish.errors import CheckpointNotFound, ConfigError
-from planish.records import layout
+from planish.records import fetch_files, layout, read_manifest, write_files
 from planish.records.manifest import manifest_uri, seal
 from planish.records.refs import Ref
 from planish.reshard.stage import run as reshard
@@ -163,15 +165,17 @@ def test_parts_and_roles_that_were_left_out_are_not_missed(bench):
 
 @pytest.mark.parametrize(
     ("role", "roles", "expected"),
-    [("", ["main"], "main"), ("", ["critic", "policy"], "policy"), ("critic", ["critic", "x"],
-     "critic"), ("", ["judge"], "judge")],
-)  # fmt: skip
+    [
+        ("", ["main"], "main"),
+        ("", ["critic", "policy"], "policy"),
+        ("critic", ["critic", "x"], "critic"),
+        ("", ["judge"], "judge"),
+    ],
+)
 def test_a_merged_policy_is_made_of_the_usual_role(role, roles, expected):
-    pin = f"file:///a#sha256={'0' * 64}"
-    job = ReshardJob(pin, "file:///b", "merged", role=role)
-    assert job.policy_role(roles) == expected
+    assert policy_role(roles, role) == expected
     with pytest.raises(ConfigError, match="`role` must be one of"):
-        ReshardJob(pin, "file:///b", "merged", role=role).policy_role(["a", "b"])
+        policy_role(["a", "b"], role)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +199,72 @@ def test_retention_removes_after_success_only(file_root, tmp_path, state, keep_l
             continue
     assert found == left
     assert json.loads((tmp_path / "m.json").read_text())["deleted"] == 3 - len(left)
+
+
+def earlier_policy(uri, tensors, dtype="BF16"):
+    """Write a policy that has the weights' names and shapes, another type and a tokenizer."""
+    weights = [spec for spec in tensors if spec.kind == "model"]
+    forms = {spec.fqn: Form(dtype, spec.shape) for spec in weights}
+    data = b"".join(bytes(forms[name].nbytes) for name in forms)
+    files = {
+        "config.json": b'{"model_type": "qwen3"}',
+        "tokenizer.json": b'{"version": "1.0"}',
+        "model.safetensors": encode_header(forms) + data,
+    }
+    return write_files(uri, "policy/1", files, parents={}, attributes={"policy_version": 4}).pin()
+
+
+def test_a_state_is_merged_to_a_policy_and_compared_with_it(bench):
+    policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
+    pins = bench.reshard(bench.prepare("merged", policy=policy))
+    ref = Ref.from_json(bench.read("result"))
+    assert (ref.schema, ref.uri) == ("policy/1", f"{bench.root}/run/merged")
+    assert ref.attributes["role"] == "main"
+    assert ref.attributes["step"] == 7
+    folder = fetch_files(ref.uri, sha256=ref.manifest_sha256)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    bench.check(pins.source_pin)
+    found = json.loads(bench.read("check.json"))
+    weights = [s for s in tiny_model(layers=1) if s.kind == "model"]
+    assert found["compared_tensors"] == len(weights)
+    assert found["compared_bytes"] == 2 * sum(math.prod(s.shape) for s in weights)
+    first = bench.read("result")
+    bench.reshard(bench.prepare("merged", policy=policy))
+    assert bench.read("result") == first
+    entry = read_json(layout.stage_log(f"{bench.root}/run", "reshard", 0, 0))
+    assert entry["already_done"] is True
+
+
+def test_a_merged_policy_with_one_wrong_weight_is_found(bench):
+    tensors = tiny_model(layers=1)
+    policy = earlier_policy(f"{bench.root}/policies/4", tensors)
+    pins = bench.reshard(bench.prepare("merged", policy=policy))
+    ref = Ref.from_json(bench.read("result"))
+    folder = fetch_files(ref.uri, sha256=ref.manifest_sha256)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    del files["manifest.json"]
+    weights = bytearray(files["model.safetensors"])
+    weights[-1] ^= 1
+    files["model.safetensors"] = bytes(weights)
+    with pytest.raises(SystemExit) as caught:
+        bench.check(f"{pins.source_pin[:-1]}{'0' if pins.source_pin[-1] != '0' else '1'}")
+    assert caught.value.code == 1
+    other = write_files(f"{bench.root}/other", "policy/1", files, parents={},
+                        attributes=ref.attributes)  # fmt: skip
+    (bench.folder / "result").write_text(other.to_json())
+    with pytest.raises(SystemExit) as caught:
+        bench.check(pins.source_pin)
+    assert caught.value.code == 1
+    assert "differs in 1 elements" in bench.failure()
+
+
+def test_a_merged_target_that_is_taken_is_refused(bench):
+    policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
+    target = f"{bench.root}/policies/4"
+    with pytest.raises(SystemExit) as caught:
+        bench.reshard(bench.prepare("merged", policy=policy, target=target))
+    assert caught.value.code == 1
+    assert "must be free" in bench.failure()
+    assert read_manifest(target).attributes["policy_version"] == 4
