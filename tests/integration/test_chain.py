@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.checkpoint.api import read_state_info
+from planish.checkpoint.train_state import read_state_info
 from tests.integration import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.checkpoint import api
+from planish.checkpoint import train_state as api
 from planish.checkpoint_stage.stage import run as run_checkpoint
 from planish.config import config_sha256
 from planish.models.policy import load_policy
@@ -127,9 +127,9 @@ def test_kill_at_any_moment_with_slots_in_flight_gives_the_digest_of_an_undistur
     line = stage_command(tiny, 2, first, tmp_path / "out")
     state = Path(layout.state(tiny.root, api.read_state_info(wanted)["step"])[7:])
     values = Path(layout.values(tiny.root, 2)[7:])
-    for there in (values / "manifest.json", state / "critic-00000.safetensors"):
+    for there, name in ((values, "manifest.json"), (state, "critic.model/00000-0.safetensors")):
         process = subprocess.Popen(line, env=environment(), stderr=subprocess.DEVNULL)
-        while process.poll() is None and not there.exists():
+        while process.poll() is None and not any(there.glob(f"**/{name}")):
             os.sched_yield()
         process.send_signal(signal.SIGKILL)
         process.wait()

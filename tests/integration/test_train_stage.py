@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from planish.checkpoint import api
-from planish.checkpoint.folder import StateFolder
+from planish.checkpoint import train_state as api
+from planish.checkpoint.adapters.dtypes import TYPES
 from planish.checkpoint_stage.stage import run as run_checkpoint
 from planish.models.policy import load_policy
 from planish.records import layout
@@ -38,14 +38,14 @@ from tests.unit.train.runs import (
 
 def all_tensors(pin):
     """Every tensor of a state, loaded into one process."""
-    from planish.checkpoint.dcp import DTYPES
-
-    parts = {v: k for k, v in api.PREFIXES.items()}
+    kinds = {"model": "model", "optimizer": "optim", "random": "extra"}
+    names = {(role, kinds[name]): part for part, (role, name) in api.PARTS.items()}
+    tensors = api.open_checkpoint(pin).metadata.tensors
     state: dict = {}
-    for name, stored in StateFolder.open(pin).index().items():
-        prefix, _, rest = name.partition(".")
-        blank = torch.zeros(stored.shape, dtype=DTYPES[stored.dtype])
-        state.setdefault(parts[prefix], {})[rest] = blank
+    for spec in (tensors.spec(row) for row in range(len(tensors))):
+        blank = torch.zeros(spec.shape, dtype=TYPES[spec.dtype])
+        fqn = spec.fqn.removeprefix("random.") if spec.kind == "extra" else spec.fqn
+        state.setdefault(names[spec.role, spec.kind], {})[fqn] = blank
     api.load(pin, state)
     return {f"{part}.{name}": t for part, values in state.items() for name, t in values.items()}
 
@@ -293,4 +293,4 @@ def test_a_state_of_another_model_is_refused(file_root, tmp_path):
     other = replace(tiny, policy_pin=ref.pin())
     code, error = failing(other, 2, first, add_iteration(tiny, 2), tmp_path / "2")
     assert code == 1
-    assert "must be F32" in error
+    assert "must have the shape [54, 48], got [54, 32]" in error

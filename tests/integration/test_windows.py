@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planish.checkpoint.api import read_state_info
+from planish.checkpoint.train_state import read_state_info
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import FinishReason, RolloutSet

@@ -1,5 +1,4 @@
-"""Train states: saved and loaded under any number of ranks, exported for rollout engines.
+"""Checkpoints that load under any layout: `api` for every user, `train_state` for the pipeline.
 
-A state is a folder: `<part>-<rank>.safetensors`, `tensors.json` (which region of which tensor lies
-where), `extra.json` (counters, data position) and a manifest, written last. Nothing is pickled.
+Source: ByteCheckpoint, arXiv 2407.20143.
 """

@@ -1,252 +1,304 @@
-"""Save, load, find and export train states.
+"""Checkpoints: save, load, find, keep and convert them; the one module that users need.
 
-Callers know this module only; what lies behind it may be replaced. A state is visible once its
-manifest is, which is written last, and reading one never runs code that it brings.
+A state is a dict with any of `model`, `optimizer`, `scheduler`, `dataloader`, `random` and `extra`,
+or a dict of such states by role, which are committed together. Saved under one layout it loads
+under every other.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3.1 (the two calls `save` and `load`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-import warnings
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from planish.checkpoint.folder import STATE_SCHEMA, StateFolder
-from planish.errors import CheckpointError, LayoutMismatch, PlanishError
-from planish.parallel import SINGLE, Ranks
-from planish.records import layout
-from planish.records.manifest import MANIFEST, read_manifest
-from planish.records.refs import Ref
-from planish.store import open_store
+from planish.checkpoint import catalog
+from planish.checkpoint.storage import open_storage
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.dcp import StoreReader
+    from planish.checkpoint.load_records import Loaded
+    from planish.checkpoint.model import Collected
+    from planish.checkpoint.save_handle import SaveHandle
+    from planish.checkpoint.storage import Storage
+    from planish.checkpoint.timings import CheckpointInfo
+    from planish.records.refs import Ref
 
-__all__ = ["STATE_SCHEMA", "export_hf", "latest", "load", "parts", "read_state_info", "save"]
-
-PREFIXES: dict[str, str] = {
-    "model": "model",
-    "optimizer": "optim",
-    "critic": "critic",
-    "critic_optimizer": "critic_optim",
-    "random": "random",
-}
-"""Part of a state to the first word of its tensors' names."""
+__all__ = [
+    "delete",
+    "export_hf",
+    "gc",
+    "info",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "retain",
+    "save",
+]
 
 State = Mapping[str, Any]
-"""Parts of `PREFIXES` as name -> tensor (whole, or sharded `DTensor`), and `extra` as JSON."""
-
-_STEP = re.compile(r"/step-(?P<step>\d{8})/")
+Framework = str | Mapping[str, str]
+"""plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
 
 
 def save(
-    uri: str,
+    path: str,
     state: State,
+    framework: Framework = "plain",
+    async_: bool = True,
     *,
-    parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
-    ranks: Ranks = SINGLE,
-) -> Ref:
-    """Write a train state; it becomes visible as a whole or not at all.
-
-    Every rank calls it with its own shards; tensors that all ranks hold are written once.
+    step: int = 0,
+    role: str | None = None,
+    process_group: ProcessGroup | None = None,
+    overwrite: bool = False,
+    plan_cache: bool = True,
+    snapshot: Literal["copy", "lazy"] = "copy",
+    inflight: Literal["wait", "skip", "raise"] = "wait",
+    timeout_s: float = 1800.0,
+    storage: Storage | None = None,
+    tags: Mapping[str, str] | None = None,
+    run_id: str = "",
+    header: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
+) -> SaveHandle:
+    """Save the state of all ranks; it becomes visible as a whole or not at all.
 
     Args:
-        uri: folder of the state.
-        state: `{"model": {name: tensor}, "optimizer": {...}, "random": {...}, "extra": {...}}`.
-        parents: name of each input to the sha256 of its manifest.
-        attributes: of the manifest: step, policy_version, config_sha256 ...
-        ranks: this process among those that save.
+        path: `s3://bucket/prefix`, `file:///folder`, an absolute path or `mem://name`.
+        state: parts of one role, or role -> parts.
+        framework: how tensors are spread over ranks.
+        async_: return when the state is staged; else when it is committed.
+        step: training step, at least 0.
+        role: name of the only role; `main` without it.
+        process_group: ranks that save; the default group, or this process alone without one.
+        overwrite: replace a committed checkpoint at this place.
+        plan_cache: use the plan of an earlier save of the same tensors.
+        snapshot: `copy` copies before it returns; `lazy` behind forward and backward, held up by
+            the next `optimizer.step()`.
+        inflight: what to do while earlier saves use all staging memory.
+        timeout_s: limit on the whole save.
+        storage: in place of the one that the path names.
+        tags: texts for COMMIT.
+        run_id: for COMMIT.
+        header: JSON for the metadata, e.g. layout, parents.
+        allow_pickle: store arbitrary objects among the small values.
 
     Returns:
-        The Ref of the state, on every rank.
+        A handle: `staged()`, `done()`, `result()`, `cancel()`.
 
     Raises:
-        CheckpointError: a value is not a tensor.
+        TypeError: a value can not be stored; nothing has been written.
+        LayoutMismatch: the shares of the ranks make no whole, or replicas disagree.
+        PlanMismatch: the ranks do not save the same, or one did not come in time.
+        SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
-    from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from planish.checkpoint.adapters.base import collect, split_roles
+    from planish.checkpoint.save import save_state
+    from planish.checkpoint.save_options import SaveOptions
 
-    from planish.checkpoint.dcp import StoreWriter
+    def gathered() -> dict[str, Collected]:
+        found = split_roles(state, framework, role)
+        return {
+            name: collect(name, inner, kind, for_load=False)
+            for name, (inner, kind) in found.items()
+        }
 
-    writer = StoreWriter(uri, extra=state.get("extra", {}), parents=parents, attributes=attributes)
-    tensors = _named(state)
-    with _unwrapped():
-        state_dict_saver.save(
-            tensors,
-            storage_writer=writer,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            no_dist=ranks.size == 1,
+    options = SaveOptions(
+        path,
+        step=step,
+        overwrite=overwrite,
+        plan_cache=plan_cache,
+        snapshot=snapshot,
+        inflight=inflight,
+        timeout_s=timeout_s,
+        is_async=async_,
+        tags=dict(tags or {}),
+        run_id=run_id,
+        header=dict(header or {}),
+        context=str(framework),
+        allow_pickle=allow_pickle,
+    )
+    return save_state(gathered, options, group=process_group, storage=storage)
+
+
+def load(
+    path: str,
+    state: State,
+    framework: Framework = "plain",
+    *,
+    strict: bool = True,
+    parts: tuple[str, ...] | None = None,
+    role: str | None = None,
+    process_group: ProcessGroup | None = None,
+    verify: Literal["crc", "none"] = "crc",
+    map_fqn: Callable[[str], str] | None = None,
+    dtype_policy: Literal["exact", "cast"] = "exact",
+    redundancy: Literal["auto", "off"] = "auto",
+    max_host_bytes: int = 256 << 20,
+    timeout_s: float = 1800.0,
+    loader_policy: Literal["exact", "restart"] = "exact",
+    storage: Storage | None = None,
+    allow_pickle: bool = False,
+) -> CheckpointInfo:
+    """Fill a state in place from a checkpoint, whatever ranks and framework saved it.
+
+    Args:
+        path: place of the checkpoint, or its pin `<uri>#sha256=<digest>`.
+        state: as for `save`; tensors keep their storages, `extra` gets the restored values.
+        framework: how the tensors of `state` are spread over ranks.
+        strict: refuse tensors that only one side has; otherwise they are reported in `facts`.
+        parts: of model, optim, extra and loader; the bytes of others are never read.
+        role: name of the only role; `main` without it.
+        process_group: ranks that load.
+        verify: whether each block is checked against its checksum.
+        map_fqn: name in the target to name in the checkpoint.
+        dtype_policy: `cast` converts where types differ; the default refuses.
+        redundancy: `auto` reads bytes that several ranks need once and exchanges them.
+        max_host_bytes: limit on buffers of one rank, beside the tensors.
+        timeout_s: limit on the whole load.
+        loader_policy: `restart` for data loaders that can not be resharded.
+        storage: in place of the one that the path names.
+        allow_pickle: read small values that were saved with it.
+
+    Returns:
+        Which checkpoint it was; `facts` has rng, loader, missing, unexpected and bytes read.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there.
+        CheckpointIncomplete: an object is missing or short.
+        CheckpointCorrupt: a block differs from its checksum.
+        LayoutMismatch: names, shapes or types do not fit; every offender is listed, and no tensor
+            has been touched.
+    """
+    from planish.checkpoint.adapters.base import collect, split_roles
+    from planish.checkpoint.load import load_state, open_on_all
+    from planish.checkpoint.load_records import PARTS, LoadOptions
+    from planish.checkpoint.save import default_engine
+
+    control = default_engine(process_group).control
+    opened = open_on_all(path, control, storage=storage)
+    options = LoadOptions(
+        strict=strict,
+        parts=PARTS if parts is None else tuple(parts),
+        verify=verify,
+        map_fqn=map_fqn,
+        dtype_policy=dtype_policy,
+        redundancy=redundancy,
+        max_host_bytes=max_host_bytes,
+        timeout_s=timeout_s,
+        allow_pickle=allow_pickle,
+    )
+    roles: dict[str, tuple[State, str]] = {}
+    collected: dict[str, Collected] = {}
+    error: Exception | None = None
+    try:
+        roles = split_roles(state, framework, role)
+        for name, (inner, kind) in roles.items():
+            collected[name] = collect(name, inner, kind, for_load=True, metadata=opened.metadata)
+    except Exception as caught:
+        error = caught
+    control.call(f"collect {opened.pin}", timeout_s).settle(error, "collect")
+    loaded = load_state(opened, collected, control, options)
+    return _applied(roles, collected, loaded, loader_policy)
+
+
+def _applied(
+    roles: Mapping[str, tuple[State, str]],
+    collected: Mapping[str, Collected],
+    loaded: Loaded,
+    loader_policy: str,
+) -> CheckpointInfo:
+    """Restore what is no tensor, and note what became of it."""
+    from planish.checkpoint.adapters.base import apply
+
+    facts = loaded.info.facts
+    for name, (inner, kind) in roles.items():
+        facts.update(
+            apply(
+                name,
+                inner,
+                kind,
+                collected[name],
+                loaded.shared.get(name, {}),
+                loaded.own.get(name, {}),
+                loaded.loader.get(name),
+                loader_policy=loader_policy,
+            )
         )
-    ranks.barrier()
-    return writer.ref or read_manifest(uri).ref(uri)
+    facts["missing"], facts["unexpected"] = loaded.missing, loaded.unexpected
+    facts["bytes_from_store"] = loaded.bytes_from_store
+    facts["unique_bytes_needed"] = loaded.unique_bytes_needed
+    return loaded.info
 
 
-def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) -> dict[str, Any]:
-    """Fill the tensors of `state` in place from a saved one, whatever ranks saved it.
-
-    Args:
-        pin: `<uri>#sha256=<digest>`.
-        state: as for `save`; `extra` is ignored.
-        ranks: this process among those that load.
-        strict: also refuse a saved tensor that `state` has no place for; per-rank random states
-            never count.
-
-    Returns:
-        The JSON part of the saved state, as `read_state_info`.
-
-    Raises:
-        LayoutMismatch: names, shapes or types differ; every offender is named and no tensor has
-            been touched.
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
-    """
-    from torch.distributed.checkpoint import state_dict_loader
-
-    from planish.checkpoint.dcp import StoreReader
-
-    folder = StateFolder.open(pin)
-    reader = StoreReader(folder)
-    tensors = _named(state)
-    _check_fit(reader, tensors, strict=strict)
-    with _unwrapped():
-        state_dict_loader.load(tensors, storage_reader=reader, no_dist=ranks.size == 1)
-    return folder.extra()
+def latest(root: str) -> catalog.Entry | None:
+    """Return the newest committed checkpoint at and below `root`; None without one."""
+    return catalog.latest(*open_storage(root))
 
 
-def latest(root: str) -> Ref | None:
-    """Return the finished state with the highest step below a run's root; None without one."""
-    prefix = layout.state(root.rstrip("/"), 0).rpartition("/")[0]
-    steps: list[tuple[int, str]] = []
-    for uri in open_store(prefix).list(prefix):
-        match = _STEP.search(uri)
-        if match and uri.endswith(f"/{MANIFEST}"):
-            steps.append((int(match["step"]), uri[: -len(MANIFEST) - 1]))
-    if not steps:
-        return None
-    found = max(steps)[1]
-    return read_manifest(found).ref(found)
+def list_checkpoints(root: str) -> list[catalog.Entry]:
+    """Return the committed checkpoints at and below `root`, oldest step first."""
+    return catalog.list_checkpoints(*open_storage(root))
 
 
-def read_state_info(pin: str) -> dict[str, Any]:
-    """Return the JSON part of a state without touching its tensors, and without torch.
-
-    Returns:
-        `step`, `policy_version`, `data` (prompt cursor) and the trainer's counters.
+def info(path: str) -> catalog.Entry:
+    """Return what is committed at `path`.
 
     Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
+        CheckpointNotFound: nothing is.
     """
-    return StateFolder.open(pin).extra()
+    return catalog.info(*open_storage(path))
 
 
-def parts(pin: str) -> set[str]:
-    """Return which parts of `PREFIXES` a state holds, without reading a tensor.
+def delete(path: str) -> None:
+    """Remove the checkpoint at `path`: from the first request on nothing is visible.
 
     Raises:
-        CheckpointIncomplete: the save never finished.
-        CheckpointError: damaged.
+        CheckpointNotFound: nothing is committed there.
     """
-    found = {name.partition(".")[0] for name in StateFolder.open(pin).index()}
-    return {part for part, prefix in PREFIXES.items() if prefix in found}
+    catalog.delete(*open_storage(path))
 
 
-def export_hf(
-    pin: str,
-    uri: str,
+def retain(
+    root: str,
     *,
-    source: str,
-    parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
-    max_file_bytes: int = 5 << 30,
-) -> Ref:
-    """Merge the policy of a train state into a Hugging Face folder that engines load.
-
-    Needs neither torch nor transformers: configuration, tokenizer and types are those of `source`.
-
-    Args:
-        pin: pinned URI of the train state.
-        uri: folder of the new policy.
-        source: pinned URI of an earlier policy of the same model.
-        parents: name of each input to the sha256 of its manifest.
-        attributes: of the manifest: policy_version, iteration, config_sha256 ...
-        max_file_bytes: weights beyond this go to further files.
-
-    Returns:
-        Ref of schema `policy/1`.
-
-    Raises:
-        LayoutMismatch: the state's tensors are not those of the source.
-        CheckpointError: the state or the source is damaged.
-    """
-    from planish.checkpoint.export import export
-
-    return export(
-        pin,
-        uri,
-        source=source,
-        parents=parents,
-        attributes=attributes,
-        max_file_bytes=max_file_bytes,
+    keep_last: int = 3,
+    keep_every: int = 0,
+    pins: Iterable[int | str] = (),
+    dry_run: bool = False,
+) -> list[catalog.Verdict]:
+    """Remove the checkpoints at and below `root` that no rule keeps; see `catalog.retain`."""
+    storage, key = open_storage(root)
+    return catalog.retain(
+        storage, key, keep_last=keep_last, keep_every=keep_every, pins=pins, dry_run=dry_run
     )
 
 
-def _named(state: State) -> dict[str, Any]:
-    """Flatten the parts of a state to unique names."""
-    unknown = sorted(set(state) - {*PREFIXES, "extra"})
-    if unknown:
-        raise CheckpointError(
-            f"a train state must have only the parts {sorted({*PREFIXES, 'extra'})}, got "
-            f"{unknown}; add the part to `PREFIXES`"
-        )
-    return {
-        f"{prefix}.{name}": tensor
-        for part, prefix in PREFIXES.items()
-        for name, tensor in sorted(state.get(part, {}).items())
-    }
+def gc(root: str, *, grace_s: float = 86_400.0, dry_run: bool = False) -> list[catalog.Verdict]:
+    """Clear away what unfinished and replaced saves have left at and below `root`."""
+    storage, key = open_storage(root)
+    return catalog.gc(storage, key, grace_s=grace_s, dry_run=dry_run)
 
 
-def _check_fit(reader: StoreReader, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
-    from planish.checkpoint.dcp import NAMES
+def export_hf(
+    path: str,
+    out: str,
+    *,
+    config_dir: str | Path | None = None,
+    max_shard_bytes: int = 5 << 30,
+    dtype: str | None = None,
+    role: str = "main",
+) -> Ref:
+    """Write the model of a checkpoint as a Hugging Face folder; see `export_hf.export_folder`."""
+    from planish.checkpoint.export_hf import export_folder
 
-    faults = []
-    for name, tensor in tensors.items():
-        stored = reader.stored.get(name)
-        if stored is None:
-            faults.append(f"`{name}` is missing")
-            continue
-        wanted = (NAMES[tensor.dtype], tuple(tensor.shape))
-        if wanted != (stored.dtype, stored.shape):
-            faults.append(
-                f"`{name}` must be {wanted[0]} {list(wanted[1])}, got {stored.dtype} "
-                f"{list(stored.shape)}"
-            )
-    if strict:
-        left = {n for n in reader.stored if not n.startswith("random.")} - set(tensors)
-        faults += [f"`{name}` has no place to go" for name in sorted(left)]
-    if faults:
-        raise LayoutMismatch(
-            f"`{reader.folder.uri}` must fit the model that loads it: {'; '.join(faults)}; "
-            "resume with the model and optimizer that saved it"
-        )
-
-
-@contextlib.contextmanager
-def _unwrapped() -> Iterator[None]:
-    """Raise the first error of ours that the library wrapped, in place of its wrapper."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        with warnings.catch_warnings():
-            # One process is what was asked for; the library warns of it all the same.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        for _, (cause, _) in sorted(error.failures.items()):
-            if isinstance(cause, PlanishError):
-                raise cause from None
-        raise CheckpointError(f"a train state could not be moved: {error}") from error
+    return export_folder(
+        path,
+        out,
+        config_dir=None if config_dir is None else Path(config_dir),
+        max_shard_bytes=max_shard_bytes,
+        dtype=dtype,
+        role=role,
+    )

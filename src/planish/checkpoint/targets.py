@@ -46,6 +46,8 @@ def tensor_targets(items: Sequence[LocalItem]) -> Targets:
 
 
 def _targets(item: LocalItem, stored: torch.dtype) -> Iterator[Target]:
+    if not item.volume:
+        return
     data = item.data
     assert data is not None, f"`{item.tensor.fqn}` has no data to load into"
     data = data.detach()

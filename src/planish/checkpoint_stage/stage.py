@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planish.checkpoint.api import export_hf
+from planish.checkpoint.train_state import export_hf
 from planish.records import layout
 from planish.records.io import finished, read_manifest
 from planish.records.refs import Ref, parse_pin

@@ -141,7 +141,7 @@ def read_data(state_pin: str) -> StreamState:
     """Return what a train state says about data, with whole pins; a fresh start for ""."""
     if not state_pin:
         return StreamState(fresh_cursor())
-    from planish.checkpoint.api import read_state_info
+    from planish.checkpoint.train_state import read_state_info
 
     data = parse_data(read_state_info(state_pin)["data"])
     root = state_root(state_pin)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
-from planish.checkpoint import api as checkpoint
+from planish.checkpoint import train_state as checkpoint
 from planish.errors import LayoutMismatch
 from planish.logprobs import TokenScorer, ValueScorer
 from planish.models.critic import Critic, critic_from_policy, load_critic_model, random_critic

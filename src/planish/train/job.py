@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from planish.checkpoint.api import STATE_SCHEMA, read_state_info
+from planish.checkpoint.train_state import STATE_SCHEMA, read_state_info
 from planish.config import parse_section
 from planish.errors import ConfigError, RecordError
 from planish.records import layout

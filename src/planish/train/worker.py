@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import TrainBatch
-from planish.checkpoint import api as checkpoint
+from planish.checkpoint import train_state as checkpoint
 from planish.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.records import layout

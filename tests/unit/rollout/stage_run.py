@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from planish.checkpoint.api import save
+from planish.checkpoint.train_state import save
 from planish.config import config_sha256
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, save_policy

@@ -11,7 +11,7 @@ import torch
 
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.checkpoint import api as checkpoint
+from planish.checkpoint import train_state as checkpoint
 from planish.errors import LayoutMismatch
 from planish.logprobs import ValueScorer
 from planish.models.critic import critic_from_policy
@@ -258,7 +258,7 @@ def test_a_run_can_begin_with_the_critic_of_another_state(tiny, batch, file_root
         TrainConfig(**TINY), tiny.policy_pin, temperature=1.0, seed=3, ranks=SINGLE, device=CPU
     )
     without = save(bare, layout.state(file_root, 2))
-    with pytest.raises(LayoutMismatch, match=r"`critic\.body\.embed_tokens\.weight` is missing"):
+    with pytest.raises(LayoutMismatch, match=r"lacks `critic: model\.body\.embed_tokens\.weight`"):
         trainer_of(tiny, critic={"init": "state", "path": without})
 
 

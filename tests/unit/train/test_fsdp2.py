@@ -11,7 +11,7 @@ import torch
 
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.dapo import Dapo, DapoConfig
-from planish.checkpoint import api as checkpoint
+from planish.checkpoint import train_state as checkpoint
 from planish.errors import ConfigError
 from planish.parallel import SINGLE, pick_device
 from planish.records import layout

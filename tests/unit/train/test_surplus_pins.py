@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.checkpoint.api import save
+from planish.checkpoint.train_state import save
 from planish.errors import RecordError
 from planish.records import layout
 from planish.records.io import read_manifest, write_set

@@ -1,0 +1,296 @@
+"""Train states: checkpoints that are records of a run, with parents and a digest like every other.
+
+The checkpoint itself exists once its COMMIT does. The manifest beside it is written after that; it
+names the checkpoint by the digest of its metadata, so a pin of the manifest pins every byte. Policy
+and critic are two roles of one checkpoint. What needs no tensors needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from planish.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    ObjectMissing,
+    UnexpectedKeys,
+)
+from planish.parallel import SINGLE, Ranks
+from planish.records import layout
+from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest, seal
+from planish.records.refs import Ref, parse_pin
+from planish.store import open_store
+
+if TYPE_CHECKING:
+    from planish.checkpoint.reader import Opened
+
+STATE_SCHEMA = "train-state/2"
+POLICY, CRITIC = "policy", "critic"
+"""Roles."""
+
+PARTS: dict[str, tuple[str, str]] = {
+    "model": (POLICY, "model"),
+    "optimizer": (POLICY, "optimizer"),
+    "random": (POLICY, "random"),
+    "critic": (CRITIC, "model"),
+    "critic_optimizer": (CRITIC, "optimizer"),
+}
+"""Part of a train state to (role, part of the role)."""
+
+State = Mapping[str, Any]
+"""Parts of `PARTS` as name -> tensor (whole, or sharded `DTensor`), and `extra` as JSON."""
+
+_DIGEST = "checkpoint_sha256"
+_STEP = re.compile(r"/step-(?P<step>\d{8})/")
+
+
+def save(
+    uri: str,
+    state: State,
+    *,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Any],
+    ranks: Ranks = SINGLE,
+) -> Ref:
+    """Write a train state; it becomes visible as a whole or not at all.
+
+    Every rank calls it with its own shards; tensors that all ranks hold are written once. What
+    lay there before is replaced.
+
+    Args:
+        uri: folder of the state.
+        state: `{"model": {name: tensor}, "optimizer": {...}, "random": {...}, "extra": {...}}`.
+        parents: name of each input to the sha256 of its manifest.
+        attributes: of the manifest: step, policy_version, config_sha256 ...
+        ranks: this process among those that save.
+
+    Returns:
+        The Ref of the state, on every rank.
+
+    Raises:
+        TypeError: a value is neither a tensor nor a small value of JSON.
+        SaveFailed: a rank failed; nothing is visible.
+    """
+    from planish.checkpoint import api
+
+    uri = uri.rstrip("/")
+    roles = _roles(state)
+    roles.setdefault(POLICY, {})["extra"] = dict(state.get("extra", {}))
+    store = open_store(uri)
+    if ranks.is_first:
+        # An older record must not name what is about to be replaced.
+        store.delete(manifest_uri(uri))
+    step = int(attributes.get("step", 0))
+    handle = api.save(uri, roles, "fsdp2", async_=False, step=step, overwrite=True, snapshot="copy")
+    digest = handle.result().sha256
+    manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
+    if ranks.is_first:
+        store.write(manifest_uri(uri), data)
+    ranks.barrier()
+    return manifest.ref(uri)
+
+
+def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) -> dict[str, Any]:
+    """Fill the tensors of `state` in place from a saved one, whatever ranks saved it.
+
+    Args:
+        pin: `<uri>#sha256=<digest>`.
+        state: as for `save`; `extra` is ignored.
+        ranks: this process among those that load.
+        strict: also refuse a saved part that `state` has no place for; per-rank random states
+            never count.
+
+    Returns:
+        The JSON part of the saved state, as `read_state_info`.
+
+    Raises:
+        LayoutMismatch: names, shapes or types differ; every offender is named and no tensor has
+            been touched.
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: damaged.
+    """
+    from planish.checkpoint import api
+
+    place = _place(pin)
+    roles = _roles(state)
+    if strict:
+        _refuse_other_roles(pin, roles)
+    kinds = {part for role in roles.values() for part in role}
+    names = {"model": "model", "optimizer": "optim", "random": "extra"}
+    chosen = tuple(names[part] for part in ("model", "optimizer", "random") if part in kinds)
+    if not roles:
+        return read_state_info(pin)
+    api.load(place, roles, "fsdp2", parts=chosen)
+    ranks.barrier()
+    return read_state_info(pin)
+
+
+def _refuse_other_roles(pin: str, roles: Mapping[str, Any]) -> None:
+    left = sorted(
+        part
+        for part in parts(pin) - {"random"}
+        if PARTS[part][1] not in roles.get(PARTS[part][0], {})
+    )
+    if left:
+        raise UnexpectedKeys(
+            f"`{pin}` must fit the model that loads it: `{'`, `'.join(left)}` have no place to go; "
+            "resume with the model and optimizer that saved it"
+        )
+
+
+def _roles(state: State) -> dict[str, dict[str, Any]]:
+    """Sort the parts of a state by role.
+
+    Raises:
+        CheckpointError: a part that no state has.
+    """
+    unknown = sorted(set(state) - {*PARTS, "extra"})
+    if unknown:
+        raise CheckpointError(
+            f"a train state must have only the parts {sorted({*PARTS, 'extra'})}, got {unknown}; "
+            "add the part to `PARTS`"
+        )
+    roles: dict[str, dict[str, Any]] = {}
+    for part, (role, name) in PARTS.items():
+        if part in state:
+            roles.setdefault(role, {})[name] = state[part]
+    return roles
+
+
+def read_record(pin: str) -> tuple[str, Manifest]:
+    """Return the folder and the manifest of a train state.
+
+    Raises:
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: a set of another schema.
+        RecordError: another manifest than the pinned one.
+    """
+    uri, digest = parse_pin(pin)
+    try:
+        manifest = read_manifest(uri, sha256=digest)
+    except ObjectMissing:
+        raise CheckpointIncomplete(
+            f"`{uri}` must hold a finished {STATE_SCHEMA}, got no manifest; its save never "
+            "finished: resume from an earlier state"
+        ) from None
+    if manifest.schema != STATE_SCHEMA:
+        raise CheckpointError(
+            f"`{uri}` must hold {STATE_SCHEMA}, got {manifest.schema}; pass the URI of another "
+            "set, or save the state again with this version"
+        )
+    if not isinstance(manifest.attributes.get(_DIGEST), str):
+        raise CheckpointCorrupt(f"the manifest of `{uri}` must name `{_DIGEST}`; save it again")
+    return uri, manifest
+
+
+def _place(pin: str) -> str:
+    """Return the pin of the checkpoint behind the pin of a train state."""
+    uri, manifest = read_record(pin)
+    return f"{uri}#sha256={manifest.attributes[_DIGEST]}"
+
+
+def open_checkpoint(pin: str) -> Opened:
+    """Open the checkpoint behind the pin of a train state, for reading by this process alone.
+
+    Raises:
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: damaged.
+    """
+    from planish.checkpoint.reader import open_state
+
+    return open_state(_place(pin))
+
+
+def latest(root: str) -> Ref | None:
+    """Return the finished state with the highest step below a run's root; None without one."""
+    prefix = layout.state(root.rstrip("/"), 0).rpartition("/")[0]
+    steps: list[tuple[int, str]] = []
+    for uri in open_store(prefix).list(prefix):
+        match = _STEP.search(uri)
+        if match and uri.endswith(f"/{MANIFEST}"):
+            steps.append((int(match["step"]), uri[: -len(MANIFEST) - 1]))
+    if not steps:
+        return None
+    found = max(steps)[1]
+    return read_manifest(found).ref(found)
+
+
+def read_state_info(pin: str) -> dict[str, Any]:
+    """Return the JSON part of a state without touching its tensors, and without torch.
+
+    Returns:
+        `step`, `policy_version`, `data` (prompt cursor) and the trainer's counters.
+
+    Raises:
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: damaged.
+    """
+    from planish.checkpoint.extra_codec import decode_extra
+    from planish.checkpoint.load_extras import names_of
+    from planish.checkpoint.reader import BlockReader
+
+    opened = open_checkpoint(pin)
+    key = names_of(opened.metadata.objects, POLICY).shared
+    shared = decode_extra(BlockReader(opened).read_file(key), file=key) if key else {}
+    value = shared.get("extra") if isinstance(shared, dict) else None
+    if not isinstance(value, dict):
+        raise CheckpointCorrupt(
+            f"the extra part of `{pin}` must be a JSON object, got {type(value).__name__}"
+        )
+    return value
+
+
+def parts(pin: str) -> set[str]:
+    """Return which parts of `PARTS` a state holds, without reading a tensor.
+
+    Raises:
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: damaged.
+    """
+    kinds = {"model": "model", "optimizer": "optim", "random": "extra"}
+    held = {key[:2] for key in open_checkpoint(pin).metadata.tensor_ids}
+    return {part for part, (role, name) in PARTS.items() if (role, kinds[name]) in held}
+
+
+def export_hf(
+    pin: str,
+    uri: str,
+    *,
+    source: str,
+    parents: Mapping[str, str],
+    attributes: Mapping[str, Any],
+    max_file_bytes: int = 5 << 30,
+) -> Ref:
+    """Merge the policy of a train state into a Hugging Face folder that engines load.
+
+    Needs neither torch nor transformers: configuration, tokenizer and types are those of `source`.
+
+    Args:
+        pin: pinned URI of the train state.
+        uri: folder of the new policy.
+        source: pinned URI of an earlier policy of the same model.
+        parents: name of each input to the sha256 of its manifest.
+        attributes: of the manifest: policy_version, iteration, config_sha256 ...
+        max_file_bytes: weights beyond this go to further files.
+
+    Returns:
+        Ref of schema `policy/1`.
+
+    Raises:
+        LayoutMismatch: the state's tensors are not those of the source.
+        CheckpointError: the state or the source is damaged.
+    """
+    from planish.checkpoint.export_hf import export
+
+    return export(
+        _place(pin),
+        uri,
+        source=source,
+        parents=parents,
+        attributes=attributes,
+        max_file_bytes=max_file_bytes,
+        role=POLICY,
+    )

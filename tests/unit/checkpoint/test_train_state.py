@@ -1,0 +1,193 @@
+"""Train states: checkpoints with a manifest, their round trips and their damage."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from planish.checkpoint import train_state as api
+from planish.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch, RecordError
+from planish.records import layout
+from planish.records.manifest import manifest_uri, read_manifest, seal
+from planish.store import open_store
+
+FACTS = {"parents": {"rewards": "0" * 64}, "attributes": {"step": 3, "config_sha256": "ab"}}
+
+
+def make_state():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model": {
+            "a.weight": torch.randn(4, 3, generator=generator),
+            "half": torch.randn(5, generator=generator).to(torch.bfloat16),
+            "column": torch.randn(6, 4, generator=generator).t(),
+            "empty": torch.zeros(0, 2),
+            "odd name/..|é": torch.ones(2),
+        },
+        "optimizer": {
+            "a.weight.exp_avg": torch.full((4, 3), 0.5),
+            "a.weight.step": torch.tensor(7.0),
+        },
+        "random": {"torch.00000": torch.arange(9, dtype=torch.uint8)},
+        "extra": {"step": 3, "policy_version": 2, "data": {"next": 4, "pending": [1]}},
+    }
+
+
+def blank(state):
+    return {
+        part: {name: torch.zeros_like(t) for name, t in values.items()}
+        for part, values in state.items()
+        if part != "extra"
+    }
+
+
+def save(root, step=3, state=None):
+    return api.save(layout.state(root, step), state or make_state(), **FACTS)
+
+
+def test_save_then_load_gives_equal_tensors_and_extra(store_root):
+    state = make_state()
+    ref = save(store_root)
+    target = blank(state)
+    extra = api.load(ref.pin(), target)
+    assert extra == state["extra"]
+    for part in ("model", "optimizer", "random"):
+        for name, tensor in state[part].items():
+            assert torch.equal(target[part][name], tensor), name
+    assert api.read_state_info(ref.pin()) == state["extra"]
+    assert ref.attributes["step"] == 3
+
+
+def test_equal_states_have_equal_digests_wherever_they_lie(tmp_path):
+    first = save(f"file://{tmp_path}/a")
+    second = save(f"file://{tmp_path}/b")
+    assert first.manifest_sha256 == second.manifest_sha256
+    again = save(f"file://{tmp_path}/a")
+    assert again.manifest_sha256 == first.manifest_sha256
+
+
+def test_saving_over_another_state_replaces_it_whole(file_root):
+    state = make_state()
+    before = save(file_root)
+    ref = save(file_root, state={"model": {"w": torch.ones(2)}, "extra": {}})
+    assert api.parts(ref.pin()) == {"model"}
+    with pytest.raises(LayoutMismatch, match=r"a\.weight"):
+        api.load(ref.pin(), blank(state))
+    with pytest.raises(RecordError, match="sha256"):
+        api.load(before.pin(), blank(state))
+
+
+def test_a_critic_is_a_role_of_the_same_checkpoint(file_root):
+    state = make_state() | {"critic": {"head": torch.ones(3)}, "critic_optimizer": {}}
+    pin = save(file_root, state=state).pin()
+    assert api.parts(pin) == {"model", "optimizer", "random", "critic"}
+    assert api.open_checkpoint(pin).commit.roles == ("critic", "policy")
+    target = {"critic": {"head": torch.zeros(3)}}
+    with pytest.raises(LayoutMismatch, match="`model`, `optimizer`"):
+        api.load(pin, target)
+    api.load(pin, target, strict=False)
+    assert target["critic"]["head"].tolist() == [1, 1, 1]
+
+
+def test_load_refuses_a_state_without_manifest(file_root):
+    ref = save(file_root)
+    open_store(ref.uri).delete(manifest_uri(ref.uri))
+    for call in (lambda: api.load(ref.pin(), {}), lambda: api.read_state_info(ref.pin())):
+        with pytest.raises(CheckpointIncomplete, match="never finished"):
+            call()
+
+
+def test_load_refuses_another_manifest_than_the_pinned_one(file_root):
+    ref = save(file_root)
+    changed = make_state()
+    changed["model"]["half"] += 1
+    save(file_root, state=changed)
+    with pytest.raises(RecordError, match="sha256"):
+        api.load(ref.pin(), blank(changed))
+
+
+def test_load_names_every_tensor_that_does_not_fit_and_touches_none(file_root):
+    ref = save(file_root)
+    target = {
+        "model": {"a.weight": torch.zeros(3, 4), "half": torch.zeros(5), "new": torch.zeros(1)}
+    }
+    with pytest.raises(LayoutMismatch) as caught:
+        api.load(ref.pin(), target, strict=False)
+    text = str(caught.value)
+    for part in (
+        "`policy: model.a.weight` must have the shape [3, 4], got [4, 3]",
+        "`policy: model.half` must be F32, got BF16",
+        "lacks `policy: model.new`",
+        "`policy: model.column`",
+    ):
+        assert part in text
+    assert all((t == 0).all() for t in target["model"].values())
+
+
+def test_values_that_are_no_tensors_and_unknown_parts_are_refused(file_root):
+    with pytest.raises(TypeError, match="function"):
+        save(file_root, state={"model": {"w": print}, "extra": {}})
+    with pytest.raises(CheckpointError, match="gossip"):
+        save(file_root, state={"gossip": {}})
+    assert api.latest(file_root) is None
+
+
+def test_latest_is_the_highest_finished_step(file_root):
+    assert api.latest(file_root) is None
+    save(file_root, step=8)
+    newest = save(file_root, step=24)
+    save(file_root, step=16)
+    unfinished = save(file_root, step=40)
+    open_store(file_root).delete(manifest_uri(unfinished.uri))
+    assert api.latest(file_root) == newest
+
+
+@pytest.mark.parametrize(
+    "file", ["policy.model/00000-0.safetensors", "global.bin", "policy.extra/shared.bin", "COMMIT"]
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "pickle"])
+def test_a_damaged_file_is_refused_and_never_run(file_root, file, damage, capsys):
+    ref = save(file_root)
+    (place,) = (uri for uri in open_store(ref.uri).list(ref.uri) if uri.endswith(file))
+    path = Path(place.removeprefix("file://"))
+    data = path.read_bytes()
+    changed = {
+        "flip": bytes([*data[:-1], data[-1] ^ 1]),
+        "cut": data[:-1],
+        "remove": None,
+        "pickle": pickle.dumps(Bomb()),
+    }[damage]
+    path.unlink()
+    if changed is not None:
+        path.write_bytes(changed)
+    with pytest.raises(CheckpointError):
+        api.load(ref.pin(), blank(make_state()))
+    assert "PICKLE RAN" not in capsys.readouterr().out
+
+
+class Bomb:
+    def __reduce__(self):
+        return (print, ("PICKLE RAN",))
+
+
+def test_counters_are_read_without_torch(file_root):
+    pin = save(file_root).pin()
+    code = (
+        "import sys; from planish.checkpoint.train_state import read_state_info\n"
+        f"assert read_state_info({pin!r})['data']['next'] == 4\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_state_of_another_schema_is_refused(file_root):
+    ref = save(file_root)
+    manifest, text = seal("policy/1", 0, read_manifest(ref.uri).shards, {}, {})
+    open_store(ref.uri).write(manifest_uri(ref.uri), text)
+    with pytest.raises(CheckpointError, match="policy/1"):
+        api.load(manifest.ref(ref.uri).pin(), {})
