@@ -134,6 +134,12 @@ def _work_options(made: dict[str, argparse.ArgumentParser]) -> None:
     add("--html", type=Path, default=None, metavar="FILE", help="write the page there as well")
     made["import-dcp"].add_argument("folder", help="local folder with `.metadata`")
     made["import-dcp"].add_argument("out", help="URI or path of the new checkpoint")
+    made["import-dcp"].add_argument("--step", type=int, default=0, help="training step (default 0)")
+    made["import-dcp"].add_argument("--role", default="main", help="name of its role (main)")
+    made["import-dcp"].add_argument(
+        "--overwrite", action="store_true", help="replace what is there"
+    )
+    made["export-dcp"].add_argument("--role", default="", help="one role of several")
     made["export-dcp"].add_argument("path", help="checkpoint: URI, path or pin")
     made["export-dcp"].add_argument("folder", help="local folder that is written")
 

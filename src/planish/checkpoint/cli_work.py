@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from planish.checkpoint import monitor
@@ -10,7 +12,8 @@ from planish.checkpoint.cli import Ended, Lines, Progress, Table, place_of
 from planish.checkpoint.diff import diff as diff_checkpoints
 from planish.checkpoint.heatmap import bytes_text, rate_text, seconds_text
 from planish.checkpoint.layouts import Layout
-from planish.checkpoint.merge import merge, merge_with_folder
+from planish.checkpoint.merge import merge, merge_with_folder, policy_role
+from planish.checkpoint.reader import open_state
 from planish.checkpoint.report_page import html_report
 from planish.checkpoint.report_text import text_report, wall_seconds
 from planish.checkpoint.rewrite import rewrite
@@ -121,3 +124,44 @@ def _merged(options: argparse.Namespace) -> Ref:
         )
     folder = Path(source) if source else None
     return merge_with_folder(place, out, folder=folder, role=options.role)
+
+
+def import_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Turn a folder of torch.distributed.checkpoint into a checkpoint; yield its pin."""
+    with _bridge():
+        from planish.checkpoint.dcp_bridge import import_dcp as convert
+
+        progress("import", 0, 0)
+        made = convert(
+            *(options.folder, place_of(options.out)),
+            step=options.step,
+            role=options.role,
+            overwrite=options.overwrite,
+        )
+    yield made.pin
+
+
+def export_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Turn a checkpoint into a folder that torch.distributed.checkpoint reads."""
+    with _bridge():
+        from planish.checkpoint.dcp_bridge import export_dcp as convert
+
+        progress("export", 0, 0)
+        opened = open_state(place_of(options.path))
+        role = policy_role(sorted(set(opened.metadata.tensors.roles)), options.role)
+        convert(opened.pin, options.folder, role=role)
+    yield f"written {options.folder}"
+
+
+@contextlib.contextmanager
+def _bridge() -> Iterator[None]:
+    """Tell what a user can mend as an error of the configuration."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the DCP format needs torch, but `{error.name}` is not installed; install the extra "
+            "`train`"
+        ) from None
+    except (FileExistsError, TypeError) as error:
+        raise ConfigError(str(error)) from None

@@ -15,7 +15,7 @@ from planish.checkpoint.reader import open_state
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.timings import Timeline, Timing
 from planish.records import fetch_files, parse_pin
-from tests.unit.checkpoint.written import tiny_model, write_checkpoint
+from tests.unit.checkpoint.written import EXTRA, SHARED, tiny_model, write_checkpoint
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_info_says_what_a_checkpoint_holds(run, states):
         "tensors": model, "elements": elements, "bytes": 4 * elements,
         "parts": model, "files": 1, "types": ["F32"],
     }  # fmt: skip
-    assert found["states"]["main.extra"]["bytes"] == len(b"shared small values")
+    assert found["states"]["main.extra"]["bytes"] == len(EXTRA[SHARED])
 
 
 def test_inspect_lists_tensors_by_name_and_their_parts(run, file_root):
@@ -249,3 +249,18 @@ def test_export_hf_writes_weights_beside_the_files_of_a_folder(run, states, file
     code, _, err = run("export-hf", states[0], f"{file_root}/hf4", "--source", "no/such/folder")
     assert code == 2
     assert "must be a policy or a local folder" in err
+
+
+def test_torch_folders_are_imported_and_exported(run, states, file_root, tmp_path):
+    folder = tmp_path / "dcp"
+    code, out, _ = run("export-dcp", states[0], folder)
+    assert (code, out.strip()) == (0, f"written {folder}")
+    assert (folder / ".metadata").exists()
+    code, out, _ = run("import-dcp", folder, f"{file_root}/back", "--step", 5)
+    assert code == 0
+    assert run("diff", states[0], out.strip())[1].count("only in") == 0
+    code, _, err = run("export-dcp", states[0], folder)
+    assert code == 2
+    assert "must be empty" in err
+    code, _, err = run("import-dcp", tmp_path / "none", f"{file_root}/x")
+    assert code == 1

@@ -8,6 +8,7 @@ import numpy as np
 
 from planish.checkpoint import metafile
 from planish.checkpoint.commit import Facts, new_attempt, publish
+from planish.checkpoint.extra_codec import encode_extra
 from planish.checkpoint.fill import RAW
 from planish.checkpoint.geometry import whole
 from planish.checkpoint.integrity import block_crcs
@@ -19,9 +20,10 @@ from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.timings import Recorder
 from planish.checkpoint.upload import FileUpload, ReusedMemory, upload_files
 
-EXTRA = {"data/main.extra/00000.bin": b"shared small values", "data/main.loader/common.bin": b"{}"}
-OBJECTS = {"main": {"shared": "data/main.extra/00000.bin", "loader": {"common":
-    "data/main.loader/common.bin", "shards": []}}}  # fmt: skip
+SHARED = "data/main.extra/shared.bin"
+COMMON = "data/main.loader/common.bin"
+EXTRA = {SHARED: encode_extra({"tokens": 12, "scale": 0.5}), COMMON: encode_extra({"seed": 3})}
+OBJECTS = {"main": {"shared": SHARED, "loader": {"common": COMMON, "shards": []}}}
 
 
 def tiny_model(*, layers=2, hidden=8, vocab=13, dtype="F32", seed=0, role="main"):
