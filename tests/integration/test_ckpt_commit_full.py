@@ -122,16 +122,19 @@ def tls_server(tmp_path, monkeypatch):
 def make_bucket(server, certificate):
     import urllib3
     from minio import Minio as Client
+    from minio.error import MinioException
 
-    pool = urllib3.PoolManager(ca_certs=certificate, retries=urllib3.Retry(20, backoff_factor=0.1))
-    client = Client(
-        server.endpoint,
-        server.access_key,
-        server.secret_key,
-        region="us-east-1",
-        http_client=pool,
-    )
-    client.make_bucket("safe")
+    pool = urllib3.PoolManager(ca_certs=certificate, retries=False)
+    keys = (server.access_key, server.secret_key)
+    client = Client(server.endpoint, *keys, region="us-east-1", http_client=pool)
+    for left in range(300, -1, -1):
+        try:
+            client.make_bucket("safe")
+            break
+        except (urllib3.exceptions.HTTPError, MinioException):  # not up yet
+            if not left:
+                raise
+            time.sleep(0.1)
     pool.clear()
 
 

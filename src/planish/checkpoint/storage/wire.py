@@ -220,7 +220,19 @@ class Line:
             return True
         poll = select.poll()
         poll.register(sock, select.POLLIN | select.POLLHUP | select.POLLERR)
-        return bool(poll.poll(0))
+        if not poll.poll(0):
+            return False
+        if not isinstance(sock, ssl.SSLSocket):
+            return True
+        try:
+            # TLS itself may have sent something, such as a ticket for the next session.
+            sock.settimeout(0)
+            sock.recv(1)
+        except ssl.SSLWantReadError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def close(self) -> None:
         """Close the connection."""
