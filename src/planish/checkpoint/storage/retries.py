@@ -104,8 +104,8 @@ def transient(error: Exception, *, sent: bool) -> Transient | None:
         error: raised by `socket`, `ssl` or `http.client`.
         sent: whether any byte of the request had left.
     """
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return None
+    if isinstance(error, ssl.SSLError) and not sent and not isinstance(error, ssl.SSLEOFError):
+        return None  # of the handshake: a certificate, or no TLS at all
     if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
         return None
     if isinstance(error, (OSError, http.client.HTTPException)):
@@ -121,7 +121,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, (TimeoutError, BlockingIOError)):
         return "no answer in time"
     if isinstance(error, ssl.SSLError):
-        return f"no trusted TLS connection ({error.reason or type(error).__name__})"
+        return f"no trusted TLS connection ({getattr(error, 'reason', '') or type(error).__name__})"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return type(error).__name__
