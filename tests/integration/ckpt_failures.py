@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
+import signal
+import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -33,7 +37,7 @@ from planish.checkpoint.reader import open_state
 from planish.checkpoint.save import SaveOptions, default_engine
 from planish.checkpoint.storage import base, open_storage
 from planish.checkpoint.tables import TensorSpec
-from tests.integration.ckpt_forks import Forks, get_ready
+from tests.integration.ckpt_forks import Forks, get_ready, write_json
 from tests.integration.ckpt_ranks import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.servers.minio_files import objects, open_uploads
@@ -148,6 +152,42 @@ def saved(engine, rank, size, uri, seed, columns, options):
     for item in state["main"].items:
         item.data.fill_(-1.0)
     return handle.result(60).attempt
+
+
+def save_dying(rank, size, folder, uri, seed, *, victim, stage):
+    """Save as `save_once`, but be killed between requests."""
+    tune(False)
+    engine = default_engine()
+    dies = victim in ("all", ["coordinator", "worker"][rank])
+
+    def die(here):
+        if dies and here == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def roles():
+        die("plan")
+        return state_of(rank, size, seed)
+
+    def committed(storage, path):
+        write_json(Path(folder) / "committed", [])
+        die("committed")
+        if victim != "coordinator" and stage == "committed":
+            time.sleep(0.3)
+
+    def wait_to_die():
+        wait_for((Path(folder) / "committed").exists, 30.0, "the commit")
+        die("committed")
+
+    get_ready(folder, rank)
+    if rank == 1 and stage == "committed":
+        threading.Thread(target=wait_to_die, daemon=True).start()
+    options = SaveOptions(uri, step=seed, timeout_s=40.0, snapshot="lazy")
+    return how(
+        lambda: engine.save(
+            roles, options, after_commit=committed, is_written_in_step=lambda _: die("stage")
+        ).result(60).attempt
+    )  # fmt: skip
 
 
 def load_once(rank, size, folder, place, *, timeout_s=30.0):
@@ -284,42 +324,56 @@ def kill_at(site, at, victim, kind, fault, held):
     outcomes = site.finish(ranks, told)
     hit = next((f"{seen.kind} {seen.path}" for seen in site.proxy.log if seen.fault), "")
     site.proxy.rules = []
-    assert all(one.code in (0, -9) and not one.error for one in outcomes), outcomes
-    ends = [one.value for one in outcomes if one.value]
-    old, both = {"step-1": held}, {"step-1": held, name: new}
-    seen = site.visible()
-    assert seen in (old, both), (seen, ends)
-    # Nobody is told of success or failure wrongly.
-    assert all((end[0] == "done") == (seen == both) for end in ends), (seen, ends)
-    assert all(end[0] in ("done", "SaveFailed") for end in ends), (hit, ends)
-    assert hit or (seen == both and len(ends) == 2), (hit, ends)
-    site.gc()
-    site.save(name, new + 1, overwrite=True, **size)
-    site.gc()
-    assert site.visible() == {**seen, name: new + 1}
-    site.check_disk()
+    seen = check_left(site, outcomes, name, held, new, **size)
+    assert hit or name in seen, outcomes
     if kind == "new":
         site.remove(name)
         return hit, held
     return hit, new + 1
 
 
+def check_left(site, outcomes, name, held, new, **size):
+    """Check what a save of `new` to `name` has left that found `step-1` with `held`; restart it.
+
+    Returns:
+        What was visible: either the old or the new state, complete, and as the ranks were told.
+    """
+    assert all(one.code in (0, -9) and not one.error for one in outcomes), outcomes
+    ends = [one.value for one in outcomes if one.value]
+    old, both = {"step-1": held}, {"step-1": held, name: new}
+    seen = site.visible()
+    assert seen in (old, both), (seen, ends)
+    assert all((end[0] == "done") == (seen == both) for end in ends), (seen, ends)
+    assert all(end[0] in ("done", "SaveFailed", "PlanMismatch", "PeerLost") for end in ends), ends
+    site.gc()
+    site.save(name, new + 1, overwrite=True, **size)
+    site.gc()
+    assert site.visible() == {**seen, name: new + 1}
+    site.check_disk()
+    return seen
+
+
 def sweep(site, *, every, victims=VICTIMS, kinds=KINDS, faults=FAULTS, start=1, limit=1000):
-    """Kill each victim at every k-th request of a save; yield (victim, kind, fault, request)."""
-    site.save("step-1", 1)
-    held = 1
-    for victim in victims:
-        for kind in kinds:
-            for fault in faults:
-                for at in range(start, limit, every):
-                    hit, held = kill_at(site, at, victim, kind, fault, held)
-                    if not hit:
-                        break
-                    yield victim, kind, fault, at, hit
+    """Kill each victim at every k-th request of a save; yield what was done and what failed."""
+    held = 0
+    for victim, kind, fault in itertools.product(victims, kinds, faults):
+        for at in range(start, limit, every):
+            wrong = ""
+            try:
+                if not held:
+                    site.storage.delete([stat.key for stat in site.storage.list("")])
+                    site.save("step-1", 1, columns=COLUMNS * (1 + (victim == "uploader")))
+                    held = 1
+                hit, held = kill_at(site, at, victim, kind, fault, held)
+            except AssertionError as error:
+                hit, held, wrong = "failed", 0, str(error)
+            if not hit:
+                break
+            yield victim, kind, fault, at, hit, wrong
 
 
 def main():
-    """Sweep on a server of its own and print what was done."""
+    """Sweep on a server of its own and print what was done; exit with 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="kill at every k-th request")
     parser.add_argument("--start", type=int, default=1, help="first request")
@@ -327,16 +381,17 @@ def main():
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     arguments = vars(parser.parse_args())
-    began, counts, stages = time.monotonic(), Counter(), Counter()
+    began, counts, stages, failed = time.monotonic(), Counter(), Counter(), 0
     with tempfile.TemporaryDirectory() as folder, site_of_its_own(folder) as site:
-        for victim, kind, fault, at, hit in sweep(site, **arguments):
-            counts[victim, kind, fault] += 1
+        for *case, at, hit, wrong in sweep(site, **arguments):
+            counts[" ".join(case)] += 1
             stages[stage_of(hit)] += 1
-            print(f"{time.monotonic() - began:7.1f} s {victim} {kind} {fault} {at}: {hit}")
-    rows = [{"victim": v, "kind": k, "fault": f, "cases": n} for (v, k, f), n in counts.items()]
+            failed += bool(wrong)
+            print(f"{time.monotonic() - began:7.1f} s", *case, f"{at}: {hit} {wrong}", flush=True)
     seconds = round(time.monotonic() - began)
-    told = {"cases": sum(counts.values()), "seconds": seconds, "by": rows, "stages": stages}
-    print(json.dumps(told, indent=1))
+    told = {"cases": sum(counts.values()), "failed": failed, "seconds": seconds}
+    print(json.dumps({**told, "by": counts, "stages": stages}, indent=1))
+    sys.exit(failed > 0)
 
 
 def stage_of(hit):

@@ -140,11 +140,12 @@ class ForkedRanks:
 
 def get_ready(folder, rank, **facts):
     """In a scenario: tell the test that this rank is ready, and wait for its word."""
-    _write(Path(folder) / f"ready-{rank}.json", facts)
+    write_json(Path(folder) / f"ready-{rank}.json", facts)
     wait_for((Path(folder) / "go").exists, 60.0, "the word to go")
 
 
-def _write(path, value):
+def write_json(path, value):
+    """Write a file that appears as a whole."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value))
     partial.rename(path)
@@ -173,7 +174,7 @@ def _child(rank, job):
         result["value"] = _found(job["scenario"])(rank, job["size"], folder, **job["arguments"])
     except BaseException:
         result["error"], code = traceback.format_exc(), 1
-    _write(folder / f"result-{rank}.json", result)
+    write_json(folder / f"result-{rank}.json", result)
     sys.stdout.flush()
     os._exit(code)
 

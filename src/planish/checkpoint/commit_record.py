@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,9 +74,10 @@ class Commit:
     """Entity tag of the object that this was read from; not stored."""
 
     def encode(self) -> bytes:
-        """Return JSON."""
+        """Return JSON, with a checksum of all fields as the last one."""
         names = [name for name in self.__dataclass_fields__ if name != "etag"]
-        return json.dumps({name: getattr(self, name) for name in names}, indent=1).encode()
+        fields = {name: getattr(self, name) for name in names}
+        return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1).encode()
 
     @staticmethod
     def decode(data: bytes, *, etag: str = "", uri: str = COMMIT) -> Commit:
@@ -100,9 +102,23 @@ class Commit:
             seen = {name: str(found.get(name))[:80] for name in faults}
             raise CheckpointCorrupt(f"`{uri}` must be a commit, got {seen}", file=COMMIT)
         known: dict[str, Any] = {name: found[name] for name in _CHECKS}
+        if found.get(_CHECKSUM) != _checksum({**known, "format": FORMAT}):
+            raise CheckpointCorrupt(
+                f"`{uri}` must have the {_CHECKSUM} that it tells, "
+                f"{str(found.get(_CHECKSUM))[:20]}, but has been changed",
+                file=COMMIT,
+            )
         known["roles"] = tuple(known["roles"])
         known["created_at"] = float(known["created_at"])
         return Commit(**known, format=FORMAT, etag=etag)
+
+
+_CHECKSUM = "crc32"
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    """Return a CRC-32 of the fields, which are what JSON gives back."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def _is_count(value: object) -> bool:

@@ -114,6 +114,7 @@ class SaveEngine:
         Raises:
             PlanMismatch: the ranks do not save the same.
             LayoutMismatch: their shares make no whole.
+            PeerLost: rank 0 has ended.
             SaveFailed: no room for a further save (`inflight="raise"`), or a rank failed
                 (`is_async=False`).
         """
