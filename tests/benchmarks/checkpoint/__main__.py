@@ -5,8 +5,8 @@ same state into a real MinIO server (or a folder beside it), or load it. Data li
 phases on disk (the page cache is never dropped). Medians of `--rounds` turns after two warm-ups,
 lowest and highest in brackets, the order of systems rotated. Ratios are of figures of one phase.
 
-stall   the step that saves, less the median step without; the slowest rank
-call    the time inside `save()`
+call    the time inside `save()`; the slowest rank
+stall   the step that saves, less the median step without, but never less than `call`
 save    from the start of `save()` until the checkpoint is durable; the last rank
 load    from a barrier before to a barrier after; the first load of each system is compared bitwise
 
@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="of all workloads")
     parser.add_argument("--rounds", type=int, default=7, help="measured turns per system")
     parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="fewer turns in lesser phases")
     parser.add_argument("--minutes", type=float, default=1e6, help="no phase begins after")
     parser.add_argument("--name", default="checkpoint", help="of the file in results/")
     parser.add_argument("--logs", type=Path, default=None, help="folder for what ranks print")
@@ -129,7 +130,7 @@ def main() -> None:
     console = Console(width=200)
     phases = chosen(options)
     found: dict[str, Any] = {}
-    bench = Bench(options.scale, options.warmups, options.rounds, logs)
+    bench = Bench(options.scale, options.warmups, options.rounds, logs, quick=options.quick)
     try:
         for number, phase in enumerate(phases):
             if time.monotonic() > deadline:

@@ -22,12 +22,19 @@ LEAST_ROUNDS = 3
 class Bench:
     """Places and groups that phases share."""
 
-    def __init__(self, scale: float, warmups: int, rounds: int, logs: Path) -> None:
-        self.scale, self.warmups, self.rounds, self.logs = scale, warmups, rounds, logs
+    def __init__(
+        self, scale: float, warmups: int, rounds: int, logs: Path, *, quick: bool = False
+    ) -> None:
+        self.scale, self.warmups, self.logs, self.quick = scale, warmups, logs, quick
+        self._rounds = rounds
         self._places: dict[str, Place] = {}
         self._groups: dict[tuple[str, str, int, str], Group] = {}
         self._sources: dict[tuple[str, str], str] = {}
         self.needed: set[tuple[str, str]] = set()
+
+    def rounds(self, phase: Phase) -> int:
+        """Return how many turns of a phase are measured."""
+        return min(self._rounds, phase.quick) if self.quick else self._rounds
 
     def place(self, kind: str) -> Place:
         """Return the place of a kind, opened when first asked for."""
@@ -238,7 +245,7 @@ def run_phase(bench: Bench, phase: Phase, deadline: float) -> Iterator[dict[str,
         found["unique_bytes"] = about[0]["unique_bytes"]
         found["held_bytes"] = sum(rank["held_bytes"] for rank in about)
         found["limits"] = measure_limits(bench, phase)
-    for number in range(bench.warmups + (phase.rounds or bench.rounds)):
+    for number in range(bench.warmups + bench.rounds(phase)):
         if not systems or (time.monotonic() > deadline and number >= bench.warmups + LEAST_ROUNDS):
             break
         for system in rotated(systems, number):

@@ -30,7 +30,7 @@ from tests.benchmarks.checkpoint.systems import Pending, System, open_system
 CPU_SECONDS = 0.12
 PAUSE_SECONDS = 0.25
 LONGEST_SAVE_SECONDS = 240.0
-LONGEST_WAIT_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 30.0
 
 
 def all_durable(pending: Pending) -> bool:

@@ -20,8 +20,8 @@ class Phase:
     systems: tuple[str, ...]
     world: int = 4
     place: str = "tmpfs"
-    rounds: int = 0
-    """Measured rounds; 0 is as many as the command line says."""
+    quick: int = 3
+    """Measured rounds of a quick run, at most."""
     source: str = ""
     """Phase whose last checkpoints are loaded."""
 
@@ -29,34 +29,32 @@ class Phase:
 PHASES = (
     Phase(
         "W1 save", "save", "W1",
-        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch", "ours_lazy"),
+        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch", "ours_lazy"), quick=7,
     ),
-    Phase("W1 load", "load", "W1", ON_STORE, source="W1 save"),
+    Phase("W1 load", "load", "W1", ON_STORE, quick=7, source="W1 save"),
     Phase(
         "W2 save", "save", "W2",
-        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch"),
+        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch"), quick=5,
     ),
-    Phase("W2 load 4 to 2", "load", "W2", ON_STORE, world=2, source="W2 save"),
-    Phase("W3 save", "save", "W3", ("ours", "dcp_gather_async", "dcp_gather")),
+    Phase("W2 load 4 to 2", "load", "W2", ON_STORE, world=2, quick=7, source="W2 save"),
+    Phase("W3 save", "save", "W3", ("ours", "dcp_gather_async", "dcp_gather"), quick=5),
     Phase(
         "W1 save, others", "save", "W1",
-        ("ours", "dcp_async_process", "dcp_s3fs", "bytecheckpoint", "torch_save"), rounds=3,
+        ("ours", "dcp_async_process", "dcp_s3fs", "bytecheckpoint", "torch_save"),
     ),
     Phase(
         "W1 load, others", "load", "W1",
-        ("ours", "dcp_s3fs", "bytecheckpoint", "torch_save"), rounds=3, source="W1 save, others",
+        ("ours", "dcp_s3fs", "bytecheckpoint", "torch_save"), source="W1 save, others",
     ),
-    Phase("W2 load 4 to 8", "load", "W2", ON_STORE, world=8, rounds=5, source="W2 save"),
-    Phase("W2 load 4 to 1", "load", "W2", ON_STORE, world=1, rounds=5, source="W2 save"),
-    Phase("W2 load FSDP2 to TP", "load", "W2-tp", ON_STORE, rounds=5, source="W2 save"),
-    Phase("W1 save on disk", "save", "W1", ("ours", "dcp_file", "dcp_s3torch"), place="disk",
-          rounds=3),
-    Phase("W1 load from disk", "load", "W1", ON_STORE, place="disk", rounds=3,
-          source="W1 save on disk"),
+    Phase("W2 load 4 to 8", "load", "W2", ON_STORE, world=8, source="W2 save"),
+    Phase("W2 load 4 to 1", "load", "W2", ON_STORE, world=1, source="W2 save"),
+    Phase("W2 load FSDP2 to TP", "load", "W2-tp", ON_STORE, source="W2 save"),
+    Phase("W1 save on disk", "save", "W1", ("ours", "dcp_file", "dcp_s3torch"), place="disk"),
+    Phase("W1 load from disk", "load", "W1", ON_STORE, place="disk", source="W1 save on disk"),
     Phase("W4 save", "save", "W4", ("ours", "dcp_file", "dcp_async", "dcp_s3torch")),
     Phase("W4 load", "load", "W4", ON_STORE, source="W4 save"),
-    Phase("W5 save", "save", "W5", ("ours", "dcp_async_reused", "dcp_s3torch"), rounds=3),
-    Phase("W5 load", "load", "W5", ON_STORE, rounds=3, source="W5 save"),
-    Phase("W1 save on 2 ranks", "save", "W1", ("ours",), world=2, rounds=3),
+    Phase("W5 save", "save", "W5", ("ours", "dcp_async_reused", "dcp_s3torch")),
+    Phase("W5 load", "load", "W5", ON_STORE, source="W5 save"),
+    Phase("W1 save on 2 ranks", "save", "W1", ("ours",), world=2),
     Phase("W1 rank lost", "loss", "W1", ("ours", "dcp_async")),
 )  # fmt: skip

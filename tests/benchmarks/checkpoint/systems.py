@@ -40,7 +40,7 @@ class Pending:
     def __init__(self) -> None:
         self.details: dict[str, Any] = {}
         self.error: Exception | None = None
-        self.wait_staged: Callable[[], None] = lambda: None
+        self.wait_staged: Callable[[], Any] = lambda: None
         """Called where an optimizer would step."""
         self._end: float | None = None
 
@@ -107,35 +107,29 @@ class Ours:
             }  # fmt: skip
 
     def save(self, path: str) -> Pending:
-        from planish import checkpoint
+        from planish.checkpoint import api
 
         self.step += 1
         pending = Pending()
-        handle = checkpoint.save(
+        handle = api.save(
             path, self.state, self.framework, async_=True, step=self.step, snapshot=self.snapshot
         )
 
         def wait() -> None:
             pending.details = stages(handle.result())
 
-        pending.wait_staged = lambda: wait_until(handle.staged)
+        pending.wait_staged = handle.wait_staged
         return pending.watch(wait)
 
     def load(self, path: str) -> dict[str, Any]:
-        from planish import checkpoint
+        from planish.checkpoint import api
 
-        return stages(checkpoint.load(path, self.state, self.framework))
+        return stages(api.load(path, self.state, self.framework))
 
     def close(self) -> None:
-        from planish import checkpoint
+        from planish.checkpoint.save import close_engines
 
-        checkpoint.close()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Poll every millisecond."""
-    while not is_true():
-        time.sleep(0.001)
+        close_engines()
 
 
 def stages(info: Any) -> dict[str, Any]:

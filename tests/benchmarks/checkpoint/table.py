@@ -26,7 +26,8 @@ class Spread:
 
     def __str__(self) -> str:
         digits = 1 if self.median > LONG else 3
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+        ends = f"{self.low:.{digits}f}-{self.high:.{digits}f}"
+        return f"{self.median:.{digits}f} ({ends}, n {self.count})"
 
 
 @dataclass
@@ -63,7 +64,9 @@ def summary(phase: Raw) -> dict[str, Any]:
         if phase["kind"] == "save":
             step = median_step(phase, system)
             values = {
-                "stall_seconds": [max(0.0, t["saving_step_seconds"] - step) for t in measured],
+                "stall_seconds": [
+                    max(t["call_seconds"], t["saving_step_seconds"] - step) for t in measured
+                ],
                 "call_seconds": [t["call_seconds"] for t in measured],
                 "save_seconds": [t["save_seconds"] for t in measured],
                 "slowdown": [
@@ -167,10 +170,13 @@ class Table:
         called = self.spread(phase, "ours", "call_seconds")
         assert mine is not None
         assert called is not None
-        yield self.at_most(phase, "stall / its floor", mine.median / copy, 1.5, str(mine), floor)
-        yield self.at_most(
-            phase, "time inside save() / the floor", called.median / copy, 1.5, str(called), floor
-        )
+        # 20 MB take no time to copy or send: what W4 costs is planning and requests.
+        if raw["workload"] != "W4":
+            yield self.at_most(
+                phase, "stall / its floor", mine.median / copy, 1.5, str(mine), floor
+            )
+            yield Row(phase, "time inside save() / the floor", str(called), "",
+                      called.median / copy, "", "", floor, "")  # fmt: skip
         floor = f"floor {put:.2f} s"
         for other, target, paper in (
             ("dcp_s3torch", 1.3, "6.05x, up to 9.96x"), ("dcp_s3fs", 2, ""), ("dcp_file", 0, ""),
@@ -184,8 +190,9 @@ class Table:
         assert end is not None
         share = put / end.median
         verdict = "held" if share >= 0.7 else "missed"
-        yield Row(phase, "share of the raw PUT rate", str(end), "", share, ">= 0.7", "",
-                  f"floor {put:.2f} s", verdict)  # fmt: skip
+        if raw["workload"] != "W4":
+            yield Row(phase, "share of the raw PUT rate", str(end), "", share, ">= 0.7", "",
+                      f"floor {put:.2f} s", verdict)  # fmt: skip
         slow = self.spread(phase, "ours", "slowdown")
         if slow is not None:
             yield self.at_most(phase, "steps while uploading / steps", slow.median, 1.3, str(slow))
@@ -240,8 +247,10 @@ class Table:
         for system in raw["systems"]:
             seconds = self.spread(phase, system, "seconds")
             assert seconds is not None
-            yield Row(phase, f"rank killed: heard by all, {system}", str(seconds), "",
-                      seconds.median, "", "", "", "")  # fmt: skip
+            told = [heard != "None" for heard in raw["systems"][system][0]["heard"]]
+            found = str(seconds) if all(told) else f"not within {seconds.high:.0f} s"
+            yield Row(phase, f"rank killed: heard by all, {system}", found, "", None, "", "", "",
+                      "")  # fmt: skip
 
 
 def figures(phase: Raw, measured: dict[str, Any]) -> list[list[str]]:
