@@ -1,0 +1,38 @@
+"""The engine itself behind the two calls of `ckpt_memory`: files, planner, exchange and all."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from planish.checkpoint.adapters.base import apply, collect
+from planish.checkpoint.load import load_state, open_on_all
+from planish.checkpoint.load_records import LoadOptions
+from planish.checkpoint.save import default_engine, save_state
+from planish.checkpoint.save_options import SaveOptions
+
+
+def groups():
+    """Return the groups of the first n ranks of the job, by n; a collective of all ranks."""
+    size = dist.get_world_size()
+    return {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
+
+
+def save(place, state, framework, *, group=None, role="main", step=1):
+    """Save the state of the ranks of a group and wait until it is committed."""
+
+    def gathered():
+        return {role: collect(role, state, framework, for_load=False)}
+
+    options = SaveOptions(place, step=step, is_async=False, context=framework)
+    return save_state(gathered, options, group=group).result(300)
+
+
+def load(place, state, framework, *, group=None, role="main", strict=True):
+    """Fill a state in place; returns the adapter's report and what the engine says."""
+    control = default_engine(group).control
+    opened = open_on_all(place, control)
+    found = collect(role, state, framework, for_load=True, metadata=opened.metadata)
+    loaded = load_state(opened, {role: found}, control, LoadOptions(strict=strict))
+    shared, own = loaded.shared.get(role, {}), loaded.own.get(role, {})
+    report = apply(role, state, framework, found, shared, own, loaded.loader.get(role))
+    return report, loaded
