@@ -90,6 +90,10 @@ def build_reshard(
             dress(verified, "checkpoint_verify", **worn)
 
     pipeline.__doc__ = DESCRIPTION
+    return _as_pipeline(pipeline, profile)
+
+
+def _as_pipeline(function: Callable[..., None], profile: Profile) -> Callable[..., Any]:
     decorate = dsl.pipeline(
         name="reshard",
         display_name=f"reshard {profile.name}",
@@ -98,7 +102,7 @@ def build_reshard(
             ttl_seconds_after_finished=profile.retention_seconds,
         ),
     )
-    return decorate(pipeline)  # type: ignore[no-any-return]
+    return decorate(function)  # type: ignore[no-any-return]
 
 
 def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:

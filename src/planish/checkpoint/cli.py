@@ -166,3 +166,10 @@ def place_of(text: str) -> str:
     place, mark, digest = text.partition("#")
     uri = place if "://" in place else f"file://{Path(place).resolve()}"
     return f"{uri.rstrip('/')}{mark}{digest}"
+
+
+def checkpoint_of(text: str) -> str:
+    """Return the URI or pin of a checkpoint for what a user typed, also for a train state's pin."""
+    from planish.checkpoint.train_state import checkpoint_place
+
+    return checkpoint_place(place_of(text))

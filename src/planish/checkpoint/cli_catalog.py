@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from planish.checkpoint import catalog
-from planish.checkpoint.cli import Ended, Lines, Progress, Table, place_of
+from planish.checkpoint.cli import Ended, Lines, Progress, Table, checkpoint_of, place_of
 from planish.checkpoint.geometry import volumes
 from planish.checkpoint.heatmap import bytes_text
 from planish.checkpoint.model import Metadata
@@ -86,7 +86,7 @@ def latest(options: argparse.Namespace, _: Progress) -> Lines:
 
 def info(options: argparse.Namespace, _: Progress) -> Lines:
     """Yield what COMMIT and the metadata say."""
-    opened = open_state(place_of(options.path))
+    opened = open_state(checkpoint_of(options.path))
     entry = catalog.Entry(opened.path, opened.uri, opened.commit)
     header = opened.metadata.header
     states = _states(opened.metadata)
@@ -144,7 +144,7 @@ def _states(metadata: Metadata) -> dict[str, dict[str, Any]]:
 
 def inspect(options: argparse.Namespace, _: Progress) -> Lines:
     """Yield the tensors, and their parts where asked for."""
-    opened = open_state(place_of(options.path))
+    opened = open_state(checkpoint_of(options.path))
     tensors = opened.metadata.tensors
     rows = [
         row for row in range(len(tensors)) if fnmatch.fnmatchcase(tensors.fqns[row], options.name)

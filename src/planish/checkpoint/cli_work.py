@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planish.checkpoint import monitor
-from planish.checkpoint.cli import Ended, Lines, Progress, Table, place_of
+from planish.checkpoint.cli import Ended, Lines, Progress, Table, checkpoint_of, place_of
 from planish.checkpoint.diff import diff as diff_checkpoints
 from planish.checkpoint.heatmap import bytes_text, rate_text, seconds_text
 from planish.checkpoint.layouts import Layout
@@ -42,7 +42,7 @@ def reshard(options: argparse.Namespace, progress: Progress) -> Lines:
         yield from export_hf(options, progress)
         return
     made = rewrite(
-        *(place_of(options.path), place_of(options.out), layout),
+        *(checkpoint_of(options.path), place_of(options.out), layout),
         parts=options.parts,
         roles=[options.role] if options.role else [],
         overwrite=options.overwrite,
@@ -63,7 +63,7 @@ def reshard(options: argparse.Namespace, progress: Progress) -> Lines:
 def verify(options: argparse.Namespace, progress: Progress) -> Lines:
     """Check a checkpoint; yield every fault, and exit with 1 if there is one."""
     found = verify_checkpoint(
-        place_of(options.path),
+        checkpoint_of(options.path),
         options.level,
         progress=lambda done, total: progress("verify", done, total),
     )
@@ -84,7 +84,7 @@ def verify(options: argparse.Namespace, progress: Progress) -> Lines:
 def diff(options: argparse.Namespace, progress: Progress) -> Lines:
     """Compare two checkpoints bit by bit; yield how they differ, and exit with 1 if they do."""
     found = diff_checkpoints(
-        *(place_of(options.a), place_of(options.b)),
+        *(checkpoint_of(options.a), checkpoint_of(options.b)),
         progress=lambda done, total: progress("diff", done, total),
     )
     if found.is_equal:
@@ -112,7 +112,7 @@ def export_hf(options: argparse.Namespace, progress: Progress) -> Lines:
 
 
 def _merged(options: argparse.Namespace) -> Ref:
-    place, out, source = place_of(options.path), place_of(options.out), options.source
+    place, out, source = checkpoint_of(options.path), place_of(options.out), options.source
     pin = source if "#sha256=" in source else ""
     if source and not pin and open_store(place_of(source)).exists(manifest_uri(place_of(source))):
         pin = read_manifest(place_of(source)).ref(place_of(source)).pin()
@@ -147,7 +147,7 @@ def export_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
         from planish.checkpoint.dcp_bridge import export_dcp as convert
 
         progress("export", 0, 0)
-        opened = open_state(place_of(options.path))
+        opened = open_state(checkpoint_of(options.path))
         role = policy_role(sorted(set(opened.metadata.tensors.roles)), options.role)
         convert(opened.pin, options.folder, role=role)
     yield f"written {options.folder}"

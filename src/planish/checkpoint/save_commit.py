@@ -228,7 +228,9 @@ def _after(save: Pending, commit: Commit, timeline: Timeline) -> None:
     """Do what follows a commit; the checkpoint exists whatever becomes of this."""
     try:
         monitor.publish_commit(commit.step, commit.created_at)
-        everything = Timeline(save.recorder.timeline().records + timeline.records)
+        # Rank 0's own have grown since it sent them to itself.
+        others = [record for record in timeline.records if record.rank != save.call.rank]
+        everything = Timeline(save.recorder.timeline().records + others)
         if save.call.size > 1:
             monitor.warn_of_stragglers(timeline)
         monitor.store_timings(save.storage, save.path, commit.attempt, everything)

@@ -192,6 +192,24 @@ def _place(pin: str) -> str:
     return f"{uri}#sha256={manifest.attributes[_DIGEST]}"
 
 
+def checkpoint_place(place: str) -> str:
+    """Return the place of a checkpoint as `reader.open_state` takes it.
+
+    Args:
+        place: URI of a checkpoint, its pin, or the pin of a train state, which becomes that of the
+            checkpoint behind it.
+    """
+    uri, mark, digest = place.partition("#sha256=")
+    if not mark:
+        return place
+    try:
+        manifest = read_manifest(uri)
+    except ObjectMissing:
+        return place
+    is_state = manifest.schema == STATE_SCHEMA and manifest.sha256 == digest
+    return _place(place) if is_state else place
+
+
 def open_checkpoint(pin: str) -> Opened:
     """Open the checkpoint behind the pin of a train state, for reading by this process alone.
 

@@ -10,8 +10,9 @@ from planish.checkpoint.merge import policy_role
 from planish.checkpoint.reader import Opened, check_objects, open_state, split_place
 from planish.checkpoint.reshard_job import SECTION, ReshardJob
 from planish.checkpoint.storage import open_storage
+from planish.checkpoint.train_state import checkpoint_place
 from planish.config import config_sha256
-from planish.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError, ObjectMissing
+from planish.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
@@ -78,7 +79,7 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
     open_storage(wish["target"] or root)
     policy = wish.pop("policy")
     try:
-        opened = open_state(_checkpoint_of(source))
+        opened = open_state(checkpoint_place(source))
     except CheckpointNotFound as error:
         raise ConfigError(f"`source` must be a committed checkpoint: {error}") from None
     faults = check_objects(opened)
@@ -108,19 +109,6 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
         },
         already_done=present,
     )
-
-
-def _checkpoint_of(source: str) -> str:
-    """Return the place of the checkpoint; a pin may also be that of a train state around one."""
-    uri, digest = split_place(source)
-    if not digest:
-        return source
-    try:
-        manifest = read_manifest(uri)
-    except ObjectMissing:
-        return source
-    inner = manifest.attributes.get("checkpoint_sha256")
-    return f"{uri}#sha256={inner}" if inner and manifest.sha256 == digest else source
 
 
 def _policy_pin(policy: str) -> str:

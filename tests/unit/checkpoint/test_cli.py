@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from planish.__main__ import main
-from planish.checkpoint import cli, monitor
+from planish.checkpoint import cli, monitor, train_state
 from planish.checkpoint.layouts import Layout
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.storage import open_storage
@@ -264,3 +265,27 @@ def test_torch_folders_are_imported_and_exported(run, states, file_root, tmp_pat
     assert "must be empty" in err
     code, _, err = run("import-dcp", tmp_path / "none", f"{file_root}/x")
     assert code == 1
+
+
+def test_the_pin_of_a_train_state_means_the_checkpoint_behind_it(run, file_root):
+    weights = {"model.norm.weight": torch.arange(4.0)}
+    state = {"model": weights, "extra": {"step": 3}}
+    ref = train_state.save(f"{file_root}/s", state, parents={}, attributes={"step": 3})
+    code, out, _ = run("info", ref.pin(), "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["pin"] != ref.pin()
+    assert found["step"] == 3
+    assert run("verify", ref.pin())[0] == 0
+    assert run("diff", ref.pin(), found["pin"])[1].startswith("equal: 1 tensors, 16 B")
+
+
+def test_each_record_of_a_save_is_stored_once(run, file_root):
+    state = {"model": {"w": torch.arange(4.0)}, "extra": {"step": 3}}
+    train_state.save(f"{file_root}/s", state, parents={}, attributes={"step": 3})
+    records = monitor.read_timings(f"{file_root}/s").records
+    assert len(set(records)) == len(records)
+    assert [r.object for r in records if r.stage == "upload"].count(
+        "data/policy.model/00000-0.safetensors"
+    ) == 1
+    assert {"plan", "serialise", "upload", "meta", "commit"} <= {r.stage for r in records}
