@@ -1,0 +1,192 @@
+"""What goes wrong on one rank of a load is raised by all, soon, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.load import load_state, open_on_all
+from planish.checkpoint.load_records import LoadOptions
+from planish.checkpoint.model import Collected
+from planish.checkpoint.reader import open_state
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
+from tests.integration.ckpt_ranks import Ranks, run_ranks
+from tests.integration.test_ckpt_load import boxes_for, raw_of, target, weights
+from tests.servers.http_proxy import HttpProxy, Rule
+from tests.unit.checkpoint import damage
+from tests.unit.checkpoint.written import write_checkpoint
+
+NAME = "tests.integration.test_ckpt_load_faults"
+
+
+def scenario(rank, size, folder, cases):
+    """Load with one rank at fault, case by case; returns what was raised and how long it took."""
+    control = Control.join()
+    return [one_load(rank, size, control, **case) for case in cases]
+
+
+def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout=60.0):
+    items = [target(s, boxes_for("replicated", s, rank, size)) for s in weights()]
+    options = {"timeout_s": timeout}
+    storage, _ = open_storage(place.partition("#")[0])
+
+    def decide(number, kind, key):
+        if kind != "get" or "/data/" not in key:
+            return ""
+        if fault == "hang":
+            time.sleep(10 * timeout)
+        return fault
+
+    if rank == victim:
+        storage = FaultyStorage(storage, decide)
+        if change == "shape":
+            spec = dataclasses.replace(items[0].tensor, shape=(3, 3))
+            items[0] = target(spec, boxes_for("replicated", spec, 0, 1))
+        if change == "options":
+            options["strict"] = False
+    opened = open_on_all(place, control, storage=storage)
+    began = time.monotonic()
+    found = {"error": "", "text": "", "block": None, "modified": None}
+    try:
+        load_state(opened, {"main": Collected(items)}, control, LoadOptions(**options))
+    except Exception as error:
+        found = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "block": getattr(error, "block", None),
+            "modified": getattr(error, "target_modified", None),
+        }
+    found["seconds"] = time.monotonic() - began
+    found["touched"] = any(bool(raw_of(item).any()) for item in items)
+    found["left"] = [name for name in os.listdir("/dev/shm") if name.startswith("planish-")]
+    return found
+
+
+def write(folder):
+    return write_checkpoint(f"file://{folder}/step-1", weights(), extra=False, num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Return, by case, what each of three ranks reports."""
+    folder = tmp_path_factory.mktemp("faults")
+    whole, flipped, lacking = (write(folder / name) for name in ("whole", "flipped", "lacking"))
+    damage.flip(flipped, open_state(flipped).metadata.files.keys[0], 3 << 20)
+    damage.remove(lacking, open_state(lacking).metadata.files.keys[-1])
+    cases = {
+        "store": {"place": whole, "victim": 2, "fault": "fail"},
+        "flipped": {"place": flipped},
+        "shape": {"place": whole, "victim": 1, "change": "shape"},
+        "options": {"place": whole, "victim": 1, "change": "options"},
+        "lacking": {"place": lacking},
+        "none": {"place": whole},
+    }
+    found = run_ranks(f"{NAME}:scenario", 3, folder / "ranks", cases=list(cases.values()))
+    return {case: [one[n] for one in found] for n, case in enumerate(cases)}
+
+
+@pytest.fixture
+def place(tmp_path):
+    return write(tmp_path)
+
+
+def assert_all(found, error, text):
+    assert {one["error"] for one in found} == {error}, found
+    assert all(text in one["text"] for one in found), found
+    assert all(one["left"] == [] for one in found)
+    assert all(one["modified"] or not one["touched"] for one in found)
+    assert max(one["seconds"] for one in found) < 20
+
+
+def test_a_store_that_fails_for_one_rank_is_raised_by_all(outcomes):
+    assert_all(outcomes["store"], "StoreUnavailable", "")
+
+
+def test_a_flipped_bit_is_raised_by_all_with_file_and_block(outcomes):
+    assert_all(outcomes["flipped"], "CheckpointCorrupt", "/00000-0.safetensors")
+    assert {one["block"] for one in outcomes["flipped"]} == {3}
+
+
+def test_a_wrong_shape_on_one_rank_is_raised_by_all_and_nothing_is_touched(outcomes):
+    found = outcomes["shape"]
+    assert_all(found, "ShapeMismatch", "must have the shape [3, 3], got [700, 512]")
+    assert not any(one["touched"] or one["modified"] for one in found)
+
+
+def test_other_options_on_one_rank_are_raised_by_all(outcomes):
+    assert_all(outcomes["options"], "PlanMismatch", "the same options")
+
+
+def test_an_object_that_is_missing_is_raised_by_all_before_anything_is_touched(outcomes):
+    assert_all(outcomes["lacking"], "CheckpointIncomplete", "is missing")
+    assert not any(one["touched"] for one in outcomes["lacking"])
+
+
+def test_the_same_processes_load_once_nothing_is_wrong(outcomes):
+    assert [one["error"] for one in outcomes["none"]] == [""] * 3
+    assert all(one["touched"] for one in outcomes["none"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_missed_soon_by_all_others(tmp_path, place):
+    with Ranks(
+        f"{NAME}:scenario",
+        3,
+        tmp_path / "ranks",
+        cases=[{"place": place, "victim": 1, "fault": "kill"}],
+    ) as ranks:
+        ended = ranks.wait(90)
+    assert ended[1].code == -signal.SIGKILL
+    found = [ended[0].value[0], ended[2].value[0]]
+    assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
+    assert all("rank 1" in one["text"] for one in found), found
+    assert max(one["seconds"] for one in found) < 20
+    assert all(one["left"] == [] for one in found)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_given_up_at_the_time_limit(tmp_path, place):
+    with Ranks(
+        f"{NAME}:scenario",
+        3,
+        tmp_path / "ranks",
+        cases=[{"place": place, "victim": 2, "fault": "hang", "timeout": 8.0}],
+    ) as ranks:
+        for rank in (0, 1):
+            ranks.processes[rank].wait(60)
+        found = [ranks._outcome(rank).value[0] for rank in (0, 1)]
+    assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
+    assert max(one["seconds"] for one in found) < 25
+
+
+@pytest.mark.server
+def test_a_bit_that_flips_on_the_way_is_read_again(s3_root, minio, monkeypatch):
+    from planish.checkpoint.slices import SliceReader
+
+    tensors = weights()
+    place = write_checkpoint(f"{s3_root}/run/step-1", tensors, extra=False)
+    rules = [Rule("corrupt", kind="get", path="/data/", at=2)]
+    with HttpProxy(minio.endpoint, rules) as proxy:
+        monkeypatch.setenv("MINIO_ENDPOINT", proxy.endpoint)
+        reader = SliceReader(open_state(place))
+        for spec, array in tensors.items():
+            assert (reader.read(spec).view("u1") == array.view("u1")).all()
+        assert proxy.suffered
+    assert reader.reader.counters.rereads == 1
+
+
+@pytest.mark.server
+def test_replicas_load_from_a_real_server_and_every_byte_leaves_it_once(s3_root, tmp_path):
+    tensors = weights()
+    place = write_checkpoint(f"{s3_root}/run/step-1", tensors, extra=False, num_ranks=2)
+    found = run_ranks(
+        "tests.integration.test_ckpt_load:scenario_load", 3, tmp_path / "ranks",
+        place=place, layouts=["replicated", "columns"],
+    )  # fmt: skip
+    assert found[0]["store"] <= 1.05 * found[0]["unique"]
