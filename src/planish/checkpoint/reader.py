@@ -252,9 +252,10 @@ class BlockReader:
                 f"a range must lie in the {last} bytes of its file, got [{start}, {stop})",
                 file=self.opened.metadata.files.keys[file],
             )
+        if start == stop:
+            return memoryview(b"")
         data = memoryview(bytearray(last - first))
-        if len(data):
-            self.fill(file, first, data)
+        self.fill(file, first, data)
         return data[start - first : stop - first]
 
     def read_file(self, name: str, limit: int = 1 << 30) -> bytes:

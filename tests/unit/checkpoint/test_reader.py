@@ -1,0 +1,200 @@
+"""Ranges of verified blocks, by one process: what is read, how often, and what memory it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.checkpoint.geometry import Box
+from planish.checkpoint.integrity import BLOCK
+from planish.checkpoint.read_pool import RING, Place, Schedule
+from planish.checkpoint.reader import BlockReader, check_objects, open_state
+from planish.checkpoint.slices import Slice, SliceReader
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.checkpoint.tables import TensorSpec
+from planish.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    MissingKeys,
+    StoreUnavailable,
+)
+from tests.unit.checkpoint import damage
+from tests.unit.checkpoint.written import EXTRA, tiny_model, write_checkpoint
+
+MATRIX = TensorSpec("main", "model", "w", "U8", (5, BLOCK))
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    """A tensor of five rows of 1 MiB; its file has a header before them."""
+    values = np.random.default_rng(0).integers(0, 256, MATRIX.shape, dtype=np.uint8)
+    return write_checkpoint(damage.fresh(), {MATRIX: values}, extra=False), values
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 5 * BLOCK), st.integers(0, 5 * BLOCK))
+def test_any_range_is_widened_to_blocks_and_equal(matrix, a, b):
+    place, values = matrix
+    reader = BlockReader(open_state(place))
+    size = reader.opened.metadata.files.sizes[0]
+    start, stop = size - 5 * BLOCK + min(a, b), size - 5 * BLOCK + max(a, b)
+    assert bytes(reader.read(0, start, stop)) == values.tobytes()[min(a, b) : max(a, b)]
+    blocks = -(-stop // BLOCK) - start // BLOCK if stop > start else 0
+    assert reader.counters.num_bytes <= blocks * BLOCK
+    assert reader.counters.requests == (blocks > 0)
+    assert reader.counters.rereads == 0
+
+
+def test_a_range_outside_of_its_file_is_refused(matrix):
+    reader = BlockReader(open_state(matrix[0]))
+    size = reader.opened.metadata.files.sizes[0]
+    for start, stop in ((0, size + 1), (5, 4), (-1, 3)):
+        with pytest.raises(CheckpointCorrupt, match="must lie in"):
+            reader.read(0, start, stop)
+
+
+def test_one_column_is_read_in_requests_that_cost_least(matrix):
+    place, values = matrix
+    reader = SliceReader(open_state(place))
+    found = reader.read(reader.spec("w"), Box((0, 100), (5, 50)))
+    assert np.array_equal(found, values[:, 100:150])
+    # Five runs of 50 bytes a MiB apart: one request for all costs less than five.
+    assert reader.reader.counters.requests == 1
+    found = reader.read(reader.spec("w"), Box((3, 0), (1, 9)))
+    assert np.array_equal(found, values[3:4, :9])
+    assert reader.reader.counters.num_bytes <= 8 * BLOCK
+
+
+def test_many_slices_of_many_tensors_come_in_few_requests():
+    tensors = tiny_model()
+    place = write_checkpoint(damage.fresh(), tensors)
+    reader = SliceReader(open_state(place))
+    slices = [Slice(spec, (Box((0,) * len(spec.shape), spec.shape),)) for spec in tensors]
+    for part, found in zip(slices, reader.read_many(slices), strict=True):
+        assert found.nbytes == part.nbytes
+        assert np.array_equal(found, tensors[part.tensor].reshape(-1))
+    assert reader.reader.counters.requests == 2
+    with pytest.raises(MissingKeys, match=r"must hold `optim\.nothing`"):
+        reader.spec("nothing", kind="optim")
+
+
+def test_small_files_are_read_by_name_and_bounded():
+    reader = BlockReader(open_state(write_checkpoint(damage.fresh(), tiny_model())))
+    for name, content in EXTRA.items():
+        assert reader.read_file(name) == content
+    name, content = next(iter(EXTRA.items()))
+    with pytest.raises(CheckpointCorrupt, match=f"at most 1 bytes, got {len(content)} bytes"):
+        reader.read_file(name, 1)
+    with pytest.raises(CheckpointCorrupt, match="got none"):
+        reader.read_file("data/other.bin")
+
+
+def test_bytes_that_change_on_the_way_are_read_once_more(matrix):
+    place, _ = matrix
+    uri = place.partition("#")[0]
+    opened = open_state(place)
+
+    class Flipping(FaultyStorage):
+        left = 1
+
+        def get_into(self, key, offset, target, *, etag=""):
+            super().get_into(key, offset, target, etag=etag)
+            if self.left:
+                self.left -= 1
+                target[7] ^= 1
+
+    opened.storage = Flipping(open_storage(uri)[0])
+    reader = BlockReader(opened)
+    reader.read(0, 0, 3 * BLOCK)
+    assert (reader.counters.rereads, reader.counters.requests) == (1, 2)
+    opened.storage.left = 2
+    with pytest.raises(CheckpointCorrupt) as caught:
+        reader.read(0, BLOCK, 2 * BLOCK)
+    assert (caught.value.block, caught.value.file) == (1, "data/main.model/00000-0.safetensors")
+    opened.storage.left = 1
+    unchecked = BlockReader(opened, verify=False)
+    unchecked.read(0, 0, BLOCK)
+    assert unchecked.counters.rereads == 0
+
+
+def test_what_is_missing_or_unreachable_is_told():
+    place = write_checkpoint(damage.fresh(), tiny_model())
+    opened = open_state(place)
+    assert check_objects(opened) == []
+    damage.remove(place, "main.model/00000-0.safetensors")
+    damage.truncate(place, "main.optim/00000-0.safetensors", 5)
+    assert [text.split("`")[1] for text in check_objects(opened)] == [
+        "data/main.model/00000-0.safetensors",
+        "data/main.optim/00000-0.safetensors",
+    ]
+    assert len(check_objects(opened, {0})) == 1
+    reader = BlockReader(opened)
+    for row in (0, 1):
+        with pytest.raises(CheckpointIncomplete):
+            reader.read(row, 0, 100)
+    opened.storage = FaultyStorage(opened.storage, lambda number, kind, key: "fail")
+    with pytest.raises(StoreUnavailable):
+        reader.read(0, 0, 100)
+    with pytest.raises(CheckpointNotFound):
+        open_state(damage.fresh())
+
+
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(2, RING))
+def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes, buckets):
+    schedule = Schedule.plan(list(range(len(sizes))), sizes, 100, buckets)
+    turns = [schedule.places[k].round for k in range(len(sizes))]
+    assert turns == sorted(turns)
+    assert schedule.rounds == len(set(turns))
+    assert schedule.ring_bytes <= 100 * min(buckets, schedule.rounds)
+    ends = {}
+    for request, size in enumerate(sizes):
+        turn, base = schedule.places[request]
+        assert base // 100 == turn % buckets
+        assert base + size <= schedule.ring_bytes
+        assert base >= ends.get(turn, 0)
+        ends[turn] = base + size
+    assert Schedule({0: Place(0, 0)}, 1, 5).ring_bytes == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["load", "verify", "diff"])
+def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
+    shape = (16, 1 << 20)
+    count = 6
+    tensors = {
+        TensorSpec("main", "model", f"w{n}", "F32", shape): np.zeros(shape, np.uint32)
+        for n in range(count)
+    }
+    place = write_checkpoint(f"file://{tmp_path}/state", tensors, extra=False)
+    code = {
+        "load": (
+            "import torch\n"
+            "from planish.checkpoint.geometry import whole\n"
+            "from planish.checkpoint.coordination import Control\n"
+            "from planish.checkpoint.load import load_state, open_on_all\n"
+            "from planish.checkpoint.model import Collected, LocalItem\n"
+            "from planish.checkpoint.tables import TensorSpec\n"
+            f"specs = [TensorSpec('main', 'model', f'w{{n}}', 'F32', {shape}) for n in range(6)]\n"
+            f"items = [LocalItem(s, (whole(s.shape),), torch.ones({shape})) for s in specs]\n"
+            "run = lambda: load_state(open_on_all(place, Control.single()), "
+            "{'main': Collected(items)}, Control.single())\n"
+        ),
+        "verify": "from planish.checkpoint.verify import verify\nrun = lambda: verify(place)\n",
+        "diff": "from planish.checkpoint.diff import diff\nrun = lambda: diff(place, place)\n",
+    }[what]
+    code = (
+        f"import resource, json\nplace = {json.dumps(place)}\n{code}"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "run()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) << 10 <= 256 << 20 < count * (64 << 20)
