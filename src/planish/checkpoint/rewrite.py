@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planish.checkpoint import metafile, monitor
+from planish.checkpoint.block_cache import CachedReader
 from planish.checkpoint.commit import Commit, Facts, discard, new_attempt, publish, standing
 from planish.checkpoint.geometry import Box, flat_boxes, shift
 from planish.checkpoint.integrity import DEFAULT
@@ -144,6 +145,7 @@ class _Work:
 
     def __init__(self, opened: Opened, layout: Layout, parts: Parts, roles: tuple[str, ...]):
         self.opened, self.reader = opened, SliceReader(opened, num_threads=1)
+        self.reader.reader = CachedReader(opened)
         tensors = opened.metadata.tensors
         specs = [
             tensors.spec(row)
@@ -273,17 +275,22 @@ def _write(
         FileUpload(join(folder, key), size, key.split("/")[1])
         for key, size in zip(work.keys, work.sizes, strict=True)
     ]
+    # Ranks in turns, state by state: what one needs of a tensor lies where its neighbour's does.
+    order = sorted(range(len(files)), key=lambda row: (files[row].state, row))
     large = [file.key for file in files if is_large(file.size)]
     with journaled(storage, path, attempt, large) as journal:
         results = upload_files(
-            *(storage, files, ReusedMemory(work.fill)),
+            *(storage, [files[row] for row in order]),
+            ReusedMemory(lambda file, *rest: work.fill(order[file], *rest)),
             journal=journal,
             recorder=recorder,
             stop=threading.Event(),
             num_threads=NUM_THREADS,
+            in_turns=True,
         )
         with recorder.stage("meta"):
-            meta = metafile.encode(_metadata(work, results))
+            by_row = dict(zip(order, results, strict=True))
+            meta = metafile.encode(_metadata(work, [by_row[row] for row in sorted(by_row)]))
         source = work.opened.commit
         with recorder.stage("commit"):
             return publish(

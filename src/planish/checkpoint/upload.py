@@ -164,6 +164,7 @@ def upload_files(
     recorder: Recorder,
     stop: threading.Event,
     num_threads: int,
+    in_turns: bool = False,
 ) -> list[FileResult]:
     """Write objects under write-once keys; all of them or an error.
 
@@ -175,6 +176,8 @@ def upload_files(
         recorder: Gets the stages `serialise` (checksums) and `upload` of each file.
         stop: Setting it ends the upload with `Cancelled`.
         num_threads: Requests in flight.
+        in_turns: Write a part of each neighbouring file of one state, then the next part of each,
+            in place of one file after the other.
 
     Raises:
         StoreError: the store refused or did not answer within its retries.
@@ -190,7 +193,8 @@ def upload_files(
         begun = [(s.parts.key, s.parts.upload_id) for s in states if s.parts is not None]
         if begun:
             journal.add(begun)
-        run = _Run(storage, states, source, recorder, stop, _tasks(states))
+        tasks = _turns(states) if in_turns else _tasks(states)
+        run = _Run(storage, states, source, recorder, stop, tasks)
         _work_in_threads(run, min(num_threads, sum(state.left for state in states)))
         if run.error is not None:
             raise run.error
@@ -219,6 +223,20 @@ def _tasks(files: Sequence[_File]) -> Iterator[tuple[int, int, int, int]]:
         step = file.parts.part_bytes if file.parts else max(1, file.upload.size)
         for number, start in enumerate(range(0, max(1, file.upload.size), step), 1):
             yield index, number, start, min(file.upload.size, start + step)
+
+
+def _turns(files: Sequence[_File]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the same tasks, those of neighbouring files of one state by their part numbers."""
+    states = [file.upload.state for file in files]
+    begin = 0
+    for end in range(1, len(files) + 1):
+        if end < len(files) and states[end] == states[begin]:
+            continue
+        found = [
+            (index + begin, n, start, stop) for index, n, start, stop in _tasks(files[begin:end])
+        ]
+        yield from sorted(found, key=lambda task: (task[1], task[0]))
+        begin = end
 
 
 def _work_in_threads(run: _Run, num_threads: int) -> None:
