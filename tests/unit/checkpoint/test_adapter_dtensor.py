@@ -1,0 +1,159 @@
+"""Boxes of DTensors from meshes and placements, against torch's own and against a tiling."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from planish.checkpoint.adapters.base import collect
+from planish.checkpoint.adapters.fsdp2 import _box
+from planish.errors import LayoutMismatch
+
+
+@st.composite
+def sharded(draw):
+    """Return a shape, a mesh, and placements on it."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    placements = tuple(
+        draw(st.one_of(st.just(Replicate()), dims.map(Shard))) for _ in range(len(mesh))
+    )
+    return shape, mesh, placements
+
+
+def covered(shape, mesh, placements):
+    """Return how often the boxes of all coordinates cover each element."""
+    count = np.zeros(shape, int)
+    for coordinate in itertools.product(*map(range, mesh)):
+        box, fault = _box(shape, mesh, coordinate, placements, ())
+        assert fault == ""
+        count[tuple(map(slice, box.offsets, box.ends))] += 1
+    return count
+
+
+@settings(max_examples=300)
+@given(sharded())
+def test_boxes_of_plain_shards_are_those_of_torch_and_tile_the_tensor(case):
+    shape, mesh, placements = case
+    for coordinate in itertools.product(*map(range, mesh)):
+        box, _ = _box(shape, mesh, coordinate, placements, ())
+        local, offset = _compute_local_shape_and_global_offset(
+            shape, mesh, list(coordinate), placements
+        )
+        assert box.lengths == tuple(local)
+        if box.volume:
+            assert box.offsets == tuple(offset)
+    copies = math.prod(n for n, p in zip(mesh, placements, strict=True) if p == Replicate())
+    assert (covered(shape, mesh, placements) == copies).all()
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(1, 3))
+def test_tensor_parallelism_cuts_before_fsdp_whatever_divides(data, tensor, rows, columns):
+    shape, mesh = (rows, columns), (data, tensor)
+    placements = (_StridedShard(0, split_factor=tensor), Shard(0))
+    values = torch.arange(rows * columns).view(shape)
+    for d, t in itertools.product(range(data), range(tensor)):
+        box, fault = _box(shape, mesh, (d, t), placements, ())
+        assert fault == ""
+        outer = values.chunk(tensor)
+        mine = outer[t] if t < len(outer) else values[:0]
+        inner = mine.chunk(data)
+        mine = inner[d] if d < len(inner) else values[:0]
+        assert torch.equal(values[tuple(map(slice, box.offsets, box.ends))], mine)
+    assert (covered(shape, mesh, placements) == 1).all()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_any_order_of_cuts_is_read_from_strides_and_from_an_explicit_order(order):
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+
+    class Mesh:
+        def size(self, dim):
+            return (2, 3, 2)[dim]
+
+    mesh, shape = (2, 3, 2), (24, 5)
+    entry = (ShardOrderEntry(0, order),)
+    placements = DTensorSpec._convert_shard_order_to_StridedShard(entry, (Shard(0),) * 3, Mesh())
+    for coordinate in itertools.product(*map(range, mesh)):
+        values = torch.arange(24)
+        for axis in order:
+            values = values.chunk(mesh[axis])[coordinate[axis]]
+        wanted = (int(values[0]), 0), (len(values), 5)
+        assert tuple(_box(shape, mesh, coordinate, placements, ())[0]) == wanted
+        explicit = _box(shape, mesh, coordinate, (Shard(0),) * 3, tuple(map(tuple, entry)))[0]
+        assert tuple(explicit) == wanted
+
+
+def test_stripes_and_pending_sums_are_no_box():
+    assert (
+        "stripes" in _box((8,), (2, 2), (0, 0), (_StridedShard(0, split_factor=3), Shard(0)), ())[1]
+    )
+    assert "Partial" in _box((8,), (2,), (0,), (Partial(),), ())[1]
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of eight ranks of which only this one exists."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    yield dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def test_dtensors_are_collected_with_their_boxes_and_without_a_copy(mesh):
+    local = torch.arange(6.0).view(2, 3)
+    shape, stride = torch.Size((4, 10)), (10, 1)
+    value = DTensor.from_local(
+        local, mesh, [Shard(0), Shard(1)], shape=shape, stride=stride, run_check=False
+    )
+    (item,) = collect("main", {"model": {"w": value}}, "fsdp2", for_load=False).items
+    # Rank 5 is at (1, 1); 10 columns in 4 parts are 3, 3, 3, 1.
+    assert [tuple(box) for box in item.boxes] == [((2, 3), (2, 3))]
+    assert (item.tensor.shape, item.data.data_ptr()) == ((4, 10), local.data_ptr())
+
+
+def test_a_dtensor_with_pending_sums_is_refused_by_name(mesh):
+    value = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
+    with pytest.raises(LayoutMismatch, match=r"`layer\.w` must be one box .*Partial"):
+        collect("main", {"model": {"layer.w": value}}, "fsdp2", for_load=False)
+
+
+def test_a_local_tensor_of_another_size_than_its_placements_say_is_refused(mesh):
+    value = DTensor.from_local(
+        torch.ones(3, 2), mesh, [Shard(0), Replicate()],
+        shape=torch.Size((4, 2)), stride=(2, 1), run_check=False,
+    )  # fmt: skip
+    with pytest.raises(LayoutMismatch, match=r"local shape of \(3, 2\) where .* \(2, 2\)"):
+        collect("main", {"model": {"w": value}}, "fsdp2", for_load=False)
+
+
+def test_a_rank_outside_the_mesh_holds_nothing(mesh):
+    part = dist.device_mesh.DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=5)
+    value = DTensor.from_local(
+        torch.ones(0), part, [Shard(0)], shape=torch.Size((4,)), stride=(1,), run_check=False
+    )
+    (item,) = collect("main", {"model": {"w": value}}, "fsdp2", for_load=False).items
+    assert item.boxes == ()
+
+
+def test_moments_of_a_dtensor_must_be_dtensors(mesh):
+    value = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()], run_check=False)
+    parameter = torch.nn.Parameter(value)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"exp_avg": torch.zeros(2)}
+    state = {"model": {"w": parameter}, "optimizer": optimizer}
+    with pytest.raises(TypeError, match=r"`w\.exp_avg` must be a DTensor"):
+        collect("main", state, "fsdp2", for_load=False)
