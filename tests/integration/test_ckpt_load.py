@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,3 +141,40 @@ def test_ranks_of_other_machines_get_packed_messages(tmp_path, hosts):
         place=place_of(tmp_path), layouts=["replicated", "columns", "random"], hosts=hosts,
     )  # fmt: skip
     assert found[0]["store"] < 2 * found[0]["unique"]
+
+
+def scenario_again(rank, size, folder, place, times):
+    """Load again and again; returns files, threads and memory in use along the way."""
+    control, seen = Control.join(), []
+    items = [target(spec, (whole(spec.shape),)) for spec in weights()]
+    for _ in range(times):
+        load_state(open_on_all(place, control), {"main": Collected(items)}, control)
+        torch.distributed.barrier()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        seen.append(
+            (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages << 12)
+        )
+    control.close()
+    return seen
+
+
+def test_twenty_loads_in_a_row_keep_no_file_thread_or_memory(tmp_path):
+    found = run_ranks(
+        "tests.integration.test_ckpt_load:scenario_again", 2, tmp_path / "ranks",
+        place=place_of(tmp_path), times=20,
+    )  # fmt: skip
+    for seen in found:
+        files, threads, memory = zip(*seen[4:], strict=True)
+        assert max(files) <= files[0] + 2, files
+        assert max(threads) <= threads[0] + 2, threads
+        assert memory[-1] <= memory[0] + (16 << 20), memory
+
+
+def test_each_rank_reads_for_itself_when_asked_to(tmp_path):
+    found = run_ranks(
+        "tests.integration.test_ckpt_load:scenario_load", 2, tmp_path / "ranks",
+        place=place_of(tmp_path), layouts=["replicated", "random"],
+        options={"redundancy": "off", "max_host_bytes": 80 << 20},
+    )  # fmt: skip
+    assert found[0]["exchanged"] == 0
+    assert found[0]["store"] > 1.05 * found[0]["unique"]
