@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from planish.checkpoint import catalog
+from planish.checkpoint.diff import diff
 from planish.checkpoint.storage import open_storage
+from planish.checkpoint.verify import verify
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from planish.checkpoint.load_records import Loaded
     from planish.checkpoint.model import Collected
+    from planish.checkpoint.reader import Opened
     from planish.checkpoint.save_handle import SaveHandle
     from planish.checkpoint.storage import Storage
     from planish.checkpoint.timings import CheckpointInfo
@@ -28,19 +31,70 @@ if TYPE_CHECKING:
 
 __all__ = [
     "delete",
+    "diff",
+    "export_dcp",
     "export_hf",
     "gc",
+    "import_dcp",
     "info",
     "latest",
     "list_checkpoints",
     "load",
     "retain",
     "save",
+    "verify",
 ]
 
 State = Mapping[str, Any]
 Framework = str | Mapping[str, str]
 """plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
+
+
+class SaveKeywords(TypedDict, total=False):
+    """Further arguments of `save`; equal on all ranks."""
+
+    overwrite: bool
+    """Replace a committed checkpoint at this place (default: refuse)."""
+    plan_cache: bool
+    """Use the plan of an earlier save of the same tensors (default: yes)."""
+    snapshot: Literal["copy", "lazy"]
+    """`copy` (default) copies before the call returns; `lazy` behind forward and backward, held up
+    by the next `optimizer.step()`."""
+    inflight: Literal["wait", "skip", "raise"]
+    """What to do while earlier saves use all staging memory (default: wait)."""
+    timeout_s: float
+    """Limit on the whole save (default: 1,800)."""
+    tags: Mapping[str, str]
+    """Texts for COMMIT."""
+    run_id: str
+    """For COMMIT."""
+    header: Mapping[str, Any]
+    """JSON for the metadata, e.g. layout and parents."""
+    allow_pickle: bool
+    """Store arbitrary objects among the small values (default: refuse)."""
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Further arguments of `load`; equal on all ranks."""
+
+    strict: bool
+    """Refuse tensors that only one side has (default); otherwise they are reported in `facts`."""
+    parts: tuple[str, ...]
+    """Of model, optim, extra and loader (default: all); the bytes of others are never read."""
+    verify: Literal["crc", "none"]
+    """Whether each block is checked against its checksum (default: crc)."""
+    map_fqn: Callable[[str], str] | None
+    """Name in the target to name in the checkpoint."""
+    dtype_policy: Literal["exact", "cast"]
+    """`cast` converts where types differ; the default refuses."""
+    redundancy: Literal["auto", "off"]
+    """`auto` (default) reads bytes that several ranks need once and exchanges them."""
+    max_host_bytes: int
+    """Limit on buffers of one rank, beside the tensors (default: 256 MiB)."""
+    timeout_s: float
+    """Limit on the whole load (default: 1,800)."""
+    allow_pickle: bool
+    """Read small values that were saved with it (default: refuse)."""
 
 
 def save(
@@ -52,16 +106,8 @@ def save(
     step: int = 0,
     role: str | None = None,
     process_group: ProcessGroup | None = None,
-    overwrite: bool = False,
-    plan_cache: bool = True,
-    snapshot: Literal["copy", "lazy"] = "copy",
-    inflight: Literal["wait", "skip", "raise"] = "wait",
-    timeout_s: float = 1800.0,
     storage: Storage | None = None,
-    tags: Mapping[str, str] | None = None,
-    run_id: str = "",
-    header: Mapping[str, Any] | None = None,
-    allow_pickle: bool = False,
+    **options: Unpack[SaveKeywords],
 ) -> SaveHandle:
     """Save the state of all ranks; it becomes visible as a whole or not at all.
 
@@ -73,17 +119,8 @@ def save(
         step: training step, at least 0.
         role: name of the only role; `main` without it.
         process_group: ranks that save; the default group, or this process alone without one.
-        overwrite: replace a committed checkpoint at this place.
-        plan_cache: use the plan of an earlier save of the same tensors.
-        snapshot: `copy` copies before it returns; `lazy` behind forward and backward, held up by
-            the next `optimizer.step()`.
-        inflight: what to do while earlier saves use all staging memory.
-        timeout_s: limit on the whole save.
         storage: in place of the one that the path names.
-        tags: texts for COMMIT.
-        run_id: for COMMIT.
-        header: JSON for the metadata, e.g. layout, parents.
-        allow_pickle: store arbitrary objects among the small values.
+        **options: see `SaveKeywords`.
 
     Returns:
         A handle: `staged()`, `done()`, `result()`, `cancel()`.
@@ -100,27 +137,10 @@ def save(
 
     def gathered() -> dict[str, Collected]:
         found = split_roles(state, framework, role)
-        return {
-            name: collect(name, inner, kind, for_load=False)
-            for name, (inner, kind) in found.items()
-        }
+        return {name: collect(name, *one, for_load=False) for name, one in found.items()}
 
-    options = SaveOptions(
-        path,
-        step=step,
-        overwrite=overwrite,
-        plan_cache=plan_cache,
-        snapshot=snapshot,
-        inflight=inflight,
-        timeout_s=timeout_s,
-        is_async=async_,
-        tags=dict(tags or {}),
-        run_id=run_id,
-        header=dict(header or {}),
-        context=str(framework),
-        allow_pickle=allow_pickle,
-    )
-    return save_state(gathered, options, group=process_group, storage=storage)
+    chosen = SaveOptions(path, step=step, is_async=async_, context=str(framework), **options)
+    return save_state(gathered, chosen, group=process_group, storage=storage)
 
 
 def load(
@@ -128,19 +148,11 @@ def load(
     state: State,
     framework: Framework = "plain",
     *,
-    strict: bool = True,
-    parts: tuple[str, ...] | None = None,
     role: str | None = None,
     process_group: ProcessGroup | None = None,
-    verify: Literal["crc", "none"] = "crc",
-    map_fqn: Callable[[str], str] | None = None,
-    dtype_policy: Literal["exact", "cast"] = "exact",
-    redundancy: Literal["auto", "off"] = "auto",
-    max_host_bytes: int = 256 << 20,
-    timeout_s: float = 1800.0,
     loader_policy: Literal["exact", "restart"] = "exact",
     storage: Storage | None = None,
-    allow_pickle: bool = False,
+    **options: Unpack[LoadKeywords],
 ) -> CheckpointInfo:
     """Fill a state in place from a checkpoint, whatever ranks and framework saved it.
 
@@ -148,19 +160,11 @@ def load(
         path: place of the checkpoint, or its pin `<uri>#sha256=<digest>`.
         state: as for `save`; tensors keep their storages, `extra` gets the restored values.
         framework: how the tensors of `state` are spread over ranks.
-        strict: refuse tensors that only one side has; otherwise they are reported in `facts`.
-        parts: of model, optim, extra and loader; the bytes of others are never read.
         role: name of the only role; `main` without it.
         process_group: ranks that load.
-        verify: whether each block is checked against its checksum.
-        map_fqn: name in the target to name in the checkpoint.
-        dtype_policy: `cast` converts where types differ; the default refuses.
-        redundancy: `auto` reads bytes that several ranks need once and exchanges them.
-        max_host_bytes: limit on buffers of one rank, beside the tensors.
-        timeout_s: limit on the whole load.
         loader_policy: `restart` for data loaders that can not be resharded.
         storage: in place of the one that the path names.
-        allow_pickle: read small values that were saved with it.
+        **options: see `LoadKeywords`.
 
     Returns:
         Which checkpoint it was; `facts` has rng, loader, missing, unexpected and bytes read.
@@ -172,36 +176,36 @@ def load(
         LayoutMismatch: names, shapes or types do not fit; every offender is listed, and no tensor
             has been touched.
     """
-    from planish.checkpoint.adapters.base import collect, split_roles
     from planish.checkpoint.load import load_state, open_on_all
-    from planish.checkpoint.load_records import PARTS, LoadOptions
+    from planish.checkpoint.load_records import LoadOptions
     from planish.checkpoint.save import default_engine
 
+    chosen = LoadOptions(**options)
     control = default_engine(process_group).control
     opened = open_on_all(path, control, storage=storage)
-    options = LoadOptions(
-        strict=strict,
-        parts=PARTS if parts is None else tuple(parts),
-        verify=verify,
-        map_fqn=map_fqn,
-        dtype_policy=dtype_policy,
-        redundancy=redundancy,
-        max_host_bytes=max_host_bytes,
-        timeout_s=timeout_s,
-        allow_pickle=allow_pickle,
-    )
     roles: dict[str, tuple[State, str]] = {}
     collected: dict[str, Collected] = {}
     error: Exception | None = None
     try:
-        roles = split_roles(state, framework, role)
-        for name, (inner, kind) in roles.items():
-            collected[name] = collect(name, inner, kind, for_load=True, metadata=opened.metadata)
+        roles, collected = _destinations(state, framework, role, opened)
     except Exception as caught:
         error = caught
-    control.call(f"collect {opened.pin}", timeout_s).settle(error, "collect")
-    loaded = load_state(opened, collected, control, options)
+    control.call(f"collect {opened.pin}", chosen.timeout_s).settle(error, "collect")
+    loaded = load_state(opened, collected, control, chosen)
     return _applied(roles, collected, loaded, loader_policy)
+
+
+def _destinations(
+    state: State, framework: Framework, role: str | None, opened: Opened
+) -> tuple[dict[str, tuple[State, str]], dict[str, Collected]]:
+    from planish.checkpoint.adapters.base import collect, split_roles
+
+    roles = split_roles(state, framework, role)
+    made: dict[str, Collected] = {
+        name: collect(name, *one, for_load=True, metadata=opened.metadata)
+        for name, one in roles.items()
+    }
+    return roles, made
 
 
 def _applied(
@@ -302,3 +306,17 @@ def export_hf(
         dtype=dtype,
         role=role,
     )
+
+
+def import_dcp(folder: str | Path, path: str, *, step: int = 0) -> CheckpointInfo:
+    """Turn a folder of torch.distributed.checkpoint into a checkpoint, running nothing of it."""
+    from planish.checkpoint import dcp_bridge
+
+    return dcp_bridge.import_dcp(folder, path, step=step)
+
+
+def export_dcp(path: str, folder: str | Path, *, role: str = "main") -> None:
+    """Write a role of a checkpoint as a folder that `torch.distributed.checkpoint.load` reads."""
+    from planish.checkpoint import dcp_bridge
+
+    dcp_bridge.export_dcp(path, folder, role=role)

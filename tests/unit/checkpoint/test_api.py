@@ -1,0 +1,93 @@
+"""The calls that users know, from a save to the last checkpoint's removal."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from planish.checkpoint import api
+from planish.errors import CheckpointExists, CheckpointNotFound, UnexpectedKeys
+
+
+def trained(seed):
+    """A small model with an optimizer that has made two steps."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer, "extra": {"tokens": 7}}
+
+
+def test_a_fresh_model_and_optimizer_become_the_saved_ones(tmp_path):
+    saved = trained(0)
+    api.save(f"{tmp_path}/run/step-2", saved, async_=False, step=2)
+    torch.manual_seed(9)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    fresh = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    addresses = [p.data_ptr() for p in model.parameters()]
+    info = api.load(f"{tmp_path}/run/step-2", fresh)
+    assert (info.step, fresh["extra"]) == (2, {"tokens": 7})
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    mine, theirs = fresh["optimizer"].state_dict(), saved["optimizer"].state_dict()
+    for key, state in theirs["state"].items():
+        assert all(torch.equal(mine["state"][key][name], value) for name, value in state.items())
+    assert all(map(torch.equal, model.parameters(), saved["model"].parameters()))
+
+
+def test_what_is_saved_later_wins_and_nothing_is_replaced_unasked(tmp_path):
+    root = f"{tmp_path}/run"
+    assert api.latest(root) is None
+    for step in (1, 2, 3):
+        api.save(f"{root}/step-{step}", trained(step), async_=False, step=step)
+    assert api.latest(root).commit.step == 3
+    assert [entry.commit.step for entry in api.list_checkpoints(root)] == [1, 2, 3]
+    with pytest.raises(CheckpointExists):
+        api.save(f"{root}/step-3", trained(8), async_=False, step=3)
+    api.save(f"{root}/step-3", trained(8), async_=False, step=3, overwrite=True)
+    assert api.verify(f"{root}/step-3").is_intact
+    assert not api.diff(f"{root}/step-2", f"{root}/step-3").is_equal
+    kept = api.retain(root, keep_last=1)
+    assert [entry.commit.step for entry in api.list_checkpoints(root)] == [3]
+    assert len(kept) == 3
+    api.gc(root, grace_s=0)
+    api.delete(f"{root}/step-3")
+    with pytest.raises(CheckpointNotFound):
+        api.info(f"{root}/step-3")
+
+
+def test_caller_may_change_everything_after_an_asynchronous_save_has_returned(tmp_path):
+    state = trained(0)
+    before = copy.deepcopy(state["model"].state_dict())
+    handle = api.save(f"{tmp_path}/a", state)
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.fill_(-1)
+    handle.result(60)
+    target = trained(1)
+    api.load(f"{tmp_path}/a", target)
+    found = target["model"].state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_parts_and_strictness(tmp_path):
+    api.save(f"{tmp_path}/a", trained(0), async_=False)
+    small = {"model": {"0.weight": torch.zeros(5, 6)}}
+    with pytest.raises(UnexpectedKeys, match=r"1\.bias"):
+        api.load(f"{tmp_path}/a", small, parts=("model",))
+    info = api.load(f"{tmp_path}/a", small, parts=("model",), strict=False)
+    assert len(info.facts["unexpected"]) == 3
+    assert info.facts["unique_bytes_needed"] == 5 * 6 * 4
+
+
+def test_a_checkpoint_goes_to_torch_and_back(tmp_path):
+    api.save(f"{tmp_path}/a", trained(0), async_=False)
+    api.export_dcp(f"{tmp_path}/a", tmp_path / "dcp")
+    api.import_dcp(tmp_path / "dcp", f"{tmp_path}/b")
+    found = api.diff(f"{tmp_path}/a", f"{tmp_path}/b")
+    assert found.num_equal == 16
+    assert found.differing == []
