@@ -18,7 +18,7 @@ def checkpoint(
     policy: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Exported", [("policy_pin", str)]):  # type: ignore[valid-type]
-    """Export the train state as a Hugging Face folder. Reads train-state/1, writes policy/1."""
+    """Export the train state as a Hugging Face folder. Reads train-state/2, writes policy/1."""
     from planish.checkpoint_stage.stage import run
 
     return run(

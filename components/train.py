@@ -20,7 +20,7 @@ def train(
     state: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Trained", [("state_pin", str)]):  # type: ignore[valid-type]
-    """Update the policy on one iteration's rollouts. Writes train-state/1 and update/1."""
+    """Update the policy on one iteration's rollouts. Writes train-state/2 and update/1."""
     from planish.train.stage import run
 
     return run(

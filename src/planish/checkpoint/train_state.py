@@ -7,6 +7,7 @@ and critic are two roles of one checkpoint. What needs no tensors needs no torch
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from planish.errors import (
     CheckpointError,
     CheckpointIncomplete,
     ObjectMissing,
+    StoreError,
     UnexpectedKeys,
 )
 from planish.parallel import SINGLE, Ranks
@@ -26,6 +28,8 @@ from planish.store import open_store
 
 if TYPE_CHECKING:
     from planish.checkpoint.reader import Opened
+
+logger = logging.getLogger(__name__)
 
 STATE_SCHEMA = "train-state/2"
 POLICY, CRITIC = "policy", "critic"
@@ -42,6 +46,9 @@ PARTS: dict[str, tuple[str, str]] = {
 
 State = Mapping[str, Any]
 """Parts of `PARTS` as name -> tensor (whole, or sharded `DTensor`), and `extra` as JSON."""
+
+GARBAGE_SECONDS = 3600.0
+"""Objects of an attempt that was never committed, or was replaced, are kept for so long."""
 
 _DIGEST = "checkpoint_sha256"
 _STEP = re.compile(r"/step-(?P<step>\d{8})/")
@@ -89,8 +96,19 @@ def save(
     manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
     if ranks.is_first:
         store.write(manifest_uri(uri), data)
+        _sweep(uri)
     ranks.barrier()
     return manifest.ref(uri)
+
+
+def _sweep(uri: str) -> None:
+    """Clear away what killed and replaced saves of this state have left; never fails the save."""
+    from planish.checkpoint.api import gc
+
+    try:
+        gc(uri, grace_s=GARBAGE_SECONDS)
+    except (StoreError, CheckpointError) as error:
+        logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)
 
 
 def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) -> dict[str, Any]:
