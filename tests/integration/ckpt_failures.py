@@ -12,199 +12,26 @@ import itertools
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from planish.checkpoint import catalog, save_engine, upload
+from planish.checkpoint import catalog
 from planish.checkpoint.commit import read_commit
 from planish.checkpoint.control_store import started_at
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.load import load_state, open_on_all
-from planish.checkpoint.load_records import LoadOptions
-from planish.checkpoint.loader_state import LoaderShard, LoaderState
-from planish.checkpoint.model import Collected, LocalItem
 from planish.checkpoint.monitor import TIMINGS
 from planish.checkpoint.reader import open_state
-from planish.checkpoint.save import SaveOptions, default_engine
-from planish.checkpoint.storage import base, open_storage
-from planish.checkpoint.tables import TensorSpec
-from tests.integration.ckpt_forks import Forks, get_ready, write_json
+from planish.checkpoint.storage import open_storage
+from tests.integration.ckpt_forks import Forks, write_json
 from tests.integration.ckpt_ranks import wait_for
+from tests.integration.ckpt_seeds import COLUMNS, load_seed
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.servers.minio_files import objects, open_uploads
 from tests.servers.run_minio import Minio
 
-HERE = "tests.integration.ckpt_failures"
-COLUMNS = 350_000
-"""The matrix of 8 rows makes 5.6 MB on each of two ranks: two parts of at least 5 MiB."""
-PART_BYTES = 5 << 20
-"""The least that the server takes for a part that is not the last."""
-
-
-def shapes(columns):
-    """(kind, name) -> shape, and the axis along which ranks share it (-1: each has a replica)."""
-    return {
-        ("model", "matrix"): ((8, columns), 0),
-        ("model", "bias"): ((33,), -1),
-        ("optim", "matrix.exp_avg"): ((64, 10), 0),
-        ("optim", "matrix.step"): ((), -1),
-    }
-
-
-def values(shape, seed):
-    """Elements whose bits are all others for another seed, and no two of which are equal."""
-    count = int(np.prod(shape, dtype=np.int64))
-    bits = np.arange(count, dtype=np.int32) + np.int32(seed << 20)
-    return bits.view(np.float32).reshape(shape)
-
-
-def items_of(rank, size, seed, columns=COLUMNS):
-    """Return what a rank holds of the state of a seed; -1: room for it, zeros."""
-    items = []
-    for (kind, name), (shape, axis) in shapes(columns).items():
-        spec = TensorSpec("main", kind, name, "F32", shape)
-        data, box = values(shape, seed) if seed >= 0 else np.zeros(shape, np.float32), whole(shape)
-        if axis == 0:
-            low, high = rank * shape[0] // size, (rank + 1) * shape[0] // size
-            box = Box((low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]))
-            data = data[low:high]
-        items.append(LocalItem(spec, (box,), torch.from_numpy(np.array(data))))
-    return items
-
-
-def state_of(rank, size, seed, columns=COLUMNS):
-    """Return the state of a seed with everything a checkpoint can have an object for."""
-    shard = LoaderShard(rank, 0, buffer=[f"sample {seed}"], cursor={"web": seed})
-    return {
-        "main": Collected(
-            items_of(rank, size, seed, columns),
-            shared={"extra": {"seed": seed}},
-            own={"random": {"seed": seed, "rank": rank}},
-            loader=LoaderState({"seed": seed}, [shard], dp_rank=rank, dp_size=size),
-        )
-    }
-
-
-def seed_held(items):
-    """Return the seed that every bit of the items is of; AssertionError for a mix."""
-    first, (box,) = items[0].data.numpy(), items[0].boxes
-    skipped = box.offsets[0] * items[0].tensor.shape[1]
-    seed = (int(first.reshape(-1)[:1].view(np.int32)[0]) - skipped) >> 20
-    for item in items:
-        (box,) = item.boxes
-        place = tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
-        wanted = np.ascontiguousarray(values(item.tensor.shape, seed)[place])
-        assert item.data.numpy().tobytes() == wanted.tobytes(), (item.tensor.fqn, seed)
-    return seed
-
-
-def load_seed(place, control=None, *, storage=None, timeout_s=60.0):
-    """Load a checkpoint with the engine, check every bit, and return the seed that it is of."""
-    control = control or Control.single()
-    rank, size = control.rank, control.size
-    opened = open_on_all(place, control, storage=storage, timeout_s=timeout_s)
-    matrix = opened.metadata.tensor_ids["main", "model", "matrix"]
-    items = items_of(rank, size, -1, opened.metadata.tensors.spec(matrix).shape[1])
-    wanted = Collected(items, loader=LoaderState(dp_rank=rank, dp_size=size))
-    loaded = load_state(opened, {"main": wanted}, control, LoadOptions(timeout_s=timeout_s))
-    seed = seed_held(items)
-    assert loaded.shared["main"] == {"extra": {"seed": seed}}
-    assert loaded.own["main"]["random"] == {"seed": seed, "rank": rank}
-    found = loaded.loader["main"]
-    assert found.common["seed"] == seed
-    assert all(shard.cursor == {"web": seed} for shard in found.shards)
-    return seed
-
-
-def tune(processes):
-    """Make a small state take the path of a large one."""
-    if processes:
-        save_engine.INLINE_BYTES = 0
-    else:
-        upload.SINGLE_PUT_BYTES = 1 << 20
-        base.PART_BYTES = PART_BYTES
-
-
-def save_once(rank, size, folder, uri, seed, *, processes=False, columns=COLUMNS, **options):
-    """Save the state of a seed once the test says so; returns how it ended."""
-    tune(processes)
-    engine = default_engine()
-    if processes:
-        engine.warmup(1 << 20)
-    get_ready(folder, rank, uploader=engine.uploader.pid)
-    options = {"timeout_s": 40.0, "step": seed, **options}
-    return how(lambda: saved(engine, rank, size, uri, seed, columns, options))
-
-
-def saved(engine, rank, size, uri, seed, columns, options):
-    """Save and wait for the end; returns the attempt."""
-    state = state_of(rank, size, seed, columns)
-    handle = engine.save(state, SaveOptions(uri, **options))
-    for item in state["main"].items:
-        item.data.fill_(-1.0)
-    return handle.result(60).attempt
-
-
-def save_dying(rank, size, folder, uri, seed, *, victim, stage):
-    """Save as `save_once`, but be killed between requests."""
-    tune(False)
-    engine = default_engine()
-    dies = victim in ("all", ["coordinator", "worker"][rank])
-
-    def die(here):
-        if dies and here == stage:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return True
-
-    def roles():
-        die("plan")
-        return state_of(rank, size, seed)
-
-    def committed(storage, path):
-        write_json(Path(folder) / "committed", [])
-        die("committed")
-        if victim != "coordinator" and stage == "committed":
-            time.sleep(0.3)
-
-    def wait_to_die():
-        wait_for((Path(folder) / "committed").exists, 30.0, "the commit")
-        die("committed")
-
-    get_ready(folder, rank)
-    if rank == 1 and stage == "committed":
-        threading.Thread(target=wait_to_die, daemon=True).start()
-    options = SaveOptions(uri, step=seed, timeout_s=40.0, snapshot="lazy")
-    return how(
-        lambda: engine.save(
-            roles, options, after_commit=committed, is_written_in_step=lambda _: die("stage")
-        ).result(60).attempt
-    )  # fmt: skip
-
-
-def load_once(rank, size, folder, place, *, timeout_s=30.0):
-    """Load once the test says so; returns how it ended."""
-    control = Control.join()
-    get_ready(folder, rank)
-    return how(lambda: load_seed(place, control, timeout_s=timeout_s))
-
-
-def how(act):
-    """Return ["done", what `act` returned] or [kind of its error, text, file or ""], seconds."""
-    began = time.monotonic()
-    try:
-        found = ["done", act(), ""]
-    except Exception as error:
-        found = [type(error).__name__, str(error), getattr(error, "file", "")]
-    return [*found, time.monotonic() - began]
+SCENARIOS = "tests.integration.ckpt_seeds"
 
 
 class Site:
@@ -227,7 +54,7 @@ class Site:
     def start(self, scenario="save_once", size=2, *, direct=False, **arguments):
         """Start ranks and wait until they are ready; returns them and what they told."""
         ranks = self.forks.start(
-            f"{HERE}:{scenario}",
+            f"{SCENARIOS}:{scenario}",
             size,
             self.folder,
             environment=self.server.environment if direct else self.environment,
@@ -242,6 +69,21 @@ class Site:
         pids = [one["uploader"] for one in told if one.get("uploader")]
         wait_for(lambda: not any(map(started_at, pids)), 30.0, "the end of the uploaders")
         return outcomes
+
+    def pace(self, ranks, number, rules=(), **environment):
+        """Have ranks do their next thing under rules of the proxy; returns how it ended on each."""
+        self.proxy.log.clear()
+        self.proxy.rules = list(rules)
+        write_json(ranks.folder / f"step-{number}.json", environment)
+        paths = [ranks.folder / f"ended-{rank}-{number}.json" for rank in range(len(ranks.pids))]
+
+        def all_ended():
+            return all(path.exists() for path in paths) or not ranks.running()
+
+        wait_for(all_ended, 60.0, "the end of a step")
+        self.proxy.rules = []
+        assert all(path.exists() for path in paths), ranks.logs()
+        return [json.loads(path.read_text()) for path in paths]
 
     def save(self, name, seed, size=2, **arguments):
         """Save by new ranks without a proxy; fails unless every rank has."""

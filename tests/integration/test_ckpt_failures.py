@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.ckpt_failures import check_left, kill_at, load_seed
+from tests.integration.ckpt_failures import check_left, kill_at
+from tests.integration.ckpt_seeds import load_seed
 from tests.servers.http_proxy import Rule
 
 pytestmark = pytest.mark.server
