@@ -102,15 +102,22 @@ def encode_columns(columns: Columns) -> bytes:
     return pack(_MAGIC, _VERSION, head | {"context": columns.context}, packed)
 
 
-def decode_columns(data: bytes) -> Columns:
+def decode_columns(data: bytes, known: dict[bytes, TensorTable] | None = None) -> Columns:
     """Read what `encode_columns` wrote.
+
+    Args:
+        data: The columns of one rank.
+        known: Tables by their bytes, which this call may use and add to: ranks that hold the same
+            tensors then share one table.
 
     Raises:
         PlanMismatch: the bytes are not columns of this version.
     """
     try:
         head, columns = unpack(data, _MAGIC, _VERSION)
-        table = read_table(head, columns)
+        known = {} if known is None else known
+        key = _table_key(head, columns)
+        table = known.get(key) or known.setdefault(key, read_table(head, columns))
         rows = signed(column_of(columns, "item.tensor"))
         counts = signed(column_of(columns, "item.boxes", len(rows)))
         if len(rows) and int(rows.max()) >= len(table):
@@ -135,6 +142,15 @@ def decode_columns(data: bytes) -> Columns:
             f"the columns of a rank: {fault}; all ranks must run one version of this program"
         ) from fault
     return Columns(table, rows, starts, boxes["offset"], boxes["length"], context)
+
+
+def _table_key(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> bytes:
+    """Return bytes that are equal only for equal tables."""
+    parts = [repr([head.get(f"{name}s") for name in ("role", "kind", "dtype")]).encode()]
+    for name, column in columns.items():
+        if name.startswith("tensor."):
+            parts += [f"|{name}:{column.itemsize}x{len(column)}|".encode(), column.tobytes()]
+    return b"".join(parts)
 
 
 def signature(columns: Columns) -> bytes:

@@ -24,6 +24,7 @@ from planish.checkpoint.control_store import pack, unpack
 from planish.checkpoint.coordination import Control
 from planish.checkpoint.model import Collected, Columns, LocalItem
 from planish.checkpoint.plan.cache import PlanCache, plan_key
+from planish.checkpoint.plan.gather import decode_all
 from planish.checkpoint.plan.records import GlobalPlan, RankPlan
 from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
 from planish.checkpoint.save_options import SaveOptions
@@ -251,7 +252,7 @@ class Planner:
         whole, replies = None, None
         if gathered is not None:
             try:
-                columns = [Columns.decode(part) for part in gathered]
+                columns = decode_all(gathered)
                 whole = plan_save(columns, split_bytes=self._split_bytes, hosts=call.hosts)
                 replies = [b"P" + whole.wire(rank) for rank in range(call.size)]
             except Exception as error:

@@ -9,12 +9,13 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (global plan of a save).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from planish.checkpoint.columns_codec import decode_columns
 from planish.checkpoint.geometry import I64, MAX_ELEMENTS, Box, volumes
 from planish.checkpoint.model import Columns
 from planish.checkpoint.plan.ordering import before, fresh, ranges, run_sums, strides_of
@@ -51,6 +52,10 @@ class Gathered:
         return f"{boxes} on rank {self.rank[row]}"
 
 
+_TABLES = 64
+"""Tables of tensors that are kept to be found again."""
+
+
 class Replicas(NamedTuple):
     """Items grouped by what they hold, ascending by place."""
 
@@ -67,6 +72,19 @@ def told_box(offsets: I64, lengths: I64, dims: int) -> str:
     box = Box(tuple(offsets[:dims].tolist()), tuple(lengths[:dims].tolist()))
     sides = zip(box.offsets, box.ends, strict=True)
     return f"[{', '.join(f'{low}:{high}' for low, high in sides)}]"
+
+
+def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
+    """Decode the columns of one rank after the other; ranks with equal tensors share a table.
+
+    Raises:
+        PlanMismatch: the bytes are not columns of this version.
+    """
+    known: dict[bytes, TensorTable] = {}
+    for wire in wires:
+        if len(known) > _TABLES:
+            known.clear()
+        yield decode_columns(wire, known)
 
 
 def gather(columns: Iterable[Columns]) -> tuple[Gathered, int]:
@@ -127,6 +145,7 @@ class _Names:
         self._seen: dict[tuple[str, str, str], int] = {}
         self._dtype: list[str] = []
         self._codes: dict[str, int] = {}
+        self._last: dict[int, tuple[TensorTable, I64, I64]] = {}
         self._rows: list[I64] = []
         self._dtypes: list[I64] = []
         self._dims: list[I64] = []
@@ -134,6 +153,19 @@ class _Names:
 
     def add(self, table: TensorTable) -> I64:
         """Return the number of each tensor of one rank, in order of first appearance."""
+        if id(table) not in self._last:
+            if len(self._last) > _TABLES:
+                self._last.clear()
+            self._last[id(table)] = (table, *self._number(table))
+        _, rows, codes = self._last[id(table)]
+        self._rows.append(rows)
+        self._dtypes.append(codes)
+        self._dims.append(table.dims)
+        self._shapes.append(table.shapes)
+        return rows
+
+    def _number(self, table: TensorTable) -> tuple[I64, I64]:
+        """Return the numbers of a table's tensors and of their types."""
         keys, seen = table.ids, self._seen
         rows = list(map(seen.get, keys))
         if None in rows:
@@ -145,11 +177,7 @@ class _Names:
         for dtype in set(table.dtypes).difference(self._codes):
             self._codes[dtype] = len(self._codes)
         codes = list(map(self._codes.__getitem__, table.dtypes))
-        self._rows.append(np.array(rows, np.int64))
-        self._dtypes.append(np.array(codes, np.int64))
-        self._dims.append(table.dims)
-        self._shapes.append(table.shapes)
-        return self._rows[-1]
+        return np.array(rows, np.int64), np.array(codes, np.int64)
 
     def table(self) -> tuple[TensorTable, I64]:
         """Return all tensors sorted by name, and the row of each number.

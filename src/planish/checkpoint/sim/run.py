@@ -14,6 +14,7 @@ from planish.checkpoint import metafile
 from planish.checkpoint.integrity import BLOCK
 from planish.checkpoint.model import Columns, Metadata
 from planish.checkpoint.plan.cache import PlanCache, plan_key
+from planish.checkpoint.plan.gather import decode_all
 from planish.checkpoint.plan.load import match
 from planish.checkpoint.plan.lookup import ShardIndex
 from planish.checkpoint.plan.records import GlobalPlan, RankPlan
@@ -131,10 +132,13 @@ def _plan(
 
     def decoded() -> Iterator[Columns]:
         nonlocal items, boxes
-        for wire in wires:
+        one_by_one = decode_all(wires)
+        while True:
             watch.lap("gather")
-            columns = Columns.decode(wire)
+            columns = next(one_by_one, None)
             watch.lap("decode")
+            if columns is None:
+                return
             items += len(columns.item_tensor)
             boxes += len(columns.offsets)
             yield columns
@@ -155,7 +159,7 @@ def _plan(
 def _cached(layout: Layout, wires: Sequence[bytes], plan: GlobalPlan, watch: Watch) -> None:
     """Look an earlier plan up as the coordinator does once it has all signatures."""
     cache: PlanCache[GlobalPlan] = PlanCache()
-    signatures = [Columns.decode(wire).signature() for wire in wires]
+    signatures = [columns.signature() for columns in decode_all(wires)]
     key = plan_key(signatures, split_bytes=SPLIT_BYTES, hosts=layout.hosts)
     cache.put(key, plan)
 
@@ -184,7 +188,7 @@ def _load(
     watch.timed("match_one_rank", lambda: match(metadata, first, index=index))
     reads = watch.timed(
         "match_all_ranks",
-        lambda: [match(metadata, Columns.decode(wire), index=index) for wire in wires],
+        lambda: [match(metadata, columns, index=index) for columns in decode_all(wires)],
     )
     shared = watch.timed("share", lambda: share_reads(metadata, reads, hosts=layout.hosts))
     watch.timed("assemble_one_rank", lambda: shared.rank(metadata, 0, reads[0]))
