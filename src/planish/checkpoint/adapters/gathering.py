@@ -94,6 +94,10 @@ class Stored:
         return found
 
 
+_spec = functools.lru_cache(maxsize=1 << 18)(TensorSpec)
+# Saves of one state describe the same tensors again and again; equal by identity, too.
+
+
 class Gathering:
     """Collects one role's state; `result` is what the adapter returns."""
 
@@ -125,12 +129,12 @@ class Gathering:
             data = self._lazy(fqn, data)
         elif self.for_load and is_expanded(data):
             data = self._scratch(fqn, data)
-        spec = TensorSpec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
+        spec = _spec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
         self.result.items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
 
     def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a further place for a stored tensor that is also loaded elsewhere."""
-        spec = TensorSpec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
+        spec = _spec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
         self.result.items.append(LocalItem(spec, placed.boxes, placed.data))
 
     def after(self, finish: Finish) -> None:

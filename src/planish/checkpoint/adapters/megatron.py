@@ -229,7 +229,7 @@ def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tens
     """Return the part of a box inside the stored shape, and what lies outside."""
     kept, outside = placed.data, []
     if not placed.boxes:
-        return replace(placed, shape=stored), []
+        return placed._replace(shape=stored), []
     box = placed.boxes[0]
     inside = intersect(box, whole(stored))
     if inside is None:

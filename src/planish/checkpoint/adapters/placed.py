@@ -7,8 +7,7 @@ specification into boxes).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from torch import Tensor
 from planish.checkpoint.geometry import Box, whole
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A local value as boxes of a whole tensor.
 
     Example:
