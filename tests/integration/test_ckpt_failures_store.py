@@ -95,6 +95,7 @@ def test_loads_outlive_whatever_passes_and_find_what_does_not(site):
     site.finish(ranks)
 
 
+@pytest.mark.slow
 def test_a_black_hole_fails_the_save_within_its_time_and_the_next_succeeds(site):
     site.save("step-1", 1)
     steps = [("step-2", 2, {"timeout_s": 4.0}), ("step-2", 3, {})]

@@ -1,0 +1,153 @@
+"""Jobs of real ranks that meet: at one path, over a pause, with readers, with the collection."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from planish.checkpoint import catalog
+from planish.errors import CheckpointIncomplete, CheckpointNotFound
+from tests.integration.ckpt_ranks import wait_for
+from tests.integration.ckpt_seeds import load_seed
+from tests.servers.http_proxy import Rule
+
+pytestmark = pytest.mark.server
+
+
+def kinds_of(outcomes):
+    return [one.value[0] for one in outcomes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_jobs_that_save_one_path_at_once_one_wins_on_all_its_ranks(site, overwrite):
+    held = 1
+    if overwrite:
+        site.save("step-1", 1)
+    for seed in (2, 4, 6):
+        if not overwrite and seed > 2:
+            site.remove("step-1")
+        # Both have seen what stands there before either commits.
+        site.proxy.rules = [Rule("delay", kind="create", path="COMMIT$", times=2, seconds=0.6)]
+        jobs = [
+            site.start(uri=site.path("step-1"), seed=seed + n, overwrite=overwrite)
+            for n in range(2)
+        ]
+        for ranks, _ in jobs:
+            ranks.go()
+        ends = [kinds_of(site.finish(*job)) for job in jobs]
+        assert sorted(ends) == [["CheckpointExists"] * 2, ["done"] * 2], ends
+        held = seed + ends.index(["done"] * 2)
+        assert site.visible() == {"step-1": held}
+        site.gc()
+        assert site.visible() == {"step-1": held}
+        site.check_disk()
+
+
+PAUSES = [
+    Rule("stop", kind="create", path="/data/"),
+    Rule("stop", kind="part", at=3),
+    Rule("stop", kind="complete", path="/data/", at=2),
+    Rule("stop", kind="put", path="global.bin$"),
+    Rule("stop", kind="list"),
+    Rule("stop", kind="create", path="COMMIT$"),
+]
+
+
+@pytest.mark.parametrize("pause", PAUSES, ids=lambda rule: f"{rule.kind}-{rule.path[-7:]}")
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_a_paused_job_that_resumes_after_another_has_committed_changes_nothing(
+    site, pause, is_collected
+):
+    site.save("step-1", 1)
+    ranks, told = site.start(uri=site.path("step-1"), seed=2, overwrite=True)
+    rule = Rule("stop", kind=pause.kind, path=pause.path, at=pause.at, pid=ranks.group)
+    site.proxy.rules = [rule]
+    ranks.go()
+    wait_for(site.proxy.suffered, 20.0, "the pause")
+    site.save("step-1", 3, overwrite=True)
+    if is_collected:
+        site.gc()
+    os.kill(ranks.group, signal.SIGCONT)
+    ends = kinds_of(site.finish(ranks, told))
+    assert ends[0] == ends[1], ends
+    # Cleared away while it slept, the paused job may find that out before it meets the other.
+    allowed = ("CheckpointExists", "SaveFailed", "CheckpointIncomplete")
+    assert ends[0] in (allowed if is_collected else allowed[:1]), ends
+    assert site.visible() == {"step-1": 3}
+    site.gc()
+    assert site.visible() == {"step-1": 3}
+    site.check_disk()
+
+
+@pytest.mark.slow
+def test_readers_beside_a_writer_that_overwrites_see_one_whole_save(site):
+    site.save("step-1", 1)
+    steps = [("step-1", seed, {"overwrite": True}) for seed in range(2, 9)]
+    writers, told = site.start("train", root=f"{site.uri}/run", steps=steps, direct=True)
+    readers, _ = site.start("read", places=[site.path("step-1")] * 12, direct=True)
+    readers.go()
+    writers.go()
+    collecting = threading.Event()
+
+    def collect():
+        while not collecting.is_set():
+            site.gc(grace_s=3600.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        collected = pool.submit(collect)
+        found = [one.value for one in readers.wait(90.0)]
+        saved = [one.value for one in site.finish(writers, told)]
+        collecting.set()
+        collected.result(timeout=30)
+    assert [end[0] for ends in saved for end in ends] == ["done"] * 14
+    seeds = [end[1] for end in found[0]]
+    assert [end[0] for ends in found for end in ends] == ["done"] * 24, found
+    # Both ranks of a load see the same save, and later loads never an earlier one.
+    assert seeds == [end[1] for end in found[1]]
+    assert seeds == sorted(seeds)
+    assert len(set(seeds)) > 1
+    site.gc()
+    assert site.visible() == {"step-1": 8}
+    site.check_disk()
+
+
+@pytest.mark.slow
+def test_retention_and_collection_beside_a_job_leave_it_its_newest(site):
+    steps = [(f"step-{seed}", seed, {}) for seed in range(1, 13)]
+    writers, told = site.start("train", root=f"{site.uri}/run", steps=steps, direct=True)
+    ended, seeds = threading.Event(), []
+
+    def clean():
+        while not ended.is_set():
+            catalog.retain(site.storage, "run", keep_last=2)
+            site.gc(grace_s=3600.0)
+
+    def look():
+        while not ended.is_set():
+            newest = catalog.latest(site.storage, "run")
+            try:
+                seeds.append(load_seed(newest.uri) if newest else 0)
+            except (CheckpointIncomplete, CheckpointNotFound):
+                # Two newer ones were saved during the load.
+                assert catalog.latest(site.storage, "run").step > newest.step
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(act) for act in (clean, look)]
+        try:
+            outcomes = site.finish(writers, told, timeout=90.0)
+        finally:
+            ended.set()
+        for other in others:
+            other.result(timeout=60)
+    assert [end[0] for one in outcomes for end in one.value] == ["done"] * 24
+    assert seeds == sorted(seeds)
+    assert max(seeds) > 2
+    catalog.retain(site.storage, "run", keep_last=2)
+    site.gc()
+    assert site.visible() == {"step-11": 11, "step-12": 12}
+    site.check_disk()
