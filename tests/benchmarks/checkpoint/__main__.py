@@ -41,6 +41,7 @@ from tests.benchmarks.checkpoint.schedule import PHASES, Phase
 from tests.benchmarks.checkpoint.table import HEADINGS, Table, figures
 from tests.benchmarks.checkpoint.workloads import ABOUT
 from tests.benchmarks.facts import write_result
+from tests.servers.run_minio import REPOSITORY
 
 MODULE = "tests.benchmarks.checkpoint"
 
@@ -103,6 +104,13 @@ def report(console: Console, phases: dict[str, Any]) -> Table:
     return table
 
 
+def minio_version() -> str:
+    """Return the version of the server's Go module; the binary does not know it."""
+    lines = (REPOSITORY / "tests" / "servers" / "minio" / "go.mod").read_text("utf-8").splitlines()
+    found = [line.split()[1] for line in lines if "github.com/minio/minio v" in line]
+    return found[0] if found else ""
+
+
 def write(options: argparse.Namespace, phases: dict[str, Any], load: list[float]) -> Path:
     """Write what has been measured so far."""
     table = Table(phases)
@@ -113,6 +121,7 @@ def write(options: argparse.Namespace, phases: dict[str, Any], load: list[float]
             "scale": options.scale,
             "load_average": load,
             "page_cache": "kept",
+            "minio_server": minio_version(),
             "workloads": ABOUT,
             "table": [dataclasses.asdict(row) for row in table.rows()],
             "summaries": table.summaries,

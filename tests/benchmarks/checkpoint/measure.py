@@ -57,6 +57,13 @@ class Bench:
             )
         return self._groups[key]
 
+    def environments(self) -> dict[str, dict[str, str]]:
+        """Return the versions in every environment whose ranks run, by the name of its folder."""
+        found = {}
+        for key, group in self._groups.items():
+            found[Path(key[0]).parents[1].name] = group.about[0]["versions"]
+        return found
+
     def drop_groups(self, keep: Phase | None = None, *, failed: Group | None = None) -> None:
         """End the groups that a phase has no use for, or one that failed."""
         for key, group in list(self._groups.items()):
@@ -251,6 +258,7 @@ def run_phase(bench: Bench, phase: Phase, deadline: float) -> Iterator[dict[str,
         for system in rotated(systems, number):
             one_turn(bench, phase, system, number, found)
         systems = [system for system in systems if system not in found["failed"]]
+        found["environments"] = bench.environments()
         yield found
 
 

@@ -10,6 +10,7 @@ a second, half of both cores.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,15 @@ class Loop:
         return time.perf_counter() - started
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of what this environment has of the systems."""
+    found = {}
+    for name in ("torch", "s3torchconnector", "s3fs", "bytecheckpoint", "minio"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def memory() -> dict[str, int]:
     """Return this process's resident, peak and shared bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -122,7 +133,8 @@ class Rank:
 
     def describe(self) -> dict[str, Any]:
         held = sum(piece.data.nbytes for piece in self.state.pieces)
-        return {"unique_bytes": self.state.unique_bytes, "held_bytes": held, **memory()}
+        found = {"unique_bytes": self.state.unique_bytes, "held_bytes": held}
+        return {**found, "versions": versions(), **memory()}
 
     def save(self, system: str, path: str, steps_before: int, steps: bool) -> dict[str, Any]:
         """Run a few steps, the step that saves, and steps until the save is durable."""
