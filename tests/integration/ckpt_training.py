@@ -1,0 +1,130 @@
+"""What ranks do in the tests of training that goes on: failing saves, other plans, many saves."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+
+import numpy as np
+import torch
+
+from planish.checkpoint.geometry import Box, whole
+from planish.checkpoint.model import Collected, LocalItem
+from planish.checkpoint.save import SaveOptions, close_engines
+from planish.checkpoint.tables import TensorSpec
+from tests.integration.ckpt_seeds import how, saved, started, state_of, values
+
+TYPES = {"F32": np.float32, "I64": np.int64}
+PLANS = [
+    {},
+    {},
+    {"a": ("F32", (12, 6))},
+    {"new": ("F32", (5,))},
+    {"b": None},
+    {"a": ("I64", (8, 6))},
+    {"last": ("F32", (3,))},
+    {"last": ("F32", (4,))},
+    {"last": ("I64", (4,))},
+    {},
+]
+"""Changes to the tensors of each save; `last` is on the last rank only."""
+TENSORS = {"a": ("F32", (8, 6)), "b": ("F32", (7,)), "c": ("F32", ())}
+
+
+def tensors_of(number):
+    """Return name -> array of the save of that number."""
+    specs = {name: spec for name, spec in (TENSORS | PLANS[number]).items() if spec is not None}
+    return {
+        name: values(shape, number + 1).astype(TYPES[dtype])
+        for name, (dtype, shape) in specs.items()
+    }
+
+
+def replan(rank, size, folder, root):
+    """Save once per plan; returns which saves used a plan again."""
+    engine, hits = started(folder, rank, False), []
+    for number in range(len(PLANS)):
+        items = []
+        for name, array in tensors_of(number).items():
+            dtype = {np.float32: "F32", np.int64: "I64"}[array.dtype.type]
+            spec, box = TensorSpec("main", "model", name, dtype, array.shape), whole(array.shape)
+            if name == "last" and rank != size - 1:
+                continue
+            if name == "a":
+                low, high = (array.shape[0] * r // size for r in (rank, rank + 1))
+                box, array = Box((low, 0), (high - low, array.shape[1])), array[low:high]
+            items.append(LocalItem(spec, (box,), torch.from_numpy(np.array(array))))
+        before = engine.planner.hits
+        options = SaveOptions(f"{root}/step-{number}", step=number)
+        engine.save({"main": Collected(items)}, options).result(60)
+        hits.append(engine.planner.hits - before)
+    return hits
+
+
+def cancel(rank, size, folder, uri, seed):
+    """Cancel a save on rank 1, then save again; returns how both ended."""
+    engine = started(folder, rank, False)
+    handle = engine.save(state_of(rank, size, seed), SaveOptions(uri, step=seed, timeout_s=40.0))
+    if rank == 1:
+        handle.cancel()
+    ends = [how(lambda: handle.result(60).attempt)]
+    return [*ends, how(lambda: saved(engine, f"{uri}-again", seed))]
+
+
+def differ(rank, size, folder, uri):
+    """Fail in ways of the ranks' own making, with a good save after each; returns all ends."""
+    engine = started(folder, rank, False)
+
+    def explode():
+        raise TypeError("`extra.loss` must be a number, got a function")
+
+    def bad_state():
+        good = state_of(rank, size, 1)
+        engine.save(explode if rank == 1 else good, SaveOptions(uri, timeout_s=20.0)).result(60)
+
+    ends = []
+    for number, act in enumerate(
+        [
+            bad_state,
+            lambda: saved(engine, uri, 1, options={"step": rank, "timeout_s": 20.0}),
+            lambda: saved(engine, f"{uri}-0", 1, options={"timeout_s": 20.0}),
+        ]
+    ):
+        ends += [how(act), how(lambda: saved(engine, f"{uri}-{number}", number + 1))]  # noqa: B023
+    return ends
+
+
+def many(rank, size, folder, uri, count, processes):
+    """Save `count` times; returns what this rank holds after a quarter and at the end."""
+    engine, held = started(folder, rank, processes), []
+    for number in range(1, count + 1):
+        saved(engine, uri, number, columns=100, options={"overwrite": number > 1})
+        if number in (count // 4, count):
+            held.append(holdings())
+    close_engines()
+    return [*held, holdings()]
+
+
+def holdings():
+    """Return open files, threads, shared memory in bytes and resident memory in MB."""
+    with open("/proc/self/smaps_rollup") as file:
+        facts = dict(line.split(":") for line in file if ":" in line)
+    shared = sum(
+        int(line.split()[0].split("-")[1], 16) - int(line.split()[0].split("-")[0], 16)
+        for line in open("/proc/self/maps")  # noqa: SIM115
+        if "memfd" in line or "/dev/shm" in line
+    )
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "shared": shared,
+        "memory": int(facts["Rss"].split()[0]) // 1024,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "children": len(children()),
+    }
+
+
+def children():
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().split()
