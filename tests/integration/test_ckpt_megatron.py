@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planish.checkpoint.save import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_memory as memory
 from tests.integration.ckpt_layouts import bits, fill_moments
@@ -53,15 +54,16 @@ def scenario_matrix(rank, size, folder):
     model, optimizer = reference(layouts[0])
     wanted = [bits(layout.use().cut(named(model, optimizer))) for layout in layouts]
     layouts[0].use()
-    first = memory.save({"model": model, "optimizer": optimizer}, "megatron")
+    first = f"file://{folder}/first"
+    engine.save(first, {"model": model, "optimizer": optimizer}, "megatron")
     built = [build(layout, seed=2, **OPTIONS) for layout in layouts]
     states = [{"model": model, "optimizer": optimizer_of(model)} for model in built]
     compared = 0
 
-    def load(saved, index):
+    def load(place, index):
         layouts[index].use()
         poisoned(*states[index].values())
-        memory.load(saved, states[index], "megatron")
+        engine.load(place, states[index], "megatron")
         found = bits(named(*states[index].values()))
         assert set(found) == set(wanted[index])
         assert [n for n in found if found[n] != wanted[index][n]] == [], (rank, DEGREES[index])
@@ -72,9 +74,10 @@ def scenario_matrix(rank, size, folder):
     for source, layout in enumerate(layouts):
         load(first, source)
         layout.use()
-        saved = memory.save(states[source], "megatron")
+        engine.save(f"file://{folder}/{source}", states[source], "megatron")
         for target in range(len(layouts)):
-            compared += load(saved, target)
+            compared += load(f"file://{folder}/{source}", target)
+    close_engines()
     return compared
 
 

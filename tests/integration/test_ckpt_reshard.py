@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from planish.checkpoint.save import close_engines
+from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_layouts as layouts
-from tests.integration import ckpt_memory as memory
 from tests.integration.ckpt_ranks import run_ranks
 
 NUM_RANKS = 6
@@ -23,43 +26,44 @@ def reference():
 
 def scenario_matrix(rank, size, folder):
     """Save under every layout what was loaded under every other; returns what was compared."""
-    groups = layouts.meshes()
+    meshes, groups = layouts.meshes(), engine.groups()
     expected, state = reference()
-    first = memory.save(state, "plain", members=[0])
-    first.shared = memory.decode_extra(memory.encode_extra(first.shared))
+    first = f"file://{folder}/first"
+    if rank == 0:
+        engine.save(first, state, "plain", group=groups[1])
+    dist.barrier()
     snapshots, compared, names = {}, 0, list(layouts.LAYOUTS)
-    for source in names:
-        built = None
-        if rank in layouts.members(source):
-            built = load(source, groups, first, rank)
+    for name in names:
+        if rank in layouts.members(name):
+            built = load(name, meshes, groups, first)
             found, wanted = map(layouts.bits, built.compared(expected))
-            assert set(found) == set(expected), set(found) ^ set(expected)
-            assert [n for n in found if found[n] != wanted[n]] == [], source
-            snapshots[source] = layouts.bits(built.local())
-    for source in names:
-        built = load(source, groups, first, rank) if rank in layouts.members(source) else None
-        saved = memory.save(
-            built and built.state, built and built.framework, members=layouts.members(source)
-        )
-        for target in names:
-            if rank in layouts.members(target):
-                found = layouts.bits(load(target, groups, saved, rank).local())
-                wanted = snapshots[target]
-                assert [n for n in wanted if found[n] != wanted[n]] == [], (source, target)
-                compared += len(wanted)
-        dist.barrier()
+            assert set(found) == set(wanted), set(found) ^ set(wanted)
+            assert [n for n in found if found[n] != wanted[n]] == [], name
+            snapshots[name] = layouts.bits(built.local())
+            group = groups[len(layouts.members(name))]
+            engine.save(f"file://{folder}/{name}", built.state, built.framework, group=group)
+    dist.barrier()
+    for source, target in itertools.product(names, names):
+        if rank in layouts.members(target):
+            found = layouts.bits(load(target, meshes, groups, f"file://{folder}/{source}").local())
+            wanted = snapshots[target]
+            assert [n for n in wanted if found[n] != wanted[n]] == [], (source, target)
+            compared += len(wanted)
+    close_engines()
     return {"compared": compared, "pairs": len(names) ** 2}
 
 
-def load(name, groups, saved, rank):
+def load(name, meshes, groups, place):
     """Build a layout with other values and load it."""
-    built = layouts.build(name, groups.get(name), seed=0)
-    memory.load(saved, built.state, built.framework, rank=rank)
+    built = layouts.build(name, meshes.get(name), seed=0)
+    group = groups[len(layouts.members(name))]
+    _, loaded = engine.load(place, built.state, built.framework, group=group)
     built.finish()
+    assert (loaded.missing, loaded.unexpected) == ((), ())
     optimizer = built.state["optimizer"]
     groups_of = optimizer["param_groups"] if isinstance(optimizer, dict) else optimizer.param_groups
-    for group in groups_of:
-        assert (group["lr"], tuple(group["betas"])) == (0.125, (0.8, 0.95))
+    for options in groups_of:
+        assert (options["lr"], tuple(options["betas"])) == (0.125, (0.8, 0.95))
     return built
 
 
