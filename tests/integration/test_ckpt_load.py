@@ -122,7 +122,7 @@ def place_of(tmp_path, **changes):
 def test_a_replicated_load_reads_every_byte_once_and_balanced(tmp_path):
     place = place_of(tmp_path, num_ranks=4)
     found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks",
+        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks", timeout=300.0,
         place=place, layouts=["replicated"],
     )  # fmt: skip
     total, unique = found[0]["store"], found[0]["unique"]
@@ -137,7 +137,7 @@ def test_a_replicated_load_reads_every_byte_once_and_balanced(tmp_path):
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 2, 3]])
 def test_ranks_of_other_machines_get_packed_messages(tmp_path, hosts):
     found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks",
+        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks", timeout=300.0,
         place=place_of(tmp_path), layouts=["replicated", "columns", "random"], hosts=hosts,
     )  # fmt: skip
     assert found[0]["store"] < 2 * found[0]["unique"]
@@ -160,7 +160,7 @@ def scenario_again(rank, size, folder, place, times):
 
 def test_twenty_loads_in_a_row_keep_no_file_thread_or_memory(tmp_path):
     found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_again", 2, tmp_path / "ranks",
+        "tests.integration.test_ckpt_load:scenario_again", 2, tmp_path / "ranks", timeout=300.0,
         place=place_of(tmp_path), times=20,
     )  # fmt: skip
     for seen in found:
@@ -172,7 +172,7 @@ def test_twenty_loads_in_a_row_keep_no_file_thread_or_memory(tmp_path):
 
 def test_each_rank_reads_for_itself_when_asked_to(tmp_path):
     found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 2, tmp_path / "ranks",
+        "tests.integration.test_ckpt_load:scenario_load", 2, tmp_path / "ranks", timeout=300.0,
         place=place_of(tmp_path), layouts=["replicated", "random"],
         options={"redundancy": "off", "max_host_bytes": 80 << 20},
     )  # fmt: skip

@@ -87,7 +87,9 @@ def outcomes(tmp_path_factory):
         "lacking": {"place": lacking},
         "none": {"place": whole},
     }
-    found = run_ranks(f"{NAME}:scenario", 3, folder / "ranks", cases=list(cases.values()))
+    found = run_ranks(
+        f"{NAME}:scenario", 3, folder / "ranks", timeout=300.0, cases=list(cases.values())
+    )
     return {case: [one[n] for one in found] for n, case in enumerate(cases)}
 
 
@@ -101,7 +103,7 @@ def assert_all(found, error, text):
     assert all(text in one["text"] for one in found), found
     assert all(one["left"] == [] for one in found)
     assert all(one["modified"] or not one["touched"] for one in found)
-    assert max(one["seconds"] for one in found) < 20
+    assert max(one["seconds"] for one in found) < 45
 
 
 def test_a_store_that_fails_for_one_rank_is_raised_by_all(outcomes):
@@ -141,12 +143,12 @@ def test_a_rank_that_is_killed_is_missed_soon_by_all_others(tmp_path, place):
         tmp_path / "ranks",
         cases=[{"place": place, "victim": 1, "fault": "kill"}],
     ) as ranks:
-        ended = ranks.wait(90)
+        ended = ranks.wait(240)
     assert ended[1].code == -signal.SIGKILL
     found = [ended[0].value[0], ended[2].value[0]]
     assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
     assert all("rank 1" in one["text"] for one in found), found
-    assert max(one["seconds"] for one in found) < 20
+    assert max(one["seconds"] for one in found) < 45
     assert all(one["left"] == [] for one in found)
 
 
@@ -159,10 +161,10 @@ def test_a_rank_that_hangs_is_given_up_at_the_time_limit(tmp_path, place):
         cases=[{"place": place, "victim": 2, "fault": "hang", "timeout": 8.0}],
     ) as ranks:
         for rank in (0, 1):
-            ranks.processes[rank].wait(60)
+            ranks.processes[rank].wait(240)
         found = [ranks._outcome(rank).value[0] for rank in (0, 1)]
     assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
-    assert max(one["seconds"] for one in found) < 25
+    assert max(one["seconds"] for one in found) < 45
 
 
 @pytest.mark.server
@@ -186,7 +188,7 @@ def test_replicas_load_from_a_real_server_and_every_byte_leaves_it_once(s3_root,
     tensors = weights()
     place = write_checkpoint(f"{s3_root}/run/step-1", tensors, extra=False, num_ranks=2)
     found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 3, tmp_path / "ranks",
+        "tests.integration.test_ckpt_load:scenario_load", 3, tmp_path / "ranks", timeout=300.0,
         place=place, layouts=["replicated", "columns"],
     )  # fmt: skip
     assert found[0]["store"] <= 1.05 * found[0]["unique"]

@@ -15,7 +15,7 @@ import datetime
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,18 @@ class Stopped(Exception):
     """Another rank of the exchange has failed, and says itself why."""
 
 
+@contextlib.contextmanager
+def _peers() -> Iterator[None]:
+    """Tell what gloo says of members that are gone or late."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(
+            f"every rank must stay until the load ends, but gloo reports {error!s:.200}; look at "
+            "the ranks that have not reported an error"
+        ) from error
+
+
 class Mesh:
     """The gloo group of the ranks that exchange bytes in one load.
 
@@ -64,7 +76,8 @@ class Mesh:
         number = torch.tensor([value])
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MAX)
-        self._group.allreduce([number], options).wait()
+        with _peers():
+            self._group.allreduce([number], options).wait()
         return int(number.item())
 
     def swap(
@@ -72,13 +85,14 @@ class Mesh:
     ) -> None:
         """Send to one member while receiving from another; None for nothing."""
         works = []
-        if received is not None and len(received):
-            target = torch.from_numpy(received)
-            works.append(self._group.recv([target], self.place[source], tag))
-        if sent is not None and len(sent):
-            works.append(self._group.send([torch.from_numpy(sent)], self.place[peer], tag))
-        for work in works:
-            work.wait()
+        with _peers():
+            if received is not None and len(received):
+                target = torch.from_numpy(received)
+                works.append(self._group.recv([target], self.place[source], tag))
+            if sent is not None and len(sent):
+                works.append(self._group.send([torch.from_numpy(sent)], self.place[peer], tag))
+            for work in works:
+                work.wait()
 
     def steps(self) -> list[tuple[int, int]]:
         """Return (peer to send to, peer to receive from) of each step, the same order for all."""
@@ -187,11 +201,6 @@ class Exchange:
                 pool.open_rounds(turn + self.schedule.buckets)
                 self._copy_near(turn, pool, targets, recorder)
                 self._swap_far(turn, pool, targets, recorder)
-        except RuntimeError as error:
-            raise PeerLost(
-                f"every rank must stay until the load ends, but gloo reports {error!s:.200}; "
-                "look at the ranks that have not reported an error"
-            ) from error
         finally:
             self.mesh.close()
 

@@ -88,7 +88,8 @@ def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptio
         spec = item.tensor
         if spec.kind not in options.parts:
             continue
-        source = replace(spec, fqn=_mapped(spec, options))
+        fqn = _mapped(spec, options)
+        source = spec if fqn == spec.fqn else replace(spec, fqn=fqn)
         row = ids.get((source.role, source.kind, source.fqn))
         if row is None:
             _note_missing(fit, spec, source)
