@@ -1,0 +1,145 @@
+"""Several models in one checkpoint, each under its own framework; wrapped modules; loaders."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from planish.checkpoint import api
+from planish.checkpoint.adapters.streams import RandomStreams
+from planish.checkpoint.prompt_state import PromptState
+from planish.checkpoint.save import close_engines
+from planish.errors import LayoutMismatch
+from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
+from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.megatron_model import Layout, build
+
+FRAMEWORK = {"actor": "megatron", "critic": "fsdp2"}
+
+
+def actor(layout, seed):
+    model = build(layout, seed)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=seed)}
+
+
+def critic(size, seed):
+    model = Zoo(seed)
+    if size > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("dp",))
+        fully_shard(model, mesh=mesh)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=seed)}
+
+
+def scenario_roles(rank, size, folder):
+    """Save an actor of tp=2 with a critic of FSDP2 and load them under other layouts."""
+    wide, deep = Layout(2, 1), Layout(1, 4)
+    whole = build(Layout(1, 1), seed=1)
+    wanted = bits(deep.use().cut(dict(whole.named_parameters())))
+    single = critic(1, seed=3)
+    fill_moments(single["optimizer"], seed=2)
+    state = {"actor": actor(wide, 1), "critic": critic(size, 3)}
+    for parameter, source in zip(
+        state["critic"]["model"].parameters(), single["model"].parameters(), strict=True
+    ):
+        moments = single["optimizer"].state[source]
+        mesh, placements = parameter.device_mesh, parameter.placements
+        state["critic"]["optimizer"].state[parameter] = {
+            "step": moments["step"],
+            **{
+                key: torch.distributed.tensor.distribute_tensor(moments[key], mesh, placements)
+                for key in ("exp_avg", "exp_avg_sq")
+            },
+        }
+    state["critic"]["extra"] = {"kl": 0.25}
+    place = [("slot", {"ordinal": rank, "drawn": 0})]
+    cursor = {"next": 9, "pending": []}
+    prompts = PromptState(rank, size, cursor, slots=[group for _, group in place])
+    state["actor"]["dataloader"] = prompts
+    state["actor"]["random"] = RandomStreams(5, 1, {"dp": rank}, {"dp": size})
+    wide.use()
+    api.save(f"file://{folder}/both", state, FRAMEWORK, async_=False, step=1).result(120)
+    expected = float(torch.rand(()))
+
+    target = {"actor": actor(deep, 8), "critic": critic(1, 9)}
+    target["critic"]["extra"] = {}
+    target["actor"]["dataloader"] = PromptState(rank, size)
+    target["actor"]["random"] = RandomStreams(5, 1, {"dp": rank}, {"dp": size})
+    deep.use()
+    info = api.load(f"file://{folder}/both", target, {"actor": "megatron", "critic": "ddp"})
+    assert bits(dict(target["actor"]["model"].named_parameters())) == wanted
+    found, source = named(*pair(target["critic"])), named(*pair(single))
+    assert bits(found) == bits(source)
+    assert target["critic"]["extra"] == {"kl": 0.25}
+    assert [g["ordinal"] for g in target["actor"]["dataloader"].slots] == [rank]
+    assert (info.facts["rng"], info.facts["loader"]) == ("exact", "exact")
+    assert float(torch.rand(())) == expected
+    close_engines()
+    return sorted(info.roles)
+
+
+def pair(state):
+    return state["model"], state["optimizer"]
+
+
+@pytest.mark.slow
+def test_roles_of_two_frameworks_commit_and_load_together(tmp_path):
+    run = "tests.integration.test_ckpt_reshard_roles:scenario_roles"
+    assert run_ranks(run, 4, tmp_path, timeout=300) == [["actor", "critic"]] * 4
+
+
+def blocks(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 3), nn.GELU()), nn.Linear(3, 2)
+    )
+
+
+def wrapped(mesh, seed):
+    """Activation checkpointing inside torch.compile inside FSDP2."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+
+    model = blocks(seed)
+    model[1] = torch.compile(checkpoint_wrapper(model[1]), backend="eager")
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def scenario_wrapped(rank, size, folder):
+    mesh = DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("dp",))
+    model, source = wrapped(mesh, seed=1), blocks(seed=1)
+    api.save(f"file://{folder}/a", {"model": model}, "fsdp2", async_=False).result(120)
+    plain = blocks(seed=2)
+    api.load(f"file://{folder}/a", {"model": plain}, "ddp")
+    assert bits(dict(plain.named_parameters())) == bits(dict(source.named_parameters()))
+    api.save(f"file://{folder}/b", {"model": plain}, "ddp", async_=False).result(120)
+    again = wrapped(mesh, seed=3)
+    api.load(f"file://{folder}/b", {"model": again}, "fsdp2")
+    assert bits(dict(again.named_parameters())) == bits(dict(model.named_parameters()))
+    errors = []
+    if rank == 0:
+        plain = nn.Sequential(plain)  # Other names on one rank: no rank may go on.
+    try:
+        api.load(f"file://{folder}/b", {"model": plain}, "ddp", timeout_s=60)
+    except LayoutMismatch as error:
+        errors.append(type(error).__name__)
+    dist.barrier()
+    close_engines()
+    return errors
+
+
+@pytest.mark.slow
+def test_wrapped_modules_have_the_names_of_plain_ones(tmp_path):
+    run = "tests.integration.test_ckpt_reshard_roles:scenario_wrapped"
+    found = run_ranks(run, 3, tmp_path, timeout=300)
+    assert {json.dumps(errors) for errors in found} == {json.dumps(found[0])}
+    assert found[0][0] in ("MissingKeys", "UnexpectedKeys", "LayoutMismatch")
+    assert not dist.is_initialized()
