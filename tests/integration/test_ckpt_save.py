@@ -60,7 +60,9 @@ def test_every_way_of_saving_writes_the_same_state(store_root, tmp_path, size):
         ("big-waiting", BIG, {"is_async": False}),
         ("big-lazy", BIG, {"snapshot": "lazy"}),
     ]
-    pins = run_ranks(f"{HERE}:save_all", size, tmp_path / "ranks", root=store_root, kinds=kinds)
+    pins = run_ranks(
+        f"{HERE}:save_all", size, tmp_path / "ranks", root=store_root, kinds=kinds, timeout=300
+    )
     assert all(found == pins[0] for found in pins)
     small, small_waiting, *bigs = pins[0]
     # Equal states have equal identities, whichever way they took.

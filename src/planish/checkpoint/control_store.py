@@ -125,11 +125,20 @@ class Line:
         # The mark keeps an empty message from being taken for none.
         self._call("set", key, b"+" + data)
 
-    def take(self, key: str, scope: str, peer: int, deadline: float) -> bytes:
+    def take(
+        self, key: str, scope: str, peer: int, deadline: float, watched: Mapping[int, str]
+    ) -> bytes:
         """Wait for a message, fetch it and remove it from the store.
 
+        Args:
+            key: Of the message.
+            scope: Of the operation; its abort ends the wait.
+            peer: Who sends it.
+            deadline: By `time.monotonic`.
+            watched: Ranks whose end ends the wait too, unless their message has come.
+
         Raises:
-            TooLate: nothing came in time, or the process of `peer` has ended.
+            TooLate: nothing came in time, or a process has ended; `args[0]` is the rank.
         """
         started = time.monotonic()
         looked = started
@@ -138,16 +147,25 @@ class Line:
             if now - looked > LIVENESS_SECONDS:
                 looked = now
                 self.raise_abort(scope)
-                if not self._lives(peer) and not self._call("check", [key]):
-                    raise TooLate(f"but its process {self.peers[peer].pid} has ended")
+                for rank, message in {**watched, peer: key}.items():
+                    self.watch(rank, message)
             if now > deadline:
                 self.raise_abort(scope)
-                raise TooLate(f"but has not within {now - started:.1f} s")
+                raise TooLate(peer, f"but has not within {now - started:.1f} s")
             # Short at first, because planning is in the way of training.
             time.sleep(min(0.02, max(0.0001, (now - started) / 10)))
         data: bytes = self._call("get", key)
         self._call("delete_key", key)
         return data[1:]
+
+    def watch(self, rank: int, key: str = "") -> None:
+        """See that a rank of this machine lives, or has left its message.
+
+        Raises:
+            TooLate: neither.
+        """
+        if not self._lives(rank) and not (key and self._call("check", [key])):
+            raise TooLate(rank, f"but its process {self.peers[rank].pid} has ended")
 
     def abort(self, scope: str, data: bytes) -> None:
         """Leave the error that ends an operation, unless there is one."""

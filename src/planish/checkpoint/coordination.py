@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from planish.checkpoint import control_errors
@@ -86,7 +86,10 @@ class Control:
         machines = list(dict.fromkeys(peer.machine for peer in peers))
         hosts = [machines.index(peer.machine) for peer in peers]
         address = "127.0.0.1" if hosts[rank] == 0 else peers[0].address
-        return cls(Line(address, server, peers, rank), rank, plan_tree(hosts))
+        line = Line(address, server, peers, rank)
+        # Now, because to connect to a rank that has ended meanwhile takes the whole limit.
+        line.twin()
+        return cls(line, rank, plan_tree(hosts))
 
     def call(
         self, subject: str, timeout_s: float, *, missing: type[Exception] = PlanMismatch
@@ -129,8 +132,9 @@ class Control:
             return [data]
         name = self._name(tag)
         found = {self.rank: data}
-        for child in self.tree.children[self.rank]:
-            found |= unpack(self._take(f"{name}/{child}", child, 0.0))
+        waiting = {child: f"{name}/{child}" for child in self.tree.children[self.rank]}
+        for child in list(waiting):
+            found |= unpack(self._take(waiting.pop(child), child, 0.0, waiting))
         if self.rank:
             self._line.put(f"{name}/{self.rank}", pack(found))
             return None
@@ -211,7 +215,7 @@ class Control:
         try:
             for child in self.tree.children[self.rank]:
                 with contextlib.suppress(TooLate):
-                    self._line.take(f"{self._scope}/{tag}/{child}", "quiet", child, deadline)
+                    self._line.take(f"{self._scope}/{tag}/{child}", "quiet", child, deadline, {})
             if self.rank:
                 self._line.put(f"{self._scope}/{tag}/{self.rank}", b"")
         except PeerLost:
@@ -223,9 +227,18 @@ class Control:
             self._line.abort(self._scope, control_errors.encode({self.rank: error}))
 
     def check(self) -> None:
-        """Raise the error of a rank that has aborted this operation, if one has."""
-        if self._line is not None:
-            self._line.raise_abort(self._scope)
+        """Raise if this operation has been aborted, or if a rank next to this one has ended."""
+        line = self._line
+        if line is None:
+            return
+        line.raise_abort(self._scope)
+        above = [self.tree.parents[self.rank]] if self.rank else []
+        near = (*above, *self.tree.children[self.rank])
+        try:
+            for rank in near:
+                line.watch(rank)
+        except TooLate as late:
+            raise self._missed(line, late, "its part") from None
 
     def rendezvous(self) -> TCPStore:
         """Return a connection to the store, for a group of the same ranks to meet in."""
@@ -242,22 +255,27 @@ class Control:
         number = next(self._uses.setdefault(tag, itertools.count()))
         return f"{self._scope}/{tag}#{number}"
 
-    def _take(self, key: str, peer: int, grace: float) -> bytes:
+    def _take(
+        self, key: str, peer: int, grace: float, watched: Mapping[int, str] | None = None
+    ) -> bytes:
         line = self._line
         assert line is not None
         try:
-            return line.take(key, self._scope, peer, self._deadline + grace)
+            return line.take(key, self._scope, peer, self._deadline + grace, watched or {})
         except TooLate as late:
-            stage = line.stage_of(peer)
-            below = [peer, *sorted(self.tree.below(peer) - {peer})] if grace == 0 else [peer]
-            text = (
-                f"rank {peer} must answer in `{self._subject}`, {late}; its last stage was "
-                f"`{stage}`: every rank must take part with the same arguments "
-                f"(waiting for {key.split('/')[1]} of ranks {below[:16]})"
-            )
-            error = self._missing(text)
-            if isinstance(error, SaveFailed):
-                error.per_rank[peer] = text
-            line.abort(self._scope, control_errors.encode({peer: error}))
-            line.forget(self._scope, self._subject)
-            raise error from None
+            raise self._missed(line, late, key.split("/")[1]) from None
+
+    def _missed(self, line: Line, late: TooLate, what: str) -> Exception:
+        """Give the operation up for all, because of a rank that does not answer."""
+        rank, why = late.args
+        text = (
+            f"rank {rank} must answer in `{self._subject}`, {why}; its last stage was "
+            f"`{line.stage_of(rank)}`: every rank must take part with the same arguments "
+            f"(rank {self.rank} waits for {what})"
+        )
+        error = self._missing(text)
+        if isinstance(error, SaveFailed):
+            error.per_rank[rank] = text
+        line.abort(self._scope, control_errors.encode({rank: error}))
+        line.forget(self._scope, self._subject)
+        return error

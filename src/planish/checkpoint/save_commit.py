@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,21 @@ class Pending:
             raise self.failure
         self.call.check()
 
+    def let_go(self) -> None:
+        """Give staging memory back, and keep nothing of the state alive."""
+        self.release()
+        # These refer back to this object; tensors would live until the garbage collector comes.
+        self.upload, self.give_up, self.release = UploadResult, _nothing, _nothing
+        self.handle._cancel = _nothing
+        self.agreed.items, self.agreed.small, self.after_commit = [], [], None
+
     def cancel(self) -> None:
         """Give the save up on all ranks."""
         self.failure = self.failure or SaveFailed("the save was cancelled")
+
+
+def _nothing() -> None:
+    return None
 
 
 def finish(save: Pending) -> None:
@@ -92,12 +105,15 @@ def finish(save: Pending) -> None:
     try:
         done = _run(save)
     except BaseException as error:
-        _settle(save)
+        # A store that does not answer must not keep the error from the caller.
+        settling = threading.Thread(target=_settle, args=(save,), name="settle", daemon=True)
+        settling.start()
+        settling.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
         monitor.publish_failure("save", error)
         save.handle._fail(error)
         return
     finally:
-        save.release()
+        save.let_go()
     with recorder.stage("barrier"):
         save.call.leave_together("end", LEAVE_SECONDS)
     timeline = recorder.timeline()
@@ -144,13 +160,21 @@ def _upload(save: Pending) -> UploadResult:
         call.note(f"uploaded for {save.options.uri}")
         return result
     except BaseException as error:
+        reason = _blame(call, error)
         save.give_up()
-        # Others may have failed first; then theirs is the reason.
-        call.check()
-        reason = _reason(call.rank, error)
-        with contextlib.suppress(PeerLost):
-            call.abort(reason)
         raise reason from error
+
+
+def _blame(call: Control, error: BaseException) -> Exception:
+    """Return why the save ends, and tell the others; who failed first is the reason."""
+    try:
+        call.check()
+    except Exception as found:
+        return found
+    reason = _reason(call.rank, error)
+    with contextlib.suppress(PeerLost):
+        call.abort(reason)
+    return reason
 
 
 def _reason(rank: int, error: BaseException) -> Exception:

@@ -138,18 +138,18 @@ class ThreadUploader:
     def wait(self, number: int, deadline: float, check: Callable[[], None]) -> UploadResult:
         """Return what came of a job, calling `check` several times a second.
 
+        After an error the job goes on until `give_up`.
+
         Raises:
             SaveFailed: it took longer than until `deadline` (`time.monotonic`).
         """
         job = self._jobs[number]
-        try:
-            while job.thread.is_alive():
-                job.thread.join(0.2)
-                check()
-                if time.monotonic() > deadline:
-                    raise SaveFailed("the upload must end within `timeout_s`, but has not")
-        finally:
-            self.give_up(number)
+        while job.thread.is_alive():
+            job.thread.join(0.2)
+            check()
+            if time.monotonic() > deadline:
+                raise SaveFailed("the upload must end within `timeout_s`, but has not")
+        del self._jobs[number]
         if job.error is not None:
             raise job.error
         assert job.result is not None

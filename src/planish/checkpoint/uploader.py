@@ -132,21 +132,19 @@ class ProcessUploader:
     def wait(self, number: int, deadline: float, check: Callable[[], None]) -> UploadResult:
         """Return what came of a job, calling `check` several times a second.
 
+        After an error the job goes on until `give_up`.
+
         Raises:
             SaveFailed: the process ended, or `deadline` (`time.monotonic`) passed.
             Cancelled: the job was cancelled.
         """
-        try:
-            while number not in self._answers:
-                check()
-                if time.monotonic() > deadline:
-                    raise SaveFailed(
-                        "the upload must end within `timeout_s`, but has not; is the store slow?"
-                    )
-                self._receive(number)
-        except BaseException:
-            self.give_up(number)
-            raise
+        while number not in self._answers:
+            check()
+            if time.monotonic() > deadline:
+                raise SaveFailed(
+                    "the upload must end within `timeout_s`, but has not; is the store slow?"
+                )
+            self._receive(number)
         answer = self._answers.pop(number)
         self._jobs.pop(number, None)
         if "cancelled" in answer:

@@ -196,4 +196,4 @@ def test_the_end_of_the_store_is_an_error_that_says_so():
     line = Line("127.0.0.1", None, [here_at(server.port)] * 2, 1)
     del server
     with pytest.raises(PeerLost, match="rank 0 must keep its store open"):
-        line.take("1/x", "1", 0, time.monotonic() + 5)
+        line.take("1/x", "1", 0, time.monotonic() + 5, {})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 
 import numpy as np
 import psutil
@@ -196,6 +198,21 @@ def test_the_uploading_process_serves_large_states_and_is_replaced_when_killed(e
         engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/{number}")).result(60)
         assert_holds(f"{file_root}/{number}", **BIG)
     assert engine.uploader.pid not in (0, first)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["waiting", "copy", "lazy"])
+def test_a_save_that_has_ended_keeps_no_tensor_alive(engine, root, options):
+    gc.collect()
+    gc.disable()
+    try:
+        state = state_of(0, 1, **BIG)
+        seen = [weakref.ref(item.data) for item in state["main"].items]
+        handle = engine.save(state, SaveOptions(f"{root}/x", **options))
+        handle.result(30)
+        del state
+        assert [ref() for ref in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
 
 
 def test_a_closed_engine_has_given_everything_back(file_root):

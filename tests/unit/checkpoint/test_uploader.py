@@ -136,6 +136,7 @@ def test_a_job_over_its_time_fails_and_so_does_one_whose_save_was_given_up(uploa
     uploader.submit(job, filled(4096))
     with pytest.raises(SaveFailed, match="within `timeout_s`"):
         uploader.wait(6, time.monotonic() + 0.1, lambda: None)
+    uploader.give_up(6)
 
     def given_up():
         raise SaveFailed("rank 1: disk full")
@@ -144,6 +145,8 @@ def test_a_job_over_its_time_fails_and_so_does_one_whose_save_was_given_up(uploa
     uploader.submit(job, filled(4096))
     with pytest.raises(SaveFailed, match="disk full"):
         uploader.wait(7, time.monotonic() + 30, given_up)
+    uploader.give_up(7)
+    uploader.give_up(7)
 
 
 def test_an_error_of_the_store_comes_back_with_its_kind(uploader, tmp_path):
@@ -180,7 +183,7 @@ def test_buffers_given_back_are_unmapped_there_too(uploader, file_root):
 
 def test_the_process_is_polite_and_light(uploader):
     process = psutil.Process(uploader.pid)
-    assert process.nice() == 5
+    assert process.nice() == min(19, os.nice(0) + 5)
     assert not any("torch" in m.path for m in process.memory_maps())
     os.kill(uploader.pid, signal.SIGTERM)
     os.kill(uploader.pid, signal.SIGINT)
