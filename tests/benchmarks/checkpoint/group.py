@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -51,6 +53,7 @@ class Group:
                     stderr=log.with_suffix(f".{rank}").open("w"),
                     text=True,
                     cwd=REPOSITORY,
+                    start_new_session=True,
                     env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )
             )
@@ -117,14 +120,13 @@ class Group:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._ranks:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(timeout=30)
+        self.kill()
 
     def kill(self) -> None:
-        """End the ranks at once."""
+        """End the ranks at once, with what they have started and left behind."""
         for process in self._ranks:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)
