@@ -88,7 +88,7 @@ def test_objects_come_back_and_empty_ones_are_not_stored(mapping):
         }
 
     source = state({"amax": torch.ones(2), "n": 3}, io.BytesIO(b"raw"))
-    target = state(None, None)
+    target = state(None, None) | {"note": 0}
     saved = memory.save({"model": source}, "megatron")
     assert sorted(key[1:] for key in saved.tensors) == [
         *(("extra", "extra/shard_0_2"), ("extra", "extra/shard_1_2")),
@@ -97,6 +97,7 @@ def test_objects_come_back_and_empty_ones_are_not_stored(mapping):
     assert target["a"].data["amax"].tolist() == [1.0, 1.0]
     assert target["a"].data["n"] == 3
     assert target["b"].data.getvalue() == b"raw"
+    assert target["note"] == 7
     other = {"a": mapping.ShardedObject("extra", None, (3,), (0,))}
     with pytest.raises(LayoutMismatch, match="objects cannot be resharded"):
         memory.load(saved, {"model": other}, "megatron")

@@ -21,6 +21,7 @@ from planish.checkpoint.adapters.gathering import Gathering, place, unite
 from planish.checkpoint.adapters.nested import checked, name_of_path
 from planish.checkpoint.adapters.optimizer import Site, gather_optimizers
 from planish.checkpoint.adapters.placed import Placed, check_dense
+from planish.checkpoint.adapters.plain import gather_rest
 from planish.checkpoint.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.geometry import Box, intersect, shift, whole
 from planish.errors import LayoutMismatch
@@ -36,12 +37,14 @@ def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
         TypeError: the model has no `sharded_state_dict`, or the optimizer is not supported.
     """
     sites: dict[int, Site] = {}
-    for chunk in (
-        unite([state["model"]]) if _is_module(state.get("model")) else [state.get("model")]
-    ):
+    model = state.get("model")
+    for chunk in unite([model]) if _is_module(model) else [model]:
         module, entries = _entries_of(chunk)
+        rest = []
         for path, entry in entries:
-            _gather_entry(gathering, module, path, entry, sites)
+            if not _gather_entry(gathering, module, path, entry, sites):
+                rest.append((path, checked(path, entry)))
+        gather_rest(gathering, "model", chunk, rest)
     optimizer = state.get("optimizer")
     if optimizer is not None:
         found = [_torch_optimizer(one) for one in _unchained(optimizer)]
@@ -96,7 +99,8 @@ def _kind(entry: Any) -> str:
 
 def _gather_entry(
     gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any, sites: dict[int, Site]
-) -> None:
+) -> bool:
+    """Collect an entry; returns False for an ordinary value."""
     kind = _kind(entry)
     if kind in ("ShardedTensor", "ShardedTensorFactory"):
         site = MegatronSite(entry, gathering)
@@ -107,9 +111,7 @@ def _gather_entry(
         _gather_object(gathering, module, path, entry)
     elif isinstance(entry, Tensor):
         gathering.add("model", name_of_path(path), place(name_of_path(path), entry))
-    elif not kind:
-        told = {name_of_path(path): checked(path, entry)}
-        gathering.share("model", plain=told)
+    return bool(kind) or isinstance(entry, Tensor)
 
 
 @dataclass(frozen=True)

@@ -118,5 +118,4 @@ def _place_of(tensor: Tensor) -> Any:
     dense = local.layout is torch.strided and not local.is_nested and not local.is_meta
     if not dense or not local.numel():
         return id(tensor)
-    place = (local.untyped_storage().data_ptr(), local.storage_offset(), local.dtype)
-    return (*place, tuple(local.shape), local.stride(), tuple(tensor.shape))
+    return (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)

@@ -151,7 +151,7 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
             found[name] = leaf
         elif path:
             rest.append((path, checked(path, leaf)))
-    _gather_rest(gathering, part, value, rest)
+    gather_rest(gathering, part, value, rest)
     return sites_of(NamedTensors({n: t for n, t in found.items() if isinstance(t, Tensor)}))
 
 
@@ -163,7 +163,7 @@ def _other(value: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: child for key, child in value.items() if not isinstance(key, str)}
 
 
-def _gather_rest(
+def gather_rest(
     gathering: Gathering, part: str, value: Any, rest: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
     """Collect the values of a state dict that are no tensors."""
