@@ -120,35 +120,13 @@ class SaveEngine:
         """
         assert not self.is_closed, "the engine is closed"
         began = time.perf_counter()
-        place, path = self._open(options.uri, options.timeout_s)
-        recorder = Recorder(self.control.rank, "save", self._host)
-        call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
         try:
-            with recorder.stage("plan"):
-                agreed = self.planner.agree(
-                    call,
-                    lambda: self._bring(roles, options),
-                    options,
-                    busy=self._is_busy() and options.inflight != "wait",
-                )
+            save = self._agree(roles, options, storage, after_commit)
         except Skipped as skipped:
             logger.warning(telemetry.event("save_skipped", uri=options.uri, reason=skipped))
             return SaveHandle(options.uri, skipped=str(skipped))
-        handle = SaveHandle(options.uri)
-        save = Pending(
-            options=options,
-            call=call.twin(missing=SaveFailed),
-            agreed=agreed,
-            storage=storage or place,
-            path=path,
-            handle=handle,
-            recorder=recorder,
-            upload=UploadResult,
-            give_up=lambda: None,
-            release=lambda: None,
-            after_commit=after_commit,
-        )
         self._number += 1
+        handle = save.handle
         if options.is_async:
             self._start(save, storage, is_written_in_step)
             self._enqueue(save)
@@ -161,6 +139,42 @@ class SaveEngine:
             handle.stall_seconds = time.perf_counter() - began
             handle.result()
         return handle
+
+    def _agree(
+        self,
+        roles: Callable[[], Roles] | Roles,
+        options: SaveOptions,
+        storage: Storage | None,
+        after_commit: AfterCommit | None,
+    ) -> Pending:
+        """Agree with the other ranks on what each of them writes; nothing is staged yet.
+
+        Raises:
+            Skipped: there is no room, and none is waited for.
+        """
+        place, path = self._open(options.uri, options.timeout_s)
+        recorder = Recorder(self.control.rank, "save", self._host)
+        call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
+        with recorder.stage("plan"):
+            agreed = self.planner.agree(
+                call,
+                lambda: self._bring(roles, options),
+                options,
+                busy=self._is_busy() and options.inflight != "wait",
+            )
+        return Pending(
+            options=options,
+            call=call.twin(missing=SaveFailed),
+            agreed=agreed,
+            storage=storage or place,
+            path=path,
+            handle=SaveHandle(options.uri),
+            recorder=recorder,
+            upload=UploadResult,
+            give_up=lambda: None,
+            release=lambda: None,
+            after_commit=after_commit,
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is under way; returns whether that is so. Raises nothing."""
