@@ -143,10 +143,13 @@ class Gathering:
             self.result.finish.append(finish)
 
     def share(self, part: str, **values: Any) -> None:
-        """Add small values that all ranks agree on, unless they say nothing."""
+        """Add small values that all ranks agree on, unless they say nothing; lists go on."""
         told = {name: value for name, value in values.items() if value}
-        if told and not self.for_load:
-            self.result.shared.setdefault(part, {}).update(told)
+        if not told or self.for_load:
+            return
+        held = self.result.shared.setdefault(part, {})
+        for name, value in told.items():
+            held[name] = [*held.get(name, []), *value] if isinstance(value, list) else value
 
     def _scratch(self, fqn: str, target: Tensor) -> Tensor:
         source = torch.empty(target.shape, dtype=target.dtype, device=target.device)
