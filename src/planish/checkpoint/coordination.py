@@ -189,6 +189,7 @@ class Control:
             reply = control_errors.encode(found)
         found = control_errors.decode(self.broadcast(reply, f"{tag}.reply"))
         if found:
+            self.see_off()
             raise control_errors.joined(found) from error
 
     def serial(self, name: str) -> int:
@@ -206,6 +207,10 @@ class Control:
         if self._line is None:
             return self._said.get(key, "")
         return self._line.lasting(f"said/{key}")
+
+    def see_off(self) -> None:
+        """Let every rank hear of an error before rank 0 can leave and take the store away."""
+        self.leave_together("seen", GRACE_SECONDS)
 
     def leave_together(self, tag: str, seconds: float) -> None:
         """Wait a little until every rank below has come here too; nobody's absence is an error."""

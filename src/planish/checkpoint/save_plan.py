@@ -163,6 +163,7 @@ class Planner:
         verdict = json.loads(call.broadcast(_dumps(reply), "verdict"))
         if verdict["errors"]:
             raised = control_errors.joined(control_errors.decode(verdict["errors"].encode()))
+            call.see_off()
             raise raised from error
         if verdict["skip"]:
             raise Skipped(verdict["skip"])
@@ -259,6 +260,7 @@ class Planner:
                 replies = [b"E" + control_errors.encode({0: error})] * call.size
         reply = call.scatter(replies, "plan")
         if reply[:1] == b"E":
+            call.see_off()
             raise control_errors.joined(control_errors.decode(reply[1:]))
         plan = RankPlan.decode(reply[1:], local.columns)
         return Prepared(plan, BufferLayout.of([file.size for file in plan.files]), whole)
