@@ -62,7 +62,7 @@ class Site:
         )
         return ranks, ranks.ready()
 
-    def finish(self, ranks, told=(), timeout=60.0):
+    def finish(self, ranks, told=(), timeout=150.0):
         """Let ranks go and return their outcomes, once their uploaders have ended too."""
         ranks.go()
         outcomes = ranks.wait(timeout)
@@ -80,7 +80,7 @@ class Site:
         def all_ended():
             return all(path.exists() for path in paths) or not ranks.running()
 
-        wait_for(all_ended, 60.0, "the end of a step")
+        wait_for(all_ended, 150.0, "the end of a step")
         self.proxy.rules = []
         assert all(path.exists() for path in paths), ranks.logs()
         return [json.loads(path.read_text()) for path in paths]

@@ -136,11 +136,11 @@ def started(folder, rank, processes):
 def saved(engine, uri, seed, columns=COLUMNS, options=None, storage=None):
     """Save, change every tensor when the call returns, wait for the end; returns the attempt."""
     state = state_of(engine.control.rank, engine.control.size, seed, columns)
-    options = SaveOptions(uri, **{"timeout_s": 40.0, "step": seed, **(options or {})})
+    options = SaveOptions(uri, **{"timeout_s": 90.0, "step": seed, **(options or {})})
     handle = engine.save(state, options, storage=storage)
     for item in state["main"].items:
         item.data.fill_(-1.0)
-    return handle.result(60).attempt
+    return handle.result(120).attempt
 
 
 def train(rank, size, folder, root, steps, *, processes=False, paced=False, read_seconds=0.0):
@@ -163,7 +163,7 @@ def train(rank, size, folder, root, steps, *, processes=False, paced=False, read
     return ends
 
 
-def read(rank, size, folder, places, *, paced=False, read_seconds=0.0, timeout_s=30.0):
+def read(rank, size, folder, places, *, paced=False, read_seconds=0.0, timeout_s=90.0):
     """Load one place after the other; returns how each load ended."""
     control, ends = Control.join(), []
     get_ready(folder, rank)
@@ -219,15 +219,15 @@ def save_dying(rank, size, folder, uri, seed, *, victim, stage):
     get_ready(folder, rank)
     if rank == 1 and stage == "committed":
         threading.Thread(target=wait_to_die, daemon=True).start()
-    options = SaveOptions(uri, step=seed, timeout_s=40.0, snapshot="lazy")
+    options = SaveOptions(uri, step=seed, timeout_s=90.0, snapshot="lazy")
     return how(
         lambda: engine.save(
             roles, options, after_commit=committed, is_written_in_step=lambda _: die("stage")
-        ).result(60).attempt
+        ).result(120).attempt
     )  # fmt: skip
 
 
-def load_once(rank, size, folder, place, *, timeout_s=30.0):
+def load_once(rank, size, folder, place, *, timeout_s=90.0):
     """Load once the test says so; returns how it ended."""
     control = Control.join()
     get_ready(folder, rank)

@@ -57,7 +57,7 @@ def replan(rank, size, folder, root):
             items.append(LocalItem(spec, (box,), torch.from_numpy(np.array(array))))
         before = engine.planner.hits
         options = SaveOptions(f"{root}/step-{number}", step=number)
-        engine.save({"main": Collected(items)}, options).result(60)
+        engine.save({"main": Collected(items)}, options).result(120)
         hits.append(engine.planner.hits - before)
     return hits
 
@@ -65,10 +65,10 @@ def replan(rank, size, folder, root):
 def cancel(rank, size, folder, uri, seed):
     """Cancel a save on rank 1, then save again; returns how both ended."""
     engine = started(folder, rank, False)
-    handle = engine.save(state_of(rank, size, seed), SaveOptions(uri, step=seed, timeout_s=40.0))
+    handle = engine.save(state_of(rank, size, seed), SaveOptions(uri, step=seed, timeout_s=90.0))
     if rank == 1:
         handle.cancel()
-    ends = [how(lambda: handle.result(60).attempt)]
+    ends = [how(lambda: handle.result(120).attempt)]
     return [*ends, how(lambda: saved(engine, f"{uri}-again", seed))]
 
 
@@ -81,7 +81,7 @@ def differ(rank, size, folder, uri):
 
     def bad_state():
         good = state_of(rank, size, 1)
-        engine.save(explode if rank == 1 else good, SaveOptions(uri, timeout_s=20.0)).result(60)
+        engine.save(explode if rank == 1 else good, SaveOptions(uri, timeout_s=20.0)).result(120)
 
     ends = []
     for number, act in enumerate(

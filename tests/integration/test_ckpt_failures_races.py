@@ -39,8 +39,9 @@ def test_of_two_jobs_that_save_one_path_at_once_one_wins_on_all_its_ranks(site, 
         ]
         for ranks, _ in jobs:
             ranks.go()
-        ends = [kinds_of(site.finish(*job)) for job in jobs]
-        assert sorted(ends) == [["CheckpointExists"] * 2, ["done"] * 2], ends
+        outcomes = [site.finish(*job) for job in jobs]
+        ends = [kinds_of(found) for found in outcomes]
+        assert sorted(ends) == [["CheckpointExists"] * 2, ["done"] * 2], outcomes
         held = seed + ends.index(["done"] * 2)
         assert site.visible() == {"step-1": held}
         site.gc()
