@@ -21,7 +21,7 @@ from planish.checkpoint.verify import verify
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.load_records import Loaded
+    from planish.checkpoint.load_records import Loaded, LoadOptions
     from planish.checkpoint.model import Collected
     from planish.checkpoint.reader import Opened
     from planish.checkpoint.save_handle import SaveHandle
@@ -187,7 +187,7 @@ def load(
     collected: dict[str, Collected] = {}
     error: Exception | None = None
     try:
-        roles, collected = _destinations(state, framework, role, opened)
+        roles, collected = _destinations(state, framework, role, opened, chosen)
     except Exception as caught:
         error = caught
     control.call(f"collect {opened.pin}", chosen.timeout_s).settle(error, "collect")
@@ -196,13 +196,20 @@ def load(
 
 
 def _destinations(
-    state: State, framework: Framework, role: str | None, opened: Opened
+    state: State, framework: Framework, role: str | None, opened: Opened, options: LoadOptions
 ) -> tuple[dict[str, tuple[State, str]], dict[str, Collected]]:
     from planish.checkpoint.adapters.base import collect, split_roles
 
     roles = split_roles(state, framework, role)
     made: dict[str, Collected] = {
-        name: collect(name, *one, for_load=True, metadata=opened.metadata)
+        name: collect(
+            name,
+            *one,
+            for_load=True,
+            metadata=opened.metadata,
+            map_fqn=options.map_fqn,
+            parts=options.parts,
+        )
         for name, one in roles.items()
     }
     return roles, made

@@ -136,7 +136,9 @@ class _Found:
         """Return the objects that every rank needs."""
         keys = []
         for names in self.names.values():
-            keys += [names.shared] if "extra" in self.options.parts and names.shared else []
+            # Options of parameter groups lie there too.
+            wanted = {"model", "optim", "extra"} & set(self.options.parts)
+            keys += [names.shared] if wanted and names.shared else []
             keys += [names.common] if "loader" in self.options.parts and names.common else []
         return keys
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from planish.checkpoint import api
 from planish.checkpoint.adapters.base import collect
 from planish.errors import LayoutMismatch
 from tests.integration import ckpt_memory as memory
@@ -230,3 +231,35 @@ def test_an_optimizer_state_dict_by_names_comes_back():
         target["state"]["0.bias"]["exp_avg"], optimizer.state[net[0].bias]["exp_avg"]
     )
     assert target["param_groups"] == source["param_groups"]
+
+
+def test_a_fresh_optimizer_gets_moments_under_other_names_too(tmp_path):
+    net, other = model(0), nn.ModuleDict({"body": model(1)})
+    optimizer, second = adam(net), adam(other)
+    optimizer.param_groups[0]["lr"] = 0.5
+    step(net, optimizer)
+    place = f"file://{tmp_path}/a"
+    api.save(place, {"model": net, "optimizer": optimizer}, async_=False).result(60)
+    state = {"model": other, "optimizer": second}
+    api.load(place, state, map_fqn=lambda name: name.removeprefix("body."))
+    assert_equal_states(net, optimizer, other["body"], second)
+    assert second.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("part", ["model", "optim", "extra"])
+def test_a_load_of_one_part_leaves_the_others_as_they_are(tmp_path, part):
+    net, other = model(0), model(1)
+    optimizer, second = adam(net), adam(other)
+    step(net, optimizer)
+    second.param_groups[0]["lr"] = 0.25
+    before = copy.deepcopy(other.state_dict())
+    place = f"file://{tmp_path}/a"
+    state = {"model": net, "optimizer": optimizer, "extra": {"step": 3}}
+    api.save(place, state, async_=False).result(60)
+    target = {"model": other, "optimizer": second, "extra": {}}
+    api.load(place, target, parts=(part,))
+    source = net.state_dict() if part == "model" else before
+    assert all(torch.equal(source[name], value) for name, value in other.state_dict().items())
+    assert len(second.state) == (6 if part == "optim" else 0)
+    assert second.param_groups[0]["lr"] == (0.01 if part == "optim" else 0.25)
+    assert target["extra"] == ({"step": 3} if part == "extra" else {})

@@ -9,11 +9,12 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
 
+from planish.checkpoint.adapters.gathering import PARTS as LOADED
 from planish.checkpoint.adapters.gathering import Gathered, Gathering, place
 from planish.checkpoint.adapters.nested import restore, unpacked
 from planish.checkpoint.adapters.streams import RandomStreams
@@ -85,6 +86,8 @@ def collect(
     *,
     for_load: bool,
     metadata: Metadata | None = None,
+    map_fqn: Callable[[str], str] | None = None,
+    parts: Collection[str] = LOADED,
 ) -> Gathered:
     """Return a role's tensors and small values on this rank, without copying any.
 
@@ -95,6 +98,9 @@ def collect(
         for_load: items are destinations; what an optimizer lacks is created (it takes its place
             in `apply`).
         metadata: of the checkpoint to load; without it a load fills only what exists.
+        map_fqn: name of a parameter or buffer here to its name in the checkpoint; the items keep
+            the names they have here.
+        parts: of model, optim, extra and loader; what is of others stays as it is.
 
     Raises:
         TypeError: a value cannot be stored: sparse, quantised, meta, nested, a function ...
@@ -102,16 +108,19 @@ def collect(
         LayoutMismatch: a shard is no box.
     """
     split_roles(state, framework, role)
-    gathering = Gathering(role, framework, for_load=for_load, metadata=metadata)
+    gathering = Gathering(
+        role, framework, for_load=for_load, metadata=metadata, rename=map_fqn, parts=parts
+    )
     if framework == "megatron":
         from planish.checkpoint.adapters.megatron import gather_megatron
 
         gather_megatron(gathering, state)
     else:
         _gather_tensors(gathering, state)
+    gathering.part = "extra"
     _gather_values(gathering, state)
     _gather_random(gathering, state.get("random"))
-    if state.get("dataloader") is not None:
+    if state.get("dataloader") is not None and "loader" in parts:
         gathering.result.loader = _loader_of(state["dataloader"], for_load=for_load)
     return gathering.result
 
@@ -123,6 +132,7 @@ def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
     if state.get("model") is not None:
         sites = gather_model(gathering, state["model"])
     if state.get("optimizer") is not None:
+        gathering.part = "optim"
         gather_optimizer(gathering, state["optimizer"], sites)
 
 

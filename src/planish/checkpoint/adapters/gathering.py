@@ -6,7 +6,7 @@ Deliberately without any framework: that is `model_part`, `optimizer` and `megat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,22 +57,41 @@ class Stored:
         True
     """
 
-    def __init__(self, metadata: Metadata | None, role: str) -> None:
-        """Index one role; None: nothing is known of the checkpoint."""
+    def __init__(
+        self, metadata: Metadata | None, role: str, rename: Callable[[str], str] | None = None
+    ) -> None:
+        """Index one role; None: nothing is known of the checkpoint.
+
+        `rename` turns the name of a parameter or buffer here into the stored one.
+        """
         self.is_known = metadata is not None
-        self._metadata, self._role = metadata, role
+        self._metadata, self._role, self._rename = metadata, role, rename
         facts = metadata.header.get("facts", {}) if metadata is not None else {}
         mine = facts.get(role, {}) if isinstance(facts, Mapping) else {}
         aliases = mine.get("aliases", {}) if isinstance(mine, Mapping) else {}
-        self.aliases: dict[str, str] = dict(aliases) if isinstance(aliases, Mapping) else {}
+        known = isinstance(aliases, Mapping) and rename is None
+        self.aliases: dict[str, str] = dict(aliases) if known else {}
         """Further name of a tied tensor -> the name it is stored under."""
 
     def find(self, kind: str, fqn: str) -> TensorSpec | None:
         """Return a stored tensor, None without it."""
         if self._metadata is None:
             return None
+        if kind == "optim":
+            parameter, dot, state = fqn.rpartition(".")
+            fqn = f"{self.name_of(parameter)}{dot}{state}"
+        elif kind == "model":
+            fqn = self.name_of(fqn)
         row = self._metadata.tensor_ids.get((self._role, kind, fqn))
         return None if row is None else self._metadata.tensors.spec(row)
+
+    def name_of(self, fqn: str) -> str:
+        """Return the stored name of a parameter or buffer."""
+        return fqn if self._rename is None else self._rename(fqn)
+
+    def states_of(self, fqn: str) -> list[str]:
+        """Return the keys of a parameter's stored optimizer state."""
+        return self._states.get(self.name_of(fqn), [])
 
     @functools.cached_property
     def names(self) -> dict[str, list[str]]:
@@ -85,8 +104,8 @@ class Stored:
         return found
 
     @functools.cached_property
-    def states(self) -> dict[str, list[str]]:
-        """Parameter -> keys of its optimizer state."""
+    def _states(self) -> dict[str, list[str]]:
+        """Stored name of a parameter -> keys of its optimizer state."""
         found: dict[str, list[str]] = {}
         for name in self.names.get("optim", []):
             fqn, _, key = name.rpartition(".")
@@ -98,15 +117,30 @@ _spec = functools.lru_cache(maxsize=1 << 18)(TensorSpec)
 # Saves of one state describe the same tensors again and again; equal by identity, too.
 
 
+PARTS = ("model", "optim", "extra", "loader")
+"""What a load may be restricted to."""
+
+
 class Gathering:
-    """Collects one role's state; `result` is what the adapter returns."""
+    """Collects one role's state; `result` is what the adapter returns.
+
+    `part` is the one under way: what is to be done after a load belongs to it.
+    """
 
     def __init__(
-        self, role: str, framework: str, *, for_load: bool, metadata: Metadata | None
+        self,
+        role: str,
+        framework: str,
+        *,
+        for_load: bool,
+        metadata: Metadata | None,
+        rename: Callable[[str], str] | None = None,
+        parts: Collection[str] = PARTS,
     ) -> None:
         """Begin with nothing."""
+        self.parts, self.part = parts, "model"
         self.role, self.framework, self.for_load = role, framework, for_load
-        self.stored = Stored(metadata if for_load else None, role)
+        self.stored = Stored(metadata if for_load else None, role, rename)
         self.result = Gathered([])
         self._seen: set[tuple[str, str, tuple[Box, ...]]] = set()
 
@@ -117,6 +151,8 @@ class Gathering:
             TypeError: its type has no name.
             ValueError: two values of this rank have the same name and place.
         """
+        if kind not in self.parts:
+            return
         place_of = (kind, fqn, placed.boxes)
         if place_of in self._seen:
             raise ValueError(
@@ -134,12 +170,14 @@ class Gathering:
 
     def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a further place for a stored tensor that is also loaded elsewhere."""
+        if kind not in self.parts:
+            return
         spec = _spec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
         self.result.items.append(LocalItem(spec, placed.boxes, placed.data))
 
-    def after(self, finish: Finish) -> None:
-        """Remember what is to be done once items are filled; nothing for a save."""
-        if self.for_load:
+    def after(self, finish: Finish, part: str = "") -> None:
+        """Remember what is to be done once items of the part are filled; nothing for a save."""
+        if self.for_load and (part or self.part) in self.parts:
             self.result.finish.append(finish)
 
     def share(self, part: str, **values: Any) -> None:

@@ -47,6 +47,7 @@ def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
         gather_rest(gathering, "model", chunk, rest)
     optimizer = state.get("optimizer")
     if optimizer is not None:
+        gathering.part = "optim"
         found = [_torch_optimizer(one) for one in _unchained(optimizer)]
         gather_optimizers(gathering, found, lambda parameter: sites.get(id(parameter)))
 
@@ -262,7 +263,7 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
             gathering.add("extra", name, place(name, data))
         return
     spec = gathering.stored.find("extra", name)
-    if spec is None:
+    if spec is None or "extra" not in gathering.parts:
         others = [
             n
             for n in gathering.stored.names.get("extra", [])
@@ -290,7 +291,7 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
             owner = str(path[-1]).removesuffix("_extra_state").rstrip(".")
             module.get_submodule(owner).set_extra_state(value)
 
-    gathering.after(finish)
+    gathering.after(finish, "extra")
 
 
 def _unchained(optimizer: Any) -> list[Any]:

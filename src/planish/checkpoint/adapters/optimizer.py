@@ -109,7 +109,7 @@ def gather_optimizers(
     gather_groups(gathering, groups, names)
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        _set_numbers(optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
+        _set_numbers(gathering, optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
 
     gathering.after(finish)
 
@@ -128,7 +128,8 @@ def gather_groups(
         saved = shared.get(PART, {}).get("groups", [])
         found = {name: record["options"] for record in saved for name in record["params"]}
         for group, members in zip(groups, names, strict=True):
-            _set_options(group, [found[name] for name in members if name in found], members)
+            stored = [gathering.stored.name_of(name) for name in members]
+            _set_options(group, [found[name] for name in stored if name in found], members)
 
     gathering.after(finish)
 
@@ -211,7 +212,7 @@ def _wanted(
     """Return a tensor for every stored state of a parameter: the present one, or zeros."""
     wanted: dict[str, Tensor] = {}
     # In the order in which torch creates them, so that a resumed save plans like the one before.
-    for key in sorted(gathering.stored.states.get(site.fqn, []), key=lambda k: (k != "step", k)):
+    for key in sorted(gathering.stored.states_of(site.fqn), key=lambda k: (k != "step", k)):
         spec = gathering.stored.find("optim", f"{site.fqn}.{key}")
         if spec is None or key == GROUP:
             continue
@@ -271,6 +272,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _set_numbers(
+    gathering: Gathering,
     optimizers: Sequence[Any],
     site_of: Callable[[Tensor], Site | None],
     numbers: Mapping[str, Mapping[str, Any]],
@@ -281,8 +283,9 @@ def _set_numbers(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 site = site_of(parameter)
-                if site is not None and site.fqn in numbers:
-                    optimizer.state[parameter].update(numbers[site.fqn])
+                name = "" if site is None else gathering.stored.name_of(site.fqn)
+                if name in numbers:
+                    optimizer.state[parameter].update(numbers[name])
 
 
 GROUP = "param_group"
