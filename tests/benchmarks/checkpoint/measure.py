@@ -149,7 +149,7 @@ def save_turn(bench: Bench, phase: Phase, system: str, number: int) -> dict[str,
     """Let a system save once; its checkpoint replaces the one before."""
     group, place = bench.group(phase, system), bench.place(phase.place)
     path = place.path(system, f"{phase.name}-{number}".replace(" ", "-").replace(",", ""))
-    before = place.requests()
+    before, server = place.requests(), place.cpu_seconds()
     ranks = group.call("save", system=system, path=path, steps_before=STEPS_BEFORE, steps=True)
     after = place.requests()
     turn = {
@@ -157,6 +157,8 @@ def save_turn(bench: Bench, phase: Phase, system: str, number: int) -> dict[str,
         "steps_during": [max(s) for s in zip(*(r["steps_during"] for r in ranks), strict=True)],
         "requests": {key: after[key] - before[key] for key in after if after[key] != before[key]},
         "stages": _latest(ranks),
+        "cpu_seconds": sum(rank["cpu_seconds"] for rank in ranks),
+        "server_cpu_seconds": place.cpu_seconds() - server,
     }
     for name in ("call_seconds", "saving_step_seconds", "save_seconds"):
         turn[name] = max(rank[name] for rank in ranks)

@@ -88,6 +88,13 @@ class Place:
                 found["bytes_out"] += int(float(value))
         return found
 
+    def cpu_seconds(self) -> float:
+        """Return the processor seconds of the server."""
+        assert self.server.process is not None
+        stat = Path(f"/proc/{self.server.process.pid}/stat").read_text()
+        fields = stat.rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def urls(self, method: str, ranks: int, each: int) -> list[list[str]]:
         """Return presigned URLs of `each` objects for each of `ranks` ranks."""
         return [

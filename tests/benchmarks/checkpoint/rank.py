@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.checkpoint import limits, workloads
-from tests.benchmarks.checkpoint.systems import Pending, System, open_system
+from tests.benchmarks.checkpoint.pending import Pending, System
+from tests.benchmarks.checkpoint.systems import open_system
 
 CPU_SECONDS = 0.12
 PAUSE_SECONDS = 0.25
@@ -55,6 +56,8 @@ class Loop:
         self.left, self.right = torch.randn(192, 192), torch.randn(192, 192)
         self.out = torch.empty(192, 192)
         self.products = 1
+        self.cpu_seconds = 0.0
+        """Of all products so far."""
         while self._compute() < CPU_SECONDS / 4:
             self.products *= 2
         self.products = max(1, round(self.products * CPU_SECONDS / self._compute()))
@@ -63,7 +66,9 @@ class Loop:
         started = time.process_time()
         for _ in range(self.products):
             torch.mm(self.left, self.right, out=self.out)
-        return time.process_time() - started
+        spent = time.process_time() - started
+        self.cpu_seconds += spent
+        return spent
 
     def step(self, pending: Pending | None = None) -> bool:
         """Run a step; returns whether all ranks' saves are durable."""
@@ -96,6 +101,18 @@ def memory() -> dict[str, int]:
     found = dict(line.split(":", 1) for line in lines if line.startswith(("VmHWM", "VmRSS", "Rss")))
     kib = {name: int(value.split()[0]) * 1024 for name, value in found.items()}
     return {"resident": kib["VmRSS"], "peak": kib["VmHWM"], "shared": kib["RssShmem"]}
+
+
+def cpu_seconds(pid: int | str = "self") -> float:
+    """Return the processor seconds of a process and of all that it has started."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [c for t in tasks for c in (t / "children").read_text().split()]
+    except OSError:
+        return 0.0
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_seconds(child) for child in children)
 
 
 def reset_peak() -> None:
@@ -143,6 +160,7 @@ class Rank:
         before = [self.loop.timed() for _ in range(steps_before)]
         reset_peak()
         start_memory = memory()
+        start_cpu = cpu_seconds() - self.loop.cpu_seconds
         dist.barrier()
         started = time.perf_counter()
         pending = start_save(saver, path)
@@ -169,6 +187,7 @@ class Rank:
             # The last of these steps is partly after the end.
             "steps_during": during[:-1],
             "save_seconds": end,
+            "cpu_seconds": cpu_seconds() - self.loop.cpu_seconds - start_cpu,
             "memory_growth_bytes": max(0, after["peak"] - start_memory["resident"]),
             "shared_growth_bytes": max(0, after["shared"] - start_memory["shared"]),
             "details": pending.details,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PEERS = ("dcp_s3torch", "dcp_s3fs")
+PEERS = ("dcp_s3torch", "dcp_s3torch_async", "dcp_s3fs")
 """Systems that need CKPT_PEER_PYTHON."""
 ON_STORE = ("ours", "dcp_s3torch")
 
@@ -29,18 +29,20 @@ class Phase:
 PHASES = (
     Phase(
         "W1 save", "save", "W1",
-        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch", "ours_lazy"), quick=7,
+        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch", "ours_lazy",
+         "ours_sync"), quick=7,
     ),
     Phase("W1 load", "load", "W1", ON_STORE, quick=7, source="W1 save"),
     Phase(
         "W2 save", "save", "W2",
-        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch"), quick=5,
+        ("ours", "dcp_file", "dcp_async", "dcp_async_reused", "dcp_s3torch", "ours_sync"), quick=5,
     ),
     Phase("W2 load 4 to 2", "load", "W2", ON_STORE, world=2, quick=7, source="W2 save"),
     Phase("W3 save", "save", "W3", ("ours", "dcp_gather_async", "dcp_gather"), quick=5),
     Phase(
         "W1 save, others", "save", "W1",
-        ("ours", "dcp_async_process", "dcp_s3fs", "bytecheckpoint", "torch_save"),
+        ("ours", "dcp_async_process", "dcp_s3torch_async", "dcp_s3fs", "bytecheckpoint",
+         "torch_save"),
     ),
     Phase(
         "W1 load, others", "load", "W1",

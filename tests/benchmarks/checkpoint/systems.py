@@ -1,10 +1,11 @@
 """The systems that take turns: this project, torch's own ways, and peers on the same store.
 
-Names: `ours`, `ours_lazy` (the copy runs beside forward and backward);
-B1 `dcp_file`, B2 `dcp_async` (thread), B2' `dcp_async_reused` (one stager for all saves), B2''
-`dcp_async_process`; B3 `dcp_s3torch`; B4 `dcp_s3fs`; B5 `bytecheckpoint`; B6 `torch_save` (rank 0
-gathers, `torch.save`s and uploads by the SDK). For W3, `dcp_gather` and `dcp_gather_async` first
-gather every flat slice on all ranks, as FSDP with flat parameters does; the second has one stager.
+Names: `ours`, `ours_lazy` (the copy runs beside forward and backward), `ours_sync` (returns when
+the checkpoint is durable); B1 `dcp_file`, B2 `dcp_async` (thread), B2' `dcp_async_reused` (one
+stager for all saves), B2'' `dcp_async_process`; B3 `dcp_s3torch` (`dcp_s3torch_async`: the same
+behind training, one stager); B4 `dcp_s3fs`; B5 `bytecheckpoint`; B6 `torch_save` (rank 0 gathers,
+`torch.save`s and uploads by the SDK). For W3, `dcp_gather` and `dcp_gather_async` first gather
+every flat slice on all ranks, as FSDP with flat parameters does; the second has one stager.
 
 Every system saves a module and its optimizer (its own way to a state dict is part of the save) and
 loads in place. torch's loads read into the tensors of the state dict; what an application does
@@ -14,16 +15,15 @@ afterwards (`set_state_dict`) is left out.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.benchmarks.checkpoint.pending import Pending, System
 from tests.benchmarks.checkpoint.workloads import State, flat_ranges
 
 REGION = "us-east-1"
@@ -34,62 +34,15 @@ FILE_SYSTEMS = frozenset(
 """Systems that write to a folder; the others write to the store."""
 
 
-class Pending:
-    """A save that may still be going on, as one rank sees it."""
-
-    def __init__(self) -> None:
-        self.details: dict[str, Any] = {}
-        self.error: Exception | None = None
-        self.wait_staged: Callable[[], Any] = lambda: None
-        """Called where an optimizer would step."""
-        self._end: float | None = None
-
-    def finish(self) -> None:
-        """Note that the save is durable."""
-        self._end = time.perf_counter()
-
-    def watch(self, wait: Callable[[], Any]) -> Pending:
-        """Finish when `wait` returns, in a thread."""
-
-        def run() -> None:
-            try:
-                wait()
-            except Exception as error:
-                self.error = error
-            self.finish()
-
-        threading.Thread(target=run, daemon=True).start()
-        return self
-
-    def progress(self) -> float:
-        """1 when durable, -1 when failed, else 0."""
-        return 0.0 if self._end is None else -1.0 if self.error else 1.0
-
-    def seconds_since(self, started: float) -> float:
-        """Seconds from `started` to the end."""
-        assert self._end is not None
-        return self._end - started
-
-
-class System(Protocol):
-    """A way to save and load the state of this rank."""
-
-    def save(self, path: str) -> Pending:
-        """Save; returns when the state may be modified (`ours_lazy`: see `wait_staged`)."""
-
-    def load(self, path: str) -> dict[str, Any]:
-        """Load in place and return what there is to tell."""
-
-    def close(self) -> None:
-        """Free what is kept between saves."""
-
-
 class Ours:
     """This project."""
 
-    def __init__(self, state: State, snapshot: str = "copy") -> None:
+    def __init__(
+        self, state: State, snapshot: Literal["copy", "lazy"] = "copy", *, is_async: bool = True
+    ) -> None:
         from planish.checkpoint.adapters.flat import FlatShard
 
+        self.is_async = is_async
         self.snapshot, self.framework, self.step = snapshot, state.framework, 0
         self.state: dict[str, Any] = {"model": state.model}
         if state.optimizer is not None:
@@ -112,7 +65,7 @@ class Ours:
         self.step += 1
         pending = Pending()
         handle = api.save(
-            path, self.state, self.framework, async_=True, step=self.step, snapshot=self.snapshot
+            path, self.state, self.framework, self.is_async, step=self.step, snapshot=self.snapshot
         )
 
         def wait() -> None:
@@ -252,6 +205,16 @@ class DcpAsync(Dcp):
             self.stager.close()
 
 
+class DcpS3TorchAsync(DcpAsync, DcpS3Torch):
+    """`dcp.async_save` with the writer of `s3torchconnector` and one stager."""
+
+    def __init__(self, state: State) -> None:
+        DcpAsync.__init__(self, state, reused=True)
+
+    writer = DcpS3Torch.writer
+    reader = DcpS3Torch.reader
+
+
 class _Gathering(Dcp):
     """Flat slices become whole tensors on every rank, then a state dict like DDP's."""
 
@@ -369,11 +332,13 @@ class ByteCheckpoint:
 SYSTEMS: dict[str, Callable[[State], System]] = {
     "ours": Ours,
     "ours_lazy": lambda state: Ours(state, "lazy"),
+    "ours_sync": lambda state: Ours(state, is_async=False),
     "dcp_file": Dcp,
     "dcp_async": DcpAsync,
     "dcp_async_reused": lambda state: DcpAsync(state, reused=True),
     "dcp_async_process": lambda state: DcpAsync(state, process=True),
     "dcp_s3torch": DcpS3Torch,
+    "dcp_s3torch_async": DcpS3TorchAsync,
     "dcp_s3fs": DcpS3fs,
     "dcp_gather": DcpGather,
     "dcp_gather_async": DcpGatherAsync,

@@ -69,6 +69,8 @@ def summary(phase: Raw) -> dict[str, Any]:
                 ],
                 "call_seconds": [t["call_seconds"] for t in measured],
                 "save_seconds": [t["save_seconds"] for t in measured],
+                "cpu_seconds": [t["cpu_seconds"] for t in measured],
+                "server_cpu_seconds": [t["server_cpu_seconds"] for t in measured],
                 "slowdown": [
                     statistics.mean(t["steps_during"]) / step for t in measured if t["steps_during"]
                 ],
@@ -183,6 +185,10 @@ class Table:
             ("dcp_async", 0, ""), ("bytecheckpoint", 0, ""), ("torch_save", 0, ""),
         ):  # fmt: skip
             yield from self.ratio(phase, saved, "save_seconds", other, target, paper, limit=floor)
+        # Beside a training loop that goes on, and with none: like with like.
+        for mine, other in (("ours", "dcp_s3torch_async"), ("ours_sync", "dcp_s3torch")):
+            yield from self.ratio(phase, saved, "save_seconds", other, 1.3, ours=mine, limit=floor)
+        yield from self.ratio(phase, "CPU of all ranks", "cpu_seconds", "dcp_s3torch", 0)
         yield from self._own_saves(phase, raw, put)
 
     def _own_saves(self, phase: str, raw: Raw, put: float) -> Iterator[Row]:
@@ -260,6 +266,8 @@ def figures(phase: Raw, measured: dict[str, Any]) -> list[list[str]]:
         for name in ("stall_seconds", "call_seconds", "save_seconds", "load_seconds", "slowdown")
     ]
     columns += [
+        ("cpu_seconds", lambda v: f"{v['median']:.2f}"),
+        ("server_cpu_seconds", lambda v: f"{v['median']:.2f}"),
         ("requests", lambda v: f"{v:.0f}"),
         ("memory_growth_bytes", lambda v: f"{v / 2**20:.0f}"),
         ("shared_growth_bytes", lambda v: f"{v / 2**20:.0f}"),
@@ -271,6 +279,7 @@ def figures(phase: Raw, measured: dict[str, Any]) -> list[list[str]]:
 
 
 HEADINGS = (
-    "system", "stall s", "call s", "save s", "load s", "slowdown", "requests", "peak MiB",
+    "system", "stall s", "call s", "save s", "load s", "slowdown", "cpu s", "server cpu s",
+    "requests", "peak MiB",
     "shared MiB",
 )  # fmt: skip
