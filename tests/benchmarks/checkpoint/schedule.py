@@ -39,10 +39,10 @@ PHASES = (
     ),
     Phase("W2 load 4 to 2", "load", "W2", ON_STORE, world=2, quick=7, source="W2 save"),
     Phase("W3 save", "save", "W3", ("ours", "dcp_gather_async", "dcp_gather"), quick=5),
+    Phase("W1 save behind training", "save", "W1", ("ours", "dcp_s3torch_async")),
     Phase(
         "W1 save, others", "save", "W1",
-        ("ours", "dcp_async_process", "dcp_s3torch_async", "dcp_s3fs", "bytecheckpoint",
-         "torch_save"),
+        ("ours", "dcp_async_process", "dcp_s3fs", "bytecheckpoint", "torch_save"),
     ),
     Phase(
         "W1 load, others", "load", "W1",
