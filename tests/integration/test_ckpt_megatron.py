@@ -132,6 +132,7 @@ def whole_rows(saved, kind, name):
     return found
 
 
+@pytest.mark.slow
 def test_a_vocabulary_padded_for_other_ranks_keeps_its_rows_and_zeroes_the_rest(tmp_path):
     run = "tests.integration.test_ckpt_megatron:scenario_padding"
     found = run_ranks(run, 4, tmp_path, timeout=200)
