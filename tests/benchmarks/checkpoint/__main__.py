@@ -28,6 +28,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -135,6 +137,8 @@ def main() -> None:
     options = arguments()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="ckpt-bench-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
+    # What was started and written must go when the run is ended from outside, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + 60 * options.minutes
     console = Console(width=200)
     phases = chosen(options)
