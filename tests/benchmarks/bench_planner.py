@@ -1,6 +1,6 @@
 """Planning of saves and loads at up to 65,536 ranks, in one process, against the targets.
 
-python -m tests.benchmarks.bench_planner [--layouts NAME ...] [--repeats 3]
+python -m tests.benchmarks.bench_planner [--layouts NAME ...] [--repeats 5]
 
 Each run is a process of its own, so that its peak memory is its own. The coordinator's time is that
 from all ranks' encoded columns to all ranks' encoded plans; the network is not in it. Of several
@@ -144,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", help="simulate one layout in this process")
     parser.add_argument("--layouts", nargs="+", default=list(layouts()))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     if options.one:
         run_one(options.one)
