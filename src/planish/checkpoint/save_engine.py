@@ -257,7 +257,14 @@ class SaveEngine:
                 uploader = self.uploader
                 self.uploader.submit(job, buffer)
             save.give_up = lambda: uploader.give_up(number)
-            self._stage(save, buffer, written, lambda value: uploader.staged(number, value))
+            began = time.monotonic()
+
+            def progress(value: int) -> None:
+                # Other ranks of this machine copy a little longer; an upload would slow them.
+                spent = time.monotonic() - began if self._patience_s else 0.0
+                uploader.staged(number, value, min(self._patience_s, 2 * spent))
+
+            self._stage(save, buffer, written, progress)
         except Exception as error:
             failure = error
             save.upload = lambda: _raise(failure)

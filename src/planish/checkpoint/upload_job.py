@@ -119,8 +119,8 @@ class ThreadUploader:
         """Begin a job whose buffer is `view`."""
         self._jobs[job.number] = _Threaded(job, view, self._storage)
 
-    def staged(self, number: int, value: int) -> None:
-        """Tell a job how many bytes of its buffer are in place."""
+    def staged(self, number: int, value: int, after_s: float = 0.0) -> None:
+        """Tell a job how many bytes of its buffer are in place; small jobs begin at once."""
         self._jobs[number].progress.advance(value)
 
     def cancel(self, number: int) -> None:

@@ -82,8 +82,15 @@ class Worker:
 
     def _do_staged(self, message: Message) -> None:
         found = self._jobs.get(message.fields["job"])
-        if found is not None:
-            found[0].advance(message.fields["value"])
+        if found is None:
+            return
+        value, after_s = message.fields["value"], message.fields["after_s"]
+        if after_s:
+            timer = threading.Timer(after_s, found[0].advance, [value])
+            timer.daemon = True
+            timer.start()
+        else:
+            found[0].advance(value)
 
     def _do_cancel(self, message: Message) -> None:
         found = self._jobs.get(message.fields["job"])

@@ -102,9 +102,9 @@ class ProcessUploader:
                 self._known.add(number)
             self._send({"do": "job", "buffer": number, **job_fields(job)}, job.blobs)
 
-    def staged(self, number: int, value: int) -> None:
-        """Tell a job how many bytes of its buffer are in place."""
-        self._send({"do": "staged", "job": number, "value": value})
+    def staged(self, number: int, value: int, after_s: float = 0.0) -> None:
+        """Tell a job how many bytes of its buffer are in place, and not to begin at once."""
+        self._send({"do": "staged", "job": number, "value": value, "after_s": after_s})
 
     def cancel(self, number: int) -> None:
         """Ask a job to end; `wait` still has to be called."""

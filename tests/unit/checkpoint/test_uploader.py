@@ -101,6 +101,16 @@ def test_nothing_is_written_before_it_is_staged(uploader, file_root):
     check_objects(storage, job, uploader.wait(2, time.monotonic() + 30, lambda: None), buffer)
 
 
+def test_an_upload_that_is_to_begin_later_does(uploader, file_root):
+    storage, job = job_of(f"{file_root}/step-9", 9, [100])
+    buffer = filled(4096)
+    begin = time.monotonic()
+    uploader.submit(job, buffer)
+    uploader.staged(9, 4096, after_s=0.4)
+    check_objects(storage, job, uploader.wait(9, time.monotonic() + 30, lambda: None), buffer)
+    assert time.monotonic() - begin >= 0.4
+
+
 def test_a_dead_process_fails_its_jobs_and_the_next_start_brings_it_back(file_root):
     uploader = ProcessUploader()
     uploader.start()
