@@ -8,15 +8,11 @@ The runner's chatter goes to standard output. The same call again resumes what w
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from kfp import local
-
 from pipelines.post_train import build_post_train, profile_named
+from pipelines.runner import exit_status, run_here
 
 
 def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = True) -> None:
@@ -62,15 +58,7 @@ def run_local(
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
-    # Artifacts here are Refs of a few bytes; the data lie under the run root.
-    artifacts = tempfile.mkdtemp(prefix="planish-kfp-")
-    try:
-        local.init(
-            local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
-        )
-        build_post_train(chosen)(**parameters)
-    finally:
-        shutil.rmtree(artifacts, ignore_errors=True)
+    run_here(build_post_train(chosen), parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,14 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser)
     arguments = vars(parser.parse_args(argv))
-    # The runner warns that our image is not a bare Python image, once a task.
-    warnings.filterwarnings("ignore", message="You may be attemping to run a task")
-    try:
-        run_local(**arguments)
-    except RuntimeError as error:
-        print(error)  # noqa: T201 - the log of a run that failed ends with the failed task
-        return 1
-    return 0
+    return exit_status(run_local, arguments)
 
 
 if __name__ == "__main__":

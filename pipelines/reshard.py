@@ -7,17 +7,15 @@ a Hugging Face folder. The same call again finds what is finished and reads it b
 """
 
 import argparse
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kfp import dsl, local
+from kfp import dsl
 
 from components import checkpoint_retain, checkpoint_verify, reshard, reshard_prepare
 from components.dressing import dress
 from components.images import CPU_TINY, PROFILES, Profile, resolve_images
+from pipelines.runner import exit_status, run_here
 
 DESCRIPTION = """Write a checkpoint anew for another layout, and read it back.
 
@@ -118,15 +116,7 @@ def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
     """
     if profile not in PROFILES:
         raise ValueError(f"a profile must be one of {sorted(PROFILES)}, got {profile!r}")
-    # Artifacts here are Refs of a few bytes; the data lie where the stages put them.
-    artifacts = tempfile.mkdtemp(prefix="planish-kfp-")
-    try:
-        local.init(
-            local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
-        )
-        build_reshard(PROFILES[profile])(**parameters)
-    finally:
-        shutil.rmtree(artifacts, ignore_errors=True)
+    run_here(build_reshard(PROFILES[profile]), parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,14 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep-every", type=int, default=0, help="multiples that stay too")
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
     arguments = vars(parser.parse_args(argv))
-    # The runner warns that our image is not a bare Python image, once a task.
-    warnings.filterwarnings("ignore", message="You may be attemping to run a task")
-    try:
-        run_local(**arguments)
-    except RuntimeError as error:
-        print(error)  # noqa: T201 - the log of a run that failed ends with the failed task
-        return 1
-    return 0
+    return exit_status(run_local, arguments)
 
 
 if __name__ == "__main__":

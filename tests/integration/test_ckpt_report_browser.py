@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 
 import matplotlib.image
 import numpy as np
@@ -13,18 +11,9 @@ import pytest
 
 from planish.checkpoint.report_page import html_report
 from planish.checkpoint.timings import Timeline, Timing
+from tests.integration.browser import NEEDS_BROWSER, chromium
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars",
-)  # fmt: skip
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install -y chromium"),
-]
+pytestmark = NEEDS_BROWSER
 
 MEASURE = """
 <script>
@@ -72,12 +61,6 @@ def save_of(num_ranks):
                 )
             end = copied
     return Timeline(records)
-
-
-def chromium(page, *flags):
-    profile = f"--user-data-dir={page.parent}/profile"
-    command = [CHROMIUM, *FLAGS, profile, *flags, page.as_uri()]
-    return subprocess.run(command, capture_output=True, timeout=120, check=True)
 
 
 @pytest.fixture(params=[1, 32, 512, 9000])

@@ -236,16 +236,17 @@ def many(rank, size, folder, root):
         engine.save(state, options).result(60)
         if rank == 0 and number > 1:
             shutil.rmtree(f"{root[7:]}/{number - 1}")
-        if number in (39, 199):
+        if number in (39, 198):  # rank 0 takes its store away after the last one
             seen[number] = measure(engine)
     close_engines()
-    return [seen[39], seen[199]]
+    return [seen[39], seen[198]]
 
 
 def test_two_hundred_saves_in_a_row_take_no_more_than_forty(file_root, tmp_path):
     for early, late in run_ranks(f"{HERE}:many", 2, tmp_path / "r", timeout=400, root=file_root):
         print(early, late)
         for name, value in early.items():
-            limit = value + 8 if name.endswith("rss") else value
+            # A leak of one state a save would be 100 MiB, of one message 160 keys.
+            limit = value + (24 if name.endswith("rss") else 4 if name == "keys" else 0)
             assert late[name] <= limit, (name, early, late)
     assert commit_json(f"{file_root}/199")["step"] == 199

@@ -1,26 +1,14 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
-
 import numpy as np
 import pytest
 
 from planish.report.stage import run
 from planish.stage import PathArtifact
+from tests.integration.browser import NEEDS_BROWSER, chromium
 from tests.unit.report.synthetic_run import build_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars",
-)  # fmt: skip
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install -y chromium"),
-]
+pytestmark = NEEDS_BROWSER
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +23,6 @@ def page(tmp_path_factory):
         **outputs,
     )  # fmt: skip
     return folder / "report.html"
-
-
-def chromium(page, *flags):
-    profile = f"--user-data-dir={page.parent}/profile"
-    command = [CHROMIUM, *FLAGS, profile, *flags, page.as_uri()]
-    return subprocess.run(command, capture_output=True, timeout=120, check=True)
 
 
 def screenshot(page, width, height, *flags):

@@ -38,8 +38,7 @@ from tests.unit.train.runs import (
 
 def all_tensors(pin):
     """Every tensor of a state, loaded into one process."""
-    kinds = {"model": "model", "optimizer": "optim", "random": "extra"}
-    names = {(role, kinds[name]): part for part, (role, name) in api.PARTS.items()}
+    names = {(role, api.KINDS[name]): part for part, (role, name) in api.PARTS.items()}
     tensors = api.open_checkpoint(pin).metadata.tensors
     state: dict = {}
     for spec in (tensors.spec(row) for row in range(len(tensors))):

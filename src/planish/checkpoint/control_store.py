@@ -172,10 +172,24 @@ class Line:
         self._call("compare_set", f"{scope}/abort", "", data.decode())
 
     def raise_abort(self, scope: str) -> None:
-        """Raise the error that has ended an operation, if one has."""
+        """Raise the error that has ended an operation, if one has, and say that it was heard."""
         key = f"{scope}/abort"
         if self._call("check", [key]):
+            self.put(f"{scope}/heard/{self.rank}", b"")
             raise control_errors.joined(control_errors.decode(self._call("get", key)))
+
+    def see_heard(self, scope: str, missed: int, seconds: float) -> None:
+        """Wait until every rank that lives, but `missed`, has heard why an operation ended.
+
+        Rank 0 does, for its store may end with it as soon as it has raised.
+        """
+        deadline = time.monotonic() + seconds
+        for rank in range(len(self.peers)):
+            key = f"{scope}/heard/{rank}"
+            while rank not in (self.rank, missed) and time.monotonic() < deadline:
+                if not self._lives(rank) or self._call("check", [key]):
+                    break
+                time.sleep(0.02)
 
     def first_to_set(self, key: str, value: str) -> str:
         """Set a lasting value unless there is one; returns the value that stands."""

@@ -283,4 +283,8 @@ class Control:
             error.per_rank[rank] = text
         line.abort(self._scope, control_errors.encode({rank: error}))
         line.forget(self._scope, self._subject)
+        if self.rank == 0:
+            line.see_heard(self._scope, rank, GRACE_SECONDS)
+        else:
+            line.put(f"{self._scope}/heard/{self.rank}", b"")
         return error

@@ -82,8 +82,6 @@ class Agreed:
     """Those that this rank writes."""
     roles: tuple[str, ...]
     """Of all ranks."""
-    from_cache: bool
-    """Whether planning was skipped."""
     facts: dict[str, Any]
     """This rank's, by role."""
 
@@ -183,7 +181,6 @@ class Planner:
             local.items,
             small,
             tuple(verdict["roles"]),
-            verdict["hit"],
             local.facts,
         )
 

@@ -44,6 +44,9 @@ PARTS: dict[str, tuple[str, str]] = {
 }
 """Part of a train state to (role, part of the role)."""
 
+KINDS: dict[str, str] = {"model": "model", "optimizer": "optim", "random": "extra"}
+"""Part of a role to the kind of its tensors in a checkpoint."""
+
 State = Mapping[str, Any]
 """Parts of `PARTS` as name -> tensor (whole, or sharded `DTensor`), and `extra` as JSON."""
 
@@ -136,14 +139,15 @@ def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) 
     roles = _roles(state)
     if strict:
         _refuse_other_roles(pin, roles)
-    kinds = {part for role in roles.values() for part in role}
-    names = {"model": "model", "optimizer": "optim", "random": "extra"}
-    chosen = tuple(names[part] for part in ("model", "optimizer", "random") if part in kinds)
     if not roles:
         return read_state_info(pin)
-    api.load(place, roles, "fsdp2", parts=chosen)
+    held = {part for role in roles.values() for part in role}
+    chosen = (*(kind for part, kind in KINDS.items() if part in held), "extra")
+    api.load(place, roles, "fsdp2", parts=tuple(dict.fromkeys(chosen)))
     ranks.barrier()
-    return read_state_info(pin)
+    # The load has brought it along with the policy; a critic alone has none.
+    extra: dict[str, Any] | None = roles.get(POLICY, {}).get("extra")
+    return read_state_info(pin) if extra is None else extra
 
 
 def _refuse_other_roles(pin: str, roles: Mapping[str, Any]) -> None:
@@ -286,9 +290,8 @@ def parts(pin: str) -> set[str]:
         CheckpointIncomplete: the save never finished.
         CheckpointError: damaged.
     """
-    kinds = {"model": "model", "optimizer": "optim", "random": "extra"}
     held = {key[:2] for key in open_checkpoint(pin).metadata.tensor_ids}
-    return {part for part, (role, name) in PARTS.items() if (role, kinds[name]) in held}
+    return {part for part, (role, name) in PARTS.items() if (role, KINDS[name]) in held}
 
 
 def export_hf(

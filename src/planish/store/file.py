@@ -12,22 +12,12 @@ from pathlib import Path
 
 from planish import telemetry
 from planish.errors import (
-    AccessRefused,
     ConfigError,
     ObjectExists,
-    ObjectMissing,
     StoreError,
-    StoreUnavailable,
 )
 from planish.store.base import parse_uri
-
-TEMPORARY = ".planish-tmp-"
-"""Names of files that are being written begin so; `list` leaves them out."""
-
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR}
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+from planish.store.disk import NO_LINKS, TEMPORARY, store_error, sync_folder
 
 
 class FileStore:
@@ -112,7 +102,7 @@ class FileStore:
                 fill(temporary)
                 size = temporary.stat().st_size
                 publish(temporary, path)
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
             except IsADirectoryError:
                 raise StoreError(f"`{uri}` must not be a folder; remove it first") from None
             finally:
@@ -148,23 +138,12 @@ def _link(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         # Some mounted file systems have no hard links: claim the name first, then fill it.
         with open(path, "xb"):
             pass
         os.replace(temporary, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that can not sync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _raise_unless_missing(error: OSError) -> None:
@@ -180,16 +159,4 @@ def _told(uri: str) -> Iterator[None]:
     except (FileExistsError, StoreError):
         raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _MISSING:
-            raise ObjectMissing(
-                f"`{uri}` must be an object, but there is none ({reason})"
-            ) from None
-        if error.errno in _REFUSED:
-            raise AccessRefused(
-                f"`{uri}` must be readable and writable by this user, got {reason!r}; "
-                "mend the permissions of the folder"
-            ) from None
-        if error.errno in _TRANSIENT:
-            raise StoreUnavailable(f"`{uri}` can not be reached now ({reason})") from None
-        raise StoreError(f"`{uri}`: {reason}") from None
+        raise store_error(uri, error) from None

@@ -27,23 +27,13 @@ from planish.checkpoint.storage.base import (
     part_bytes,
 )
 from planish.errors import (
-    AccessRefused,
     ObjectChanged,
     ObjectExists,
     ObjectMissing,
     ObjectTooLarge,
     StoreError,
-    StoreUnavailable,
 )
-
-TEMPORARY = ".planish-tmp-"
-"""Names of files that are being written begin so; nothing lists them as objects."""
-
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+from planish.store.disk import NO_LINKS, TEMPORARY, store_error, sync_folder
 
 
 class LocalStorage:
@@ -278,7 +268,7 @@ class _Unfinished:
                 raise ObjectExists(f"`{self._uri}` must not exist yet, but does") from None
             except IsADirectoryError:
                 raise StoreError(f"`{self._uri}` must not be a folder; remove it first") from None
-            _sync_folder(self._target.parent)
+            sync_folder(self._target.parent)
         return etag
 
     def drop(self) -> None:
@@ -316,31 +306,20 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file") from None
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _link(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         # Some mounted file systems have no hard links; there the lock alone keeps others out.
         with _locked(path.parent):
             if path.exists():
                 raise FileExistsError(errno.EEXIST, str(path)) from None
             os.replace(temporary, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that can not sync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -368,16 +347,4 @@ def _told(uri: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _MISSING:
-            raise ObjectMissing(f"`{uri}` must be an object, but is none ({reason})") from None
-        if error.errno in _REFUSED:
-            raise AccessRefused(
-                f"`{uri}` must be readable and writable by this user, got {reason!r}; "
-                "mend the permissions of the folder"
-            ) from None
-        if error.errno in _FULL:
-            raise StoreError(f"`{uri}` can not be written: {reason}; make room") from None
-        if error.errno in _TRANSIENT:
-            raise StoreUnavailable(f"`{uri}` can not be reached now ({reason})") from None
-        raise StoreError(f"`{uri}`: {reason}") from None
+        raise store_error(uri, error) from None
