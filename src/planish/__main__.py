@@ -1,4 +1,4 @@
-"""The command line of the package: `planish show`, `planish checkpoint` and `planish doctor`.
+"""The command line: `planish show`, `planish checkpoint`, `planish minder` and `planish doctor`.
 
 Stages have their own (`python -m planish.<stage>`), the pipeline too (`python -m pipelines.demo`).
 """
@@ -17,6 +17,7 @@ from rich.console import Console
 from planish import __version__, telemetry
 from planish.checkpoint import cli
 from planish.errors import PlanishError, exit_code
+from planish.minder import cli as minder_cli
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
         "checkpoint", help="look at, check, convert and clear up states"
     )
     cli.add_commands(checkpoint)
+    minder = commands.add_parser("minder", help="find the faulty machine of a training job")
+    minder_cli.add_commands(minder)
     return top
 
 
@@ -50,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return doctor(console)
         if options.command == "checkpoint":
             return _checkpoint(options, console)
+        if options.command == "minder":
+            with _Bar(bytes_=False) as bar:
+                return minder_cli.run(options, bar.show)
         from planish.show.command import show
 
         show(options.uri, console, rows=options.rows)
@@ -85,7 +91,8 @@ def _checkpoint(options: argparse.Namespace, console: Console) -> int:
 class _Bar:
     """A progress bar on standard error, there from the first report on; none in a pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bytes_: bool = True) -> None:
+        self._bytes = bytes_
         self._progress: Any = None
         self._task: Any = None
 
@@ -96,15 +103,18 @@ class _Bar:
         self.close()
 
     def show(self, what: str, done: int, total: int) -> None:
-        """Say that `done` of `total` bytes (0: unknown) are done; may be called from any thread."""
+        """Say that `done` of `total` (0: unknown) are done; may be called from any thread."""
         if not sys.stderr.isatty():
             return
         if self._progress is None:
             from rich import progress
 
+            counts: list[progress.ProgressColumn] = [progress.MofNCompleteColumn()]
+            if self._bytes:
+                counts = [progress.DownloadColumn(binary_units=True)]
+                counts.append(progress.TransferSpeedColumn())
             self._progress = progress.Progress(
-                *(progress.TextColumn("{task.description}"), progress.BarColumn()),
-                *(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()),
+                *(progress.TextColumn("{task.description}"), progress.BarColumn(), *counts),
                 progress.TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,

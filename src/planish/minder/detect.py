@@ -18,7 +18,7 @@ from planish.minder.denoise import WINDOW, Denoiser
 from planish.minder.distances import threshold
 from planish.minder.frame import F32, I64, Frame, Mask
 from planish.minder.preprocess import Limits, Prepared, prepare
-from planish.minder.result import Evidence, Finding, Result
+from planish.minder.result import Candidate, Evidence, Finding, Result
 from planish.minder.traces import (
     Job,
     Trace,
@@ -30,6 +30,9 @@ from planish.minder.traces import (
     thresholds,
     without,
 )
+
+_BEGUN = 30
+"""A run of fewer windows is not worth telling."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ class Detector:
             if name in prepared.values and name in self.models.denoisers
         }
         self._seen = {name: self._seen[name] for name in traces}
-        return _conclude(_View(prepared, traces, groups, self.config), self.models, started)
+        ignored = _ignored_windows(frame, job)
+        view = _View(prepared, traces, groups, self.config, ignored)
+        return _conclude(view, self.models, started)
 
     def _trace(self, prepared: Prepared, name: str, job: Job) -> Trace:
         values = compared_values(prepared, name, self.config.detect, job)
@@ -138,6 +143,17 @@ def detect(frame: Frame, models: Models, config: MinderConfig, job: Job | None =
     return Detector(models, config).call(frame, job)
 
 
+def _ignored_windows(frame: Frame, job: Job) -> Mask:
+    """Return [T - 7], windows that hold an ignored second."""
+    seconds = np.zeros(frame.num_seconds, bool)
+    for start, end in job.ignored:
+        seconds |= (frame.ts >= start) & (frame.ts < end)
+    if frame.num_seconds < WINDOW:
+        return np.zeros(0, bool)
+    found: Mask = np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).any(axis=1)
+    return found
+
+
 def _same(a: Sequence[I64], b: Sequence[I64]) -> bool:
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -150,6 +166,8 @@ class _View:
     traces: Mapping[str, Trace]
     groups: Sequence[I64]
     config: MinderConfig
+    ignored: Mask
+    """[W], windows in which nobody is a candidate."""
 
     @property
     def frame(self) -> Frame:
@@ -175,8 +193,12 @@ def _conclude(view: _View, models: Models, started: float) -> Result:
     findings = _silent_findings(view, silent)
     if not view.traces and not findings:
         return make_result(frame, config, "skipped", started, **facts)
-    for _ in range(rules.max_rounds if rules.exhaustive else 1):
-        found = _round(view, {finding.machine for finding in findings})
+    facts["candidates"] = ()
+    for number in range(rules.max_rounds if rules.exhaustive else 1):
+        one = _named(view, {finding.machine for finding in findings})
+        if number == 0:
+            facts["candidates"] = _ongoing(view, one)
+        found = _round(view, one)
         findings += found
         if not found:
             break
@@ -186,25 +208,64 @@ def _conclude(view: _View, models: Models, started: float) -> Result:
     return make_result(frame, config, status, started, findings=tuple(findings), **facts)
 
 
-def _round(view: _View, excluded: set[str]) -> list[Finding]:
-    """Go through the metrics once, without the machines that were found before."""
+@dataclass(frozen=True)
+class _Named:
+    """Candidates of all metrics, without the machines that were found before."""
+
+    gone: Mask
+    """[N], found before."""
+    traces: Mapping[str, Trace]
+    candidates: Mapping[str, Mask]
+    """Metric to [W, N]."""
+    unknown: Mapping[str, Mask]
+    """Metric to [W], windows of which too little is known."""
+
+
+def _named(view: _View, excluded: set[str]) -> _Named:
     rules = view.config.detect
     gone = np.array([name in excluded for name in view.frame.machines])
     now = {name: without(one, gone, view.groups) for name, one in view.traces.items()}
     theta = thresholds(rules, view.groups, gone)
-    named = {
-        name: candidates(one, theta, floor_of(name, rules), only_most_unlike=rules.only_most_unlike)
-        for name, one in now.items()
-    }
-    found: dict[str, Finding] = {}
+    found, unknown = {}, {}
     for name, one in now.items():
-        unknown = (~one.present[:, ~gone]).mean(axis=1) > rules.max_masked_share
-        for run in _long_runs(named[name], unknown, rules):
-            finding = _finding(view, name, run, now, named)
+        floor = floor_of(name, rules)
+        named = candidates(one, theta, floor, only_most_unlike=rules.only_most_unlike)
+        named[view.ignored] = False
+        found[name] = named
+        masked = (~one.present[:, ~gone]).mean(axis=1) if not gone.all() else np.ones(len(named))
+        unknown[name] = (masked > rules.max_masked_share) & ~view.ignored
+    return _Named(gone, now, found, unknown)
+
+
+def _round(view: _View, one: _Named) -> list[Finding]:
+    """Go through the metrics once."""
+    rules = view.config.detect
+    found: dict[str, Finding] = {}
+    for name, named in one.candidates.items():
+        for run in _long_runs(named, one.unknown[name], rules):
+            finding = _finding(view, name, run, one.traces, one.candidates)
             found.setdefault(finding.machine, finding)
         if found and not rules.exhaustive:
             break
     return list(found.values())[: None if rules.exhaustive else 1]
+
+
+def _ongoing(view: _View, one: _Named) -> tuple[Candidate, ...]:
+    """Return the runs that reach the end of the frame and are not just begun."""
+    rules, found = view.config.detect, []
+    for name, named in one.candidates.items():
+        recent = named[-1 - rules.gap_tolerance :].any(axis=0) & (named.sum(axis=0) >= _BEGUN)
+        for machine in np.flatnonzero(recent).tolist():
+            mine = np.where(named[:, machine], machine, NOBODY)
+            run = [r for r in runs(mine, one.unknown[name], gap_tolerance=rules.gap_tolerance)
+                   if r.machine == machine][-1]  # fmt: skip
+            if run.length >= _BEGUN and run.last >= len(named) - 1 - rules.gap_tolerance:
+                score = float(one.traces[name].scores[run.last, machine])
+                since = int(view.frame.ts[run.first])
+                found.append(
+                    Candidate(view.frame.machines[machine], name, since, run.length, score)
+                )
+    return tuple(sorted(found, key=lambda one: (-one.seconds, one.machine, one.metric)))
 
 
 def _long_runs(named: Mask, unknown: Mask, rules: DetectConfig) -> list[Run]:

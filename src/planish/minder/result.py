@@ -45,6 +45,20 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A machine that is unlike its peers at the end of the frame, confirmed or not yet."""
+
+    machine: str
+    metric: str
+    since: int
+    """Unix seconds at which it began to differ."""
+    seconds: int
+    """For how long it has been candidate."""
+    score: float
+    """Normal score in the last window of the run."""
+
+
+@dataclass(frozen=True)
 class Result:
     """The answer of one call; equal frames give equal results but for `call_seconds`.
 
@@ -72,6 +86,8 @@ class Result:
     """Metric to denoiser and version."""
     silent: tuple[str, ...] = ()
     """Machines that give no sample at the end of the frame."""
+    candidates: tuple[Candidate, ...] = ()
+    """Machines that are unlike their peers at the end of the frame."""
     call_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

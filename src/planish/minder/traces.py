@@ -34,6 +34,8 @@ class Job:
     """Metric to machine to what it has differed by in healthy history, normalised."""
     started: int = 0
     """Unix seconds of the last start; 0 when not known."""
+    ignored: Sequence[tuple[int, int]] = ()
+    """Stretches `start <= t < end` (unix seconds) in which nobody is a candidate."""
 
 
 @dataclass
