@@ -122,6 +122,17 @@ class ServiceConfig(Section):
     """A call that takes longer has failed."""
 
 
+class AlertConfig(Section):
+    """How long an alert stays."""
+
+    keep_firing_seconds: int = Field(default=900, ge=0)
+    """A machine must have been like its peers for so long before its alert is resolved."""
+    telemetry_hold_seconds: int = Field(default=120, ge=0)
+    """The same for alerts about the measuring itself."""
+    max_age_seconds: int = Field(default=86_400, ge=60)
+    """Older alerts are resolved, whatever is seen; the same run never raises another one."""
+
+
 class MinderConfig(Section):
     """All sections that decide what is found; those of servers and actions stand beside them."""
 
@@ -130,6 +141,7 @@ class MinderConfig(Section):
     denoise: DenoiseConfig = DenoiseConfig()
     detect: DetectConfig = DetectConfig()
     service: ServiceConfig = ServiceConfig()
+    alerts: AlertConfig = AlertConfig()
 
 
 PAPER: dict[str, dict[str, Any]] = {

@@ -186,6 +186,8 @@ def _conclude(view: _View, models: Models, started: float) -> Result:
         "skipped": {**view.prepared.skipped, **unmodelled},
         "model_ids": {name: f"{one.name}:{one.version}" for name, one in chosen.items()},
         "silent": tuple(np.array(frame.machines)[silent].tolist()),
+        "clipped": dict(view.prepared.clipped),
+        "broken": dict(view.prepared.broken),
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }
     if silent.mean() > config.preprocess.outage_share:

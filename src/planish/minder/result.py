@@ -88,6 +88,10 @@ class Result:
     """Machines that give no sample at the end of the frame."""
     candidates: tuple[Candidate, ...] = ()
     """Machines that are unlike their peers at the end of the frame."""
+    clipped: dict[str, float] = field(default_factory=dict)
+    """Metric to the share of its values beyond the limits."""
+    broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Metric to machines whose exporter says 0 and can not be believed."""
     call_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
