@@ -91,15 +91,19 @@ class Detector:
         if frame.machines != self._machines or not _same(groups, self._groups):
             self._seen = {}
         self._machines, self._groups = frame.machines, groups
-        traces = {
-            name: self._trace(prepared, name, job)
-            for name in rules.metrics
-            if name in prepared.values and name in self.models.denoisers
-        }
-        self._seen = {name: self._seen[name] for name in traces}
+        traces = self.traces(prepared, job)
+        self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         ignored = _ignored_windows(frame, job)
         view = _View(prepared, traces, groups, self.config, ignored)
         return _conclude(view, self.models, started)
+
+    def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
+        """Return what is known of each metric's windows, in the order in which they are tried."""
+        return {
+            name: self._trace(prepared, name, job)
+            for name in self.config.detect.metrics
+            if name in prepared.values and name in self.models.denoisers
+        }
 
     def _trace(self, prepared: Prepared, name: str, job: Job) -> Trace:
         values = compared_values(prepared, name, self.config.detect, job)
@@ -181,7 +185,7 @@ def _conclude(view: _View, models: Models, started: float) -> Result:
     if config.preprocess.silent_after_seconds:
         silent = view.prepared.silent_seconds > config.preprocess.silent_after_seconds
     unmodelled = {name: "no model" for name in view.prepared.values if name not in view.traces}
-    chosen = {name: models.denoisers[name] for name in view.traces}
+    chosen = {name: models.denoisers[name] for name in view.traces if name in models.denoisers}
     facts = {
         "skipped": {**view.prepared.skipped, **unmodelled},
         "model_ids": {name: f"{one.name}:{one.version}" for name, one in chosen.items()},

@@ -14,11 +14,13 @@ from planish.minder.result import Result
 class JobMonitor:
     """Joins detector, baseline, warm-up, idle rule and the coming and going of machines."""
 
-    def __init__(self, job: str, models: Models, config: MinderConfig) -> None:
-        """Begin with nothing known of the job."""
+    def __init__(
+        self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
+    ) -> None:
+        """Begin with nothing known of the job; another detector takes the default one's place."""
         self.job, self.config = job, config
         self._models = models
-        self._detector = Detector(models, config)
+        self._detector = detector or Detector(models, config)
 
     def call(
         self, frame: Frame, *, started: int = 0, stages: Mapping[str, str] | None = None
