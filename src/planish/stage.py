@@ -34,6 +34,7 @@ from planish.errors import (
 from planish.records import layout
 from planish.records.refs import Ref
 from planish.stage_log import StageLog
+from planish.stage_metrics import StageMetrics
 from planish.store import open_store
 from planish.store.documents import read_json, write_json
 from planish.telemetry import LOG_FORMAT
@@ -233,24 +234,28 @@ def _attempt(
     context: Context,
     outputs: Mapping[str, Artifact],
     log: StageLog,
+    shown: StageMetrics,
     *,
     checked: bool,
 ) -> Outcome:
     run_id = os.environ.get("RUN_ID", "")
     stage, iteration = context.stage, context.iteration
     try:
+        shown.open()
         if checked:
             run = load_run(context.root, context.config_sha256)
             context = replace(context, config=run["config"], run=run)
             _refuse_known_failure(context, run_id)
             log.write("running")
         outcome = work(context)
+        shown.publish(outcome.metrics)
         outcome.metrics = finite_metrics(outcome.metrics)
         _write_outputs(outcome, outputs)
         log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
         return outcome
     except PlanishError as error:
         code = exit_code(error)
+        shown.fail(code)
         logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
         if isinstance(error, StoreError):
             log.give_up()
@@ -259,6 +264,7 @@ def _attempt(
             _mark_failure(context, run_id, error)
         raise SystemExit(code) from None
     except Exception as error:
+        shown.fail(1)
         # Programs that schedule us see only the exit code: the log must hold the traceback.
         logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, traceback.format_exc())
         log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
@@ -294,8 +300,8 @@ def execute(
     root = root.rstrip("/")
     log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
-    with log:
-        outcome = _attempt(work, context, outputs, log, checked=config_sha256 is not None)
+    with StageMetrics(stage, iteration) as shown, log:
+        outcome = _attempt(work, context, outputs, log, shown, checked=config_sha256 is not None)
     logger.info(
         "done stage=%s iteration=%d shard=%d seconds=%.2f already_done=%s",
         *(stage, iteration, shard, log.entry["seconds"], outcome.already_done),

@@ -80,9 +80,69 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("planish_records_read_seconds", "histogram", "Reading a record set.", ("schema",)),
     Metric("planish_records_write_seconds", "histogram", "Writing a record set.", ("schema",)),
+    Metric(
+        *("planish_reward_accuracy_ratio", "gauge", "Mean accuracy of the scored responses."),
+    ),
+    Metric("planish_reward_kept_ratio", "gauge", "Rollouts that train, of all that were scored."),
+    Metric("planish_reward_mean", "gauge", "Mean reward of the scored responses."),
+    Metric(
+        *("planish_reward_truncated_ratio", "gauge", "Responses that reached the length limit."),
+    ),
+    Metric(
+        *("planish_reward_verifier_errors", "gauge", "Responses that the verifier failed on."),
+    ),
+    Metric(
+        *("planish_rollout_accuracy_ratio", "gauge", "Mean accuracy of the generated responses."),
+    ),
+    Metric(
+        *("planish_rollout_groups_total", "counter", "Groups judged by dynamic sampling."),
+        ("fate",),
+    ),
+    Metric(
+        *("planish_rollout_response_tokens", "gauge", "Mean length of the generated responses."),
+    ),
+    Metric(
+        *("planish_rollout_slot_utilisation_ratio", "gauge"),
+        "Sampled tokens per decode step and row of the engine.",
+    ),
+    Metric("planish_rollout_tokens_total", "counter", "Response tokens sampled."),
+    Metric(
+        *("planish_stage_failures_total", "counter", "Tasks that ended with an error."),
+        ("code",),
+    ),
+    Metric(
+        *("planish_stage_info", "gauge", "Always 1; says what this process works on."),
+        ("rank", "stage"),
+    ),
+    Metric("planish_stage_iteration", "gauge", "Iteration of the task; 0 outside iterations."),
+    Metric(
+        *("planish_stage_nonfinite_total", "counter", "Results that were NaN or infinite."),
+    ),
+    Metric(
+        *("planish_stage_progress_timestamp_seconds", "gauge"),
+        "Unix time at which this process last got ahead.",
+    ),
+    Metric(
+        *("planish_stage_start_timestamp_seconds", "gauge", "Unix time at which the task began."),
+    ),
     Metric("planish_store_read_bytes_total", "counter", "Bytes read.", ("scheme",)),
     Metric("planish_store_retries_total", "counter", "Requests sent again.", ("scheme",)),
     Metric("planish_store_written_bytes_total", "counter", "Bytes written.", ("scheme",)),
+    Metric("planish_train_entropy", "gauge", "Mean entropy of the policy per token, in nats."),
+    Metric(
+        *("planish_train_explained_variance_ratio", "gauge"),
+        "Share of the variance of the returns that the critic explains.",
+    ),
+    Metric("planish_train_grad_norm", "gauge", "Norm of the last gradient of the policy."),
+    Metric("planish_train_loss", "gauge", "Loss of the last mini-batch of the policy."),
+    Metric(
+        *("planish_train_nonfinite_steps_total", "counter"),
+        "Optimizer steps left out because a gradient was NaN or infinite.",
+        ("part",),
+    ),
+    Metric("planish_train_steps_total", "counter", "Optimizer steps.", ("part",)),
+    Metric("planish_train_tokens_total", "counter", "Response tokens trained on."),
+    Metric("planish_train_value_loss", "gauge", "Loss of the last mini-batch of the critic."),
 )
 """Every metric of this program, sorted by name."""
 
@@ -112,6 +172,18 @@ def set_level(name: str, value: float, **labels: str) -> None:
     """Set a gauge of `METRICS`."""
     with _lock:
         _find(name, "gauge", labels).total = value
+
+
+def mark_progress() -> None:
+    """Note that this process got ahead: a step, a mini-batch, a decoded token."""
+    set_level("planish_stage_progress_timestamp_seconds", time.time())
+
+
+def forget(name: str) -> None:
+    """Show no series of a metric any more."""
+    with _lock:
+        for key in [key for key in _series if key[0] == name]:
+            del _series[key]
 
 
 def observe(name: str, seconds: float, **labels: str) -> None:
@@ -147,9 +219,13 @@ def timed(name: str, **labels: str) -> Iterator[None]:
 class _Collector:
     """Hands the sums to the Prometheus client when it asks."""
 
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
     def collect(self) -> Iterator[Any]:
         from prometheus_client import core
 
+        self.asked.set()
         with _lock:
             state = {key: (s.total, list(s.counts)) for key, s in sorted(_series.items())}
         for metric in METRICS:
@@ -175,11 +251,11 @@ def _cumulative(counts: list[int]) -> list[tuple[str, float]]:
     return [(bound, float(sum(counts[: n + 1]))) for n, bound in enumerate(bounds)]
 
 
-def _registry() -> CollectorRegistry:
+def _registry(collector: _Collector) -> CollectorRegistry:
     from prometheus_client.registry import CollectorRegistry
 
     registry = CollectorRegistry()
-    registry.register(_Collector())
+    registry.register(collector)
     return registry
 
 
@@ -187,23 +263,44 @@ def metrics_text() -> str:
     """Return all metrics in the text format that Prometheus scrapes."""
     from prometheus_client import generate_latest
 
-    return generate_latest(_registry()).decode()
+    return generate_latest(_registry(_Collector())).decode()
 
 
-def serve_metrics(port: int, address: str = "0.0.0.0") -> WSGIServer:
+@dataclass(frozen=True)
+class MetricsServer:
+    """Serves the metrics of this process from a thread, until `close`."""
+
+    port: int
+    """TCP port that it listens on."""
+    _server: WSGIServer
+    _collector: _Collector
+
+    def wait_for_scrape(self, limit_seconds: float) -> bool:
+        """Wait until somebody reads the metrics as they are now; returns whether they did."""
+        self._collector.asked.clear()
+        return self._collector.asked.wait(limit_seconds)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def serve_metrics(port: int, address: str = "0.0.0.0") -> MetricsServer:
     """Serve the metrics on `http://<address>:<port>/metrics` from a thread.
 
     Args:
         port: TCP port, 0 for any free one.
         address: network address to listen on; scrapers come from other machines.
 
-    Returns:
-        The server; call `shutdown()` to end it.
+    Raises:
+        OSError: another process listens on the port.
     """
     from prometheus_client import start_http_server
 
-    server, _ = start_http_server(port, address, registry=_registry())
-    return server
+    collector = _Collector()
+    server, _ = start_http_server(port, address, registry=_registry(collector))
+    return MetricsServer(server.server_port, server, collector)
 
 
 def event(name: str, /, **facts: Any) -> str:

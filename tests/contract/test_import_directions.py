@@ -12,7 +12,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 LAYERS = [
     {"__version__", "errors", "config", "telemetry"},
-    {"records", "store", "verifiers", "shaping", "tokens", "lock", "stage_log", "stage"},
+    {
+        *("records", "store", "verifiers", "shaping", "tokens"),
+        *("lock", "stage_log", "stage_metrics", "stage"),
+    },
     {"models", "logprobs", "engines", "algorithms", "checkpoint", "parallel", "measure"},
     {
         *("prepare", "curate", "sft", "rollout", "reward", "train", "evaluate", "report"),
@@ -28,6 +31,7 @@ EDGES = {
     *(("records", "store"), ("lock", "records"), ("lock", "store")),
     *(("stage_log", "records"), ("stage_log", "store"), ("stage_log", "lock")),
     *(("stage", "records"), ("stage", "store"), ("stage", "stage_log")),
+    ("stage", "stage_metrics"),
     *(("checkpoint", "parallel"), ("checkpoint", "models")),
     *(("engines", "models"), ("engines", "logprobs"), ("measure", "engines")),
     ("pipelines", "components"),

@@ -34,7 +34,9 @@ def test_names_of_metrics_keep_the_rule_and_are_sorted_and_unique():
         assert re.fullmatch(r"planish(_[a-z]+){2,}", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert re.search(
-            r"_(seconds|saves|step|(bytes|failures|retries|stragglers)_total)$", metric.name
+            r"_(seconds|saves|step|tokens|ratio|mean|errors|info|iteration|entropy|norm|loss"
+            r"|(bytes|failures|retries|stragglers|groups|tokens|nonfinite|steps)_total)$",
+            metric.name,
         )
         assert metric.help.endswith(".")
 
@@ -111,12 +113,11 @@ def test_a_scraper_reads_the_metrics_over_http():
     telemetry.count("planish_store_retries_total", 3, scheme="s3")
     server = telemetry.serve_metrics(0, "127.0.0.1")
     try:
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        url = f"http://127.0.0.1:{server.port}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
     finally:
-        server.shutdown()
-        server.server_close()
+        server.close()
     assert 'planish_store_retries_total{scheme="s3"} 3.0' in text
     assert "# TYPE planish_records_read_seconds histogram" in text
 

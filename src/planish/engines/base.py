@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from planish import telemetry
 from planish.engines.protocol import PauseMode
 from planish.engines.requests import (
     Capabilities,
@@ -352,13 +353,13 @@ class BaseEngine(ABC):
     def _turn(self, *, admit: bool) -> None:
         """Start what fits, then make one step."""
         with self._failing():
-            if admit and self._queue:
-                free = min(self._free_rows(), len(self._queue))
-                if free:
-                    batch = [heapq.heappop(self._queue)[2] for _ in range(free)]
-                    self._finished.extend(self._admit(batch))
+            free = min(self._free_rows(), len(self._queue)) if admit and self._queue else 0
+            if free:
+                batch = [heapq.heappop(self._queue)[2] for _ in range(free)]
+                self._finished.extend(self._admit(batch))
             if self._num_running():
                 self._finished.extend(self._advance())
+        telemetry.mark_progress()
         self._settle()
 
     def _collect(self, wanted: set[str] | None = None) -> list[Output]:

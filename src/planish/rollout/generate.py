@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from planish import telemetry
 from planish.engines.base import BaseEngine
 from planish.engines.requests import FinishReason, Output, Request, Sampling
 from planish.engines.sampling import request_seed
@@ -140,7 +141,9 @@ class GroupSampler:
         for attempt in range(1 + self._config.sample_retries):
             if not left:
                 break
-            done.update((o.request_id, o) for o in self._engine.generate(left))
+            outputs = self._engine.generate(left)
+            telemetry.count("planish_rollout_tokens_total", sum(len(o.token_ids) for o in outputs))
+            done.update((o.request_id, o) for o in outputs)
             left = [r for r in left if done[r.request_id].finish_reason is FinishReason.ERROR]
             for request in left:
                 logger.warning(

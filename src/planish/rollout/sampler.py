@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planish import telemetry
 from planish.errors import ConfigError
 from planish.rollout.config import RolloutConfig
 from planish.rollout.groups import Fate, Group
@@ -87,6 +88,7 @@ def draw_batch(
         groups = sample(list(itertools.islice(ordinals, size)))
         batch.num_rounds += 1
         for group in groups:
+            telemetry.count("planish_rollout_groups_total", fate=group.fate.name.lower())
             (qualified if _qualifies(group, config) else batch.dropped).append(group)
     batch.kept, batch.surplus = qualified[:num_groups], qualified[num_groups:]
     if batch.starved:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from planish import telemetry
 from planish.errors import ConfigError
 from planish.logprobs import TokenScorer
 from planish.models.policy import Policy
@@ -101,6 +102,7 @@ def train_steps(
                     f"gradient norm of {step.grad_norm} in {skipped} steps up to step {number}; "
                     f"lower the learning rate, now {learning_rate}"
                 )
+        telemetry.mark_progress()
         yield step
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planish import errors
+from planish import errors, telemetry
 from planish.errors import PeerLost, PlanishError
 from planish.train.job import JobResult, TrainJob
 
@@ -44,6 +44,8 @@ def launch(job: TrainJob) -> JobResult:
         (folder / "job.json").write_text(job.to_json(), "utf-8")
         result = folder / "result.json"
         line = command(job.train.num_processes, folder / "job.json", result)
+        # Only the ranks get ahead; this process waits for them.
+        telemetry.forget("planish_stage_progress_timestamp_seconds")
         logger.info("launching processes=%d", job.train.num_processes)
         code = subprocess.run(line, check=False).returncode
         fault = result.with_suffix(".error")

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from planish import telemetry
 from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
 from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import mismatch_metrics
@@ -232,8 +233,22 @@ def _run_steps(
             step = {"loss": 0.0, "empty": 1.0}
         step["num_rollouts"] = float(len(minibatch))
         results.append(step)
+        _show(step)
         logger.debug("step=%d loss=%.6f", progress.step, step.get("loss", 0.0))
     return results, progress
+
+
+def _show(step: Step) -> None:
+    """Let a monitoring server see one mini-batch."""
+    telemetry.mark_progress()
+    telemetry.count("planish_train_tokens_total", step.get("num_tokens", 0.0))
+    for part, skipped in (("policy", "skipped"), ("critic", "value_skipped")):
+        if skipped in step:
+            telemetry.count("planish_train_steps_total", part=part)
+            telemetry.count("planish_train_nonfinite_steps_total", step[skipped], part=part)
+    for name in ("loss", "grad_norm", "value_loss"):
+        if name in step:
+            telemetry.set_level(f"planish_train_{name}", step[name])
 
 
 def _policy_step(

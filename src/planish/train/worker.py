@@ -22,6 +22,7 @@ from planish.records import layout
 from planish.records.io import write_set
 from planish.records.reports import UpdateReport, write_report
 from planish.records.stream import StreamState
+from planish.stage_metrics import StageMetrics
 from planish.train.batching import train_batch
 from planish.train.job import Inputs, JobResult, TrainJob, read_inputs, relative_pin
 from planish.train.progress import Progress
@@ -145,7 +146,10 @@ def main(argv: list[str]) -> int:
     device = pick_device(config.device, local_rank())
     try:
         ranks = join(device, timeout_seconds=config.timeout_seconds)
-        result = train_iteration(job, ranks)
+        with StageMetrics("train", job.iteration, ranks.rank) as shown:
+            shown.open()
+            result = train_iteration(job, ranks)
+            shown.publish(result.metrics)
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels in a file.
         fault = {"error": type(error).__name__, "message": str(error)}
