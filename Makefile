@@ -49,9 +49,9 @@ servers:  ## build the test servers from their Go modules into .cache/bin
 	tests/servers/build.sh minio etcd kubernetes
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them
-	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
-	  && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
-	  || echo 'chromium is missing: the tests that look at the report will be skipped'
+	@tests/servers/debian.sh chromium=chromium prometheus=prometheus promtool=prometheus \
+	  prometheus-alertmanager=prometheus-alertmanager amtool=prometheus-alertmanager \
+	  prometheus-node-exporter=prometheus-node-exporter
 
 bench: $(VENV)/.installed  ## measure; results go to tests/benchmarks/results
 	$(BIN)/python -m tests.benchmarks.bench_rollout $(ARGS)
