@@ -24,7 +24,7 @@ from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.upload import BufferSource, Cancelled, FileUpload, Progress
 from planish.checkpoint.upload_job import UploadJob, UploadResult, run_job
 
-NICENESS = 5
+NICENESS = 10
 """Trainers go first."""
 FAREWELL_SECONDS = 10.0
 """How long unfinished uploads may take to be dropped once the trainer is gone."""

@@ -6,9 +6,10 @@ Deliberately without any framework: that is `model_part`, `optimizer` and `megat
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +118,32 @@ _spec = functools.lru_cache(maxsize=1 << 18)(TensorSpec)
 # Saves of one state describe the same tensors again and again; equal by identity, too.
 
 
+class _Known(NamedTuple):
+    """What a save has said of a tensor; it stays true while the tensor is what it was."""
+
+    source: weakref.ref[Tensor]
+    """Not the tensor: memory that training gives up must not live on here."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    spec: TensorSpec
+    boxes: tuple[Box, ...]
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether this is that tensor, with nothing about it changed but its values."""
+        return (
+            self.source() is tensor
+            and tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.device == self.device
+            and not tensor.is_neg()
+        )
+
+
+_known: dict[tuple[str, str, str], _Known] = {}
+_MOST_KNOWN = 1 << 18
+_REPEATED = (Tensor, torch.nn.Parameter)
+
 PARTS = ("model", "optim", "extra", "loader")
 """What a load may be restricted to."""
 
@@ -142,10 +169,38 @@ class Gathering:
         self.role, self.framework, self.for_load = role, framework, for_load
         self.stored = Stored(metadata if for_load else None, role, rename)
         self.result = Gathered([])
-        self._seen: set[tuple[str, str, tuple[Box, ...]]] = set()
+        self._seen: dict[tuple[str, str], list[tuple[Box, ...]]] = {}
 
-    def add(self, kind: str, fqn: str, placed: Placed) -> None:
+    def add_again(self, kind: str, fqn: str, tensor: Tensor) -> bool:
+        """Add a tensor that an earlier save has placed; returns False for all others.
+
+        A tenth of the work of placing it: saves of one state differ in values alone.
+        """
+        known = _known.get((self.role, kind, fqn))
+        if known is None or self.for_load or kind not in self.parts or not known.is_of(tensor):
+            return False
+        self._see(kind, fqn, known.boxes)
+        data = tensor.detach() if known.boxes else None
+        self.result.items.append(LocalItem(known.spec, known.boxes, data))
+        return True
+
+    def _see(self, kind: str, fqn: str, boxes: tuple[Box, ...]) -> None:
+        before = self._seen.setdefault((kind, fqn), [])
+        if boxes in before:
+            raise ValueError(
+                f"names of one state must differ, got `{fqn}` twice in its {kind} part; rename "
+                "one (nested keys are joined by dots)"
+            )
+        before.append(boxes)
+
+    def add(self, kind: str, fqn: str, placed: Placed, source: Tensor | None = None) -> None:
         """Add a local value.
+
+        Args:
+            kind: model, optim or extra.
+            fqn: name.
+            placed: the value.
+            source: the tensor of the state that it is, for `add_again` in later saves.
 
         Raises:
             TypeError: its type has no name.
@@ -153,13 +208,7 @@ class Gathering:
         """
         if kind not in self.parts:
             return
-        place_of = (kind, fqn, placed.boxes)
-        if place_of in self._seen:
-            raise ValueError(
-                f"names of one state must differ, got `{fqn}` twice in its {kind} part; rename "
-                "one (nested keys are joined by dots)"
-            )
-        self._seen.add(place_of)
+        self._see(kind, fqn, placed.boxes)
         data = placed.data
         if data.is_conj() or data.is_neg():
             data = self._lazy(fqn, data)
@@ -167,6 +216,13 @@ class Gathering:
             data = self._scratch(fqn, data)
         spec = _spec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
         self.result.items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
+        again = source is not None and type(source) in _REPEATED and not self.for_load
+        if source is not None and again and not source.is_complex():
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            facts = source.shape, source.dtype, source.device
+            known = _Known(weakref.ref(source), *facts, spec, placed.boxes)
+            _known[self.role, kind, fqn] = known
 
     def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a further place for a stored tensor that is also loaded elsewhere."""

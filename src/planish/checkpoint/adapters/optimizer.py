@@ -68,6 +68,10 @@ class PlainSite:
 
     def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
         """Return the one piece."""
+        return [(self.fqn, self.place(key, value))]
+
+    def place(self, key: str, value: Tensor) -> Placed:
+        """Return the placed moment or number."""
         name = f"{self.fqn}.{key}"
         sharded = isinstance(self.parameter, DTensor) and not isinstance(value, DTensor)
         if sharded and value.dim():
@@ -75,7 +79,7 @@ class PlainSite:
                 f"`{name}` must be a DTensor as its parameter is one, got a plain tensor of "
                 f"{tuple(value.shape)}; nothing says which part of the whole it is"
             )
-        return [(self.fqn, place(name, value))]
+        return place(name, value)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros like the parameter."""
@@ -184,8 +188,12 @@ def _gather_state(
         state = _wanted(gathering, group, parameter, site, state)
     for key, value in state.items():
         if isinstance(value, Tensor):
-            for name, placed in site.pieces(key, value):
-                gathering.add("optim", f"{name}.{key}", placed)
+            if isinstance(site, PlainSite):
+                if not gathering.add_again("optim", name := f"{site.fqn}.{key}", value):
+                    gathering.add("optim", name, site.place(key, value), value)
+                continue
+            for fqn, placed in site.pieces(key, value):
+                gathering.add("optim", f"{fqn}.{key}", placed)
         elif gathering.framework == "megatron":
             raise TypeError(
                 f"`{site.fqn}.{key}` must be a tensor in an optimizer of stacked layers, got "

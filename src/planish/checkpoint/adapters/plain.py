@@ -47,11 +47,13 @@ def gather_model(gathering: Gathering, model: Any) -> Sites:
 
 def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
     for name, tensor in named.tensors.items():
+        if gathering.add_again("model", name, tensor):
+            continue
         placed = place(name, tensor)
         if _is_elsewhere(gathering, name):
             gathering.add_alias("model", gathering.stored.aliases[name], placed)
         else:
-            gathering.add("model", name, placed)
+            gathering.add("model", name, placed, tensor)
     gather_ties(gathering, named)
     gather_extra_state(gathering, named.extra)
     return sites_of(named)
