@@ -7,7 +7,7 @@ whole job are ours.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,7 +46,7 @@ class Models:
 
 
 @dataclass
-class _Seen:
+class Seen:
     """One metric as the last call saw it."""
 
     first: int
@@ -69,7 +69,7 @@ class Detector:
         """Windows of all metrics that the last call looked at."""
         self._machines: tuple[str, ...] = ()
         self._groups: list[I64] = []
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
 
     def call(self, frame: Frame, job: Job | None = None) -> Result:
         """Look at one frame, e.g. the last 15 minutes.
@@ -111,19 +111,34 @@ class Detector:
         count = max(0, len(values) - WINDOW + 1)
         trace = Trace.empty(count, values.shape[1])
         first = int(prepared.frame.ts[0]) if len(values) else 0
-        changed = self._reuse(name, first, values, masked, trace)
-        which = np.flatnonzero(changed)
-        fill_trace(
-            *(trace, which, values, masked, self.models.denoisers[name], self._groups),
-            self.config.detect,
-        )
-        self.windows_computed += len(which)
-        self._seen[name] = _Seen(first, values, masked, trace)
+
+        def fill(which: I64) -> None:
+            fill_trace(
+                *(trace, which, values, masked, self.models.denoisers[name], self._groups),
+                self.config.detect,
+            )
+
+        self.renew(name, Seen(first, values, masked, trace), fill)
         return trace
+
+    def renew(self, name: str, seen: Seen, fill: Callable[[I64], None]) -> None:
+        """Fill a trace: old windows from the last call, the others by `fill`, which gets them.
+
+        Args:
+            name: of the trace.
+            seen: what it is made of, [T, any], and the empty trace.
+            fill: writes the rows of some windows.
+        """
+        which = np.flatnonzero(self._reuse(name, seen.first, seen.values, seen.masked, seen.trace))
+        fill(which)
+        self.windows_computed += len(which)
+        self._seen[name] = seen
 
     def _reuse(self, name: str, first: int, values: F32, masked: Mask, trace: Trace) -> Mask:
         """Copy rows whose seconds are as the last call saw them; returns [W] the others."""
         old = self._seen.get(name)
+        if old is not None and old.values.shape[1] != values.shape[1]:
+            old = None
         same = np.zeros(len(values), bool)
         shift = first - old.first if old else 0
         if old is not None:
@@ -154,7 +169,7 @@ def _ignored_windows(frame: Frame, job: Job) -> Mask:
         seconds |= (frame.ts >= start) & (frame.ts < end)
     if frame.num_seconds < WINDOW:
         return np.zeros(0, bool)
-    found: Mask = np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).any(axis=1)
+    found: Mask = np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).max(axis=1)
     return found
 
 

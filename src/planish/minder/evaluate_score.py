@@ -297,3 +297,23 @@ def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> dict
         for name, members in sorted(groups.items())
         if name
     }
+
+
+def f1_difference(
+    ours: Sequence[Outcome], theirs: Sequence[Outcome], counting: Counting, *, seed: int = 0
+) -> Interval:
+    """Return F1 of one detector minus that of another on the same cases, resampled together.
+
+    Raises:
+        ValueError: the cases differ.
+    """
+    if [one.case for one in ours] != [one.case for one in theirs]:
+        raise ValueError("both detectors must have seen the same cases in the same order")
+    with_fault = np.array([one.fault is not None for one in ours])
+    totals, samples = [], []
+    for outcomes in (ours, theirs):
+        counts = np.array([one.counts(counting) for one in outcomes], np.float64).reshape(-1, 3)
+        totals.append(_f1(counts.sum(axis=0)))
+        # An equal seed draws equal cases.
+        samples.append(_f1(_resampled(counts, with_fault, seed)))
+    return Interval(float(totals[0] - totals[1]), *_bounds(samples[0] - samples[1]))

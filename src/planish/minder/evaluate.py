@@ -1,0 +1,197 @@
+"""Replay simulated jobs through several detectors, as the service would look at them.
+
+Seeds of training, calibration and evaluation never meet, see `SEEDS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.minder.evaluate_score import Fault, Named, Outcome
+from planish.minder.simulator import DETECTABLE_SECONDS, Case, simulate
+from planish.minder.variants import Variant, build
+
+SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
+"""First seed of each use; a million apart."""
+
+Progress = Callable[[int, int], None]
+"""Called with cases done and cases in all."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated, on which cases."""
+
+    variants: tuple[str, ...]
+    models: Path
+    comparison: Path | None = None
+    """Folder of what only comparisons need; that of the models when None."""
+    config: Mapping[str, Any] | None = None
+    """Tables that the default profile starts from."""
+    work: Path | None = None
+    """Keeps finished cases, so that an interrupted run goes on; they are named by seed, settings
+    and models, not by the code."""
+
+    def build(self) -> dict[str, Variant]:
+        """Return the detectors."""
+        return {
+            name: build(name, self.models, base=self.config, comparison=self.comparison)
+            for name in self.variants
+        }
+
+
+def cases(first: int, faults: int, normal: int) -> list[tuple[int, str | None]]:
+    """Return seeds and faults of cases: those with a fault first.
+
+    Example:
+        >>> cases(3_000_000, 1, 2)
+        [(3000000, 'any'), (3000001, None), (3000002, None)]
+    """
+    kinds: list[str | None] = ["any"] * faults + [None] * normal
+    return [(first + i, kind) for i, kind in enumerate(kinds)]
+
+
+def replayed(case: Case, variant: Variant) -> tuple[tuple[Named, ...], tuple[float, ...]]:
+    """Return the first alert of each machine, and the seconds of each call.
+
+    A call every `service.interval_seconds` looks at the last `service.window_seconds`.
+    """
+    frame, service = case.frame, variant.config.service
+    monitor = variant.monitor(frame.job)
+    start, stop = int(frame.ts[0]), int(frame.ts[-1]) + 1
+    found: dict[str, Named] = {}
+    costs = []
+    for end in range(start + service.interval_seconds, stop + 1, service.interval_seconds):
+        piece = frame.slice(end - service.window_seconds, end)
+        result = monitor.call(piece, stages=case.stages)
+        costs.append(result.call_seconds)
+        for one in result.findings:
+            found.setdefault(one.machine, Named(one.machine, end, one.kind, one.metric))
+    alerts = sorted(found.values(), key=lambda one: (one.time, one.machine))
+    return tuple(alerts), tuple(costs)
+
+
+def fault_of(case: Case, metrics: Sequence[str]) -> Fault | None:
+    """Return the truth of a case for detectors that use some metrics."""
+    truth = case.truth
+    if not truth.faulty:
+        return None
+    seen = [truth.visible.get(name, 0) for name in (*metrics, "silent")]
+    last = int(case.frame.ts[-1]) + 1
+    return Fault(
+        truth.machines,
+        truth.kind,
+        truth.onset,
+        min(truth.halt, last),
+        max(seen) >= DETECTABLE_SECONDS,
+    )
+
+
+def evaluate(
+    plan: Plan,
+    wanted: Sequence[tuple[int, str | None]],
+    *,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, list[Outcome]]:
+    """Replay every case through every variant.
+
+    Args:
+        plan: detectors.
+        wanted: seed and fault of each case.
+        workers: processes.
+        progress: called after each case.
+
+    Returns:
+        Variant to the outcomes, in the order of the cases.
+    """
+    found: dict[str, list[Outcome]] = {name: [] for name in plan.variants}
+    for done, outcomes in enumerate(_all(plan, wanted, workers), 1):
+        for name, outcome in outcomes.items():
+            found[name].append(outcome)
+        if progress:
+            progress(done, len(wanted))
+    return found
+
+
+def _all(
+    plan: Plan, wanted: Sequence[tuple[int, str | None]], workers: int
+) -> Iterator[dict[str, Outcome]]:
+    if workers <= 1:
+        variants = plan.build()
+        for seed, kind in wanted:
+            yield one_case(seed, kind, variants, plan)
+        return
+    # torch does not survive a fork once it has computed.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _begin, (plan,)) as pool:
+        yield from pool.map(_next, wanted)
+
+
+_worker: dict[str, Any] = {}
+"""Of a worker process: its plan and detectors."""
+
+
+def _begin(plan: Plan) -> None:
+    _worker.update(plan=plan, variants=plan.build())
+
+
+def _next(wanted: tuple[int, str | None]) -> dict[str, Outcome]:
+    return one_case(*wanted, _worker["variants"], _worker["plan"])
+
+
+def one_case(
+    seed: int, kind: str | None, variants: Mapping[str, Variant], plan: Plan
+) -> dict[str, Outcome]:
+    """Replay one case through all variants."""
+    result: dict[str, Outcome] = {}
+    case: Case | None = None
+    metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
+    for name, variant in variants.items():
+        place = plan.work / f"{seed}-{kind}-{_digest(variant)}.json" if plan.work else None
+        if place is not None and place.exists():
+            result[name] = outcome_from(json.loads(place.read_text("utf-8")))
+            continue
+        if case is None:
+            case = simulate(seed, fault=kind)
+        alerts, costs = replayed(case, variant)
+        outcome = Outcome(
+            case=f"{seed}",
+            fault=fault_of(case, metrics),
+            machines=case.frame.num_machines,
+            seconds=case.frame.num_seconds,
+            alerts=alerts,
+            call_seconds=costs,
+        )
+        result[name] = outcome
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps(asdict(outcome)), "utf-8")
+    return result
+
+
+def _digest(variant: Variant) -> str:
+    """Return a short name of settings and models."""
+    ids = sorted(f"{one.metric}:{one.version}" for one in variant.models.denoisers.values())
+    text = "|".join([variant.name, variant.config.model_dump_json(), *ids])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def outcome_from(raw: Mapping[str, Any]) -> Outcome:
+    """Return an outcome of its plain values."""
+    fault = raw["fault"]
+    return Outcome(
+        case=raw["case"],
+        fault=None if fault is None else Fault(**{**fault, "machines": tuple(fault["machines"])}),
+        machines=raw["machines"],
+        seconds=raw["seconds"],
+        alerts=tuple(Named(**one) for one in raw["alerts"]),
+        call_seconds=tuple(raw["call_seconds"]),
+    )
