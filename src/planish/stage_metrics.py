@@ -55,8 +55,15 @@ class StageMetrics:
         ...     shown.publish({"reward_mean": 0.5})
     """
 
-    def __init__(self, stage: str, iteration: int, rank: int = 0) -> None:
-        """Bind the facts; nothing is served yet."""
+    def __init__(self, stage: str, iteration: int, rank: int | None = None) -> None:
+        """Bind the facts; nothing is served yet.
+
+        Args:
+            stage: name of the stage.
+            iteration: 1, 2, ... inside iterations, else 0.
+            rank: of a process that a launcher started. The launcher has the first port, rank `r`
+                the one `r + 1` after it.
+        """
         self._stage, self._iteration, self._rank = stage, iteration, rank
         self._server: telemetry.MetricsServer | None = None
         self._has_news = False
@@ -71,14 +78,14 @@ class StageMetrics:
             ConfigError: the environment does not hold numbers.
         """
         now = time.time()
-        telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=str(self._rank))
+        telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=str(self._rank or 0))
         telemetry.set_level("planish_stage_iteration", self._iteration)
         telemetry.set_level("planish_stage_start_timestamp_seconds", now)
         telemetry.count("planish_stage_nonfinite_total", 0)
         telemetry.mark_progress()
         first = _number(PORT_VARIABLE, 0)
         if first:
-            self._server = _serve(int(first))
+            self._server = _serve(int(first) + (0 if self._rank is None else self._rank + 1))
 
     def publish(self, scalars: Mapping[str, float]) -> None:
         """Show the scalars of the outcome, and count those that are no finite numbers."""

@@ -42,13 +42,13 @@ def test_a_task_shows_what_it_is_and_when_it_got_ahead(monkeypatch):
     port = free_port()
     monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
     begun = time.time()
-    with StageMetrics("rollout", 7, rank=2) as shown:
+    with StageMetrics("rollout", 7) as shown:
         shown.open()
         found = scrape(port)
         time.sleep(0.02)
         telemetry.mark_progress()
         later = scrape(port)
-    assert found['planish_stage_info{rank="2",stage="rollout"}'] == 1
+    assert found['planish_stage_info{rank="0",stage="rollout"}'] == 1
     assert found["planish_stage_iteration"] == 7
     assert begun <= found["planish_stage_start_timestamp_seconds"] <= time.time()
     name = "planish_stage_progress_timestamp_seconds"
@@ -85,6 +85,14 @@ def test_a_second_task_of_the_machine_takes_the_next_port(monkeypatch):
         assert first._server is not None
         assert second._server is not None
         assert first._server.port == port < second._server.port < port + 16
+
+
+def test_a_rank_has_a_port_of_its_own_after_that_of_its_launcher(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    with StageMetrics("train", 2, rank=3) as shown:
+        shown.open()
+        assert scrape(port + 4)['planish_stage_info{rank="3",stage="train"}'] == 1
 
 
 def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
