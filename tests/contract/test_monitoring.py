@@ -1,0 +1,234 @@
+"""What the monitoring servers load fits together, and fits what the code exports."""
+
+import itertools
+import json
+import re
+
+import pytest
+import yaml
+
+from planish.minder.metrics_table import PUBLISHED_ORDER
+from planish.minder.own_metrics import OwnMetrics
+from planish.telemetry import METRICS
+from tests.contract.promql import metric_names
+from tests.golden.write_rules import MONITORING, RULES, TARGET, prometheus_rules
+
+DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
+RUNBOOK_PARTS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "Is it a false alarm?"]
+FOREIGN = {"up", "ALERTS", "kube_node_status_condition"}
+"""Series of Prometheus itself and of kube-state-metrics."""
+MACHINE_SERIES = re.compile(r"DCGM_FI_\w+|node_(cpu|ethtool)_\w+")
+UNITS = {"none", "s", "percent", "percentunit", "ops", "pps", "cps", "Bps", "watt", "GBs"}
+PER_METRIC = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+def rules(kind):
+    """Yield every rule of a kind, `alert` or `record`."""
+    for path in sorted(RULES.glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text())["groups"]:
+            yield from (rule for rule in group["rules"] if kind in rule)
+
+
+ALERTS = {rule["alert"]: rule for rule in rules("alert")}
+RECORDS = {rule["record"] for rule in rules("record")}
+
+
+def exported():
+    """Return every name that a scraper of our processes may see."""
+    names = set()
+    for metric in METRICS:
+        base = metric.name.removesuffix("_total")
+        names |= {base + suffix for suffix in PER_METRIC[metric.kind]}
+    for family in OwnMetrics().registry.collect():
+        names |= {family.name + suffix for suffix in PER_METRIC[family.type]}
+    return names
+
+
+def unknown(expression):
+    known = exported() | RECORDS | FOREIGN
+    names = metric_names(expression)
+    return sorted(n for n in names - known if not MACHINE_SERIES.fullmatch(n))
+
+
+def targets(dashboard):
+    return [target for panel in dashboard["panels"] for target in panel.get("targets", ())]
+
+
+def load(path):
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        ('time() - max by (a) (x_seconds{b=~"c|d"}) > 1200', ["x_seconds"]),
+        ("sum(increase(x_total[1h])) / on (a) group_left (b) y", ["x_total", "y"]),
+        ("run:x:max == run:x:max offset 2h", ["run:x:max"]),
+        ('histogram_quantile(0.9, sum by (le) (rate(x_bucket{s="t"}[5m])))', ["x_bucket"]),
+        ('avg by (n) (label_replace(A_B, "n", "$1", "h", "(.+)")) * 1e-9', ["A_B"]),
+        ('max({__name__="a:b",c="d"}) unless on (c) e', ["a:b", "e"]),
+    ],
+)
+def test_names_are_read_out_of_expressions(expression, names):
+    assert sorted(metric_names(expression)) == names
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_every_alert_says_how_bad_it_is_what_it_is_and_where_its_runbook_is(name):
+    alert = ALERTS[name]
+    assert alert["labels"]["severity"] in {"critical", "warning", "info"}
+    assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+    assert len(alert["annotations"]["summary"]) < 100
+    assert alert["annotations"]["description"].endswith(".")
+    assert alert["annotations"]["runbook_url"] == f"monitoring/runbooks/{name}.md"
+
+
+def test_the_alerts_of_the_monitor_are_all_there():
+    wanted = {
+        *("FaultyMachine", "JobWide", "TelemetryOutage", "TelemetryBroken", "CallFailing"),
+        *("Slow", "MetricUnusable", "ModelStale", "BreakerOpen", "EvictionBlocked", "Down"),
+    }
+    assert {f"Minder{name}" for name in wanted} <= ALERTS.keys()
+    faulty = ALERTS["MinderFaultyMachine"]
+    assert (faulty["for"], faulty["keep_firing_for"]) == ("0s", "10m")
+    assert faulty["labels"]["severity"] == "critical"
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_every_runbook_has_its_five_parts_and_commands(name):
+    text = (MONITORING / "runbooks" / f"{name}.md").read_text("utf-8")
+    assert text.startswith(f"# {name}\n")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == RUNBOOK_PARTS
+    parts = re.split(r"^## .+$", text, flags=re.MULTILINE)[1:]
+    assert all(len(part.strip()) > 10 for part in parts)
+    commands = re.search(r"```\n(.+?)```", parts[2], re.DOTALL)
+    assert commands is not None
+    assert commands[1].count("\n") >= 2
+    assert re.search(r"^1\. ", parts[3], re.MULTILINE)
+    assert re.search(r"^- \[ \] ", parts[4], re.MULTILINE)
+    expressions = re.findall(r"promtool query instant \$PROMETHEUS '(.+)'", commands[1])
+    server = {"prometheus_engine_query_duration_seconds", "scrape_duration_seconds"}
+    found = {name for e in expressions for name in unknown(e)} - server
+    assert found == set()
+
+
+def test_every_runbook_belongs_to_an_alert():
+    found = {path.stem for path in (MONITORING / "runbooks").glob("*.md")}
+    assert found == ALERTS.keys()
+
+
+def test_rules_read_only_what_is_exported():
+    for rule in [*rules("alert"), *rules("record")]:
+        assert unknown(rule["expr"]) == [], rule
+
+
+def test_a_recording_rule_stands_for_each_of_the_seven_metrics_every_second():
+    (group,) = yaml.safe_load((RULES / "machines.yaml").read_text())["groups"]
+    names = [rule["record"] for rule in group["rules"]]
+    assert names == [f"node:minder_{metric}:1s" for metric in PUBLISHED_ORDER]
+    assert group["interval"] == "1s"
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not():
+    fires, rests = set(), set()
+    for path in (RULES / "tests").glob("*.yaml"):
+        for test in yaml.safe_load(path.read_text())["tests"]:
+            for case in test.get("alert_rule_test", ()):
+                (fires if case["exp_alerts"] else rests).add(case["alertname"])
+    assert fires == ALERTS.keys()
+    assert rests == ALERTS.keys()
+
+
+def test_the_operator_gets_the_same_rules():
+    assert TARGET.read_text("utf-8") == prometheus_rules()
+
+
+def test_alertmanager_groups_by_job_and_holds_back_what_another_alert_explains():
+    config = yaml.safe_load((MONITORING / "alertmanager.yaml").read_text())
+    assert config["route"]["group_by"] == ["alertname", "cluster", "job_name"]
+    receivers = {receiver["name"] for receiver in config["receivers"]}
+    routes = [config["route"], *config["route"]["routes"]]
+    assert {route["receiver"] for route in routes} == receivers
+    matchers = [
+        matcher
+        for rule in config["inhibit_rules"]
+        for side in ("source_matchers", "target_matchers")
+        for matcher in rule[side]
+    ]
+    for value in (re.fullmatch(r'alertname=~?"(.+)"', matcher) for matcher in matchers):
+        for name in value[1].split("|") if value else ():
+            assert name in ALERTS.keys() | {"KubeNodeNotReady"}
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_has_unique_panels_that_do_not_overlap(path):
+    dashboard = load(path)
+    assert dashboard["uid"].startswith("planish-")
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        assert 0 <= place["x"] < place["x"] + place["w"] <= 24
+        mine = set(
+            itertools.product(
+                range(place["x"], place["x"] + place["w"]),
+                range(place["y"], place["y"] + place["h"]),
+            )
+        )
+        assert not cells & mine, panel["title"]
+        cells |= mine
+        letters = [target["refId"] for target in panel.get("targets", ())]
+        assert len(set(letters)) == len(letters)
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_refers_only_to_what_there_is(path):
+    text = path.read_text("utf-8")
+    dashboard = json.loads(text)
+    (source,) = dashboard["__inputs"]
+    assert source["name"] == "DS_PROMETHEUS"
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    if dashboard["uid"] == "planish-minder":
+        assert {"job", "node"} <= variables
+    assert set(re.findall(r'"uid": "(\$[^"]+)"', text)) == {"${DS_PROMETHEUS}"}
+    expressions = [target["expr"] for target in targets(dashboard)]
+    used = set(re.findall(r"\$(\w+)", " ".join(expressions)))
+    repeats = {panel["repeat"] for panel in dashboard["panels"] if "repeat" in panel}
+    assert used | repeats == variables
+    notes = [note["expr"] for note in dashboard["annotations"]["list"]]
+    assert notes
+    for expression in [*expressions, *notes]:
+        assert unknown(expression) == [], expression
+    for variable in dashboard["templating"]["list"]:
+        series = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"])
+        assert series is not None
+        assert series[1] in exported() | RECORDS
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_panel_has_a_unit_a_description_and_a_query(path):
+    types = {required["id"] for required in load(path)["__requires"]}
+    for panel in load(path)["panels"]:
+        if panel["type"] == "row":
+            continue
+        assert panel["type"] in types
+        assert panel["title"]
+        assert panel["description"].endswith(".")
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        assert panel["targets"]
+
+
+def test_the_dashboard_of_the_monitor_has_its_six_parts_in_order():
+    panels = load(MONITORING / "dashboards/minder.json")["panels"]
+    rows = [panel["title"] for panel in panels if panel["type"] == "row"]
+    assert rows == [
+        *("Scores", "The seven metrics", "Candidates", "Data quality", "Calls", "Actions")
+    ]
+
+
+def test_the_readme_names_every_metric_that_stages_export():
+    text = (MONITORING / "README.md").read_text("utf-8")
+    for metric in METRICS:
+        part = metric.name.removeprefix("planish_checkpoint_")
+        assert f"`{metric.name}`" in text or f"`{part}`" in text, metric.name

@@ -1,0 +1,91 @@
+"""The programs of Prometheus and Alertmanager accept what we give them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from tests.golden.write_rules import MONITORING, RULES
+
+pytestmark = pytest.mark.server
+
+LABELS = "cluster=c namespace=n job_name=j"
+
+
+def program(name):
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name} here: install it with `make tools`")
+    return found
+
+
+def run(*line, folder=MONITORING):
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_rules_are_valid():
+    files = sorted(RULES.glob("*.yaml"))
+    done = run(program("promtool"), "check", "rules", "--lint-fatal", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("SUCCESS") == len(files) == 4
+
+
+@pytest.mark.parametrize("path", sorted((RULES / "tests").glob("*.yaml")), ids=lambda p: p.stem)
+def test_rules_do_what_their_cases_say(path):
+    done = run(program("promtool"), "test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_case_that_is_wrong_is_noticed(tmp_path):
+    text = (RULES / "tests" / "cluster.yaml").read_text("utf-8")
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(
+        text.replace("../cluster.yaml", str(RULES / "cluster.yaml")).replace("1x4 0x20", "1x24")
+    )
+    done = run(program("promtool"), "test", "rules", wrong)
+    assert done.returncode == 1
+    assert "NodeNotReady" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["prometheus.yaml", "prometheus-local.yaml"])
+def test_scrape_configurations_are_valid(name, tmp_path):
+    config = yaml.safe_load((MONITORING / name).read_text("utf-8"))
+    config["rule_files"] = [str(RULES / "*.yaml")]
+    for scrape in config["scrape_configs"]:
+        # Debian builds Prometheus without the discovery of Kubernetes.
+        if scrape.pop("kubernetes_sd_configs", None):
+            scrape["static_configs"] = [{"targets": ["localhost:1"]}]
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(config))
+    done = run(program("promtool"), "check", "config", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "valid prometheus config" in done.stdout
+
+
+def test_the_alertmanager_configuration_is_valid():
+    done = run(program("amtool"), "check-config", "alertmanager.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 inhibit rules" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        ("alertname=MinderFaultyMachine severity=critical kind=dissimilar", "operations-page"),
+        ("alertname=MinderDown severity=critical", "operations-page"),
+        ("alertname=MinderSlow severity=warning", "operations"),
+        ("alertname=MinderLimitsWrong severity=info", "operations"),
+        ("alertname=NodeNotReady severity=warning", "operations"),
+        ("alertname=PlanishNonFinite severity=critical", "training"),
+        ("alertname=PlanishLowKeptFraction severity=warning", "training"),
+    ],
+)
+def test_alerts_reach_those_who_can_act(labels, receiver):
+    options = ("--config.file=alertmanager.yaml", f"--verify.receivers={receiver}")
+    line = ("config", "routes", "test", *options, *LABELS.split(), *labels.split())
+    done = run(program("amtool"), *line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() == receiver
