@@ -1,0 +1,186 @@
+"""Every query of every dashboard gives something, asked of a real Prometheus with data in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import pytest
+import yaml
+
+from planish.minder.metrics_table import PUBLISHED_ORDER
+from planish.minder.own_metrics import BUCKETS, OwnMetrics
+from planish.telemetry import METRICS
+from tests.golden.write_rules import MONITORING, RULES
+from tests.servers import run_prometheus
+
+pytestmark = pytest.mark.server
+
+STEP = 15
+SECONDS = 7200
+LABELS = {
+    "job_name": ("team/pretrain",),
+    "namespace": ("team",),
+    "run_id": ("7f3a",),
+    "node": tuple(f"node-{n}" for n in range(6)),
+    "metric": PUBLISHED_ORDER,
+    "stage": ("pull", "total", "train", "rollout"),
+    "outcome": ("ok", "fault"),
+    "fate": ("mixed", "all_wrong"),
+    "part": ("policy", "critic"),
+    "kind": ("dissimilar",),
+}
+"""Label to the values that it gets; any other has one value."""
+CHOSEN = {"metric": "cpu_usage"}
+"""Variable to what is chosen in it; the others show everything."""
+QUERIES = [
+    (path.stem, panel["title"], target["expr"], bool(target.get("instant")))
+    for path in sorted((MONITORING / "dashboards").glob("*.json"))
+    for panel in json.loads(path.read_text("utf-8"))["panels"]
+    for target in panel.get("targets", ())
+]
+
+
+def shapes():
+    """Yield name, kind and labels of all metrics, ours and those that rules make of them."""
+    for metric in METRICS:
+        labels = ("job", "instance", "namespace", "run_id", *metric.labels)
+        yield metric.name.removesuffix("_total"), metric.kind, labels
+    own = OwnMetrics()
+    metrics = {**own._gauges, **own._counters, "call_duration_seconds": own._durations}
+    for name, metric in metrics.items():
+        yield f"minder_{name}", metric._type, ("job", *metric._labelnames)
+    for path in RULES.glob("*.yaml"):
+        for group in yaml.safe_load(path.read_text("utf-8"))["groups"]:
+            for rule in (rule for rule in group["rules"] if "record" in rule):
+                is_machine = rule["record"].startswith("node:")
+                labels = ("node",) if is_machine else ("namespace", "run_id")
+                yield rule["record"], "gauge", labels
+    yield "ALERTS", "gauge", ("alertname", "alertstate")
+
+
+def value(label):
+    """Return what a label that has but one value is set to."""
+    return "firing" if label == "alertstate" else f"a-{label}"
+
+
+def series():
+    """Yield every series as (text, value at the start, growth per sample)."""
+    for name, kind, labels in shapes():
+        choices = [LABELS.get(label, (value(label),)) for label in labels]
+        if name == "planish_stage_info":
+            # a process works on one stage
+            choices[labels.index("stage")] = ("train",)
+        if name == "ALERTS":
+            choices[0] = ("MinderFaultyMachine", "PlanishNonFinite")
+        for number, values in enumerate(itertools.product(*choices)):
+            pairs = [f'{k}="{v}"' for k, v in zip(labels, values, strict=True)]
+            if kind == "histogram":
+                bounds = [*(str(bound) for bound in BUCKETS), "+Inf"]
+                for place, bound in enumerate(bounds):
+                    text = ",".join([*pairs, f'le="{bound}"'])
+                    yield f"{name}_bucket{{{text}}}", 0.0, 1.0 + place
+                continue
+            suffix = "_total" if kind == "counter" else ""
+            growth = 1.0 + number if kind == "counter" else 0.0
+            yield f"{name}{suffix}{{{','.join(pairs)}}}", 1.0, growth
+
+
+def samples(end):
+    for text, first, growth in series():
+        for number in range(SECONDS // STEP):
+            at = end - SECONDS + number * STEP
+            yield f"{text} {first + growth * number} {at}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    if not run_prometheus.is_installed():
+        pytest.skip(f"no Prometheus here: {run_prometheus.REMEDY}")
+    end = int(time.time()) // STEP * STEP
+    found = run_prometheus.PrometheusServer(tmp_path_factory.mktemp("dashboards"))
+    found.backfill(samples(end))
+    found.start()
+    yield found.url, end - STEP
+    found.stop()
+
+
+def ask(url, path, **options):
+    """Return the data of an answer; what Prometheus does not take is an error with its reason."""
+    asked = urllib.parse.urlencode(options, doseq=True)
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/{path}?{asked}", timeout=20) as answer:
+            return json.load(answer)["data"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{options}: {error.read().decode()}") from None
+
+
+def chosen(expression):
+    return re.sub(r"\$(\w+)", lambda found: CHOSEN.get(found[1], ".*"), expression)
+
+
+@pytest.mark.parametrize(
+    ("board", "title", "expression", "is_instant"),
+    QUERIES,
+    ids=[f"{board}-{number}-{title}" for number, (board, title, *_) in enumerate(QUERIES)],
+)
+def test_a_panel_shows_something(server, board, title, expression, is_instant):
+    url, end = server
+    query = chosen(expression)
+    if is_instant:
+        found = ask(url, "query", query=query, time=end)["result"]
+        values = [float(one["value"][1]) for one in found]
+    else:
+        data = ask(url, "query_range", query=query, start=end - 1800, end=end, step=60)
+        found = data["result"]
+        values = [float(text) for one in found for _, text in one["values"]]
+        assert len(values) >= 30
+    assert found, f"{title} of {board}: {query} gives nothing"
+    assert all(math.isfinite(one) for one in values)
+
+
+def test_the_queries_of_variables_and_annotations_give_something(server):
+    url, end = server
+    for path in sorted((MONITORING / "dashboards").glob("*.json")):
+        board = json.loads(path.read_text("utf-8"))
+        for variable in board["templating"]["list"]:
+            shape = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"])
+            assert shape is not None
+            found = ask(url, f"label/{shape[2]}/values", **{"match[]": shape[1]})
+            assert found == sorted(LABELS[shape[2]]), variable["name"]
+        for note in board["annotations"]["list"]:
+            assert len(ask(url, "query", query=note["expr"], time=end)["result"]) == 1
+
+
+def test_the_median_and_the_band_are_those_of_the_fleet(server):
+    url, end = server
+    panel = [expression for _, title, expression, _ in QUERIES if title == "CPU"]
+    assert len(panel) == 5
+    # six machines at 1: the band is flat, the faulty ones and all chosen ones are shown
+    counts = [len(ask(url, "query", query=chosen(e), time=end)["result"]) for e in panel]
+    assert counts == [1, 1, 1, 6, 6]
+
+
+def test_prometheus_takes_the_expressions_of_the_runbooks(server):
+    url, end = server
+    number = 0
+    for path in sorted((MONITORING / "runbooks").glob("*.md")):
+        text = path.read_text("utf-8")
+        for expression in re.findall(r"promtool query instant \$PROMETHEUS '(.+)'", text):
+            ask(url, "query", query=expression, time=end)
+            number += 1
+    assert number > 40
+
+
+def test_every_rule_can_be_evaluated_beside_the_data(server):
+    url, end = server
+    for path in sorted(RULES.glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text("utf-8"))["groups"]:
+            for rule in group["rules"]:
+                ask(url, "query", query=rule["expr"], time=end)
