@@ -31,6 +31,8 @@ class Minio:
     port: int = field(default_factory=free_port)
     access_key: str = field(default_factory=lambda: f"key{secrets.token_hex(8)}")
     secret_key: str = field(default_factory=lambda: secrets.token_hex(20))
+    settings: dict[str, str] = field(default_factory=dict)
+    """Further variables of the server's environment."""
     process: subprocess.Popen | None = None
 
     @property
@@ -61,6 +63,7 @@ class Minio:
                 "MINIO_UPDATE": "off",
                 "MINIO_PROMETHEUS_AUTH_TYPE": "public",
                 "GOMAXPROCS": "2",
+                **self.settings,
             },
             stdout=log,
             stderr=log,

@@ -74,6 +74,9 @@ class Bench:
             elif keep is None or key[1:] != (keep.workload, keep.world, keep.place):
                 group.close()
                 del self._groups[key]
+            else:
+                # Staging buffers of all systems together do not fit into memory twice.
+                group.call("close_systems")
 
     def source(self, phase: Phase, system: str) -> str | None:
         """Return the checkpoint that a system left in a phase, or None."""

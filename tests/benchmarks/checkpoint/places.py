@@ -28,7 +28,9 @@ class Place:
         self.root = Path(tempfile.mkdtemp(prefix="ckpt-bench-", dir=ROOTS[kind]))
         (self.root / "files").mkdir()
         (self.root / "scratch").mkdir()
-        self.server = Minio(self.root / "minio" / "data")
+        # Deleted data would stay on tmpfs, in memory, for minutes.
+        cleanup = {"MINIO_API_DELETE_CLEANUP_INTERVAL": "2s"}
+        self.server = Minio(self.root / "minio" / "data", settings=cleanup)
         self.server.start()
         self.server.make_bucket(BUCKET)
         keys = self.server.access_key, self.server.secret_key

@@ -240,10 +240,10 @@ class Rank:
         dist.barrier()
         return measure(self.rank, **arguments)
 
-    def close_system(self, system: str) -> dict[str, Any]:
-        """Free what a system keeps between saves."""
-        if system in self.systems:
-            self.systems.pop(system).close()
+    def close_systems(self) -> dict[str, Any]:
+        """Free what systems keep between saves; each is opened anew when it is used again."""
+        while self.systems:
+            self.systems.popitem()[1].close()
         gc.collect()
         return {}
 
