@@ -81,6 +81,11 @@ class Facts:
         return f"{self.data_sha256[:8]}-{self.seed}"
 
 
+def default_models() -> Path:
+    """Return the folder of the models that come with this package, trained on simulated jobs."""
+    return Path(__file__).resolve().parent / "models"
+
+
 def save_model(folder: Path, facts: Facts, weights: Mapping[str, F32], pca: Pca) -> None:
     """Write one metric's model; the facts last, so that a broken write leaves no model."""
     from safetensors.numpy import save_file

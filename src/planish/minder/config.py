@@ -75,8 +75,13 @@ class DetectConfig(Section):
     """Floor of metrics that `floors` does not name."""
     role_baseline: bool = True
     """Subtract what a machine has differed by in healthy history of the same job."""
+    usual_distance: bool = True
+    """A machine's floor lies above the distance that it has had in healthy history of the same
+    job: hosts that hold their samples, or take them at another moment, are always apart."""
     baseline_min_seconds: int = Field(default=600, ge=60)
-    """Healthy history that a baseline needs."""
+    """Healthy history from which on a baseline is no longer learned while anyone is candidate."""
+    baseline_early_seconds: int = Field(default=120, ge=120)
+    """Healthy history that a first baseline needs."""
     compare_within_stage: bool = True
     """Compare machines of the same pipeline stage where a stage has at least four."""
     continuity_seconds: int = Field(default=240, ge=1)
@@ -156,6 +161,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "kappa": 0.9,
         "floors": None,
         "role_baseline": False,
+        "usual_distance": False,
         "compare_within_stage": False,
         "gap_tolerance": 0,
         "only_most_unlike": True,

@@ -26,7 +26,7 @@ from planish.minder.traces import (
     compared_values,
     comparison_groups,
     fill_trace,
-    floor_of,
+    floors_of,
     thresholds,
     without,
 )
@@ -67,6 +67,10 @@ class Detector:
         self.models, self.config = models, config
         self.windows_computed = 0
         """Windows of all metrics that the last call looked at."""
+        self.prepared: Prepared | None = None
+        """What the last call looked at; None before, and for a job that is too small."""
+        self.last: Mapping[str, Trace] = {}
+        """Traces of the last call."""
         self._machines: tuple[str, ...] = ()
         self._groups: list[I64] = []
         self._seen: dict[str, Seen] = {}
@@ -81,12 +85,13 @@ class Detector:
         started = time.perf_counter()
         rules, job = self.config.detect, job or Job()
         self.windows_computed = 0
+        self.prepared = None
         if frame.num_machines < rules.min_machines:
             return make_result(frame, self.config, "too_few_machines", started)
         if job.started and rules.warmup_seconds and frame.num_seconds:
             begin = max(int(frame.ts[0]), job.started + rules.warmup_seconds)
             frame = frame.slice(begin, int(frame.ts[-1]) + 1)
-        prepared = prepare(frame, self.config, self.models.limits)
+        prepared = self.prepared = prepare(frame, self.config, self.models.limits)
         groups = comparison_groups(frame.machines, rules, job)
         if frame.machines != self._machines or not _same(groups, self._groups):
             self._seen = {}
@@ -94,7 +99,8 @@ class Detector:
         traces = self.traces(prepared, job)
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         ignored = _ignored_windows(frame, job)
-        view = _View(prepared, traces, groups, self.config, ignored)
+        self.last = traces
+        view = _View(prepared, traces, groups, self.config, ignored, job)
         return _conclude(view, self.models, started)
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
@@ -187,6 +193,7 @@ class _View:
     config: MinderConfig
     ignored: Mask
     """[W], windows in which nobody is a candidate."""
+    job: Job
 
     @property
     def frame(self) -> Frame:
@@ -209,7 +216,8 @@ def _conclude(view: _View, models: Models, started: float) -> Result:
         "broken": dict(view.prepared.broken),
         "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
     }
-    if silent.mean() > config.preprocess.outage_share:
+    # One silent machine of four is no outage.
+    if silent.sum() > max(1.0, config.preprocess.outage_share * frame.num_machines):
         return make_result(frame, config, "outage", started, **facts)
     findings = _silent_findings(view, silent)
     if not view.traces and not findings:
@@ -249,7 +257,7 @@ def _named(view: _View, excluded: set[str]) -> _Named:
     theta = thresholds(rules, view.groups, gone)
     found, unknown = {}, {}
     for name, one in now.items():
-        floor = floor_of(name, rules)
+        floor = floors_of(name, view.frame.machines, rules, view.job)
         named = candidates(one, theta, floor, only_most_unlike=rules.only_most_unlike)
         named[view.ignored] = False
         found[name] = named

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from planish.minder.baseline import Baseline, History
 from planish.minder.config import MinderConfig
-from planish.minder.detect import Detector, Job, Models
-from planish.minder.frame import Frame
+from planish.minder.detect import Detector, Models, make_result
+from planish.minder.frame import Frame, Mask
 from planish.minder.result import Result
+from planish.minder.traces import Job
+
+_IDLE_METRICS = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
+_IDLE_SHARE = 0.05
+"""A GPU that does less than this share of what it could is idle."""
+_CANDIDATE_SECONDS = 60
+"""A machine that has been unlike its peers for so long stops the learning of baselines."""
+_SAME_JOB_SHARE = 0.5
+"""A job that keeps fewer of its machines runs on other nodes."""
 
 
 class JobMonitor:
@@ -19,8 +32,10 @@ class JobMonitor:
     ) -> None:
         """Begin with nothing known of the job; another detector takes the default one's place."""
         self.job, self.config = job, config
-        self._models = models
+        self.baseline, self.usual = Baseline(config.detect), Baseline(config.detect)
         self._detector = detector or Detector(models, config)
+        self._joined: dict[str, int] = {}
+        self._started = 0
 
     def call(
         self, frame: Frame, *, started: int = 0, stages: Mapping[str, str] | None = None
@@ -33,15 +48,159 @@ class JobMonitor:
             started: unix seconds of the last start of the job; 0 when not known.
             stages: machine to pipeline stage.
         """
-        return self._detector.call(frame, Job(stages=dict(stages or {}), started=started))
+        begun = time.perf_counter()
+        if not frame.num_seconds:
+            return make_result(frame, self.config, "skipped", begun)
+        now = int(frame.ts[-1]) + 1
+        frame = frame.slice(now - self.config.service.window_seconds, now)
+        self._follow(frame, started, now)
+        frame = self._grown_up(frame, now)
+        ignored = self._ignored(frame, started)
+        self.baseline.keep(frame.machines)
+        self.usual.keep(frame.machines)
+        job = Job(dict(stages or {}), self.baseline.table(), self.usual.table(), ignored=ignored)
+        result = self._detector.call(frame, job)
+        rules = self.config.detect
+        if rules.role_baseline or rules.usual_distance:
+            self._learn(result, now, ignored)
+        return result
+
+    def _follow(self, frame: Frame, started: int, now: int) -> None:
+        """Note who has joined and left; a job on other nodes is a new one."""
+        old, new = set(self._joined), set(frame.machines)
+        moved = bool(old) and len(old & new) < _SAME_JOB_SHARE * max(len(old), len(new))
+        if moved:
+            self.baseline, self.usual = Baseline(self.config.detect), Baseline(self.config.detect)
+        # Of the first machines nobody knows how old they are.
+        first = not old or moved
+        for name in old - new:
+            del self._joined[name]
+        for name in sorted(new - self._joined.keys()):
+            self._joined[name] = 0 if first else _first_sample(frame, name, now)
+        self._started = max(self._started, started)
+
+    def _grown_up(self, frame: Frame, now: int) -> Frame:
+        """Return the frame without young machines, and without what others did while young."""
+        grace = self.config.preprocess.join_grace_seconds
+        if not grace:
+            return frame
+        since = {name: joined + grace for name, joined in self._joined.items() if joined}
+        old = [name for name in frame.machines if since.get(name, 0) <= now]
+        frame = frame.select(old) if len(old) < frame.num_machines else frame
+        young = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
+        if len(young) > self.config.preprocess.outage_share * frame.num_machines:
+            # Too many for a comparison before: begin when the last of them had grown up.
+            return frame.slice(max(young.values()), now)
+        if not young:
+            return frame
+        at = np.array([young.get(name, 0) for name in frame.machines])
+        before = frame.ts[:, None] < at
+        mask = {name: real & ~before for name, real in frame.mask.items()}
+        return Frame(frame.job, frame.ts, frame.machines, frame.values, mask)
+
+    def _ignored(self, frame: Frame, started: int) -> list[tuple[int, int]]:
+        """Return the stretches after a start, and in which all machines are idle."""
+        rules = self.config.detect
+        warmup = rules.warmup_seconds
+        found = [(started, started + warmup)] if started and warmup else []
+        if rules.idle_seconds and frame.num_seconds:
+            for start, stop in _stretches(_idle(frame)):
+                if stop - start >= rules.idle_seconds:
+                    first = int(frame.ts[0])
+                    # What begins again is warm only after a while.
+                    found.append((first + start, first + stop + warmup))
+        return found
+
+    def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
+        """Let the baseline grow by what was healthy."""
+        prepared = self._detector.prepared
+        if result.status not in ("ok", "fault") or prepared is None:
+            return
+        baseline, recent = self.baseline, now - 2 * self.config.service.interval_seconds
+        if any(start < now and stop > max(baseline.until, recent) for start, stop in ignored):
+            baseline.skip(now)
+            self.usual.skip(now)
+            return
+        found = {finding.machine for finding in result.findings}
+        unsure = np.array([name in found for name in baseline.machines], bool)
+        if found or any(one.seconds >= _CANDIDATE_SECONDS for one in result.candidates):
+            unsure |= baseline.mature
+        if unsure.all():
+            baseline.skip(now)
+            self.usual.skip(now)
+            return
+        # Who has begun to differ a moment ago is no candidate yet.
+        mature = baseline.mature.all()
+        until = now - _CANDIDATE_SECONDS if mature else now
+        # Distances mean something only when the lasting differences are out of the values.
+        if baseline.begun:
+            self.usual.add(_distances(self._detector), until, unsure)
+        values = History(prepared.frame.ts, prepared.values, prepared.masked)
+        baseline.add(values, until, unsure)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a restarted service needs."""
-        return {"job": self.job}
+        """Return what a restarted service needs; the rest is found in the data again."""
+        return {
+            "job": self.job,
+            "joined": dict(self._joined),
+            "started": self._started,
+            "baseline": self.baseline.to_json(),
+            "usual": self.usual.to_json(),
+        }
 
     @classmethod
     def from_json(
-        cls, state: Mapping[str, Any], models: Models, config: MinderConfig
+        cls,
+        state: Mapping[str, Any],
+        models: Models,
+        config: MinderConfig,
+        *,
+        detector: Detector | None = None,
     ) -> JobMonitor:
-        """Go on from what `to_json` gave."""
-        return cls(str(state["job"]), models, config)
+        """Go on from what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        made = cls(str(state["job"]), models, config, detector=detector)
+        made.baseline = Baseline.from_json(config.detect, state["baseline"])
+        made.usual = Baseline.from_json(config.detect, state["usual"])
+        made._joined = {str(name): int(at) for name, at in state["joined"].items()}
+        made._started = int(state["started"])
+        return made
+
+
+def _first_sample(frame: Frame, machine: str, now: int) -> int:
+    """Return the second of a machine's first sample of anything in a frame; now without any."""
+    column = frame.machines.index(machine)
+    rows = [np.flatnonzero(real[:, column])[:1] for real in frame.mask.values()]
+    first = np.concatenate(rows) if rows else np.zeros(0, int)
+    return int(frame.ts[first.min()]) if len(first) else now
+
+
+def _distances(detector: Detector) -> History:
+    """Return the distances above the median machine of the last call, by their first seconds."""
+    prepared, last = detector.prepared, detector.last
+    ts = prepared.frame.ts[: len(next(iter(last.values())).above)] if prepared and last else None
+    return History(
+        np.zeros(0, np.int64) if ts is None else ts,
+        {name: trace.above for name, trace in last.items()},
+        {name: ~trace.present for name, trace in last.items()},
+    )
+
+
+def _idle(frame: Frame) -> Mask:
+    """Return [T], seconds in which every machine that is heard of does nothing on its GPUs."""
+    for name, full in zip(_IDLE_METRICS, (100.0, 1.0), strict=True):
+        if name in frame.values:
+            real = frame.mask[name]
+            busy = real & (frame.values[name] >= _IDLE_SHARE * full)
+            found: Mask = np.logical_and(real.any(axis=1), ~busy.any(axis=1))
+            return found
+    return np.zeros(frame.num_seconds, bool)
+
+
+def _stretches(flags: Mask) -> list[tuple[int, int]]:
+    """Return `start <= i < stop` of each stretch of set flags."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -32,6 +32,8 @@ class Job:
     """Machine to pipeline stage."""
     baseline: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Metric to machine to what it has differed by in healthy history, normalised."""
+    usual: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metric to machine to the distance above the median machine that it has had when healthy."""
     started: int = 0
     """Unix seconds of the last start; 0 when not known."""
     ignored: Sequence[tuple[int, int]] = ()
@@ -75,15 +77,46 @@ def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -
 
 
 def compared_values(prepared: Prepared, name: str, config: DetectConfig, job: Job) -> F32:
-    """Return the values [T, N] that are compared: without what is known of healthy machines."""
+    """Return the values [T, N] that are compared: without what is known of healthy machines.
+
+    Only as much of a machine's distance from the fleet's median is taken away as it shows: a
+    machine that loses its offset, e.g. while all wait, must not seem unlike for that.
+    """
     values = prepared.values[name]
     known = job.baseline.get(name, {}) if config.role_baseline else {}
-    if not known:
-        return values
     offsets = np.array([known.get(m, 0.0) for m in prepared.frame.machines], np.float32)
-    shifted = values - offsets
-    np.clip(shifted, 0.0, 1.0, out=shifted)
-    return shifted
+    columns = np.flatnonzero(offsets)
+    if not len(columns):
+        return values
+    away = values[:, columns] - fleet_median(values, prepared.masked[name])[:, None]
+    mine = offsets[columns]
+    away = np.clip(away, np.minimum(mine, 0), np.maximum(mine, 0))
+    result = values.copy()
+    result[:, columns] -= np.where(prepared.masked[name][:, columns], 0, away)
+    return result
+
+
+def fleet_median(values: F32, masked: Mask) -> F32:
+    """Return [T], the median over the machines that are known; 0 where none is."""
+    if not masked.any():
+        return np.median(values, axis=1).astype(np.float32)
+    return np.nan_to_num(median_of_known(values, ~masked))
+
+
+def median_of_known(values: F32, known: Mask) -> F32:
+    """Return the median of the known numbers of each row; NaN where none is.
+
+    Example:
+        >>> rows = np.array([[3.0, 1.0, 9.0]], np.float32)
+        >>> median_of_known(rows, np.array([[True, True, False]]))
+        array([2.], dtype=float32)
+    """
+    ordered = np.sort(np.where(known, values, np.inf), axis=1)
+    counts = known.sum(axis=1)
+    rows = np.arange(len(values))
+    low = ordered[rows, np.maximum(counts - 1, 0) // 2]
+    high = ordered[rows, counts // 2 % max(1, values.shape[1])]
+    return np.where(counts > 0, (low + high) / 2, np.nan).astype(np.float32)
 
 
 def fill_trace(
@@ -152,13 +185,22 @@ def floor_of(name: str, config: DetectConfig) -> float:
     return config.floors.get(name, config.default_floor)
 
 
-def candidates(one: Trace, theta: F64, floor: float, *, only_most_unlike: bool) -> Mask:
+def floors_of(name: str, machines: Sequence[str], config: DetectConfig, job: Job) -> F64:
+    """Return for each machine [N] the distance that counts: the floor above its usual one."""
+    floor = np.full(len(machines), floor_of(name, config))
+    known = job.usual.get(name, {}) if config.usual_distance else {}
+    if known:
+        floor += [max(0.0, known.get(machine, 0.0)) for machine in machines]
+    return floor
+
+
+def candidates(one: Trace, theta: F64, floor: F64, *, only_most_unlike: bool) -> Mask:
     """Return [W, N], which machines are candidates in each window.
 
     Args:
         one: trace of a metric.
         theta: [N], thresholds of the normal score.
-        floor: smallest distance above the median machine.
+        floor: [N], smallest distance above the median machine.
         only_most_unlike: at most one machine a window, the one whose score is highest in units of
             its threshold; of equal ones the first by name.
     """

@@ -1,0 +1,159 @@
+"""One job over time: warm-up, idle machines, coming and going, restarts, baselines."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from planish.minder.config import minder_config
+from planish.minder.denoise import Identity
+from planish.minder.detect import Models
+from planish.minder.frame import Frame
+from planish.minder.session import JobMonitor
+
+METRICS = ("cpu_usage", "gpu_duty_cycle")
+MODELS = Models({name: Identity(name) for name in METRICS})
+START = 1_000_000
+OFF = {"role_baseline": False, "usual_distance": False}
+
+
+def config(**sections):
+    detect = {"metrics": list(METRICS), **sections.pop("detect", {})}
+    return minder_config({"detect": detect, **sections})
+
+
+def made(machines=8, seconds=1800, seed=0):
+    rng = np.random.default_rng(seed)
+    wave = 60 + 20 * np.sin(np.arange(seconds)[:, None] / 4)
+    values = {
+        name: (wave + rng.normal(0, 1, (seconds, machines))).astype(np.float32) for name in METRICS
+    }
+    names = tuple(f"node-{i:03d}" for i in range(machines))
+    return Frame("job", np.arange(START, START + seconds), names, values)
+
+
+def calls(frame, settings=None, *, begin=60, monitor=None, **facts):
+    """Call every minute from the start of the frame on; returns minute -> faulty machines."""
+    monitor = monitor or JobMonitor("job", MODELS, settings or config())
+    found = {}
+    for end in range(begin, frame.num_seconds + 1, 60):
+        result = monitor.call(frame.slice(START, START + end), **facts)
+        found[end // 60] = [finding.machine for finding in result.findings]
+    return found
+
+
+def alarms(found):
+    return sorted({machine for machines in found.values() for machine in machines})
+
+
+def test_a_lasting_offset_never_alarms_and_a_later_fault_of_the_same_machine_does():
+    frame = made()
+    frame.values["cpu_usage"][:, 2] += 9
+    assert alarms(calls(frame)) == []
+    frame.values["cpu_usage"][900:1300, 2] -= 40
+    found = calls(frame)
+    assert alarms(found) == ["node-002"]
+    assert min(minute for minute, names in found.items() if names) == 20
+    assert alarms(calls(frame, config(detect=OFF)))[0] == "node-002"
+
+
+def test_an_offset_alarms_where_baselines_are_off():
+    frame = made()
+    frame.values["cpu_usage"][:, 2] += 9
+    off = calls(frame, config(detect=OFF))
+    assert alarms(off) == ["node-002"]
+
+
+def test_a_fault_is_not_learned_as_a_baseline():
+    frame = made(seconds=3600)
+    frame.values["cpu_usage"][1500:, 5] -= 20
+    found = calls(frame)
+    assert found[30] == found[60] == ["node-005"]
+
+
+def test_an_early_fault_is_found_too():
+    frame = made()
+    frame.values["cpu_usage"][200:800, 5] -= 20
+    assert alarms(calls(frame)) == ["node-005"]
+
+
+def test_the_warm_up_after_a_start_is_ignored():
+    frame = made(seconds=900)
+    frame.values["cpu_usage"][0:300, 1] += 25
+    assert alarms(calls(frame, config(detect=OFF))) == ["node-001"]
+    assert alarms(calls(frame, started=START)) == []
+
+
+def test_what_differs_while_all_are_idle_is_ignored_and_silence_is_not():
+    frame = made(seconds=1500)
+    frame.values["gpu_duty_cycle"][600:] = 0.0
+    frame.values["cpu_usage"][600:, 3] += 25
+    assert alarms(calls(frame)) == []
+    assert alarms(calls(frame, config(detect={"idle_seconds": 0}))) == ["node-003"]
+    for name in METRICS:
+        frame.mask[name][700:, 6] = False
+    assert alarms(calls(frame)) == ["node-006"]
+
+
+def test_a_machine_that_joins_is_left_out_while_it_is_young():
+    frame = made(seconds=1500)
+    for name in METRICS:
+        frame.mask[name][:700, 7] = False
+    # It copies its data at first.
+    frame.values["cpu_usage"][700:960, 7] += 25
+    members, late = frame.machines[:7], frame.machines
+    for grace, expected in ((120, []), (0, ["node-007"])):
+        settings = config(preprocess={"join_grace_seconds": grace},
+                          detect=OFF)  # fmt: skip
+        monitor = JobMonitor("job", MODELS, settings)
+        seen = set()
+        for end in range(60, 1501, 60):
+            names = members if end <= 700 else late
+            result = monitor.call(frame.slice(START, START + end).select(names))
+            seen |= {finding.machine for finding in result.findings}
+            assert result.n_machines == (7 if end < 700 + grace else 8)
+        assert sorted(seen) == expected
+
+
+def test_a_job_on_other_nodes_has_a_new_baseline():
+    frame = made(machines=16, seconds=1800)
+    frame.values["cpu_usage"][:, 2] += 9
+    monitor = JobMonitor("job", MODELS, config())
+    first, second = frame.machines[:8], frame.machines[8:]
+    calls(frame.select(first).slice(START, START + 900), monitor=monitor)
+    assert set(monitor.baseline.table()["cpu_usage"]) == {"node-002"}
+    monitor.call(frame.select(second))
+    assert monitor.baseline.table() == {}
+    assert monitor.baseline.machines == second
+
+
+def test_many_newcomers_do_not_blind_the_monitor():
+    frame = made(machines=8, seconds=1800)
+    for name in METRICS:
+        frame.mask[name][:800, 5:] = False
+    frame.values["cpu_usage"][1000:1500, 1] -= 30
+    monitor, seen = JobMonitor("job", MODELS, config()), set()
+    for end in range(60, 1801, 60):
+        names = frame.machines[:5] if end <= 800 else frame.machines
+        result = monitor.call(frame.slice(START, START + end).select(names))
+        seen |= {finding.machine for finding in result.findings}
+    assert seen == {"node-001"}
+
+
+def test_a_monitor_goes_on_after_a_restart():
+    frame = made()
+    frame.values["cpu_usage"][:, 2] += 9
+    monitor = JobMonitor("job", MODELS, config())
+    calls(frame.slice(START, START + 900), monitor=monitor)
+    state = json.loads(json.dumps(monitor.to_json()))
+    again = JobMonitor.from_json(state, MODELS, config())
+    assert again.baseline.table() == monitor.baseline.table()
+    assert alarms(calls(frame, begin=960, monitor=again)) == []
+
+
+def test_a_small_job_and_an_empty_frame_are_told():
+    monitor = JobMonitor("job", MODELS, config())
+    assert monitor.call(made(machines=3, seconds=300)).status == "too_few_machines"
+    empty = made(seconds=300).slice(0, 1)
+    assert monitor.call(empty).status == "skipped"
