@@ -10,6 +10,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests.servers import run_alertmanager, run_prometheus
+from tests.servers.exporter_fleet import Fleet
 from tests.servers.run_control_plane import PROGRAMS, ControlPlane
 from tests.servers.run_minio import BINARY, Minio, free_port
 
@@ -70,6 +72,34 @@ def control_plane(tmp_path_factory):
         yield plane
     finally:
         plane.stop()
+
+
+@pytest.fixture
+def prometheus(tmp_path):
+    """A Prometheus that is not started: set its `config` or `backfill` it, then `start()`."""
+    if not run_prometheus.is_installed():
+        pytest.skip(f"no Prometheus here: {run_prometheus.REMEDY}")
+    server = run_prometheus.PrometheusServer(tmp_path / "prometheus")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def alertmanager(tmp_path):
+    """An Alertmanager that is not started: set its `config` if need be, then `start()`."""
+    if not run_alertmanager.is_installed():
+        pytest.skip(f"no Alertmanager here: {run_alertmanager.REMEDY}")
+    server = run_alertmanager.AlertmanagerServer(tmp_path / "alertmanager")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def fleet():
+    """Eight machines that Prometheus can scrape."""
+    found = Fleet(tuple(f"node-{i:03d}" for i in range(8)))
+    yield found
+    found.close()
 
 
 @pytest.fixture

@@ -30,6 +30,8 @@
         NotSupported                   this engine lacks an optional ability
       VerifierFailure                  too many verifier errors in one batch
       PeerLost                         a rank did not answer in time
+      ClusterError                     the API server of Kubernetes refused, or did not answer
+      BackendUnavailable               a monitoring server did not answer, or not as it must
 
 A message reads: what must be what, the value seen, who must change what.
 """
@@ -171,6 +173,34 @@ class PeerLost(PlanishError):
     """A rank did not answer in time."""
 
 
+class ClusterError(PlanishError):
+    """The API server of Kubernetes refused a request, or did not answer it.
+
+    Example:
+        >>> ClusterError("no", status=403).status
+        403
+    """
+
+    def __init__(self, message: str, *, status: int = 0, retry_after: float = 0.0) -> None:
+        """Keep the HTTP status (0: no answer) and how many seconds the server asks to wait."""
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+class BackendUnavailable(PlanishError):
+    """Prometheus or Alertmanager did not answer, or not as it must.
+
+    Example:
+        >>> BackendUnavailable("refused", code="401").code
+        '401'
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        """Keep the HTTP status, or timeout, connection, tls, invalid, too_large, stopped."""
+        super().__init__(message)
+        self.code = code
+
+
 EXIT_DONE = 0
 """Done, or already done."""
 EXIT_FAILED = 1
@@ -185,6 +215,6 @@ def exit_code(error: BaseException) -> int:
     """Return the process exit code that tells a scheduler what to do about `error`."""
     if isinstance(error, (ConfigError, AccessRefused)):
         return EXIT_CONFIG
-    if isinstance(error, (StoreUnavailable, PeerLost)):
+    if isinstance(error, (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)):
         return EXIT_TRANSIENT
     return EXIT_FAILED

@@ -41,7 +41,7 @@ EDGES = {
 OWNERS = {
     "minio": ("src/planish/store/",),
     "tenacity": ("src/planish/store/",),
-    "prometheus_client": ("src/planish/telemetry.py",),
+    "prometheus_client": ("src/planish/telemetry.py", "src/planish/minder/own_metrics.py"),
     "kfp": ("components/", "pipelines/", "src/planish/next_run/"),
     "vllm": ("src/planish/engines/",),
     "megatron": ("src/planish/train/", "src/planish/checkpoint/"),

@@ -27,6 +27,15 @@ _CLOSED_SECONDS = 86_400
 """How long a resolved run is remembered, so that its last windows do not raise it again."""
 
 
+def alert_name(kind: str) -> str:
+    """Return the name under which people know alerts of a kind."""
+    return {
+        "job_wide": "MinderJobWide",
+        "outage": "MinderTelemetryOutage",
+        "broken": "MinderTelemetryBroken",
+    }.get(kind, "MinderFaultyMachine")
+
+
 @dataclass(frozen=True)
 class Alert:
     """One machine that stays unlike its peers, or an event of the whole job.
@@ -73,11 +82,7 @@ class Alert:
     @property
     def name(self) -> str:
         """Value of the label `alertname`."""
-        return {
-            "job_wide": "MinderJobWide",
-            "outage": "MinderTelemetryOutage",
-            "broken": "MinderTelemetryBroken",
-        }.get(self.kind, "MinderFaultyMachine")
+        return alert_name(self.kind)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class Metric:
     """A counter is read as its rate over 5 s."""
     scale: float = 1.0
     """Multiplies what the query gives."""
+    offset: float = 0.0
+    """Added afterwards."""
     agg: Aggregation = "mean"
     """From the devices of a machine to the machine; `spread` is the largest minus the smallest."""
     transform: Transform = "none"
@@ -66,7 +68,7 @@ _ROWS = (
            f"node_ethtool_transmitted_prio3_pause{_S}", kind="counter", agg="sum",
            transform="log1p"),
     Metric("cpu_usage", "%", (0.0, 100.0), f'node_cpu_seconds_total{{mode="idle"{_SEL}}}',
-           kind="counter", scale=-100.0),
+           kind="counter", scale=-100.0, offset=100.0),
     _gpu("gpu_duty_cycle", "%", (0.0, 100.0), "DEV_GPU_UTIL"),
     _gpu("gpu_power_draw", "W", None, "DEV_POWER_USAGE"),
     _gpu("gpu_graphics_engine_activity", "1", (0.0, 1.0), "PROF_GR_ENGINE_ACTIVE"),

@@ -1,0 +1,133 @@
+"""Starting `planish minder serve` for tests, and configurations in which faults show in seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planish.minder.artefacts import save_limits
+from tests.servers.run_minio import free_port
+
+METRICS = ("cpu_usage", "gpu_duty_cycle", "gpu_graphics_engine_activity")
+"""With limits that need no training."""
+
+
+def raw_settings(folder: Path, url: str, machines, **sections: Any) -> dict[str, Any]:
+    """Return a configuration without models, in which 15 seconds are long enough for a fault."""
+    save_limits(folder / "models", {})
+    base: dict[str, Any] = {
+        "prometheus": {"url": url, "delay_seconds": 1, "late_seconds": 5},
+        "models": {"folder": str(folder / "models")},
+        "denoise": {"denoiser": "none"},
+        "detect": {"metrics": list(METRICS), "continuity_seconds": 15, "gap_tolerance": 1,
+                   "role_baseline": False, "warmup_seconds": 0},
+        "preprocess": {"silent_after_seconds": 8, "join_grace_seconds": 0, "min_real_share": 0.2},
+        "service": {"interval_seconds": 1, "window_seconds": 60, "call_timeout_seconds": 10.0},
+        "alerts": {"keep_firing_seconds": 10, "telemetry_hold_seconds": 5},
+        "server": {"host": "127.0.0.1", "discovery_seconds": 1,
+                   "state_file": str(folder / "state.json")},
+        "jobs": [{"name": "job", "machines": list(machines)}],
+    }  # fmt: skip
+    for name, section in sections.items():
+        base[name] = {**base[name], **section} if isinstance(base.get(name), dict) else section
+    return base
+
+
+def write_toml(path: Path, raw: dict[str, Any]) -> Path:
+    """Write a configuration; values of JSON are values of TOML but for tables."""
+
+    def value(one: Any) -> str:
+        if isinstance(one, dict):
+            return "{" + ", ".join(f"{json.dumps(k)} = {value(v)}" for k, v in one.items()) + "}"
+        if isinstance(one, list):
+            return "[" + ", ".join(value(v) for v in one) + "]"
+        return json.dumps(one)
+
+    path.write_text("".join(f"{key} = {value(one)}\n" for key, one in raw.items()), "utf-8")
+    return path
+
+
+@dataclass
+class Served:
+    """A running `planish minder serve`."""
+
+    config: Path
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        log = open(self.config.parent / "serve.log", "ab")  # noqa: SIM115  (the child keeps it)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "planish", "minder", "serve", "--config", str(self.config)],
+            stdout=log,
+            stderr=log,
+        )
+        log.close()
+
+    @property
+    def log(self) -> str:
+        return (self.config.parent / "serve.log").read_text()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Return status and body; status 0 for no answer."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def metric(self, line: str) -> float | None:
+        """Return one of its own metrics."""
+        for found in self.get("/metrics")[1].splitlines():
+            if found.startswith(line + " "):
+                return float(found.rpartition(" ")[2])
+        return None
+
+    def terminate(self) -> tuple[int, float]:
+        """End it politely; return exit code and seconds."""
+        assert self.process is not None
+        begun = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=20)
+        self.process = None
+        return code, time.monotonic() - begun
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.kill()
+            self.process.wait(timeout=20)
+            self.process = None
+
+
+def serving(folder: Path, raw: dict[str, Any]) -> Served:
+    """Start the service and wait until it listens."""
+    served = Served(folder / "minder.toml")
+    raw["server"] = {**raw["server"], "port": served.port}
+    write_toml(served.config, raw)
+    served.start()
+    wait_for(lambda: served.get("/healthz")[0] == 200, 60, lambda: served.log)
+    return served
+
+
+def wait_for(holds: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
+    """Return what is true at last, or fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = holds()
+        if found:
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"still not so after {seconds} s; {why()[-3000:]}")

@@ -1,0 +1,148 @@
+"""Pulling from a real Prometheus: samples of the past, and a fleet that is scraped now."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from planish.errors import ConfigError
+from planish.minder.http_client import Deadline
+from planish.minder.metrics_table import METRICS, PUBLISHED_ORDER
+from planish.minder.prometheus import Prometheus, PrometheusConfig
+from planish.minder.prometheus_pull import Puller
+from planish.minder.prometheus_query import Source, queries_of
+from planish.minder.service_build import run_once
+from planish.minder.service_config import service_settings
+from tests.integration.minder_service import raw_settings, wait_for
+from tests.servers.exporter_fleet import Fault
+
+pytestmark = pytest.mark.server
+
+T0 = 1_700_000_000
+SECONDS = 900
+MACHINES = tuple(f"node-{i}" for i in range(6))
+
+
+def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
+    """Yield what the exporters of some machines gave, in the form of OpenMetrics."""
+    ts = range(T0, T0 + seconds)
+    yield "# TYPE node_cpu_seconds counter"
+    for name in machines:
+        idle = 5000.0
+        for t in ts:
+            load = 0.25 + 0.05 * math.sin(t / 4) - (0.2 * (name == faulty and t >= T0 + onset))
+            idle += 1 - load
+            # The exporter of one machine starts again, and counts from 0.
+            if name == "node-4" and t == T0 + 500:
+                idle = 0.0
+            yield f'node_cpu_seconds_total{{cpu="0",mode="idle",node="{name}"}} {idle:.5f} {t}'
+    yield "# TYPE DCGM_FI_DEV_GPU_UTIL gauge"
+    for name in machines:
+        for gpu in range(2):
+            for t in ts:
+                # One exporter dies for good without a word.
+                if name == "node-5" and t >= T0 + 700:
+                    continue
+                value = "NaN" if name == "node-3" and t % 100 == 0 else f"{90 + gpu}"
+                yield f'DCGM_FI_DEV_GPU_UTIL{{Hostname="{name}",gpu="{gpu}"}} {value} {t}'
+
+
+@pytest.fixture
+def filled(prometheus):
+    prometheus.backfill(past())
+    prometheus.start()
+    return prometheus
+
+
+def pulled(server, names=("cpu_usage", "gpu_duty_cycle"), **config):
+    prometheus = Prometheus(PrometheusConfig(url=server.url, **config))
+    one = Puller(prometheus, {name: Source.of(METRICS[name]) for name in names}, "job")
+    return one, one.pull(MACHINES, SECONDS, Deadline.after(60), end=T0 + SECONDS)
+
+
+def test_a_frame_of_the_past_has_every_second_without_spikes_or_stale_values(filled):
+    one, frame = pulled(filled)
+    assert (frame.machines, frame.num_seconds, int(frame.ts[0])) == (MACHINES, SECONDS, T0)
+    cpu, gpu = frame.values["cpu_usage"], frame.values["gpu_duty_cycle"]
+    # A rate needs a second sample; at the counter that starts anew 5 seconds are not known.
+    unknown = np.isnan(cpu).sum(axis=0)
+    assert unknown[:4].max() <= 2
+    assert 4 <= unknown[4] - unknown[0] <= 6
+    assert 0 <= np.nanmin(cpu) < 2
+    assert 28 < np.nanmax(cpu) < 31
+    # The mean over two GPUs, and never the value that Prometheus repeats for five minutes.
+    np.testing.assert_allclose(np.nanmax(gpu, axis=0), 90.5)
+    assert np.isnan(gpu[:, 5]).sum() == SECONDS - 700 - 5
+    assert np.isnan(gpu[:, 3]).sum() == SECONDS // 100
+    assert one.intervals == {"cpu_usage": 1.0, "gpu_duty_cycle": 1.0}
+
+
+def test_pieces_of_a_long_range_give_what_one_answer_gives(filled):
+    _, whole = pulled(filled)
+    _, pieces = pulled(filled, max_points=100, post_over_bytes=0)
+    for name in whole.values:
+        np.testing.assert_array_equal(whole.values[name], pieces.values[name])
+
+
+def test_a_single_call_names_the_machine(filled, tmp_path):
+    sections = {
+        "detect": {"metrics": ["cpu_usage", "gpu_duty_cycle"], "role_baseline": False},
+        "service": {"window_seconds": SECONDS},
+        "preprocess": {"silent_after_seconds": 60, "min_real_share": 0.9},
+    }
+    raw = raw_settings(tmp_path, filled.url, MACHINES, **sections)
+    raw["detect"].pop("continuity_seconds", None)
+    result = run_once(service_settings(raw), "job", end=T0 + SECONDS)
+    (finding,) = result.findings
+    assert (result.status, finding.machine, finding.metric) == ("fault", "node-2", "cpu_usage")
+    assert abs(finding.run_start - (T0 + 400)) <= 12
+    assert result.silent == ()
+    with pytest.raises(ConfigError, match="`--job`"):
+        run_once(service_settings(raw), "another", end=T0 + SECONDS)
+
+
+def test_prometheus_parses_every_default_query(prometheus):
+    prometheus.start()
+    client = Prometheus(PrometheusConfig(url=prometheus.url))
+    deadline = Deadline.after(30)
+    for name in METRICS:
+        queries = queries_of(Source.of(METRICS[name]), ["n1", "n2.x"], ("job", "instance"), 5)
+        for query in (queries.values, queries.newest, queries.resets):
+            if query:
+                client.check(query, name, deadline)
+    with pytest.raises(ConfigError, match=r"metrics.x.promql"):
+        client.check("sum(", "metrics.x.promql", deadline)
+    assert set(PUBLISHED_ORDER) < set(METRICS)
+    assert abs(client.now(deadline) - time.time()) < 5
+
+
+def test_a_fleet_that_is_scraped_every_second_shows_its_faults(prometheus, fleet):
+    prometheus.config = fleet.scrape_config()
+    prometheus.start()
+    wait_for(lambda: len(prometheus.query("up == 1")) == 8, 20)
+    time.sleep(8)
+    fleet.inject(Fault("node-001", "shift", "cpu_usage", 40.0))
+    fleet.inject(Fault("node-003", "silent"))
+    fleet.inject(Fault("node-005", "reset"))
+    time.sleep(9)
+    names = ("cpu_usage", "gpu_duty_cycle")
+    client = Prometheus(PrometheusConfig(url=prometheus.url, delay_seconds=1))
+    one = Puller(client, {name: Source.of(METRICS[name]) for name in names}, "job")
+    frame = one.pull(fleet.machines, 16, Deadline.after(20))
+    cpu, gpu = frame.values["cpu_usage"], frame.values["gpu_duty_cycle"]
+    assert one.intervals["gpu_duty_cycle"] == pytest.approx(1.0, abs=0.1)
+    # The last seconds: one machine works far harder, one says nothing, the others are alike.
+    last = np.nanmedian(cpu[-3:], axis=0)
+    assert last[1] - np.nanmedian(last) > 30
+    assert np.isnan(cpu[-2:, 3]).all()
+    assert np.isnan(gpu[-2:, 3]).all()
+    assert np.isfinite(gpu[:6, 3]).any()
+    assert np.nanmin(cpu) >= 0
+    assert np.nanmax(cpu[:, 5]) < 45
+    others = np.delete(cpu, [1, 3], axis=1)
+    assert np.nanmax(others) - np.nanmin(others) < 25
+    assert json.dumps(one.counts.dropped) == json.dumps({"cpu_usage": 0, "gpu_duty_cycle": 0})

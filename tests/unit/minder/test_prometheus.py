@@ -1,0 +1,235 @@
+"""Queries, answers and failures of Prometheus, without one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.parse
+
+import numpy as np
+import pytest
+
+from planish.errors import BackendUnavailable, ConfigError
+from planish.minder.http_client import Deadline
+from planish.minder.metrics_table import METRICS
+from planish.minder.prometheus import Prometheus, PrometheusConfig
+from planish.minder.prometheus_query import Source, check_source, queries_of
+from tests.servers.scripted_http import Reply, ScriptedServer
+
+GOLDEN = {
+    "status": "success",
+    "warnings": ["a block is corrupt"],
+    "infos": ["not a counter"],
+    "data": {
+        "resultType": "matrix",
+        "result": [
+            {
+                "metric": {"__name__": "m", "node": "n1"},
+                "values": [[100, "1.5"], [101.000, "NaN"], [102.25, "+Inf"], [103, "-Inf"]],
+            },
+            {"metric": {"node": "n2"}, "values": [[100, "1e300"]]},
+        ],
+    },
+}
+
+
+@pytest.fixture
+def scripted():
+    server = ScriptedServer(lambda request: Reply.of(GOLDEN))
+    yield server
+    server.close()
+
+
+def asked(scripted, **config):
+    return Prometheus(PrometheusConfig(url=scripted.url, timeout_seconds=2.0, **config))
+
+
+def failure(prometheus, seconds=5.0):
+    with pytest.raises(BackendUnavailable) as caught:
+        prometheus.query_range("m", 100, 104, Deadline.after(seconds))
+    assert prometheus.counts.errors == {caught.value.code: 1}
+    return caught.value
+
+
+def test_an_answer_is_read_as_times_and_numbers_with_their_oddities(scripted):
+    prometheus = asked(scripted)
+    first, second = prometheus.query_range("m", 100, 104, Deadline.after(5))
+    assert first.labels == {"__name__": "m", "node": "n1"}
+    assert first.ts.tolist() == [100.0, 101.0, 102.25, 103.0]
+    np.testing.assert_array_equal(first.values, [1.5, np.nan, np.inf, -np.inf])
+    assert second.values.tolist() == [1e300]
+    assert prometheus.counts.warnings == {"warnings": 1, "infos": 1}
+    assert prometheus.counts.errors == {}
+
+
+def test_a_short_query_is_got_and_a_long_one_posted(scripted):
+    prometheus = asked(scripted)
+    prometheus.query_range("up", 100, 1001, Deadline.after(5))
+    prometheus.query_range("up + " * 500 + "up", 100, 1001, Deadline.after(5))
+    get, post = scripted.requests
+    assert (get.method, post.method) == ("GET", "POST")
+    fields = dict(urllib.parse.parse_qsl(get.path.partition("?")[2]))
+    # Points at both ends of the range are given: [start, end) of seconds ends a second earlier.
+    assert {**fields, "timeout": ""} == {
+        "query": "up", "start": "100", "end": "1000", "step": "1s", "timeout": "",
+    }  # fmt: skip
+    assert post.path == "/api/v1/query_range"
+    assert dict(urllib.parse.parse_qsl(post.body.decode()))["query"].startswith("up + up")
+
+
+def test_no_answer_holds_more_than_11000_points_of_a_series(scripted):
+    asked(scripted).query_range("m", 0, 30_000, Deadline.after(5))
+    spans = [
+        (int(f["start"]), int(f["end"]))
+        for f in (dict(urllib.parse.parse_qsl(r.path.partition("?")[2])) for r in scripted.requests)
+    ]
+    assert spans == [(0, 10_999), (11_000, 21_999), (22_000, 29_999)]
+    scripted.requests.clear()
+    asked(scripted, max_samples=1000).query_range("m", 0, 900, Deadline.after(5), series=4)
+    assert len(scripted.requests) == 4
+
+
+def test_token_tenant_and_prefix_are_sent(scripted, tmp_path):
+    (tmp_path / "token").write_text("s3cret\n")
+    config = {"bearer_token_file": str(tmp_path / "token"), "headers": {"X-Scope-OrgID": "team"}}
+    prometheus = Prometheus(PrometheusConfig(url=f"{scripted.url}/prefix/", **config))
+    prometheus.query_range("m", 0, 2, Deadline.after(5))
+    (tmp_path / "token").write_text("renewed")
+    prometheus.query_range("m", 0, 2, Deadline.after(5))
+    first, second = scripted.requests
+    assert first.path.startswith("/prefix/api/v1/query_range?")
+    assert first.headers["Authorization"] == "Bearer s3cret"
+    assert second.headers["Authorization"] == "Bearer renewed"
+    assert first.headers["X-Scope-OrgID"] == "team"
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 422, 500, 502, 503])
+def test_an_error_is_told_with_its_status(scripted, status):
+    body = {"status": "error", "errorType": "execution", "error": "query timed out"}
+    scripted.answer = lambda request: Reply.of(body, status=status)
+    error = failure(asked(scripted))
+    assert error.code == str(status)
+    assert "query timed out" in str(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>proxy</html>",
+        b'{"status":"success","data":{"resultType":"matrix","result":[{"metric":{}',
+        b'{"status":"success","data":{"resultType":"vector","result":[]}}',
+        b'{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1]]}]}}',
+        b'{"status":"success","data":{"resultType":"matrix","result":[{"metric":[],"values":[[1,"x"]]}]}}',
+        b'{"status":"error"}',
+        b"[]",
+        b"",
+    ],
+)
+def test_what_is_no_matrix_is_refused(scripted, body):
+    scripted.answer = lambda request: Reply(body=body)
+    assert failure(asked(scripted)).code == "invalid"
+
+
+def test_a_body_that_ends_too_soon_is_refused(scripted):
+    whole = json.dumps(GOLDEN).encode()
+    scripted.answer = lambda request: Reply(body=whole, cut_bytes=50)
+    assert failure(asked(scripted)).code in ("invalid", "connection")
+
+
+@pytest.mark.parametrize("how", [{"delay_seconds": 3.0}, {"drip_seconds": 0.1}])
+def test_a_slow_server_is_given_up_in_time(scripted, how):
+    scripted.answer = lambda request: Reply(body=json.dumps(GOLDEN).encode(), **how)
+    prometheus = asked(scripted)
+    begun = Deadline.after(0)
+    assert failure(prometheus, seconds=0.5).code == "timeout"
+    assert Deadline.after(0).at - begun.at < 1.5
+
+
+def test_a_server_that_is_not_there_is_told_as_such():
+    gone = ScriptedServer()
+    gone.close()
+    assert failure(asked(gone)).code == "connection"
+
+
+def test_too_large_an_answer_is_not_held_in_memory(scripted):
+    scripted.answer = lambda request: Reply(body=b" " * (1 << 20))
+    prometheus = asked(scripted)
+    prometheus._http._max_body_bytes = 1000
+    assert failure(prometheus).code == "too_large"
+
+
+def test_a_stopped_program_asks_nothing_more(scripted):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(BackendUnavailable, match="stopped"):
+        asked(scripted).now(Deadline.after(5, stop))
+    assert scripted.requests == []
+
+
+def test_the_time_is_that_of_the_server(scripted):
+    answer = {"status": "success", "data": {"resultType": "scalar", "result": [5.5, "5.5"]}}
+    scripted.answer = lambda request: Reply.of(answer)
+    assert asked(scripted).now(Deadline.after(5)) == 5.5
+    scripted.answer = lambda request: Reply.of({"status": "success", "data": {}})
+    with pytest.raises(BackendUnavailable, match="must give a number"):
+        asked(scripted).now(Deadline.after(5))
+
+
+def test_queries_choose_the_machines_and_aggregate_their_devices():
+    source = Source.of(METRICS["gpu_duty_cycle"])
+    queries = queries_of(source, ["n1", "n2.x"], ("job", "instance"), 5)
+    by, selector = (
+        "by (Hostname, job, instance)",
+        'DCGM_FI_DEV_GPU_UTIL{Hostname=~"n1|n2\\\\.x"}',
+    )
+    assert queries.values == f"avg {by} (({selector}))"
+    assert queries.newest == f"max {by} (timestamp({selector}))"
+    assert queries.resets == ""
+
+
+def test_counters_are_read_as_rates_and_their_resets_are_asked_for():
+    source = Source.of(METRICS["pfc_tx_packet_rate"])
+    queries = queries_of(source, ["n1"], (), 20)
+    selector = 'node_ethtool_transmitted_prio3_pause{node=~"n1"}'
+    assert queries.values == f"sum by (node) (rate({selector}[20s]))"
+    assert queries.resets == f"sum by (node) (resets({selector}[20s])) > 0"
+    assert (source.scale, Source.of(METRICS["cpu_usage"]).offset) == (1.0, 100.0)
+
+
+def test_spread_is_the_largest_minus_the_smallest_device():
+    source = Source("m", "m{$job_selector}", agg="spread")
+    assert queries_of(source, ["a"], (), 5).values == (
+        'max by (node) ((m{node=~"a"})) - min by (node) ((m{node=~"a"}))'
+    )
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_default_query_passes_the_check_and_leaves_no_placeholder(name):
+    source = Source.of(METRICS[name])
+    check_source(source, f"metrics.{name}")
+    queries = queries_of(source, ["n1"], (), 5)
+    assert "$" not in queries.values + queries.newest + queries.resets
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"series": "node_load1"}, "promql.*must hold"),
+        ({"series": "sum(m{$job_selector}"}, "no closing"),
+        ({"series": 'm{a="x,$job_selector}'}, "no closing"),
+        ({"series": "m{$job_selector})"}, "unexpected"),
+        ({"series": "m{$job_selector} * 2", "kind": "counter"}, "one series and nothing else"),
+        ({"node_regex": "([^:]+"}, "node_regex"),
+        ({"node_regex": ".*"}, "one group"),
+    ],
+)
+def test_a_query_that_can_not_be_right_is_refused_by_its_key(change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_source(Source("m", **{"series": "m{$job_selector}", **change}), "metrics.m")
+    assert "metrics.m." in str(caught.value)
+
+
+def test_a_label_with_a_port_names_the_machine_without_it():
+    source = Source("m", "m{$job_selector}", node_label="instance", node_regex=r"([^:]+)(:\d+)?")
+    assert [source.machine_of(x) for x in ("n1:9100", "n1", "")] == ["n1", "n1", ""]
+    assert 'instance=~"(?:n1)(?:[:./].*)?"' in queries_of(source, ["n1"], (), 5).values

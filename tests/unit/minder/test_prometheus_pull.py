@@ -1,0 +1,226 @@
+"""From answers of Prometheus to frames: freshness, resets, duplicates, only what is new."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from planish.errors import BackendUnavailable
+from planish.minder.http_client import Deadline
+from planish.minder.metrics_table import METRICS
+from planish.minder.prometheus import PrometheusConfig, Series
+from planish.minder.prometheus_pull import Puller, run_all
+from planish.minder.prometheus_query import Source
+
+NAMES = ("a", "b", "c", "d")
+T0 = 1_000_000
+
+
+class Recorded:
+    """Answers queries from samples as Prometheus does: the newest one of the last five minutes."""
+
+    def __init__(self, samples, **config):
+        self.config = PrometheusConfig(url="http://p", delay_seconds=0, concurrency=1, **config)
+        self.samples = samples
+        """List of (labels, times, values)."""
+        self.resets = {}
+        """Machine to seconds at which its counter began anew."""
+        self.time = T0 + 900.0
+        self.asked = []
+
+    def now(self, deadline):
+        return self.time
+
+    def query_range(self, query, start, end, deadline, *, series=1):
+        self.asked.append((query, start, end))
+        wanted = re.search(r'\w+=~"([^"]*)"', query).group(1)
+        found = []
+        for labels, times, values in self.samples:
+            if not re.fullmatch(wanted, labels["node"]):
+                continue
+            if "resets(" in query:
+                resets = self.resets.get(labels["node"], ())
+                seen = [t for t in range(start, end) if any(0 <= t - r < 5 for r in resets)]
+                grid = np.array(seen, float)
+                found += [Series(labels, grid, np.ones(len(grid)))] if len(grid) else []
+                continue
+            grid = np.arange(start, end)
+            place = np.searchsorted(times, grid, side="right") - 1
+            seen = (place >= 0) & (grid - times[place] <= 300)
+            chosen = times if "timestamp(" in query else values
+            found.append(Series(labels, grid[seen].astype(float), chosen[place[seen]]))
+        return found
+
+
+def sampled(names=NAMES, *, every=1.0, seconds=1200, value=lambda i, t: 50.0 + i):
+    times = np.arange(T0, T0 + seconds, every)
+    return [
+        ({"node": name}, times.copy(), np.array([value(i, t) for t in times], float))
+        for i, name in enumerate(names)
+    ]
+
+
+def puller(recorded, name="gpu_duty_cycle", **changes):
+    metric = METRICS[name]
+    source = Source(**{"name": name, "series": f"{name}{{$job_selector}}", "kind": metric.kind,
+                       "scale": metric.scale, "offset": metric.offset, **changes})  # fmt: skip
+    return Puller(recorded, {name: source}, "job")
+
+
+def pulled(one, names=NAMES, seconds=900):
+    return one.pull(names, seconds, Deadline.after(10))
+
+
+def test_a_frame_has_the_newest_sample_of_every_second():
+    frame = pulled(puller(Recorded(sampled(value=lambda i, t: i + t % 7))))
+    assert frame.machines == NAMES
+    assert (int(frame.ts[0]), frame.num_seconds) == (T0 + 1, 900)
+    expected = np.arange(4)[None, :] + (frame.ts % 7)[:, None]
+    np.testing.assert_array_equal(frame.values["gpu_duty_cycle"], expected)
+
+
+def test_only_the_new_minute_and_late_seconds_are_asked_for():
+    recorded = Recorded(sampled(seconds=2000, value=lambda i, t: t % 1000))
+    one = puller(recorded)
+    pulled(one)
+    assert one.seconds_pulled == 900
+    recorded.time += 60
+    recorded.asked.clear()
+    frame = pulled(one)
+    assert one.seconds_pulled == 90
+    assert {(start, end) for _, start, end in recorded.asked} == {(T0 + 871, T0 + 961)}
+    fresh = pulled(puller(recorded))
+    np.testing.assert_array_equal(frame.ts, fresh.ts)
+    np.testing.assert_array_equal(frame.values["gpu_duty_cycle"], fresh.values["gpu_duty_cycle"])
+
+
+def test_samples_that_come_late_replace_what_was_not_there():
+    recorded = Recorded(sampled(seconds=2000))
+    labels, times, values = recorded.samples[1]
+    recorded.samples[1] = (labels, times[:880], values[:880])
+    one = puller(recorded)
+    assert np.isnan(pulled(one).values["gpu_duty_cycle"][-10:, 1]).all()
+    recorded.samples[1] = (labels, times, values)
+    recorded.time += 10
+    assert np.isfinite(pulled(one).values["gpu_duty_cycle"]).all()
+
+
+def test_a_machine_that_joins_is_asked_for_from_the_start_and_one_that_leaves_is_dropped():
+    recorded = Recorded(sampled(seconds=2000))
+    one = puller(recorded)
+    pulled(one, NAMES[:3])
+    recorded.time += 60
+    assert pulled(one, NAMES).machines == NAMES
+    assert one.seconds_pulled == 900
+    recorded.time += 60
+    frame = pulled(one, NAMES[1:])
+    assert (frame.machines, one.seconds_pulled) == (NAMES[1:], 90)
+    np.testing.assert_array_equal(frame.values["gpu_duty_cycle"][0], [51, 52, 53])
+
+
+def test_a_clock_of_the_server_that_goes_back_starts_anew():
+    recorded = Recorded(sampled(seconds=2000))
+    one = puller(recorded)
+    recorded.time += 600
+    pulled(one)
+    recorded.time -= 300
+    assert int(pulled(one).ts[-1]) == T0 + 1200
+    assert one.seconds_pulled == 900
+
+
+def test_a_value_that_prometheus_repeats_after_the_exporter_has_died_is_masked():
+    recorded = Recorded(sampled())
+    labels, times, values = recorded.samples[2]
+    recorded.samples[2] = (labels, times[:700], values[:700])
+    one = puller(recorded)
+    column = pulled(one).values["gpu_duty_cycle"][:, 2]
+    # Seconds 1 to 699 are measured, the next 5 are fresh enough, the other 196 are not.
+    assert np.isfinite(column).sum() == 704
+    assert one.counts.stale["gpu_duty_cycle"] == 196
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -3.0, 1e300])
+def test_values_that_can_not_be_are_masked_and_counted(bad):
+    recorded = Recorded(sampled())
+    recorded.samples[0][2][100:110] = bad
+    one = puller(recorded)
+    column = pulled(one).values["gpu_duty_cycle"][:, 0]
+    assert np.isnan(column).sum() == 10
+    assert one.counts.dropped["gpu_duty_cycle"] == (0 if np.isnan(bad) else 10)
+
+
+def test_the_reset_of_a_counter_leaves_a_gap_and_no_spike():
+    recorded = Recorded(sampled(value=lambda i, t: 0.75))
+    recorded.samples[1][2][300:305] = 1e9
+    recorded.resets = {"b": [T0 + 300]}
+    column = pulled(puller(recorded, "cpu_usage")).values["cpu_usage"][:, 1]
+    assert np.isnan(column).sum() == 5
+    assert set(column[np.isfinite(column)].tolist()) == {25.0}
+
+
+def test_a_rate_of_idle_time_just_over_one_is_no_use_at_all_and_none_far_over_it():
+    recorded = Recorded(sampled(value=lambda i, t: 1.0005))
+    assert (pulled(puller(recorded, "cpu_usage")).values["cpu_usage"] == 0.0).all()
+    recorded = Recorded(sampled(value=lambda i, t: 1.5))
+    assert np.isnan(pulled(puller(recorded, "cpu_usage")).values["cpu_usage"]).all()
+
+
+def test_coarse_samples_are_told_held_and_their_counters_read_over_a_longer_range(caplog):
+    recorded = Recorded(sampled(every=10.0, value=lambda i, t: 0.5))
+    one = puller(recorded, "cpu_usage")
+    frame = pulled(one)
+    assert one.intervals == {"cpu_usage": 10.0}
+    assert np.isfinite(frame.values["cpu_usage"]).all()
+    assert any("[40s]" in query for query, _, _ in recorded.asked)
+    recorded.time += 60
+    pulled(one)
+    assert sum("coarse_samples" in record.message for record in caplog.records) == 1
+
+
+def test_two_exporters_that_agree_are_averaged_and_of_others_the_newer_one_counts():
+    recorded = Recorded(sampled(value=lambda i, t: 50.0))
+    times = np.arange(T0 + 400, T0 + 1200, 1.0)
+    alike = ({"node": "a", "instance": "2"}, times, np.full(len(times), 50.4))
+    other = ({"node": "b", "instance": "2"}, times, np.full(len(times), 80.0))
+    recorded.samples += [alike, other]
+    one = puller(recorded)
+    values = pulled(one).values["gpu_duty_cycle"]
+    np.testing.assert_allclose(values[[100, 800], 0], [50.0, 50.2], rtol=1e-6)
+    np.testing.assert_allclose(values[[100, 800], 1], [50.0, 80.0], rtol=1e-6)
+    assert one.counts.duplicates["gpu_duty_cycle"] == 2
+
+
+def test_an_empty_answer_is_a_metric_without_values_unless_it_is_required():
+    recorded = Recorded([])
+    assert np.isnan(pulled(puller(recorded)).values["gpu_duty_cycle"]).all()
+    with pytest.raises(BackendUnavailable, match="required"):
+        pulled(puller(recorded, required=True))
+
+
+def test_a_failure_of_one_query_keeps_what_was_known():
+    recorded = Recorded(sampled(seconds=2000))
+    one = puller(recorded)
+    pulled(one)
+    ask = recorded.query_range
+    recorded.time += 60
+
+    def fails(*args, **kwargs):
+        raise BackendUnavailable("down", code="503")
+
+    recorded.query_range = fails
+    with pytest.raises(BackendUnavailable):
+        pulled(one)
+    recorded.query_range = ask
+    assert pulled(one).num_seconds == 900
+    assert one.seconds_pulled == 90
+
+
+def test_tasks_run_in_threads_and_the_first_failure_is_raised():
+    seen = Counter()
+    run_all([lambda i=i: seen.update([i]) for i in range(20)], 4)
+    assert seen == Counter(range(20))
+    with pytest.raises(ZeroDivisionError):
+        run_all([lambda: 1 / 0, lambda: None], 2)
