@@ -38,6 +38,8 @@ class PodInfo:
     is_evictable: bool = True
     """Neither of a DaemonSet nor run by the kubelet itself."""
     is_exempt: bool = False
+    is_terminating: bool = False
+    """Its end has been asked for already."""
     is_observed_only: bool = False
     """Its label forbids any action on its machine."""
     requests: dict[str, float] = field(default_factory=dict)
@@ -101,3 +103,8 @@ class JobInfo:
     def key(self) -> str:
         """Identity in the whole cluster: namespace, name and, where it has one, role."""
         return "/".join(part for part in (self.namespace, self.name, self.role) if part)
+
+    @property
+    def full_name(self) -> str:
+        """Namespace and name: all its roles together."""
+        return f"{self.namespace}/{self.name}"

@@ -131,6 +131,14 @@ class Alert:
     """End of the evidence, seconds since 1970."""
     action: str
     """What was done."""
+    kind: str = ""
+    """dissimilar, silent or job_wide."""
+    state: str = ""
+    """As it was last told; `resolved` when it is over."""
+    stage: str = ""
+    """Stage that ran on the machine."""
+    iteration: int = 0
+    """1, 2, ...; 0 outside iterations."""
 
 
 @dataclass

@@ -173,13 +173,23 @@ def _alerts(reader: Reader, tasks: Sequence[Task]) -> list[Alert]:
                 reader.missing.append(f"alert {_tail(uri)}: not an alert")
             continue
         alert = Alert(
-            machine=str(raw.get("machine", "?")),
+            machine=str(raw.get("machine", "?")) or _machines(raw),
             metric=str(raw.get("metric", "?")),
             score=_number(raw, "score"),
             first_second=_number(raw, "first_second"),
             last_second=_number(raw, "last_second"),
             action=str(raw.get("action", "")),
+            kind=str(raw.get("kind", "")),
+            state=str(raw.get("state", "")),
+            stage=str(raw.get("stage", "")),
+            iteration=int(_number(raw, "iteration")),
         )
         if alert.last_second == 0.0 or alert.last_second >= begin:
             found.append(alert)
     return sorted(found, key=lambda alert: (alert.first_second, alert.machine, alert.metric))
+
+
+def _machines(raw: Mapping[str, Any]) -> str:
+    """Return how many machines an alert of the whole job is about."""
+    machines = raw.get("machines")
+    return f"{len(machines)} machines" if isinstance(machines, list) else "?"

@@ -10,7 +10,7 @@ from typing import Any
 
 from planish.report import tables
 from planish.report.charts import Chart, Mark
-from planish.report.facts import RunFacts, Sample, Task
+from planish.report.facts import Alert, RunFacts, Sample, Task
 from planish.report.keys import Keys
 from planish.report.panels import all_charts
 from planish.report.tables import Change, Table, change_of
@@ -282,14 +282,21 @@ def _alerts(facts: RunFacts) -> list[dict[str, str]]:
     return [
         {
             "machine": one_line(alert.machine, limit=80),
-            "metric": one_line(alert.metric, limit=80),
+            "metric": one_line(alert.metric or alert.kind, limit=80),
+            "where": _where(alert),
             "score": number(alert.score),
             "begin": _utc(alert.first_second),
-            "end": _utc(alert.last_second),
-            "action": one_line(alert.action, limit=120) or "none",
+            "end": _utc(alert.last_second) if alert.state in ("", "resolved") else "not over",
+            "action": one_line(alert.action, limit=200) or "none",
         }
         for alert in facts.alerts[:MAX_LISTED]
     ]
+
+
+def _where(alert: Alert) -> str:
+    """Return what the run did on the machine."""
+    stage = one_line(alert.stage, limit=40)
+    return f"{stage} of iteration {alert.iteration}" if stage and alert.iteration else stage
 
 
 def _comparison(title: str, columns: Sequence[tuple[str, Sequence[Sample]]]) -> dict[str, Any]:

@@ -1,0 +1,304 @@
+"""What the monitor does to a real API server: cordon, evict, undo, and when it does nothing."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from planish.minder import kube_names as names
+from planish.minder.act import Actor
+from planish.minder.act_config import ActConfig
+from planish.minder.act_steps import change_node, cordon_change
+from tests.integration.minder_cluster import Fleet, alert, result, wait_for
+
+pytestmark = pytest.mark.server
+
+NOW = 2_000_000_000
+FREE = {"spacing_seconds": 0, "nodes_per_job": 9, "max_node_share": 1.0}
+
+
+@pytest.fixture
+def fleet(control_plane):
+    fleet = Fleet(control_plane)
+    fleet.add_nodes(5)
+    yield fleet
+    fleet.remove()
+
+
+def actor_of(fleet, others=None, **settings):
+    config = ActConfig(**{"mode": "evict", "dry_run": False, **FREE, **settings})
+    return Actor(fleet.cluster(), config, clock=lambda: NOW, **(others or {}))
+
+
+def twice(actor, of, now=NOW):
+    """Let two calls confirm an alert and return what came of the second."""
+    first = actor.handle(of, result(of, now - 60), now - 60)
+    if first.result not in ("waiting", "dry_run", "done"):
+        return first
+    return actor.handle(of, result(of, now), now)
+
+
+def test_a_faulty_machine_is_cordoned_and_its_pods_of_the_job_are_evicted(fleet):
+    fleet.add_job(3)
+    fleet.add_pod("mirror", fleet.name(1), gpus=0, annotations={names.MIRROR: "file"})
+    fleet.add_pod("other", fleet.name(1), job="another", gpus=0)
+    actor, about = actor_of(fleet), alert(fleet, 1)
+    outcome = twice(actor, about)
+    assert (outcome.action, outcome.result, outcome.has_changed) == ("evict", "done", True)
+    assert outcome.detail == f"cordon {fleet.name(1)} and evict train-1"
+    node = fleet.node(1)
+    assert node.is_unschedulable
+    ours = {"key": "minder/faulty", "value": about.id, "effect": "NoSchedule"}
+    assert ours in [{k: t.get(k) for k in ours} for t in node.taints]
+    kept = {k: v for k, v in node.annotations.items() if k.startswith("minder/")}
+    assert kept == {
+        "minder/cordoned-by": "minder",
+        "minder/reason": "dissimilar cpu_usage",
+        "minder/since": "2033-05-18T03:33:20Z",
+        "minder/was-unschedulable": "false",
+        "minder/alert": about.id,
+        "minder/job": f"{fleet.namespace}/train",
+    }
+    assert fleet.pods() == ["mirror", "other", "train-0", "train-2"]
+    assert fleet.events(fleet.name(1)) == [("MinderCordoned", 1), ("MinderFaultyMachine", 1)]
+    assert fleet.events("train-1") == [("MachineAnomaly", 1), ("MinderFaultyMachine", 1)]
+    again = actor.handle(about, result(about, NOW + 60), NOW + 60)
+    assert (again.result, again.has_changed) == ("done", False)
+
+
+def test_mode_cordon_leaves_the_pods(fleet):
+    fleet.add_job(2)
+    outcome = twice(actor_of(fleet, mode="cordon"), alert(fleet))
+    assert (outcome.action, outcome.result) == ("cordon", "done")
+    assert fleet.node(0).is_unschedulable
+    assert fleet.pods() == ["train-0", "train-1"]
+
+
+def test_one_call_alone_a_stale_one_and_one_that_does_not_confirm_do_nothing(fleet):
+    fleet.add_job(2)
+    actor, about = actor_of(fleet), alert(fleet)
+    before = fleet.versions()
+    first = actor.handle(about, result(about, NOW), NOW)
+    assert (first.action, first.result) == ("evict", "waiting")
+    same = actor.handle(about, result(about, NOW), NOW + 30)
+    assert (same.result, same.has_changed) == ("waiting", False)
+    unsure = actor.handle(about, result(about, NOW + 60, confirms=False), NOW + 60)
+    assert (unsure.result, unsure.detail) == (
+        "refused",
+        "the newest call does not confirm the machine",
+    )
+    stale = actor.handle(about, result(about, NOW + 61), NOW + 300)
+    assert (stale.result, stale.detail) == ("refused", "the last second seen is 239 s old")
+    assert fleet.versions() == before
+
+
+@pytest.mark.parametrize("dry_run", [True, "server"])
+def test_a_dry_run_changes_no_node_and_no_pod(fleet, dry_run):
+    fleet.add_job(3)
+    before = fleet.versions()
+    actor, about = actor_of(fleet, dry_run=dry_run), alert(fleet)
+    outcome = twice(actor, about)
+    assert (outcome.action, outcome.result) == ("evict", "dry_run")
+    assert outcome.detail == f"cordon {fleet.name(0)} and evict train-0"
+    assert outcome.is_suppressed
+    assert fleet.versions() == before
+    assert ("MinderDryRun", 1) in fleet.events(fleet.name(0))
+    suppressed = replace(about, state="suppressed")
+    again = actor.handle(suppressed, result(about, NOW + 60), NOW + 60)
+    assert (again.result, again.has_changed) == ("dry_run", False)
+
+
+@pytest.mark.parametrize("action", ["", "cordon", "nonsense"])
+def test_a_namespace_allows_no_more_than_its_label_says(control_plane, action):
+    fleet = Fleet(control_plane, action=action)
+    fleet.add_nodes(3)
+    fleet.add_job(2)
+    outcome = twice(actor_of(fleet), alert(fleet))
+    allowed = action == "cordon"
+    assert outcome.action == ("cordon" if allowed else "none")
+    assert fleet.node(0).is_unschedulable is allowed
+    assert fleet.pods() == ["train-0", "train-1"]
+    fleet.remove()
+
+
+def test_observing_never_touches_a_machine_but_tells(fleet):
+    fleet.add_job(2)
+    before = fleet.versions()
+    outcome = twice(actor_of(fleet, mode="observe"), alert(fleet))
+    assert (outcome.action, outcome.result) == ("none", "none")
+    assert fleet.versions() == before
+    assert fleet.events(fleet.name(0)) == [("MinderFaultyMachine", 1)]
+    assert fleet.events("train-0") == [("MachineAnomaly", 1)]
+
+
+def test_a_node_that_somebody_else_cordoned_is_left_alone(fleet):
+    fleet.add_job(2)
+    fleet.call(fleet.core.patch_node, fleet.name(0), {"spec": {"unschedulable": True}})
+    before = fleet.versions()
+    outcome = twice(actor_of(fleet), alert(fleet))
+    assert outcome.detail == "the node was cordoned by somebody else"
+    assert fleet.versions() == before
+    assert actor_of(fleet).undo(fleet.name(0)).result == "refused"
+    assert fleet.node(0).is_unschedulable
+
+
+def test_a_human_who_uncordons_is_respected_for_that_alert(fleet):
+    fleet.add_job(3)
+    actor, about = actor_of(fleet, mode="cordon"), alert(fleet)
+    taint = {"key": "zone/odd", "effect": "PreferNoSchedule"}
+    fleet.call(fleet.core.patch_node, fleet.name(0), {"spec": {"taints": [taint]}})
+    assert twice(actor, about).result == "done"
+    fleet.plane.kubectl("uncordon", fleet.name(0))
+    ((machine, outcome),) = actor.reconcile(NOW + 60)
+    assert (machine, outcome.detail) == (
+        fleet.name(0),
+        "a human made the node schedulable again",
+    )
+    node = fleet.node(0)
+    assert [t["key"] for t in node.taints] == ["zone/odd"]
+    kept = {k: v for k, v in node.annotations.items() if k.startswith("minder/")}
+    assert kept == {names.MANUAL_UNCORDON: about.id}
+    assert actor.reconcile(NOW + 120) == []
+    # A process that knows nothing of it does not repeat it, unlike a new alert.
+    refused = twice(actor_of(fleet, mode="cordon"), about)
+    assert refused.detail == "a human made the node schedulable again after this alert"
+    assert not fleet.node(0).is_unschedulable
+    assert twice(actor_of(fleet, mode="cordon"), replace(about, id="b1")).result == "done"
+    assert fleet.node(0).is_unschedulable
+
+
+def test_undoing_leaves_what_others_did(fleet):
+    fleet.add_job(2)
+    actor = actor_of(fleet, mode="cordon", auto_uncordon_after_validation="health=good")
+    assert twice(actor, alert(fleet)).result == "done"
+    assert actor.reconcile(NOW) == []
+    fleet.plane.kubectl("label", "node", fleet.name(0), "health=good")
+    ((_, outcome),) = actor.reconcile(NOW + 60)
+    assert (outcome.action, outcome.result) == ("uncordon", "done")
+    node = fleet.node(0)
+    assert not node.is_unschedulable
+    assert not [key for key in node.annotations if key.startswith("minder/")]
+    assert not [taint for taint in node.taints if taint["key"].startswith("minder")]
+    assert node.labels["health"] == "good"
+
+
+def test_a_disruption_budget_holds_a_pod_and_a_restart_goes_on(fleet):
+    fleet.add_job(3)
+    budget = {
+        "metadata": {"name": "all"},
+        "spec": {"minAvailable": 3, "selector": {"matchLabels": {names.JOB_LABELS[0]: "train"}}},
+    }
+    from kubernetes.client import PolicyV1Api
+
+    policy = PolicyV1Api(fleet.core.api_client)
+    fleet.call(policy.create_namespaced_pod_disruption_budget, fleet.namespace, budget)
+    about = alert(fleet)
+    first = twice(actor_of(fleet), about)
+    assert (first.result, first.detail) == ("waiting", "budgets hold back 1 pods")
+    cordoned = fleet.node(0)
+    assert cordoned.is_unschedulable
+    # Nothing is saved; another process finds the node as the first one left it.
+    actor = actor_of(fleet, nodes_per_job=1, job_seconds=7200)
+    later = NOW + 600
+    waiting = twice(actor, about, later)
+    assert waiting.result == "waiting"
+    assert fleet.node(0).annotations == cordoned.annotations
+    name = budget["metadata"]["name"]
+    fleet.call(policy.delete_namespaced_pod_disruption_budget, name, fleet.namespace)
+    times = iter(range(later + 61, later + 800, 61))
+
+    def evicts():
+        now = next(times)
+        return actor.handle(about, result(about, now), now).result == "done"
+
+    wait_for(evicts)
+    assert fleet.pods() == ["train-1", "train-2"]
+
+
+def test_the_cap_opens_the_breaker_and_closing_forgets_old_alerts(fleet):
+    fleet.add_job(4)
+    actor = actor_of(fleet, mode="cordon", max_node_share=0.2)
+    one, two = alert(fleet, 0), alert(fleet, 1, id="b2", fired=NOW - 1000.0)
+    young = alert(fleet, 2, id="b3", fired=NOW - 300.0)
+    assert twice(actor, one).result == "done"
+    refused = twice(actor, two)
+    assert refused.result == "refused"
+    assert actor.breaker.is_open
+    assert "1 of at most 1 nodes of the cluster were taken in 3600 s" in refused.detail
+    blocked = twice(actor, young, NOW + 60)
+    assert blocked.detail.startswith("the breaker is open: the cap of nodes is used up")
+    assert ("MinderBreakerOpen", 1) in fleet.events(fleet.name(2))
+    assert twice(actor, young, NOW + 4000).detail.startswith("the breaker is open")
+    actor.close_breaker(NOW)
+    old = actor.handle(two, result(two, NOW + 4060), NOW + 4060)
+    assert old.detail == "the alert is older than the closing of the breaker allows"
+    assert actor.handle(young, result(young, NOW + 4060), NOW + 4060).result == "done"
+    assert [fleet.node(i).is_unschedulable for i in range(3)] == [True, False, True]
+
+
+def test_an_event_of_the_whole_job_opens_the_breaker_once(fleet):
+    fleet.add_job(2)
+    actor = actor_of(fleet)
+    wide = alert(fleet, kind="job_wide", machine="", metric="", machines=tuple(fleet.nodes[:2]))
+    assert twice(actor, wide).result == "refused"
+    assert actor.breaker.is_open
+    actor.close_breaker(NOW)
+    actor.handle(wide, result(wide, NOW + 60), NOW + 60)
+    assert not actor.breaker.is_open
+    told = [fleet.events(f"train-{number}") for number in range(2)]
+    assert told == [[("MachineAnomaly", 1)]] * 2
+
+
+def test_guards_of_the_cluster_are_asked_for_each_action(fleet):
+    fleet.add_job(2)
+    about = alert(fleet)
+    before = fleet.versions()
+
+    def outage(of):
+        raise OSError("no route")
+
+    follower = actor_of(fleet, others={"is_leader": lambda: False})
+    assert twice(follower, about).detail == "this replica is not the leader"
+    silenced = actor_of(fleet, others={"is_silenced": lambda of: of.id == about.id})
+    assert twice(silenced, about).detail == "a silence matches the alert"
+    unknown = actor_of(fleet, others={"is_silenced": outage})
+    assert twice(unknown, about).detail.endswith("can not be told: no route")
+    assert fleet.versions() == before
+
+
+def test_a_node_that_changed_meanwhile_is_read_again(fleet):
+    stale = fleet.node(0)
+    fleet.plane.kubectl("label", "node", fleet.name(0), "fresh=yes")
+    config = ActConfig()
+
+    def change(node):
+        return cordon_change(node, "a", "t/j", "why", now=float(NOW), config=config)
+
+    done = change_node(fleet.admin, stale, change, dry_run=False)
+    assert done.is_unschedulable
+    assert done.labels["fresh"] == "yes"
+
+
+def test_state_that_was_saved_is_gone_on_with(fleet):
+    fleet.add_job(3)
+    actor, about = actor_of(fleet, mode="cordon"), alert(fleet)
+    assert twice(actor, about).result == "done"
+    actor.breaker.open("test", NOW)
+    again = actor_of(fleet, mode="cordon")
+    again.load(actor.to_json())
+    assert again.to_json() == actor.to_json()
+    assert again.breaker.reason == "test"
+    repeated = again.handle(about, result(about, NOW + 60), NOW + 60)
+    assert (repeated.result, repeated.has_changed) == ("done", False)
+    assert fleet.events(fleet.name(0)) == [("MinderCordoned", 1), ("MinderFaultyMachine", 1)]
+
+
+def test_a_machine_that_left_the_job_is_left_alone(fleet, caplog):
+    fleet.add_job(2)
+    about = alert(fleet, 3)
+    with caplog.at_level(logging.WARNING):
+        outcome = twice(actor_of(fleet), about)
+    assert outcome.detail == "the machine does not work for the job now"
+    assert not fleet.node(3).is_unschedulable

@@ -1,0 +1,152 @@
+"""Discovery, Events, the lease and the state on a real API server."""
+
+from __future__ import annotations
+
+import pytest
+
+from planish.errors import ClusterError, ConfigError, RecordError
+from planish.minder import kube_names as names
+from planish.minder.kube import Cluster
+from planish.minder.kube_config import KubernetesConfig
+from planish.minder.kube_events import EventBook, Subject
+from planish.minder.kube_lease import Lease
+from planish.minder.kube_state import ConfigMapState
+from tests.integration.minder_cluster import Fleet
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def fleet(control_plane):
+    fleet = Fleet(control_plane)
+    fleet.add_nodes(4)
+    yield fleet
+    fleet.remove()
+
+
+def test_jobs_are_found_by_their_labels_page_by_page(fleet):
+    workflow = {names.WORKFLOW_LABEL: "run-a", names.RUN_ID_LABEL: "77", names.STAGE_LABEL: "train"}
+    for number in range(3):
+        fleet.add_pod(f"op-{number}", fleet.name(number), job="op")
+        labels = {**workflow, names.RANK_LABEL: str(number), names.ITERATION_LABEL: "5"}
+        arguments = {"args": ["--root=s3://b/run-a"]}
+        fleet.add_pod(f"wf-{number}", fleet.name(number), job="", labels=labels,
+                      container=arguments)  # fmt: skip
+    driver = {names.KFP_ROLE: "driver"}
+    fleet.add_pod("driver", fleet.name(3), job="", labels=workflow, annotations=driver)
+    fleet.add_pod("plain", fleet.name(3), job="", gpus=0)
+    ended = {"status": {"phase": "Succeeded"}}
+    fleet.add_pod("ended", fleet.name(3), job="op", gpus=0)
+    fleet.call(fleet.core.patch_namespaced_pod_status, "ended", fleet.namespace, ended)
+    machines = tuple(fleet.nodes[:3])
+    everywhere = [
+        job
+        for job in fleet.cluster(namespaces=(), page_size=2).jobs()
+        if job.namespace == fleet.namespace
+    ]
+    op, run = fleet.cluster(page_size=4).jobs()
+    assert everywhere == [op, run]
+    assert (op.key, op.machines, op.started) == (f"{fleet.namespace}/op", machines, 1_767_225_600)
+    assert (run.key, run.machines) == (f"{fleet.namespace}/run-a/train", machines)
+    assert (run.run_id, run.stage, run.iteration) == ("77", "train", 5)
+    assert run.run_root == "s3://b/run-a"
+    assert [pod.rank for pod in run.pods] == [0, 1, 2]
+
+
+def test_what_pods_ask_for_counts_against_their_node(fleet):
+    fleet.add_pod("big", fleet.name(3), gpus=3)
+    fleet.add_pod("small", fleet.name(3), gpus=2)
+    gpus = {node: use.get("nvidia.com/gpu") for node, use in fleet.admin.used().items()}
+    assert gpus[fleet.name(3)] >= 5.0
+
+
+def test_a_namespace_says_what_it_allows(fleet):
+    assert fleet.admin.opted_in(fleet.namespace) == "evict"
+    assert fleet.admin.opted_in("default") == "observe"
+
+
+def test_an_event_is_written_once_in_ten_minutes_and_counts_the_others(fleet):
+    book = EventBook(fleet.admin, 600)
+    subject = Subject.of(fleet.node(2))
+    written = [book.note(subject, "MinderCandidate", "odd", now) for now in (0, 60, 599)]
+    assert written == [True, False, False]
+    assert fleet.events(fleet.name(2)) == [("MinderCandidate", 1)]
+    again = EventBook(fleet.admin, 600)
+    again.load(book.to_json())
+    assert again.note(subject, "MinderCandidate", "odd", 600)
+    assert fleet.events(fleet.name(2)) == [("MinderCandidate", 4)]
+    assert again.note(subject, "MinderFaultyMachine", "x" * 5000, 600)
+    assert fleet.events(fleet.name(2)) == [("MinderCandidate", 4), ("MinderFaultyMachine", 1)]
+
+
+def test_an_event_that_the_server_has_forgotten_is_written_anew(fleet):
+    book = EventBook(fleet.admin, 600)
+    subject = Subject.of(fleet.node(1))
+    assert book.note(subject, "MinderCandidate", "odd", 0)
+    fleet.call(fleet.core.delete_collection_namespaced_event, "default")
+    assert book.note(subject, "MinderCandidate", "odd", 3600)
+    assert fleet.events(fleet.name(1)) == [("MinderCandidate", 1)]
+
+
+def test_one_of_two_replicas_leads_until_it_falls_silent(fleet):
+    settings = {"own_namespace": fleet.namespace, "lease": "place", "lease_seconds": 15}
+    time = [100.0]
+    one, two = (
+        Lease(fleet.cluster(**settings), name, clock=lambda: time[0]) for name in ("one", "two")
+    )
+    assert (one.renew(), two.renew()) == (True, False)
+    time[0] += 9
+    assert (one.is_leader(), one.renew(), two.renew()) == (True, True, False)
+    # It renews no more. It knows that it may not act before anybody can take the place.
+    time[0] += 10
+    assert (one.is_leader(), two.renew()) == (False, False)
+    time[0] += 4.9
+    assert not two.renew()
+    time[0] += 0.2
+    assert two.renew()
+    assert (one.renew(), one.is_leader(), two.is_leader()) == (False, False, True)
+    two.release()
+    assert (two.is_leader(), one.renew()) == (False, True)
+
+
+def test_two_replicas_that_take_a_free_place_at_once_do_not_both_get_it(fleet):
+    cluster = fleet.cluster(own_namespace=fleet.namespace, lease="free")
+    body = {"metadata": {"name": "free"}, "spec": {"holderIdentity": ""}}
+    fleet.call(cluster.coordination.create_namespaced_lease, fleet.namespace, body)
+
+    class Slow(Lease):
+        """Reads, and then another replica is faster."""
+
+        def _write(self, found):
+            assert Lease(cluster, "fast").renew()
+            super()._write(found)
+
+    assert not Slow(cluster, "slow").renew()
+
+
+def test_the_state_is_saved_whole_and_a_reset_is_asked_for_once(fleet):
+    settings = {"own_namespace": fleet.namespace, "state_config_map": "state"}
+    state = ConfigMapState(fleet.cluster(**settings))
+    with pytest.raises(ClusterError, match="must exist, but does not; apply manifests"):
+        state.load()
+    fleet.call(
+        fleet.core.create_namespaced_config_map, fleet.namespace, {"metadata": {"name": "state"}}
+    )
+    assert (state.load(), state.take_reset()) == ({}, 0.0)
+    state.save({"breaker": {"reason": "cap"}, "list": [1, 2]})
+    state.request_reset(1234.0)
+    assert state.load() == {"breaker": {"reason": "cap"}, "list": [1, 2]}
+    assert (state.take_reset(), state.take_reset()) == (1234.0, 0.0)
+    with pytest.raises(RecordError, match="must not exceed 900000 bytes, got 1000"):
+        state.save({"x": "y" * 1_000_000})
+    damaged = {"data": {"state.json": "{"}}
+    fleet.call(fleet.core.patch_namespaced_config_map, "state", fleet.namespace, damaged)
+    assert state.load() == {}
+
+
+def test_errors_of_the_server_become_ours(fleet):
+    with pytest.raises(ClusterError, match=r"404 nodes .nobody. not found") as error:
+        fleet.admin.node("nobody")
+    assert error.value.status == 404
+    with pytest.raises(ConfigError, match=r"must be named by `kubernetes\.kubeconfig`"):
+        Cluster.connect(KubernetesConfig(kubeconfig="/nowhere"))

@@ -1,0 +1,160 @@
+"""An alert reaches the run: its pods, its workflow, its root and the report of its exit task."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from planish.minder import kube_names as names
+from planish.minder.act import Actor
+from planish.minder.act_config import ActConfig
+from planish.report.gather import gather
+from tests.integration.minder_cluster import WORKFLOWS, Fleet, alert, result, wait_for
+
+pytestmark = pytest.mark.server
+
+NOW = 2_000_000_000
+
+
+@pytest.fixture(scope="module")
+def workflows(control_plane):
+    path = control_plane.folder / "crd.yaml"
+    path.write_text(yaml.safe_dump(WORKFLOWS))
+    control_plane.kubectl("apply", "-f", str(path))
+    control_plane.kubectl("wait", "--for=condition=Established", "crd/workflows.argoproj.io")
+
+
+@pytest.fixture
+def fleet(control_plane, workflows):
+    fleet = Fleet(control_plane)
+    fleet.add_nodes(4)
+    yield fleet
+    fleet.remove()
+
+
+def start_run(fleet, root, name="run-a"):
+    """Make a workflow with a pod on each of three machines."""
+    path = fleet.plane.folder / "workflow.yaml"
+    metadata = {"name": name, "namespace": fleet.namespace}
+    body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata}
+    path.write_text(yaml.safe_dump(body))
+    wait_for(lambda: fleet.plane.kubectl("apply", "-f", str(path), check=False).returncode == 0)
+    labels = {
+        names.WORKFLOW_LABEL: name,
+        names.RUN_ID_LABEL: "1234",
+        names.STAGE_LABEL: "train",
+        names.ITERATION_LABEL: "7",
+    }
+    executor = json.dumps({"inputs": {"parameterValues": {"root": root}}})
+    for number in range(3):
+        fleet.add_pod(
+            f"{name}-{number}",
+            fleet.name(number),
+            job="",
+            labels={**labels, names.RANK_LABEL: str(number)},
+            container={"command": ["launch", "--executor_input", executor]},
+        )
+    return f"{fleet.namespace}/{name}/train"
+
+
+def annotation(fleet, name="run-a"):
+    found = fleet.plane.kubectl("get", "workflow", name, "-n", fleet.namespace, "-o", "json")
+    text = json.loads(found.stdout)["metadata"].get("annotations", {}).get(names.ANOMALY)
+    return json.loads(text) if text else None
+
+
+def actor_of(fleet, roots, **settings):
+    config = ActConfig(**{"mode": "evict", "dry_run": True, "max_node_share": 1.0, **settings})
+    return Actor(fleet.cluster(run_roots=roots), config, clock=lambda: NOW)
+
+
+def test_an_alert_is_told_to_pods_workflow_and_root(fleet, tmp_path):
+    root = f"file://{tmp_path}/run"
+    job = start_run(fleet, root)
+    actor = actor_of(fleet, (f"file://{tmp_path}",))
+    about = alert(fleet, 1, job=job)
+    actor.handle(about, result(about, NOW), NOW)
+    actor.handle(about, result(about, NOW + 60), NOW + 60)
+    assert fleet.events("run-a-1") == [("MachineAnomaly", 1)]
+    assert fleet.events("run-a-0") == []
+    told = annotation(fleet)
+    assert (told["run_id"], told["stage"], told["iteration"]) == ("1234", "train", 7)
+    assert (told["machine"], told["metric"]) == (fleet.name(1), "cpu_usage")
+    assert told["action"] == f"evict dry_run: cordon {fleet.name(1)} and evict run-a-1"
+    (path,) = (tmp_path / "run/alerts").iterdir()
+    assert path.name == f"19700101T001640Z-{fleet.name(1)}.json"
+    stored = json.loads(path.read_text())
+    assert stored.pop("pods") == [
+        {
+            "machine": fleet.name(1),
+            "pod": "run-a-1",
+            "namespace": fleet.namespace,
+            "run_id": "1234",
+            "stage": "train",
+            "iteration": 7,
+            "rank": 1,
+            "start": 1_767_225_600,
+            "end": 0,
+        }
+    ]
+    assert stored == told
+    (shown,) = gather(root).alerts
+    assert (shown.machine, shown.metric, shown.score) == (fleet.name(1), "cpu_usage", 2.5)
+    assert (shown.first_second, shown.last_second) == (1000.0, 1300.0)
+    assert (shown.stage, shown.iteration, shown.kind) == ("train", 7, "dissimilar")
+    assert shown.action == told["action"]
+
+
+def test_the_end_of_an_alert_is_told_in_the_same_object(fleet, tmp_path):
+    root = f"file://{tmp_path}/run"
+    job = start_run(fleet, root)
+    actor = actor_of(fleet, (root,), mode="observe")
+    about = alert(fleet, 1, job=job)
+    actor.handle(about, result(about, NOW), NOW)
+    ended = alert(fleet, 1, job=job, state="resolved", seen=1500.0)
+    actor.handle(ended, result(about, NOW + 900, confirms=False), NOW + 900)
+    (path,) = (tmp_path / "run/alerts").iterdir()
+    stored = json.loads(path.read_text())
+    assert (stored["state"], stored["last_second"]) == ("resolved", 1500.0)
+    assert annotation(fleet)["state"] == "resolved"
+
+
+def test_a_root_that_is_not_allowed_is_never_written_to(fleet, tmp_path):
+    root = f"file://{tmp_path}/secret"
+    job = start_run(fleet, root)
+    actor = actor_of(fleet, (f"file://{tmp_path}/runs",))
+    about = alert(fleet, 1, job=job)
+    actor.handle(about, result(about, NOW), NOW)
+    assert not (tmp_path / "secret").exists()
+    assert annotation(fleet)["machine"] == fleet.name(1)
+
+
+def test_a_missing_workflow_and_a_broken_store_stop_nothing(fleet, tmp_path):
+    (tmp_path / "blocked").write_text("a file where a folder must be")
+    root = f"file://{tmp_path}/blocked/run"
+    job = start_run(fleet, root)
+    fleet.plane.kubectl("delete", "workflow", "run-a", "-n", fleet.namespace)
+    actor = actor_of(fleet, (f"file://{tmp_path}",), dry_run=False)
+    about = alert(fleet, 1, job=job)
+    actor.handle(about, result(about, NOW), NOW)
+    done = actor.handle(about, result(about, NOW + 60), NOW + 60)
+    assert (done.action, done.result) == ("evict", "done")
+    assert fleet.node(1).is_unschedulable
+
+
+def test_the_table_of_machines_and_runs_remembers_what_has_ended(fleet, tmp_path):
+    start_run(fleet, "")
+    actor = actor_of(fleet, ())
+    jobs = actor.cluster.jobs()
+    actor.table.update(jobs, 1_767_225_700)
+    fleet.call(fleet.core.delete_namespaced_pod, "run-a-1", fleet.namespace)
+    wait_for(lambda: fleet.pods() == ["run-a-0", "run-a-2"])
+    actor.table.update(actor.cluster.jobs(), 1_767_225_800)
+    (row,) = actor.table.rows(fleet.name(1))
+    assert (row.pod, row.run_id, row.rank, row.end) == ("run-a-1", "1234", 1, 1_767_225_800)
+    assert len(actor.table.rows(at=1_767_225_750)) == 3
+    assert [row.pod for row in actor.table.rows(at=1_767_225_800)] == ["run-a-0", "run-a-2"]
+    actor.table.update(actor.cluster.jobs(), 1_767_225_801 + 86_400)
+    assert len(actor.table.rows()) == 2

@@ -1,0 +1,180 @@
+"""The roles that ship allow what the monitor does and nothing else, says the real authoriser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from planish.errors import ClusterError
+from planish.minder.act import Actor
+from planish.minder.act_config import ActConfig
+from planish.minder.kube_lease import Lease
+from planish.minder.kube_state import ConfigMapState
+from tests.integration.minder_cluster import WORKFLOWS, Fleet, account, alert, result, wait_for
+from tests.servers.run_minio import REPOSITORY
+
+NOW = 2_000_000_000
+ACCESS = REPOSITORY / "manifests/base/minder/access.yaml"
+
+CALLS = {
+    "list_node": ("", "nodes", "list"),
+    "read_node": ("", "nodes", "get"),
+    "patch_node": ("", "nodes", "patch"),
+    "list_pod_for_all_namespaces": ("", "pods", "list"),
+    "list_namespaced_pod": ("", "pods", "list"),
+    "create_namespaced_pod_eviction": ("", "pods/eviction", "create"),
+    "create_namespaced_event": ("", "events", "create"),
+    "patch_namespaced_event": ("", "events", "patch"),
+    "read_namespace": ("", "namespaces", "get"),
+    "patch_namespaced_custom_object": ("argoproj.io", "workflows", "patch"),
+    "read_namespaced_lease": ("coordination.k8s.io", "leases", "get"),
+    "create_namespaced_lease": ("coordination.k8s.io", "leases", "create"),
+    "replace_namespaced_lease": ("coordination.k8s.io", "leases", "update"),
+    "read_namespaced_config_map": ("", "configmaps", "get"),
+    "patch_namespaced_config_map": ("", "configmaps", "patch"),
+}
+"""Method of the client to group, resource and verb."""
+
+
+def granted():
+    found = {}
+    for item in yaml.safe_load_all(ACCESS.read_text()):
+        if item["kind"] in ("ClusterRole", "Role"):
+            found[item["metadata"]["name"]] = {
+                (group, resource, verb)
+                for rule in item["rules"]
+                for group in rule["apiGroups"]
+                for resource in rule["resources"]
+                for verb in rule["verbs"]
+            }
+    return found
+
+
+def test_the_roles_grant_exactly_what_the_code_calls():
+    called = set()
+    for path in sorted((REPOSITORY / "src/planish/minder").glob("*.py")):
+        called |= set(re.findall(r"\b(?:core|coordination|_custom)\.([a-z_]+)\b", path.read_text()))
+    assert called == set(CALLS)
+    assert set().union(*granted().values()) == set(CALLS.values())
+
+
+def test_no_role_has_more_than_the_list_allows():
+    assert granted() == {
+        "minder-observe": {
+            *(("", "nodes", verb) for verb in ("get", "list")),
+            ("", "pods", "list"),
+            *(("", "events", verb) for verb in ("create", "patch")),
+            ("argoproj.io", "workflows", "patch"),
+        },
+        "minder-act": {
+            ("", "nodes", "patch"),
+            ("", "pods/eviction", "create"),
+            ("", "namespaces", "get"),
+        },
+        "minder": {
+            *(("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update")),
+            *(("", "configmaps", verb) for verb in ("get", "patch")),
+        },
+    }
+    rules = ACCESS.read_text()
+    assert "*" not in rules
+    assert "secrets" not in rules
+    assert "delete" not in rules
+
+
+@pytest.fixture
+def fleet(control_plane):
+    fleet = Fleet(control_plane)
+    fleet.add_nodes(4)
+    fleet.add_job(3)
+    yield fleet
+    fleet.remove()
+    control_plane.kubectl("delete", "clusterrolebinding", "minder-act", check=False)
+
+
+def actor_of(cluster):
+    config = ActConfig(mode="evict", dry_run=False, max_node_share=1.0)
+    return Actor(cluster, config, clock=lambda: NOW)
+
+
+@pytest.mark.server
+def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_plane, fleet):
+    kubeconfig = account(control_plane, ["minder-act"])
+    (control_plane.folder / "crd.yaml").write_text(yaml.safe_dump(WORKFLOWS))
+    control_plane.kubectl("apply", "-f", str(control_plane.folder / "crd.yaml"))
+    cluster = fleet.cluster(kubeconfig, own_namespace="planish")
+    wait_for(lambda: _allowed(lambda: cluster.opted_in(fleet.namespace)))
+    actor, about = actor_of(cluster), alert(fleet)
+    waiting = actor.handle(about, result(about, NOW - 60), NOW - 60)
+    assert (waiting.result, waiting.detail) == (
+        "waiting",
+        "for a second call that confirms the machine",
+    )
+    done = actor.handle(about, result(about, NOW), NOW)
+    assert (done.action, done.result) == ("evict", "done")
+    assert fleet.node(0).is_unschedulable
+    assert fleet.pods() == ["train-1", "train-2"]
+    # Written with the first call, counted at the second, told ten minutes later.
+    later = EVENT_SECONDS + NOW
+    assert actor.events.note(_subject(fleet), "MinderFaultyMachine", "again", later)
+    assert ("MinderFaultyMachine", 3) in fleet.events(fleet.name(0))
+    lease = Lease(cluster, "me")
+    assert lease.renew()
+    assert lease.renew()
+    state = ConfigMapState(cluster)
+    state.save({"x": 1})
+    assert state.load() == {"x": 1}
+    assert actor.undo(fleet.name(0)).result == "done"
+    core, namespace = cluster.core, fleet.namespace
+    for function, arguments in (
+        (core.delete_namespaced_pod, ("train-1", namespace)),
+        (core.delete_node, (fleet.name(1),)),
+        (core.list_namespaced_secret, ("planish",)),
+        (core.read_namespaced_config_map, ("minder-settings", "planish")),
+        (core.list_namespaced_event, (namespace,)),
+        (core.create_namespaced_config_map, ("planish", {"metadata": {"name": "x"}})),
+        (core.patch_namespace, (namespace, {})),
+        (core.patch_namespaced_pod, ("train-1", namespace, {})),
+    ):
+        with pytest.raises(ClusterError) as error:
+            cluster.call(function, *arguments)
+        assert error.value.status == 403, function.__name__
+    wait_for(lambda: _allowed(lambda: cluster.call(core.list_node, limit=1)))
+
+
+EVENT_SECONDS = 600
+
+
+def _subject(fleet):
+    from planish.minder.kube_events import Subject
+
+    return Subject.of(fleet.node(0))
+
+
+def _allowed(ask):
+    try:
+        ask()
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        return False
+    return True
+
+
+@pytest.mark.server
+def test_without_the_binding_everything_is_only_observed(control_plane, fleet):
+    cluster = fleet.cluster(account(control_plane), own_namespace="planish")
+    control_plane.kubectl("delete", "clusterrolebinding", "minder-act", check=False)
+    wait_for(lambda: not _allowed(lambda: cluster.opted_in(fleet.namespace)))
+    before = fleet.versions()
+    actor, about = actor_of(cluster), alert(fleet)
+    refused = actor.handle(about, result(about, NOW), NOW)
+    assert (refused.result, refused.has_changed) == ("forbidden", True)
+    assert actor.mode == "observe"
+    assert 'cannot get resource "namespaces"' in actor.forbidden
+    next_time = actor.handle(about, result(about, NOW + 60), NOW + 60)
+    assert (next_time.action, next_time.result) == ("none", "none")
+    assert fleet.versions() == before
+    assert fleet.events(fleet.name(0)) == [("MinderFaultyMachine", 1)]

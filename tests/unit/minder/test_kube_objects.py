@@ -1,0 +1,206 @@
+"""Pods and nodes of the API server as values; jobs by label."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from planish.config import parse_section
+from planish.errors import ConfigError
+from planish.minder import kube_names as names
+from planish.minder.act_config import ActConfig
+from planish.minder.kube_config import KubernetesConfig
+from planish.minder.kube_jobs import group_jobs, pods_on
+from planish.minder.kube_parse import amounts, parse_node, parse_pod, requests_of, seconds
+
+CONFIG = KubernetesConfig()
+
+
+def raw_pod(name="p", node="n1", *, labels=None, annotations=None, spec=None, phase="Running"):
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "team",
+            "uid": f"uid-{name}",
+            "labels": {names.JOB_LABELS[0]: "job"} if labels is None else labels,
+            "annotations": annotations or {},
+        },
+        "spec": {"nodeName": node, **(spec or {})},
+        "status": {"phase": phase, "startTime": "1970-01-01T00:01:00Z"},
+    }
+
+
+def jobs_of(*pods):
+    return group_jobs(pod for pod in (parse_pod(raw, CONFIG) for raw in pods) if pod)
+
+
+@pytest.mark.parametrize("label", names.JOB_LABELS)
+def test_each_of_the_three_labels_names_a_job(label):
+    (job,) = jobs_of(
+        raw_pod("a", "n2", labels={label: "j"}), raw_pod("b", "n1", labels={label: "j"})
+    )
+    assert (job.key, job.machines, job.started) == ("team/j", ("n1", "n2"), 60)
+
+
+def test_the_first_label_counts_and_pods_without_any_do_not():
+    both = {names.JOB_LABELS[2]: "workflow", names.JOB_LABELS[0]: "operator"}
+    assert [job.name for job in jobs_of(raw_pod(labels=both), raw_pod(labels={"app": "x"}))] == [
+        "operator"
+    ]
+    mine = KubernetesConfig(job_labels=("team/job",))
+    assert parse_pod(raw_pod(labels={"team/job": "x"}), mine).job == "x"
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Succeeded", "Failed", "Unknown"])
+def test_only_running_pods_count(phase):
+    assert jobs_of(raw_pod(phase=phase)) == []
+
+
+def test_drivers_and_pods_without_a_node_are_left_out():
+    driver = raw_pod("d", "n9", annotations={names.KFP_ROLE: "driver"})
+    launcher = raw_pod("l", "n1", annotations={names.KFP_ROLE: "launcher"})
+    waiting = raw_pod("w", "")
+    (job,) = jobs_of(driver, launcher, waiting)
+    assert job.machines == ("n1",)
+
+
+def test_roles_are_groups_of_their_own():
+    label = names.JOB_LABELS[1]
+    pods = [
+        raw_pod(f"{role}{i}", f"n{role}{i}", labels={label: "rl", names.ROLE_LABEL: role})
+        for role in ("actor", "rollout")
+        for i in range(2)
+    ]
+    actor, rollout = jobs_of(*pods)
+    assert (actor.key, actor.machines) == ("team/rl/actor", ("nactor0", "nactor1"))
+    assert dict(actor.roles) == {"nactor0": "actor", "nactor1": "actor"}
+    assert (rollout.key, rollout.full_name) == ("team/rl/rollout", "team/rl")
+
+
+def test_stages_of_a_workflow_are_roles_where_no_label_says_otherwise():
+    def labels(stage):
+        return {names.WORKFLOW_LABEL: "run", names.STAGE_LABEL: stage}
+
+    keys = [
+        job.key
+        for job in jobs_of(
+            raw_pod("a", labels=labels("rollout")),
+            raw_pod("b", labels={**labels("train"), names.ROLE_LABEL: "all"}),
+        )
+    ]
+    assert keys == ["team/run/all", "team/run/rollout"]
+
+
+def test_a_pod_tells_its_run_stage_iteration_rank_and_pipeline_stage():
+    labels = {
+        names.WORKFLOW_LABEL: "run-x",
+        names.RUN_ID_LABEL: "1234",
+        names.STAGE_LABEL: "train",
+        names.ITERATION_LABEL: "7",
+        names.RANK_LABEL: "3",
+        names.PIPELINE_STAGE_LABEL: "first",
+    }
+    (job,) = jobs_of(raw_pod(labels=labels))
+    (pod,) = job.pods
+    assert (job.run_id, job.stage, job.iteration) == ("1234", "train", 7)
+    assert (pod.rank, pod.workflow, dict(job.stages)) == (3, "run-x", {"n1": "first"})
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "9" * 400])
+def test_a_label_that_is_no_number_is_none(text):
+    labels = {names.JOB_LABELS[0]: "j", names.ITERATION_LABEL: text, names.RANK_LABEL: text}
+    pod = parse_pod(raw_pod(labels=labels), CONFIG)
+    assert (pod.iteration, pod.rank) == (0, -1)
+
+
+EXECUTOR = json.dumps({"inputs": {"parameterValues": {"root": "s3://b/kfp/"}}})
+
+
+@pytest.mark.parametrize(
+    ("container", "root"),
+    [
+        ({"args": ["--root=s3://b/r", "--x=1"]}, "s3://b/r"),
+        ({"args": ["--x", "1", "--root", "s3://b/r"]}, "s3://b/r"),
+        ({"command": ["launch", "--executor_input", EXECUTOR, "--"]}, "s3://b/kfp"),
+        ({"command": ["launch", "--executor_input", "{"]}, ""),
+        ({"command": ["launch", "--executor_input"]}, ""),
+        ({"args": ["--root=relative"]}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_root_of_the_run_is_read_from_the_arguments(container, root):
+    pod = parse_pod(raw_pod(spec={"containers": [container]}), CONFIG)
+    assert pod.run_root == root
+    named = raw_pod(spec={"containers": [container]}, annotations={names.RUN_ROOT: "file:///r"})
+    assert parse_pod(named, CONFIG).run_root == "file:///r"
+
+
+def test_the_last_start_of_a_container_is_the_start_of_the_job():
+    raw = raw_pod()
+    raw["status"]["containerStatuses"] = [
+        {"state": {"running": {"startedAt": "1970-01-01T01:00:00Z"}}},
+        {"state": {"waiting": {}}},
+    ]
+    (job,) = jobs_of(raw, raw_pod("q", "n2"))
+    assert (job.started, dict(job.joined)) == (3600, {"n1": 3600, "n2": 60})
+
+
+def test_daemons_and_mirrors_are_never_evicted():
+    daemon = raw_pod()
+    daemon["metadata"]["ownerReferences"] = [{"kind": "DaemonSet"}]
+    assert not parse_pod(daemon, CONFIG).is_evictable
+    assert not parse_pod(raw_pod(annotations={names.MIRROR: "x"}), CONFIG).is_evictable
+    assert parse_pod(raw_pod(), CONFIG).is_evictable
+
+
+def test_requests_are_summed_and_limits_stand_in_for_them():
+    spec = {
+        "containers": [
+            {"resources": {"requests": {"cpu": "500m", "memory": "1Gi"}}},
+            {"resources": {"limits": {"cpu": "1", "nvidia.com/gpu": 8}}},
+        ],
+        "initContainers": [{"resources": {"requests": {"cpu": "4", "memory": "1Mi"}}}],
+    }
+    assert requests_of(spec) == {"pods": 1.0, "cpu": 4.0, "memory": 2.0**30, "nvidia.com/gpu": 8.0}
+    assert amounts({"cpu": "abc", "memory": "1500Ki"}) == {"memory": 1_536_000.0}
+
+
+def test_a_node_tells_room_readiness_and_marks():
+    raw = {
+        "metadata": {"name": "n", "resourceVersion": "9", "annotations": {"a": "b"}},
+        "spec": {"unschedulable": True, "taints": [{"key": "k", "effect": "NoSchedule"}]},
+        "status": {
+            "allocatable": {"cpu": "2"},
+            "conditions": [{"type": "Ready", "status": "Unknown"}],
+        },
+    }
+    node = parse_node(raw)
+    assert (node.version, node.is_unschedulable, node.is_ready) == ("9", True, False)
+    assert (node.allocatable, node.annotations) == ({"cpu": 2.0}, {"a": "b"})
+
+
+def test_the_pods_of_a_machine_are_those_of_all_roles_that_have_not_ended():
+    def of(name, node, phase, role):
+        labels = {names.JOB_LABELS[0]: "job", names.ROLE_LABEL: role}
+        return parse_pod(raw_pod(name, node, labels=labels, phase=phase), CONFIG)
+
+    pods = [of("a", "n1", "Running", "x"), of("b", "n1", "Pending", "y")]
+    pods += [of("c", "n1", "Failed", "x"), of("d", "n2", "Running", "x")]
+    job = group_jobs(pods)[0]
+    assert [pod.name for pod in pods_on(pods, job, "n1")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["", None, 5, "yesterday"])
+def test_what_is_no_time_is_zero(text):
+    assert seconds(text) == 0
+
+
+def test_settings_refuse_what_can_not_be():
+    with pytest.raises(ConfigError, match="mode"):
+        parse_section(ActConfig, {"mode": "destroy"}, section="act")
+    with pytest.raises(ConfigError, match="key=value"):
+        parse_section(ActConfig, {"auto_uncordon_after_validation": "label"}, section="act")
+    assert parse_section(ActConfig, {"dry_run": "server"}, section="act").dry_run == "server"
+    quiet = ActConfig()
+    assert (quiet.mode, quiet.dry_run, quiet.recheck) == ("observe", True, True)
