@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish import telemetry
 from planish.config import parse_section
 from planish.engines.requests import FinishReason, Output
 from planish.errors import ConfigError
@@ -213,3 +214,14 @@ def test_a_wrong_setting_is_refused(raw, text):
 def test_one_response_per_prompt_is_allowed_without_the_filter():
     raw = {"group_size": 1, "dynamic_sampling": False, "generation_prompts_factor": 1}
     assert parse_section(RolloutConfig, raw, section="rollout").group_size == 1
+
+
+def test_fates_of_groups_are_counted_for_who_watches(monkeypatch):
+    monkeypatch.setattr(telemetry, "_series", {})
+    draw("mrwm", 4)
+    lines = telemetry.metrics_text().splitlines()
+    assert sorted(line for line in lines if "rollout_groups_total{" in line) == [
+        'planish_rollout_groups_total{fate="all_correct"} 2.0',
+        'planish_rollout_groups_total{fate="all_wrong"} 2.0',
+        'planish_rollout_groups_total{fate="mixed"} 4.0',
+    ]

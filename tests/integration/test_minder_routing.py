@@ -1,0 +1,121 @@
+"""A real Alertmanager groups, routes and holds back alerts as our configuration says."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import yaml
+
+from tests.golden.write_rules import MONITORING
+from tests.servers.scripted_http import Reply, ScriptedServer
+
+pytestmark = pytest.mark.server
+
+SAME = {"cluster": "c", "namespace": "n"}
+FAULTY = {**SAME, "alertname": "MinderFaultyMachine", "severity": "critical"}
+
+
+def faulty(job, node, kind="dissimilar"):
+    return {**FAULTY, "job_name": job, "node": node, "kind": kind}
+
+
+def explains(name, **labels):
+    return {**SAME, "alertname": name, "severity": "warning", **labels}
+
+
+ALERTS = [
+    faulty("lost", "a-1"),
+    faulty("lost", "a-2"),
+    explains("MinderTelemetryOutage", job_name="lost", kind="outage"),
+    faulty("wide", "b-1"),
+    explains("MinderJobWide", job_name="wide", kind="job_wide"),
+    faulty("well", "c-1"),
+    faulty("well", "c-2", "silent"),
+    faulty("well", "c-3", "silent"),
+    {"cluster": "c", "alertname": "NodeNotReady", "severity": "warning", "node": "c-2"},
+    {"cluster": "other", "alertname": "NodeNotReady", "severity": "warning", "node": "c-3"},
+    # a machine that is not ready may still be unlike its peers
+    {"cluster": "c", "alertname": "NodeNotReady", "severity": "warning", "node": "c-1"},
+    explains("PlanishNonFinite", run_id="7"),
+    explains("PlanishSkippedSteps", run_id="7"),
+    explains("PlanishSkippedSteps", run_id="8"),
+]
+HELD_BACK = {("lost", "a-1"), ("lost", "a-2"), ("wide", "b-1"), ("well", "c-2")}
+
+
+def ask(server, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+@pytest.fixture
+def people():
+    """Whoever is told: a page for each receiver."""
+    server = ScriptedServer(lambda request: Reply())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def routed(alertmanager, people):
+    """Alertmanager with our configuration, short waits, and all alerts sent."""
+    config = yaml.safe_load((MONITORING / "alertmanager.yaml").read_text("utf-8"))
+    for receiver in config["receivers"]:
+        (hook,) = receiver["webhook_configs"]
+        hook["url"] = f"{people.url}/{receiver['name']}"
+    for route in [config["route"], *config["route"]["routes"]]:
+        route["group_wait"] = "1s"
+    alertmanager.config = yaml.safe_dump(config)
+    alertmanager.start()
+    ends = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
+    body = [{"labels": labels, "annotations": {}, "endsAt": ends} for labels in ALERTS]
+    ask(alertmanager, "/api/v2/alerts", body)
+    return alertmanager
+
+
+def test_what_another_alert_explains_is_held_back_and_nothing_else(routed):
+    found = {
+        (one["labels"].get("job_name", one["labels"].get("run_id")), one["labels"].get("node"))
+        for one in ask(routed, "/api/v2/alerts")
+        if one["status"]["inhibitedBy"]
+    }
+    assert found == HELD_BACK | {("7", None)}
+
+
+def test_people_are_told_once_per_job_and_each_where_they_should(routed, people):
+    deadline = time.monotonic() + 15
+    while len({request.path for request in people.requests}) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.5)
+    pages = [(request.path, request.json) for request in people.requests]
+    told = {
+        path: sorted(body["groupLabels"].get("job_name", "") for p, body in pages if p == path)
+        for path, _ in pages
+    }
+    # both machines of `well` that nothing explains come in one message
+    assert told["/operations-page"] == ["well"]
+    (page,) = (body for path, body in pages if path == "/operations-page")
+    nodes = sorted(alert["labels"]["node"] for alert in page["alerts"])
+    assert nodes == ["c-1", "c-3"]
+    assert page["groupLabels"] == {
+        "alertname": "MinderFaultyMachine",
+        "cluster": "c",
+        "job_name": "well",
+    }
+    runs = sorted(
+        (alert["labels"]["alertname"], alert["labels"]["run_id"])
+        for path, body in pages
+        if path == "/training"
+        for alert in body["alerts"]
+    )
+    assert runs == [("PlanishNonFinite", "7"), ("PlanishSkippedSteps", "8")]
+    assert told["/operations"] == ["", "", "lost", "wide"]
