@@ -24,6 +24,7 @@ from planish.minder.config import DenoiseConfig
 from planish.minder.denoise import WINDOW, Denoiser, Identity, Pca
 from planish.minder.detect import Models
 from planish.minder.frame import F32
+from planish.minder.inference import Vae, shapes
 from planish.minder.metrics_table import METRICS
 
 SCHEMA = "minder-model/1"
@@ -158,23 +159,16 @@ def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
 
 
 def _vae(folder: Path, facts: Facts, tensors: Mapping[str, F32], config: DenoiseConfig) -> Denoiser:
-    import torch
-
-    from planish.minder.vae import LstmVae, Vae
-
-    model = LstmVae(hidden=facts.hidden, latent=facts.latent)
-    wanted = {f"vae.{name}": tuple(t.shape) for name, t in model.state_dict().items()}
+    wanted = {f"vae.{name}": shape for name, shape in shapes(facts.hidden, facts.latent).items()}
     seen = {name: a.shape for name, a in tensors.items() if name.startswith("vae.")}
     if wanted != seen:
         raise ConfigError(
             f"`{folder / facts.metric / _WEIGHTS}` must hold the weights {wanted}, got {seen}; "
             "train the models again"
         )
-    model.load_state_dict(
-        {name.removeprefix("vae."): torch.from_numpy(tensors[name].copy()) for name in wanted}
-    )
+    weights = {name.removeprefix("vae."): tensors[name] for name in wanted}
     latent = config.embedding == "latent"
-    return Vae(facts.metric, model, version=facts.model_id, quality=facts.quality, latent=latent)
+    return Vae(facts.metric, weights, version=facts.model_id, quality=facts.quality, latent=latent)
 
 
 def read_facts(folder: Path, metric: str) -> Facts:

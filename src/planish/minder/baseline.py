@@ -22,6 +22,8 @@ _MAX_CHUNKS = 64
 _FLOOR_WITHOUT_FLOORS = 0.02
 _SETTLED = 0.25
 """A baseline moves only by more than this share of the floor, so that old windows stay valid."""
+_GROWTH = 1.25
+"""It is looked at anew when history has grown by this factor, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Baseline:
         self._chunks: dict[str, list[F32]] = {}
         self._waiting: dict[str, list[F32]] = {}
         self._used: dict[str, dict[str, float]] = {}
+        self._decided: dict[str, dict[str, int]] = {}
 
     @property
     def mature(self) -> Mask:
@@ -82,6 +85,9 @@ class Baseline:
             metric: {name: value for name, value in found.items() if name in names}
             for metric, found in self._used.items()
         }
+        for decided in self._decided.values():
+            for name in old.keys() - set(names):
+                decided.pop(name, None)
         self.machines = names
 
     def add(self, history: History, until: int, unsure: Mask) -> None:
@@ -135,9 +141,17 @@ class Baseline:
             floor = floor_of(metric, self.config)
             floor = floor if np.isfinite(floor) else _FLOOR_WITHOUT_FLOORS
             used = self._used.setdefault(metric, {})
+            decided = self._decided.setdefault(metric, {})
+            minutes = np.isfinite(rows).sum(axis=0) * self._stride
+            last = np.array([decided.get(name, 0) for name in self.machines])
+            due = (minutes >= needed * self._stride) & (minutes >= _GROWTH * last)
+            if not due.any():
+                continue
             found = _agreed(rows, floor, needed)
-            for place in np.flatnonzero(np.isfinite(found)).tolist():
+            for place in np.flatnonzero(due).tolist():
                 name, value = self.machines[place], float(found[place])
+                decided[name] = int(minutes[place])
+                # A comparison with NaN is false.
                 if abs(value - used.get(name, 0.0)) > _SETTLED * floor:
                     used[name] = round(value, 5)
 

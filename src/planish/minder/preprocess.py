@@ -106,19 +106,28 @@ def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
         array([1., 1., 4., 4.], dtype=float32)
     """
     count = len(values)
-    if not count:
-        return values.copy(), ~real
-    rows = np.arange(count)[:, None]
-    before = np.maximum.accumulate(np.where(real, rows, -1), axis=0)
-    after = np.minimum.accumulate(np.where(real, rows, count)[::-1], axis=0)[::-1]
+    filled = values.astype(np.float32)
+    unknown = np.zeros(values.shape, bool)
+    # Machine after machine, so that the neighbours of a gap stand beside it.
+    known = np.flatnonzero(real.T)
+    columns, rows = np.nonzero(~real.T)
+    if not len(rows):
+        return filled, unknown
+    if not len(known):
+        return filled, ~unknown
+    next_known = np.searchsorted(known, columns * count + rows)
+    before = known[np.maximum(next_known - 1, 0)] - columns * count
+    before[(next_known == 0) | (before < 0)] = -1
+    after = known[np.minimum(next_known, len(known) - 1)] - columns * count
+    after[(next_known == len(known)) | (after > count)] = count
     to_before = np.where(before >= 0, rows - before, 2 * count)
     to_after = np.where(after < count, after - rows, 2 * count)
     chosen = np.where(to_before <= to_after, before, after)
-    unknown = (before < 0) & (after >= count)
-    filled = np.take_along_axis(values, np.clip(chosen, 0, count - 1), axis=0)
-    filled = np.where(real, values, filled).astype(np.float32)
+    filled[rows, columns] = values[np.clip(chosen, 0, count - 1), columns]
+    gone = (before < 0) & (after >= count)
     if max_gap_seconds:
-        unknown |= ~real & (after - before - 1 > max_gap_seconds)
+        gone |= after - before - 1 > max_gap_seconds
+    unknown[rows, columns] = gone
     return filled, unknown
 
 

@@ -16,8 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from planish.minder.denoise import WINDOW
-
 F32 = NDArray[np.float32]
 
 _BATCH_ROWS = 8_192
@@ -180,33 +178,3 @@ def _tensor(windows: F32) -> Tensor:
 
 def _copy(model: LstmVae) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-class Vae:
-    """A trained model as a denoiser."""
-
-    name = "vae"
-
-    def __init__(
-        self,
-        metric: str,
-        model: LstmVae,
-        *,
-        version: str,
-        quality: str = "good",
-        latent: bool = False,
-    ) -> None:
-        """Wrap a model; `latent` compares the latent means in place of reconstructions."""
-        self.metric, self.model, self.version = metric, model.eval(), version
-        self.quality, self.latent = quality, latent
-
-    @torch.no_grad()
-    def embed(self, windows: F32) -> F32:
-        """Return [M, 8]: reconstructions, or latent means."""
-        width = self.model.mean.out_features if self.latent else WINDOW
-        result = np.empty((len(windows), width), np.float32)
-        for start in range(0, len(windows), _BATCH_ROWS):
-            batch = _tensor(windows[start : start + _BATCH_ROWS])
-            found = self.model.encode(batch)[0] if self.latent else self.model(batch)[0][..., 0]
-            result[start : start + len(batch)] = found.numpy()
-        return result
