@@ -23,17 +23,17 @@ METRICS = ("cpu_usage", "gpu_duty_cycle", "gpu_graphics_engine_activity")
 
 
 def raw_settings(folder: Path, url: str, machines, **sections: Any) -> dict[str, Any]:
-    """Return a configuration without models, in which 15 seconds are long enough for a fault."""
+    """Return a configuration without models, in which 10 seconds are long enough for a fault."""
     save_limits(folder / "models", {})
     base: dict[str, Any] = {
         "prometheus": {"url": url, "delay_seconds": 1, "late_seconds": 5},
         "models": {"folder": str(folder / "models")},
         "denoise": {"denoiser": "none"},
-        "detect": {"metrics": list(METRICS), "continuity_seconds": 15, "gap_tolerance": 1,
+        "detect": {"metrics": list(METRICS), "continuity_seconds": 10, "gap_tolerance": 1,
                    "role_baseline": False, "warmup_seconds": 0},
         "preprocess": {"silent_after_seconds": 8, "join_grace_seconds": 0, "min_real_share": 0.2},
         "service": {"interval_seconds": 1, "window_seconds": 60, "call_timeout_seconds": 10.0},
-        "alerts": {"keep_firing_seconds": 10, "telemetry_hold_seconds": 5},
+        "alerts": {"keep_firing_seconds": 4, "telemetry_hold_seconds": 5},
         "server": {"host": "127.0.0.1", "discovery_seconds": 1,
                    "state_file": str(folder / "state.json")},
         "jobs": [{"name": "job", "machines": list(machines)}],

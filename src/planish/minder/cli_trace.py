@@ -1,4 +1,4 @@
-"""Verbs that work on traces in files: simulate, train, run-once, replay."""
+"""Verbs that work on traces: simulate, train, run-once, replay."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def add_commands(verbs: Any) -> None:
     one.add_argument("--seed", type=int, default=TRAINING_SEED, help="of the first simulated job")
     one.add_argument("--seconds", type=float, default=150.0, help="at most, for each metric")
     _add_config(one)
-    one = verbs.add_parser("run-once", help="look at one trace; exit code 2 if a machine is faulty")
-    _add_trace(one)
+    one = verbs.add_parser(
+        "run-once", help="look at a trace, or ask Prometheus; exit code 2 if a machine is faulty"
+    )
+    _add_trace(one, required=False)
     one.add_argument("--end", type=float, metavar="T", help="unix seconds; default: its end")
     one.add_argument("--job", default="", help="name of the job; default: that of the file")
     one = verbs.add_parser("replay", help="look at a trace as the service would, minute by minute")
@@ -51,8 +53,8 @@ def add_commands(verbs: Any) -> None:
                      help="between two calls; default: as configured, 60")  # fmt: skip
 
 
-def _add_trace(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--from-file", type=Path, required=True, metavar="F",
+def _add_trace(one: argparse.ArgumentParser, *, required: bool = True) -> None:
+    one.add_argument("--from-file", type=Path, required=required, metavar="F",
                      help="npz, CSV or Parquet with ts, machine, metric, value")  # fmt: skip
     one.add_argument("--models", type=Path, metavar="DIR", help="default: those of this package")
     _add_config(one)
@@ -168,6 +170,10 @@ def _run_once(options: argparse.Namespace) -> int:
     from planish.minder.cli import BAD_INPUT, CLEAN, FAULT_FOUND
     from planish.minder.replay import replay
 
+    if options.from_file is None:
+        from planish.minder.cli_service import run_once_live
+
+        return run_once_live(options)
     frame, models, config = _trace(options)
     first = int(frame.ts[0])
     frame = dataclasses.replace(frame, job=options.job or frame.job)

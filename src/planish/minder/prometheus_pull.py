@@ -29,6 +29,10 @@ COARSE_SECONDS = 2.0
 """Samples further apart than this are not second-level data."""
 _SAME_SHARE = 0.01
 """Two exporters that differ by less are averaged."""
+_RATE_JITTER = 0.1
+"""By which share of a full second a rate of seconds may exceed 1 second in a second."""
+_EDGE_INTERVALS = 1.1
+"""How far samples may lie from the ends of a range for Prometheus to count them as full."""
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -124,22 +128,27 @@ class Puller:
         for _ in range(2):
             rate = max(MIN_RATE_SECONDS, math.ceil(4 * interval))
             queries = queries_of(source, names, config.series_labels, rate)
-            newest = self._range(queries.newest, names, span, deadline)
+            # A rate is as good as the samples at both ends of its range.
+            wide = (span[0] - rate * (source.kind == "counter"), span[1])
+            newest = self._range(queries.newest, names, wide, deadline)
             measured = self._interval(source.name, newest) or interval
             is_right = source.kind == "gauge" or math.ceil(4 * measured) <= rate
             interval = measured
             if is_right:
                 break
-        stale_after = max(config.stale_after_seconds, 1.5 * interval)
         values = self._range(queries.values, names, span, deadline)
         resets = self._range(queries.resets, names, span, deadline) if queries.resets else []
-        seen = {_key(one): one for one in newest}
+        ages = {_key(one): np.arange(*wide) - _on_grid(one, wide) for one in newest}
         reset = {_key(one): one for one in resets}
         by_machine: dict[str, list[F64]] = {}
         for one in values:
             column = _on_grid(one, span)
-            age = np.arange(*span) - _on_grid(seen[_key(one)], span) if _key(one) in seen else None
-            self._mask(source, column, age, stale_after)
+            self._scale(source, column)
+            fresh = np.zeros(len(column), bool)
+            if _key(one) in ages:
+                fresh = self._fresh(source, ages[_key(one)], interval, rate)
+            self.counts.stale[source.name] += int((~fresh & np.isfinite(column)).sum())
+            column[~fresh] = np.nan
             if _key(one) in reset:
                 column[np.isfinite(_on_grid(reset[_key(one)], span))] = np.nan
             machine = source.machine_of(one.labels.get(source.node_label, ""))
@@ -192,8 +201,8 @@ class Puller:
         self.intervals[name] = interval
         return interval
 
-    def _mask(self, source: Source, column: F64, age: F64 | None, stale_after: float) -> None:
-        """Scale one series and take out what can not be believed, in place."""
+    def _scale(self, source: Source, column: F64) -> None:
+        """Scale one series and take out what can not be, in place."""
         had = np.isfinite(column)
         column *= source.scale
         column += source.offset
@@ -201,18 +210,31 @@ class Puller:
             bad = np.isinf(column) | (np.abs(column) > _MAX_FLOAT)
             if source.nonnegative:
                 # A rate of idle time may exceed 1 by the jitter of scrapes.
-                bad |= column < -1e-3 * abs(source.scale)
+                bad |= column < -_RATE_JITTER * abs(source.scale) * (source.kind == "counter")
                 np.maximum(column, 0.0, out=column, where=had & ~bad)
         self.counts.dropped[source.name] += int(bad.sum())
         column[bad] = np.nan
-        if age is None:
-            column[:] = np.nan
-            return
-        # Samples of clocks that go wrong in either direction are as useless as old ones.
+
+    def _fresh(self, source: Source, age: F64, interval: float, rate: int) -> Mask:
+        """Return [T], seconds whose value rests on samples that are new enough.
+
+        Args:
+            source: the metric.
+            age: [T] of the newest sample, seconds; [rate + T] for a counter.
+            interval: seconds between samples.
+            rate: range of a rate.
+        """
         with np.errstate(invalid="ignore"):
-            stale = ~(age <= stale_after)
-        self.counts.stale[source.name] += int((stale & np.isfinite(column)).sum())
-        column[stale] = np.nan
+            if source.kind == "gauge":
+                gauge: Mask = age <= max(
+                    self._prometheus.config.stale_after_seconds, 1.5 * interval
+                )
+                return gauge
+            # Prometheus divides what it saw by the whole range: where samples are missing at an
+            # end of it, as after a start or before a death, the rate is too small.
+            covered = age <= _EDGE_INTERVALS * interval
+        begin = math.ceil(interval)
+        return covered[rate:] & covered[begin : begin + len(age) - rate]
 
     def _merged(self, name: str, columns: list[F64]) -> F64:
         """Make one of the series of all exporters of one machine."""

@@ -17,6 +17,8 @@ from planish.minder.prometheus_query import Source
 
 NAMES = ("a", "b", "c", "d")
 T0 = 1_000_000
+BEFORE = 100
+"""Seconds of samples before T0."""
 
 
 class Recorded:
@@ -56,7 +58,7 @@ class Recorded:
 
 
 def sampled(names=NAMES, *, every=1.0, seconds=1200, value=lambda i, t: 50.0 + i):
-    times = np.arange(T0, T0 + seconds, every)
+    times = np.arange(T0 - BEFORE, T0 + seconds, every)
     return [
         ({"node": name}, times.copy(), np.array([value(i, t) for t in times], float))
         for i, name in enumerate(names)
@@ -100,7 +102,7 @@ def test_only_the_new_minute_and_late_seconds_are_asked_for():
 def test_samples_that_come_late_replace_what_was_not_there():
     recorded = Recorded(sampled(seconds=2000))
     labels, times, values = recorded.samples[1]
-    recorded.samples[1] = (labels, times[:880], values[:880])
+    recorded.samples[1] = (labels, times[: BEFORE + 880], values[: BEFORE + 880])
     one = puller(recorded)
     assert np.isnan(pulled(one).values["gpu_duty_cycle"][-10:, 1]).all()
     recorded.samples[1] = (labels, times, values)
@@ -134,7 +136,7 @@ def test_a_clock_of_the_server_that_goes_back_starts_anew():
 def test_a_value_that_prometheus_repeats_after_the_exporter_has_died_is_masked():
     recorded = Recorded(sampled())
     labels, times, values = recorded.samples[2]
-    recorded.samples[2] = (labels, times[:700], values[:700])
+    recorded.samples[2] = (labels, times[: BEFORE + 700], values[: BEFORE + 700])
     one = puller(recorded)
     column = pulled(one).values["gpu_duty_cycle"][:, 2]
     # Seconds 1 to 699 are measured, the next 5 are fresh enough, the other 196 are not.
@@ -145,7 +147,7 @@ def test_a_value_that_prometheus_repeats_after_the_exporter_has_died_is_masked()
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -3.0, 1e300])
 def test_values_that_can_not_be_are_masked_and_counted(bad):
     recorded = Recorded(sampled())
-    recorded.samples[0][2][100:110] = bad
+    recorded.samples[0][2][BEFORE + 100 : BEFORE + 110] = bad
     one = puller(recorded)
     column = pulled(one).values["gpu_duty_cycle"][:, 0]
     assert np.isnan(column).sum() == 10
@@ -154,7 +156,7 @@ def test_values_that_can_not_be_are_masked_and_counted(bad):
 
 def test_the_reset_of_a_counter_leaves_a_gap_and_no_spike():
     recorded = Recorded(sampled(value=lambda i, t: 0.75))
-    recorded.samples[1][2][300:305] = 1e9
+    recorded.samples[1][2][BEFORE + 300 : BEFORE + 305] = 1e9
     recorded.resets = {"b": [T0 + 300]}
     column = pulled(puller(recorded, "cpu_usage")).values["cpu_usage"][:, 1]
     assert np.isnan(column).sum() == 5
@@ -166,6 +168,20 @@ def test_a_rate_of_idle_time_just_over_one_is_no_use_at_all_and_none_far_over_it
     assert (pulled(puller(recorded, "cpu_usage")).values["cpu_usage"] == 0.0).all()
     recorded = Recorded(sampled(value=lambda i, t: 1.5))
     assert np.isnan(pulled(puller(recorded, "cpu_usage")).values["cpu_usage"]).all()
+
+
+def test_rates_at_the_ends_of_what_was_sampled_are_masked_since_they_are_too_small():
+    recorded = Recorded(sampled(value=lambda i, t: 0.75))
+    labels, times, values = recorded.samples[0]
+    lost = (times == T0 + 400) | (times == T0 + 401)
+    kept = (times >= T0 + 100) & (times < T0 + 200) | (times >= T0 + 220) & ~lost
+    recorded.samples[0] = (labels, times[kept], values[kept])
+    column = pulled(puller(recorded, "cpu_usage")).values["cpu_usage"][:, 0]
+    seconds = np.arange(1, 901)
+    # Four seconds after each beginning, from two after the last one, both ends at lost samples.
+    expected = (seconds >= 104) & (seconds <= 200) | (seconds >= 224)
+    expected &= (seconds != 401) & (seconds != 405)
+    assert seconds[np.isfinite(column) != expected].tolist() == []
 
 
 def test_coarse_samples_are_told_held_and_their_counters_read_over_a_longer_range(caplog):

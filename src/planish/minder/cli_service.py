@@ -1,0 +1,148 @@
+"""Verbs of the service: serve, validate-config, breaker."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planish import telemetry
+from planish.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CLEAN = 0
+_START_SECONDS = 10.0
+
+
+def add_commands(verbs: Any) -> None:
+    """Add the parsers of these verbs.
+
+    Args:
+        verbs: what `add_subparsers` returned.
+    """
+    serve = verbs.add_parser("serve", help="watch all jobs until SIGTERM")
+    validate = verbs.add_parser(
+        "validate-config", help="check configuration, models and queries; exit code 3 names the key"
+    )
+    validate.add_argument(
+        "--offline", action="store_true", help="do not ask Prometheus to parse the queries"
+    )
+    breaker = verbs.add_parser("breaker", help="allow actions again after the breaker has opened")
+    breaker.add_argument("what", choices=["reset"], help="reset: close it")
+    for one in (serve, validate, breaker):
+        one.add_argument(
+            "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do one verb and return its exit code.
+
+    Raises:
+        ConfigError: something that it was told can not be.
+        BackendUnavailable: a server that is needed does not answer.
+    """
+    from planish.minder.service_config import load_service_config
+
+    settings = load_service_config(options.config)
+    if options.verb == "validate-config":
+        return _validate(settings, is_offline=options.offline)
+    if options.verb == "breaker":
+        return _reset(settings)
+    return _serve(settings)
+
+
+def run_once_live(options: argparse.Namespace) -> int:
+    """Look once at a job of which Prometheus has the metrics; 2 if a machine is faulty.
+
+    Raises:
+        ConfigError: no configuration of the service, or no job of that name.
+        BackendUnavailable: Prometheus does not answer as it must.
+    """
+    from planish.minder.cli import FAULT_FOUND
+    from planish.minder.service_build import run_once
+    from planish.minder.service_config import ModelsConfig, load_service_config
+
+    if not options.config or not options.job:
+        raise ConfigError(
+            "`--from-file` must be given, or `--config` of the service and `--job`, got neither"
+        )
+    settings = load_service_config(Path(options.config))
+    if options.models:
+        settings = replace(settings, models=ModelsConfig(folder=str(options.models)))
+    result = run_once(settings, options.job, end=options.end and int(options.end))
+    sys.stdout.write(result.to_json() + "\n")
+    return FAULT_FOUND if result.findings else CLEAN
+
+
+def _validate(settings: Any, *, is_offline: bool) -> int:
+    from planish.minder.http_client import Deadline, HttpClient
+    from planish.minder.prometheus import Prometheus
+    from planish.minder.service_build import check_queries, models_of
+
+    models = models_of(settings)
+    if settings.alertmanager.url:
+        HttpClient(settings.alertmanager)
+    prometheus = Prometheus(settings.prometheus)
+    if not is_offline:
+        check_queries(settings, prometheus, Deadline.after(_START_SECONDS))
+    sys.stdout.write(
+        f"valid: {len(settings.sources)} metrics, {len(models.denoisers)} models, profile "
+        f"{settings.minder.profile}\n"
+    )
+    return CLEAN
+
+
+def _reset(settings: Any) -> int:
+    from planish.minder.service_build import state_of
+
+    state = state_of(settings)
+    if state is None:
+        raise ConfigError(
+            "`server.state_file` or `kubernetes` must be given, got neither; without a state there "
+            "is no breaker to close"
+        )
+    state.request_reset(time.time())
+    sys.stdout.write("asked: the service closes the breaker within 5 s\n")
+    return CLEAN
+
+
+def _serve(settings: Any) -> int:
+    """Watch until SIGTERM or SIGINT; return within 10 s of it."""
+    from planish.errors import BackendUnavailable
+    from planish.minder.http_client import Deadline
+    from planish.minder.http_status import StatusServer
+    from planish.minder.prometheus import Prometheus
+    from planish.minder.service_build import build, check_queries
+
+    telemetry.configure_logging(logging.INFO)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        deadline = Deadline.after(_START_SECONDS, stop)
+        check_queries(settings, Prometheus(settings.prometheus), deadline)
+    except BackendUnavailable as error:
+        # A monitor that starts before its Prometheus waits for it.
+        logger.warning("queries_not_checked reason=%r", str(error)[:300])
+    service = build(settings)
+    server = settings.server
+    status = StatusServer(server.host, server.port, service, service.around.metrics)
+    service.start()
+    logger.info("serving host=%s port=%d", server.host, status.port)
+    try:
+        while not stop.wait(3600.0):
+            pass
+    finally:
+        begun = time.monotonic()
+        service.stop()
+        status.close()
+        logger.info("stopped seconds=%.1f", time.monotonic() - begun)
+    return CLEAN

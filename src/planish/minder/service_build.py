@@ -1,0 +1,233 @@
+"""Puts the service together from its configuration, and does single calls with the same parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.errors import ConfigError
+from planish.minder.alertmanager import AlertContext, Alertmanager
+from planish.minder.artefacts import default_models, load_models, read_facts
+from planish.minder.detect import Models
+from planish.minder.frame import Frame
+from planish.minder.http_client import Deadline
+from planish.minder.kube_objects import JobInfo
+from planish.minder.own_metrics import OwnMetrics
+from planish.minder.prometheus import Prometheus
+from planish.minder.prometheus_pull import Puller
+from planish.minder.prometheus_query import queries_of
+from planish.minder.result import Result
+from planish.minder.service import Service
+from planish.minder.service_config import ServiceSettings
+from planish.minder.service_job import Surroundings
+from planish.minder.service_state import FileState, StateStore
+from planish.minder.session import JobMonitor
+
+if TYPE_CHECKING:
+    from planish.minder.act_types import ActedAlert
+    from planish.minder.kube import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+def models_folder(settings: ServiceSettings) -> Path:
+    """Return where the models lie."""
+    return Path(settings.models.folder) if settings.models.folder else default_models()
+
+
+def models_of(settings: ServiceSettings) -> Models:
+    """Load the models of all metrics.
+
+    Raises:
+        ConfigError: one is missing or damaged; names its file.
+    """
+    minder = settings.minder
+    return load_models(models_folder(settings), minder.denoise, minder.detect.metrics)
+
+
+def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: Deadline) -> None:
+    """Have Prometheus parse all queries.
+
+    Raises:
+        ConfigError: it does not take one; names the key.
+        BackendUnavailable: it can not be asked.
+    """
+    for name, source in settings.sources.items():
+        queries = queries_of(source, ["none"], settings.prometheus.series_labels, 5)
+        for query in (queries.values, queries.newest, queries.resets):
+            if query:
+                prometheus.check(query, f"metrics.{name}.promql", deadline)
+
+
+def static_jobs(settings: ServiceSettings) -> list[JobInfo]:
+    """Return the jobs that the configuration names."""
+    return [
+        JobInfo(
+            *(job.name, job.namespace, tuple(sorted(set(job.machines)))),
+            stages=dict(job.stages),
+            started=job.started,
+        )
+        for job in settings.jobs
+    ]
+
+
+def find_job(settings: ServiceSettings, name: str) -> JobInfo:
+    """Return a job by its name or by its key, from the configuration or from Kubernetes.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    jobs = static_jobs(settings)
+    if settings.kubernetes is not None:
+        from planish.minder.kube import Cluster
+
+        jobs += Cluster.connect(settings.kubernetes).jobs()
+    found = [job for job in jobs if name in (job.key, job.name)]
+    exact = [job for job in found if job.key == name]
+    if len(exact or found) != 1:
+        raise ConfigError(
+            f"`--job` must name one job, got {name!r}, which fits "
+            f"{[job.key for job in found] or 'none'}; there are {sorted(j.key for j in jobs)[:20]}"
+        )
+    return (exact or found)[0]
+
+
+def pull_once(settings: ServiceSettings, job: JobInfo, *, end: int | None = None) -> Frame:
+    """Return the newest frame of a job, or the one that ends before `end` (unix seconds).
+
+    Raises:
+        BackendUnavailable: Prometheus does not answer as it must.
+    """
+    service = settings.minder.service
+    puller = Puller(Prometheus(settings.prometheus), settings.sources, job.key)
+    deadline = Deadline.after(service.call_timeout_seconds)
+    return puller.pull(job.machines, service.window_seconds, deadline, end=end)
+
+
+def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) -> Result:
+    """Look at a job once, as the service would in its first call.
+
+    Args:
+        settings: of the service.
+        name: of the job.
+        end: unix seconds; None for now.
+
+    Raises:
+        ConfigError: no such job, or no models.
+        BackendUnavailable: Prometheus does not answer as it must.
+    """
+    job = find_job(settings, name)
+    monitor = JobMonitor(job.key, models_of(settings), settings.minder)
+    frame = pull_once(settings, job, end=end)
+    return monitor.call(frame, started=job.started, stages=dict(job.stages))
+
+
+def state_of(settings: ServiceSettings) -> StateStore | None:
+    """Return where the state is kept: a file, else a ConfigMap, else nowhere."""
+    if settings.server.state_file:
+        return FileState(Path(settings.server.state_file))
+    if settings.kubernetes is not None:
+        from planish.minder.kube import Cluster
+        from planish.minder.kube_state import ConfigMapState
+
+        return ConfigMapState(Cluster.connect(settings.kubernetes))
+    return None
+
+
+def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Service:
+    """Return the service, ready to start.
+
+    Raises:
+        ConfigError: something that it was told can not be.
+    """
+    models, metrics = models_of(settings), OwnMetrics()
+    _tell_models(settings, models, metrics)
+    prometheus = Prometheus(settings.prometheus)
+    notifier = Alertmanager(settings.alertmanager) if settings.alertmanager.url else None
+    around = Surroundings(
+        settings.minder,
+        models,
+        metrics,
+        notifier=notifier,
+        is_dry_run=bool(settings.act.dry_run) or settings.act.mode == "observe",
+        min_backoff_seconds=settings.server.min_backoff_seconds,
+        max_backoff_seconds=settings.server.max_backoff_seconds,
+        stop=stop or threading.Event(),
+    )
+    metrics.follow(prometheus.counts.errors)
+
+    def source_of(info: JobInfo) -> Puller:
+        puller = Puller(prometheus, settings.sources, info.key)
+        metrics.follow_duplicates(info.key, puller.counts.duplicates)
+        return puller
+
+    parts: dict[str, Any] = {
+        "source_of": source_of,
+        "probe": prometheus.now,
+        "state": state_of(settings),
+    }
+    if settings.kubernetes is None:
+        return Service(settings, around, jobs=lambda: static_jobs(settings), **parts)
+    return _in_cluster(settings, around, notifier, parts)
+
+
+def _in_cluster(
+    settings: ServiceSettings,
+    around: Surroundings,
+    notifier: Alertmanager | None,
+    parts: dict[str, Any],
+) -> Service:
+    """Return the service with jobs of Kubernetes, an actor and, if wanted, an election."""
+    from planish.minder.act import Actor
+    from planish.minder.kube import Cluster
+    from planish.minder.kube_lease import Lease
+
+    assert settings.kubernetes is not None
+    cluster: Cluster = Cluster.connect(settings.kubernetes)
+    lease = None
+    if settings.server.leader_election:
+        identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        lease = Lease(cluster, identity)
+    actor = Actor(
+        cluster,
+        settings.act,
+        is_leader=lease.is_leader if lease else lambda: True,
+        is_silenced=_silences(settings, around, notifier),
+    )
+    around.actor = actor
+
+    def jobs() -> Sequence[JobInfo]:
+        return [*static_jobs(settings), *cluster.jobs()]
+
+    return Service(settings, around, jobs=jobs, leader=lease, keeper=actor, **parts)
+
+
+def _silences(
+    settings: ServiceSettings, around: Surroundings, notifier: Alertmanager | None
+) -> Callable[[ActedAlert], bool]:
+    """Return what asks Alertmanager whether people have silenced an alert."""
+
+    def is_silenced(alert: ActedAlert) -> bool:
+        if notifier is None or not settings.alertmanager.honour_silences:
+            return False
+        context = AlertContext(alert.job.partition("/")[0], alert.job, around.is_dry_run)
+        found = notifier.silence(alert, context, Deadline.after(10.0, around.stop))
+        if found:
+            logger.info("silenced alert=%s silence=%s", alert.id, found)
+        return bool(found)
+
+    return is_silenced
+
+
+def _tell_models(settings: ServiceSettings, models: Models, metrics: OwnMetrics) -> None:
+    for name, one in models.denoisers.items():
+        metrics.model(name, one.version, one.quality, one.name)
+        if settings.minder.denoise.denoiser != "none":
+            facts = read_facts(models_folder(settings), name)
+            metrics.model_error(name, facts.mse_held_out)

@@ -1,0 +1,151 @@
+"""The whole service on real servers: a fault in the scraped fleet, alerts, restart, end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.integration.minder_service import (
+    Served,
+    raw_settings,
+    serving,
+    wait_for,
+    write_toml,
+)
+from tests.servers.exporter_fleet import Fault
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+
+@pytest.fixture
+def scraped(prometheus, fleet):
+    """A Prometheus that scrapes a fleet every second and has done so for a while."""
+    prometheus.config = fleet.scrape_config()
+    prometheus.start()
+    wait_for(lambda: len(prometheus.query("up == 1")) == len(fleet.machines), 20)
+    return prometheus
+
+
+@pytest.fixture
+def ended():
+    """Ends every service that a test has started."""
+    found: list[Served] = []
+    yield found
+    for one in found:
+        one.kill()
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "planish", "minder", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_fault_becomes_an_alert_outlives_a_restart_and_is_resolved(
+    scraped, fleet, alertmanager, tmp_path, ended
+):
+    alertmanager.start()
+    raw = raw_settings(
+        tmp_path,
+        scraped.url,
+        fleet.machines,
+        alertmanager={"url": alertmanager.url, "cluster": "c1", "resend_seconds": 2},
+    )
+    served = serving(tmp_path, raw)
+    ended.append(served)
+    wait_for(lambda: served.get("/readyz")[0] == 200, 20, lambda: served.log)
+    wait_for(lambda: served.metric('minder_calls_total{job_name="job",outcome="ok"}'), 60)
+    time.sleep(5)
+    assert alertmanager.alerts() == []
+    began = time.time()
+    fleet.inject(Fault("node-003", "shift", "gpu_duty_cycle", -40.0))
+    (alert,) = wait_for(alertmanager.alerts, 60, lambda: served.log)
+    delay = time.time() - began
+    assert alert["labels"] == {
+        "alertname": "MinderFaultyMachine", "severity": "critical", "cluster": "c1",
+        "job_name": "job", "node": "node-003", "kind": "dissimilar",
+    }  # fmt: skip
+    assert alert["annotations"]["metric"] == "gpu_duty_cycle"
+    # 10 s of continuity, a window of 8 s, a call every second and samples of a second ago.
+    assert 10 <= delay <= 40
+    faulty = 'minder_machine_faulty{job_name="job",kind="dissimilar",namespace="",node="node-003"}'
+    assert served.metric(faulty) == 1
+    code, seconds = served.terminate()
+    assert (code, seconds < 10) == (0, True)
+    again = Served(served.config, port=served.port)
+    ended.append(again)
+    again.start()
+    wait_for(lambda: again.get("/readyz")[0] == 200, 60, lambda: again.log)
+    wait_for(lambda: again.metric(faulty) == 1, 20, lambda: again.log)
+    assert [a["startsAt"] for a in alertmanager.alerts()] == [alert["startsAt"]]
+    fleet.heal()
+    wait_for(lambda: alertmanager.alerts() == [], 90, lambda: again.log)
+    assert again.log.count("alert state=firing name=MinderFaultyMachine") == 1
+    assert again.log.count("alert state=resolved name=MinderFaultyMachine") == 1
+
+
+def test_a_machine_that_says_nothing_is_told_as_silent(scraped, fleet, tmp_path, ended):
+    raw = raw_settings(tmp_path, scraped.url, fleet.machines)
+    served = serving(tmp_path, raw)
+    ended.append(served)
+    wait_for(lambda: served.metric('minder_calls_total{job_name="job",outcome="ok"}'), 60)
+    fleet.inject(Fault("node-006", "silent"))
+    silent = 'minder_machine_faulty{job_name="job",kind="silent",namespace="",node="node-006"}'
+    wait_for(lambda: served.metric(silent) == 1, 60, lambda: served.log)
+    assert served.metric('minder_silent_machines{job_name="job"}') == 1
+    text = served.get("/metrics")[1]
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_a_configuration_is_checked_against_prometheus_in_one_line(scraped, fleet, tmp_path):
+    path = tmp_path / "minder.toml"
+    raw = raw_settings(tmp_path, scraped.url, fleet.machines)
+    done = command("validate-config", "--config", str(write_toml(path, raw)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("valid: 3 metrics, 3 models")
+    bad = {**raw, "metrics": {"cpu_usage": {"promql": "rate(m{$job_selector})", "kind": "gauge"}}}
+    done = command("validate-config", "--config", str(write_toml(path, bad)))
+    assert done.returncode == 3
+    assert "metrics.cpu_usage.promql" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert command("serve", "--config", str(path)).returncode == 3
+    gone = {**raw, "prometheus": {"url": "http://127.0.0.1:9"}}
+    done = command("validate-config", "--config", str(write_toml(path, gone)))
+    assert done.returncode == 4
+    done = command("validate-config", "--offline", "--config", str(path))
+    assert done.returncode == 0
+
+
+def test_what_is_wrong_in_a_configuration_is_named_with_exit_code_3(tmp_path):
+    path = tmp_path / "minder.toml"
+    raw = raw_settings(tmp_path, "http://127.0.0.1:9", ["a"])
+    for change, key in (
+        ({"detect": {"metricss": ["cpu_usage"]}}, "minder.detect.metricss"),
+        ({"models": {"folder": str(tmp_path / "none")}}, "limits.json"),
+        ({"denoise": {"denoiser": "pca"}}, "cpu_usage"),
+    ):
+        done = command("serve", "--config", str(write_toml(path, {**raw, **change})))
+        assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+        assert key in done.stderr
+
+
+def test_an_operator_asks_for_the_breaker_to_be_closed(tmp_path):
+    path = tmp_path / "minder.toml"
+    raw = raw_settings(tmp_path, "http://127.0.0.1:9", ["a"])
+    done = command("breaker", "reset", "--config", str(write_toml(path, raw)))
+    assert done.returncode == 0
+    asked = json.loads((tmp_path / "state.json.breaker-reset").read_text())
+    assert abs(asked - time.time()) < 60
+    raw["server"].pop("state_file")
+    done = command("breaker", "reset", "--config", str(write_toml(path, raw)))
+    assert done.returncode == 3

@@ -1,0 +1,295 @@
+"""The service on a clock of the test: calls, failures, backoff, restart, end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from planish.errors import BackendUnavailable, ClusterError
+from planish.minder.act_types import Outcome
+from planish.minder.kube_objects import JobInfo, PodInfo
+from planish.minder.service import Service
+from planish.minder.service_config import service_settings
+from planish.minder.service_job import JobWatch, Surroundings
+from planish.minder.service_schedule import Schedule
+from planish.minder.service_state import FileState
+from tests.benchmarks import minder_soak as day_of
+
+T0 = day_of.T0
+FAULT = T0 + 1200
+
+
+class Recorder:
+    """An actor that does one thing about every alert that fires."""
+
+    def __init__(self, outcome=None):
+        self.outcome = outcome
+        self.seen = []
+
+    def handle(self, alert, result, now):
+        self.seen.append((alert.machine, alert.state))
+        if self.outcome is None or alert.state != "firing":
+            return Outcome("none", "none", "", False)
+        return self.outcome
+
+
+class Failing:
+    """A source that gives nothing."""
+
+    def __init__(self, message, code):
+        self.message, self.code, self.intervals = message, code, {}
+
+    def pull(self, machines, seconds, deadline):
+        raise BackendUnavailable(self.message, code=self.code)
+
+
+def surroundings(clock, **changes):
+    config = day_of.minder_config({"detect": {"metrics": list(day_of.METRICS)}})
+    models = day_of.Models({name: day_of.Identity(name) for name in day_of.METRICS})
+    metrics = day_of.OwnMetrics()
+    return Surroundings(config, models, metrics, clock=clock, **changes)
+
+
+def watched(**changes):
+    clock = day_of.FastClock(T0 + 900.0)
+    day = day_of.Day(clock, 2)
+    around = surroundings(clock, **changes)
+    info = day.jobs()[0]
+    return JobWatch(info, day_of.DaySource(day, info.key), around), clock, around
+
+
+def run(watch, clock, until):
+    pauses = []
+    while clock.seconds < until:
+        pauses.append(watch.call())
+        clock.seconds += pauses[-1]
+    return pauses
+
+
+def metric(around, line):
+    found = [x for x in around.metrics.text().decode().splitlines() if x.startswith(line + " ")]
+    return float(found[0].rpartition(" ")[2]) if found else None
+
+
+def test_a_fault_is_told_once_acted_upon_and_resolved():
+    clock = day_of.FastClock()
+    heard = day_of.Heard(clock)
+    actor = Recorder(Outcome("cordon", "done", "x"))
+    watch, clock, around = watched(notifier=heard, actor=actor)
+    heard.clock = clock
+    run(watch, clock, FAULT + 480)
+    (alert,) = [a for a in watch.book.alerts() if a.is_active]
+    assert (alert.machine, alert.state, alert.action) == ("a-0", "acted", "cordon")
+    assert abs(alert.since - FAULT) < 10
+    assert 247 <= alert.fired - alert.since <= 310
+    faulty = 'minder_machine_faulty{job_name="a",kind="dissimilar",namespace="",node="a-0"}'
+    assert metric(around, faulty) == 1
+    assert metric(around, 'minder_actions_total{action="cordon",dry_run="true",result="done"}') == 1
+    run(watch, clock, FAULT + 480 + 1000)
+    assert [state for _, state, _ in heard.told] == ["firing", "resolved"]
+    assert metric(around, faulty) == 0
+    assert [m for m, state in actor.seen if state == "resolved"] == ["a-0"]
+
+
+def test_what_suppresses_an_action_is_noted_with_its_reason():
+    actor = Recorder(Outcome("cordon", "dry_run", "would cordon a-0"))
+    watch, clock, _ = watched(actor=actor)
+    run(watch, clock, FAULT + 400)
+    (alert,) = [a for a in watch.book.alerts() if a.is_active]
+    assert (alert.state, alert.reason) == ("suppressed", "would cordon a-0")
+
+
+def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
+    watch, clock, around = watched()
+    run(watch, clock, FAULT + 400)
+    source, watch._source = watch._source, None
+
+    watch._source = Failing("down", "503")
+    assert [watch.call() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert metric(around, 'minder_calls_total{job_name="a",outcome="error"}') == 9
+    assert [a.machine for a in watch.book.alerts() if a.is_active] == ["a-0"]
+    clock.seconds += 86_400
+    watch.call()
+    assert [a for a in watch.book.alerts() if a.is_active] == []
+    watch._source = source
+    assert watch.call() == 60
+    assert watch._failures == 0
+
+
+@pytest.mark.parametrize("code", ["401", "403"])
+def test_refused_credentials_are_tried_again_once_a_minute_and_told_loudly(code, caplog):
+    watch, _, _ = watched()
+    watch._source = Failing("check the token", code)
+    assert [watch.call() for _ in range(3)] == [60, 60, 60]
+    assert all(r.levelname == "ERROR" and "check the token" in r.getMessage()
+               for r in caplog.records)  # fmt: skip
+
+
+def test_a_call_that_takes_too_long_leaves_no_trace():
+    watch, clock, around = watched()
+    run(watch, clock, FAULT + 200)
+    pull = watch._source.pull
+
+    def slow(machines, seconds, deadline):
+        clock.seconds = FAULT + 400
+        frame = pull(machines, seconds, deadline)
+        object.__setattr__(deadline, "at", 0.0)
+        return frame
+
+    watch._source.pull = slow
+    assert watch.call() == 1.0
+    assert [a for a in watch.book.alerts() if a.is_active] == []
+    assert metric(around, 'minder_calls_total{job_name="a",outcome="error"}') == 1
+
+
+def test_a_stopped_program_takes_nothing_in_and_does_not_act():
+    actor = Recorder()
+    watch, clock, around = watched(actor=actor)
+    run(watch, clock, FAULT + 200)
+    seen = len(actor.seen)
+    clock.seconds = FAULT + 400
+    around.stop.set()
+    watch.call()
+    assert [a for a in watch.book.alerts() if a.is_active] == []
+    assert len(actor.seen) == seen
+
+
+def test_an_alert_carries_the_run_of_its_machine():
+    watch, clock, _ = watched()
+    pod = PodInfo("p", "ns", "u", "a-0", "a", "Running", run_id="r7", stage="train", iteration=3)
+    info = watch.info
+    watch.info = JobInfo(info.name, info.namespace, info.machines, pods=(pod,))
+    run(watch, clock, FAULT + 400)
+    (alert,) = [a for a in watch.book.alerts() if a.is_active]
+    assert alert.run == {"run_id": "r7", "stage": "train", "iteration": "3"}
+
+
+def test_a_restart_goes_on_where_it_was_and_damaged_state_is_not_used():
+    watch, clock, around = watched()
+    run(watch, clock, FAULT + 400)
+    again = JobWatch(watch.info, watch._source, around, watch.to_json())
+    assert again.book.alerts() == watch.book.alerts()
+    clock.seconds += 1
+    again.call()
+    assert [a.state for a in again.book.alerts() if a.is_active] == ["firing"]
+    fresh = JobWatch(watch.info, watch._source, around, {"monitor": 5, "alerts": {"open": [1]}})
+    assert fresh.book.alerts() == []
+
+
+def settings(**server):
+    return service_settings({"prometheus": {"url": "http://none"}, "server": server,
+                             "detect": {"metrics": list(day_of.METRICS)}})  # fmt: skip
+
+
+def service_of(jobs, clock, state=None, **changes):
+    day = day_of.Day(clock, 3)
+    around = surroundings(clock, **changes)
+    return Service(settings(), around, jobs=jobs, state=state,
+                   source_of=lambda job: day_of.DaySource(day, job.key))  # fmt: skip
+
+
+def play(service, clock, until):
+    while True:
+        schedule = min((service.calls, service.control), key=lambda one: one.next_due())
+        if schedule.next_due() >= until:
+            return
+        clock.seconds = max(clock.seconds, schedule.next_due())
+        schedule.run_next()
+
+
+def test_jobs_are_found_watched_and_ended_and_a_failing_discovery_ends_none(tmp_path):
+    clock = day_of.FastClock()
+    day = day_of.Day(clock, 3)
+    found = day.jobs()
+    is_down = threading.Event()
+
+    def jobs():
+        if is_down.is_set():
+            raise ClusterError("down")
+        return found
+
+    service = service_of(jobs, clock, FileState(tmp_path / "state.json"))
+    service.prepare()
+    play(service, clock, FAULT + 400)
+    assert (sorted(service.watches), service.is_ready(), service.is_healthy()) == (
+        ["a", "b"], True, True,
+    )  # fmt: skip
+    is_down.set()
+    play(service, clock, FAULT + 460)
+    assert sorted(service.watches) == ["a", "b"]
+    is_down.clear()
+    del found[0]
+    play(service, clock, FAULT + 560)
+    assert sorted(service.watches) == ["b"]
+    text = service.around.metrics.text().decode()
+    assert 'job_name="a"' not in text
+    assert 'job_name="b"' in text
+
+
+def test_jobs_do_not_all_start_at_the_same_second():
+    clock = day_of.FastClock()
+    names = tuple(f"a-{i}" for i in range(8))
+    service = service_of(lambda: [JobInfo(f"j{i}", "", names) for i in range(20)], clock)
+    service.prepare()
+    play(service, clock, T0 + 0.001)
+    due = []
+    while service.calls.next_due() < float("inf"):
+        due.append(service.calls.next_due() - T0)
+        service.calls.remove(service.calls._next()[0])
+    assert len(due) == 20
+    assert 0 <= min(due) < 15
+    assert 45 < max(due) <= 60
+
+
+def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(tmp_path):
+    clock = day_of.FastClock()
+    day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
+    state = FileState(tmp_path / "state.json")
+    first = service_of(day.jobs, clock, state, notifier=heard)
+    first.prepare()
+    play(first, clock, FAULT + 460)
+    first.stop()
+    assert state.load()["jobs"]["a"]["alerts"]["open"][0]["machine"] == "a-0"
+    second = service_of(day.jobs, clock, state, notifier=heard)
+    second.prepare()
+    play(second, clock, FAULT + 2000)
+    assert [(state, a.machine) for _, state, a in heard.told] == [
+        ("firing", "a-0"), ("resolved", "a-0"),
+    ]  # fmt: skip
+
+
+def test_state_that_is_damaged_or_of_another_kind_is_none(tmp_path):
+    state = FileState(tmp_path / "deep" / "state.json")
+    assert state.load() == {}
+    state.save({"jobs": {"a": 1}})
+    assert state.load() == {"jobs": {"a": 1}}
+    assert [path.name for path in state.path.parent.iterdir()] == ["state.json"]
+    for text in (b"{", b"[]", b'{"jobs": 3}', b"\xff"):
+        state.path.write_bytes(text)
+        assert state.load() == {}
+    state.request_reset(12.0)
+    assert (state.take_reset(), state.take_reset()) == (12.0, 0.0)
+
+
+def test_a_task_is_never_done_twice_at_the_same_time_and_a_failure_ends_no_other():
+    schedule = Schedule()
+    running, seen = [], []
+    done = threading.Event()
+
+    def slow():
+        running.append(1)
+        seen.append(len(running))
+        threading.Event().wait(0.01)
+        running.pop()
+        if len(seen) > 5:
+            done.set()
+        return 0.0
+
+    schedule.add("slow", slow)
+    schedule.add("broken", lambda: 1 / 0)
+    schedule.start(3, "test")
+    assert done.wait(5)
+    assert schedule.stop(5)
+    assert set(seen) == {1}
+    assert schedule.names() == ["broken", "slow"]
