@@ -7,6 +7,9 @@ import importlib
 import pytest
 
 from planish.engines import ENGINES
+from tests.stacks import stacks_without_sources
+
+__all__ = ["new_engine", "stacks_without_sources"]
 
 
 @pytest.fixture(params=sorted(ENGINES))
