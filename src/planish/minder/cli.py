@@ -13,14 +13,20 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from planish.errors import PeerLost, PlanishError, StoreUnavailable
+from planish.errors import (
+    BackendUnavailable,
+    ClusterError,
+    PeerLost,
+    PlanishError,
+    StoreUnavailable,
+)
 
 CLEAN = 0
 FAULT_FOUND = 2
 BAD_INPUT = 3
 BACKEND_UNAVAILABLE = 4
 
-PARTS = ("cli_trace",)
+PARTS = ("cli_trace", "cli_evaluate", "cli_service")
 """Modules of this package that bring verbs."""
 
 Progress = Callable[[str, int, int], None]
@@ -59,4 +65,4 @@ def run(options: argparse.Namespace, progress: Progress) -> int:
     return code
 
 
-_UNAVAILABLE = (StoreUnavailable, PeerLost)
+_UNAVAILABLE = (StoreUnavailable, PeerLost, ClusterError, BackendUnavailable)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.minder.evaluate_score import Fault, Named, Outcome
+from planish.minder.replay import replay
 from planish.minder.simulator import DETECTABLE_SECONDS, Case, simulate
 from planish.minder.variants import Variant, build
 
@@ -61,19 +62,19 @@ def cases(first: int, faults: int, normal: int) -> list[tuple[int, str | None]]:
 def replayed(case: Case, variant: Variant) -> tuple[tuple[Named, ...], tuple[float, ...]]:
     """Return the first alert of each machine, and the seconds of each call.
 
-    A call every `service.interval_seconds` looks at the last `service.window_seconds`.
+    Calls are those of the service: every `service.interval_seconds`, the last
+    `service.window_seconds`.
     """
-    frame, service = case.frame, variant.config.service
-    monitor = variant.monitor(frame.job)
-    start, stop = int(frame.ts[0]), int(frame.ts[-1]) + 1
     found: dict[str, Named] = {}
     costs = []
-    for end in range(start + service.interval_seconds, stop + 1, service.interval_seconds):
-        piece = frame.slice(end - service.window_seconds, end)
-        result = monitor.call(piece, stages=case.stages)
-        costs.append(result.call_seconds)
-        for one in result.findings:
-            found.setdefault(one.machine, Named(one.machine, end, one.kind, one.metric))
+    calls = replay(
+        case.frame, variant.models, variant.config, stages=case.stages, detector=variant.make()
+    )
+    for call in calls:
+        costs.append(call.seconds)
+        for one in call.alerts:
+            machine, kind, metric = (str(one[key]) for key in ("machine", "kind", "metric"))
+            found.setdefault(machine, Named(machine, call.now, kind, metric))
     alerts = sorted(found.values(), key=lambda one: (one.time, one.machine))
     return tuple(alerts), tuple(costs)
 
@@ -90,7 +91,7 @@ def fault_of(case: Case, metrics: Sequence[str]) -> Fault | None:
         truth.kind,
         truth.onset,
         min(truth.halt, last),
-        max(seen) >= DETECTABLE_SECONDS,
+        truth.detectable and max(seen) >= DETECTABLE_SECONDS,
     )
 
 

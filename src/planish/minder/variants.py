@@ -16,7 +16,6 @@ from planish.errors import ConfigError
 from planish.minder.artefacts import load_models
 from planish.minder.config import MinderConfig, minder_config
 from planish.minder.detect import Detector, Models
-from planish.minder.session import JobMonitor
 from planish.minder.variants_fit import Comparison, load_comparison
 from planish.minder.variants_traces import (
     ConcatenatedDetector,
@@ -104,10 +103,7 @@ class Variant:
     config: MinderConfig
     models: Models
     make: Callable[[], Detector]
-
-    def monitor(self, job: str) -> JobMonitor:
-        """Return a monitor of a job that nothing is known of."""
-        return JobMonitor(job, self.models, self.config, detector=self.make())
+    """Gives a new detector, which knows nothing of any job."""
 
 
 def build(

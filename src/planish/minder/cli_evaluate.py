@@ -1,0 +1,182 @@
+"""Verbs that judge the detector: prioritise, calibrate, evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.errors import ConfigError
+
+if TYPE_CHECKING:
+    from planish.minder.evaluate import Plan
+
+Cases = list[tuple[int, str | None]]
+
+
+def add_commands(verbs: Any) -> None:
+    """Add the verbs' parsers."""
+    one = verbs.add_parser("prioritise", help="order the metrics by how well they tell faults")
+    _add_cases(one, "calibrate", faults=100, normal=40)
+    one.add_argument("--metrics", metavar="A,B", help="default: those of the settings")
+    one = verbs.add_parser("calibrate", help="find thresholds and floors on simulated jobs")
+    _add_cases(one, "calibrate", faults=120, normal=60)
+    one.add_argument("--variant", default="minder", help="whose thresholds (default minder)")
+    one.add_argument("--min-precision", type=float, default=0.9, metavar="P", help="default 0.9")
+    one = verbs.add_parser("evaluate", help="score detectors on simulated jobs")
+    _add_cases(one, "evaluate", faults=150, normal=60)
+    one.add_argument("--variants", metavar="A,B", help="default: all")
+    one.add_argument(
+        "--fit-comparison",
+        action="store_true",
+        help="first fit what only comparisons need into the folder of models",
+    )
+
+
+def _add_cases(one: argparse.ArgumentParser, use: str, *, faults: int, normal: int) -> None:
+    one.add_argument("--faults", type=int, default=faults, metavar="N",
+                     help=f"simulated jobs with a fault (default {faults})")  # fmt: skip
+    one.add_argument("--normal", type=int, default=normal, metavar="N",
+                     help=f"simulated jobs without one (default {normal})")  # fmt: skip
+    one.add_argument("--seed", type=int, metavar="S", help="of the first job; default: its own")
+    one.add_argument("--models", type=Path, metavar="DIR", help="default: those of this package")
+    one.add_argument("--config", type=Path, metavar="TOML", help="settings; default: built in")
+    one.add_argument("--work", type=Path, metavar="DIR", help="keeps finished jobs for a next run")
+    one.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
+    one.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
+    one.set_defaults(use=use)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do one verb and return the exit code."""
+    verb = {"prioritise": _prioritise, "calibrate": _calibrate, "evaluate": _evaluate}
+    document, text = verb[options.verb](options)
+    sys.stdout.write(text)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        written = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+        options.json.write_text(written + "\n", "utf-8")
+    return 0
+
+
+def _plan(options: argparse.Namespace, variants: tuple[str, ...]) -> Plan:
+    from planish.minder.artefacts import default_models
+    from planish.minder.evaluate import Plan
+
+    if options.workers < 1 or options.faults < 0 or options.normal < 0:
+        raise ConfigError(
+            "`--workers` must be at least 1, `--faults` and `--normal` at least 0, got "
+            f"{options.workers}, {options.faults} and {options.normal}"
+        )
+    return Plan(
+        variants=variants,
+        models=options.models or default_models(),
+        config=_tables(options.config) if options.config else None,
+        work=options.work,
+    )
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """Return the tables of a file that a detector knows."""
+    from planish.config import parse_toml
+    from planish.minder.config import MinderConfig
+
+    try:
+        tables = parse_toml(path.read_text("utf-8"), name=str(path))
+    except OSError as error:
+        raise ConfigError(f"`{path}` must be a TOML file, got {error}") from None
+    return {name: table for name, table in tables.items() if name in MinderConfig.model_fields}
+
+
+def _cases(options: argparse.Namespace) -> Cases:
+    from planish.minder.evaluate import SEEDS, cases
+
+    first = SEEDS[options.use] if options.seed is None else options.seed
+    return cases(first, options.faults, options.normal)
+
+
+def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from planish.minder.evaluate import evaluate
+    from planish.minder.evaluate_report import markdown, report
+    from planish.minder.variants import RECIPES
+
+    names = tuple(options.variants.split(",")) if options.variants else tuple(RECIPES)
+    plan = _plan(options, names)
+    if options.fit_comparison:
+        _fit(plan, options)
+    # Wrong names and missing models are told before minutes have gone by.
+    about = {name: variant.about for name, variant in plan.build().items()}
+    wanted = _cases(options)
+    outcomes = evaluate(
+        plan,
+        wanted,
+        workers=options.workers,
+        progress=lambda done, total: options.progress("cases", done, total),
+    )
+    document = report(outcomes, about)
+    document["seeds"] = [wanted[0][0], wanted[-1][0]] if wanted else []
+    return document, markdown(document)
+
+
+def _fit(plan: Plan, options: argparse.Namespace) -> None:
+    """Fit what only comparisons need to healthy simulated jobs of the training seeds."""
+    from planish.minder.evaluate import SEEDS
+    from planish.minder.simulator import simulate
+    from planish.minder.vae import Training
+    from planish.minder.variants import build
+    from planish.minder.variants_fit import fit_comparison
+
+    variant = build("raw", plan.models, base=plan.config)
+    count = 40
+    frames = []
+    for number in range(count):
+        frames.append(simulate(SEEDS["train"] + number).frame)
+        options.progress("training jobs", number + 1, count)
+    training = Training(seed=SEEDS["train"], max_seconds=150.0)
+    fit_comparison(
+        *(frames, plan.comparison or plan.models, variant.config, variant.models.limits, training),
+        progress=lambda epoch, _: options.progress("epochs", epoch, training.max_epochs),
+    )
+
+
+def _prioritise(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from dataclasses import asdict
+
+    from planish.minder.prioritise import labelled, rank
+    from planish.minder.simulator import simulate
+    from planish.minder.variants import build
+
+    plan = _plan(options, ("raw",))
+    base = dict(plan.config or {})
+    if options.metrics:
+        base["detect"] = {**base.get("detect", {}), "metrics": options.metrics.split(",")}
+    variant = build("raw", plan.models, base=base)
+    metrics, wanted = variant.config.detect.metrics, _cases(options)
+    frames = []
+    for number, (seed, kind) in enumerate(wanted, 1):
+        case = simulate(seed, fault=kind, metrics=metrics)
+        truth = case.truth
+        frames.append((case.frame, (truth.onset, truth.halt) if truth.faulty else None))
+        options.progress("cases", number, len(wanted))
+    order = rank(metrics, *labelled(frames, variant.config, variant.models.limits))
+    rows = ["| metric | depth | importance |", "|---|---|---|"]
+    rows += [
+        f"| {one.metric} | {'-' if one.depth is None else one.depth} | {one.importance:.3f} |"
+        for one in order
+    ]
+    return {"order": [asdict(one) for one in order]}, "\n".join(rows) + "\n"
+
+
+def _calibrate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from planish.minder.calibrate import calibrate
+
+    found = calibrate(
+        _plan(options, (options.variant,)),
+        _cases(options),
+        workers=options.workers,
+        min_precision=options.min_precision,
+        progress=lambda done, total: options.progress("cases", done, total),
+    )
+    return found.to_json(), found.markdown()
