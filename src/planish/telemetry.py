@@ -27,6 +27,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 """Time, level, module, then `event key=value key=value`."""
 
 _BARE = re.compile(r"[^\s\"=\x00-\x1f]+")
+_ANSWER_SECONDS = 5.0
+"""After so long without a word a scraper is left alone."""
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
@@ -296,10 +298,24 @@ def serve_metrics(port: int, address: str = "0.0.0.0") -> MetricsServer:
     Raises:
         OSError: another process listens on the port.
     """
-    from prometheus_client import start_http_server
+    from socketserver import ThreadingMixIn
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+    from prometheus_client import make_wsgi_app
+
+    class Server(ThreadingMixIn, WSGIServer):
+        """Unlike that of the client it ends only after the answers that it has begun."""
+
+    class Handler(WSGIRequestHandler):
+        timeout = _ANSWER_SECONDS
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep quiet."""
 
     collector = _Collector()
-    server, _ = start_http_server(port, address, registry=_registry(collector))
+    app = make_wsgi_app(_registry(collector))
+    server = make_server(address, port, app, server_class=Server, handler_class=Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     return MetricsServer(server.server_port, server, collector)
 
 
