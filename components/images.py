@@ -14,6 +14,7 @@ IMAGES: dict[str, str] = {
     "core": f"planish/core:{VERSION}",
     "rollout": f"planish/rollout:{VERSION}",
     "train": f"planish/train:{VERSION}",
+    "monitor": f"planish/monitor:{VERSION}",
 }
 """Image name to reference; `python -m pipelines.compile --image NAME=REFERENCE` replaces one."""
 
@@ -32,11 +33,15 @@ STAGE_IMAGES: dict[str, str] = {
     "reshard": "core",
     "checkpoint_verify": "core",
     "checkpoint_retain": "core",
+    "monitor_check": "monitor",
 }
 """Stage to image name; one image holds one set of dependencies and serves several stages."""
 
 RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
 """Stages of the pipeline `reshard`; all others are those of `post-train`."""
+
+OPTIONAL_STAGES = ("monitor_check",)
+"""Stages of `post-train` that it has only when it is compiled with them."""
 
 GPU = "nvidia.com/gpu"
 """Extended resource that a GPU stage asks for, and the key of the taint that it tolerates."""
@@ -130,6 +135,9 @@ CPU_TINY = Profile(
         "reshard": _TINY_LIGHT,
         "checkpoint_verify": _TINY_LIGHT,
         "checkpoint_retain": Resources("250m", "512Mi", timeout_seconds=10 * MINUTE),
+        "monitor_check": Resources(
+            *("500m", "2Gi"), timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1
+        ),
     },
     deadline_seconds=6 * HOUR,
     retention_seconds=7 * DAY,
@@ -165,6 +173,7 @@ def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
         "reshard": light,
         "checkpoint_verify": light,
         "checkpoint_retain": Resources("500m", "2Gi", timeout_seconds=30 * MINUTE),
+        "monitor_check": Resources(*("2", "8Gi"), timeout_seconds=train_timeout_seconds, retries=3),
     }
 
 

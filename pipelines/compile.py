@@ -38,17 +38,28 @@ def file_name(profile: Profile, pipeline: str = "post-train") -> str:
 
 
 def compile_text(
-    profile: Profile, images: Mapping[str, str] | None = None, *, pipeline: str = "post-train"
+    profile: Profile,
+    images: Mapping[str, str] | None = None,
+    *,
+    pipeline: str = "post-train",
+    monitor: str = "",
 ) -> str:
     """Return the compiled YAML of a pipeline; equal inputs give equal bytes.
 
     Keys are sorted here, since kfp leaves pod labels in the order of a hash that changes from
     process to process.
 
+    Args:
+        profile: counts, resources, retries.
+        images: image name to reference, replacing those of the table.
+        pipeline: name in `BUILDERS`.
+        monitor: URI of the settings of a task that looks for faulty machines; empty for none.
+
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
     """
-    built = BUILDERS[pipeline](profile, images=images)
+    more = {"monitor": monitor} if monitor and pipeline == "post-train" else {}
+    built = BUILDERS[pipeline](profile, images=images, **more)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pipeline.yaml"
         compiler.Compiler().compile(built, str(path))
@@ -102,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
+    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
     return parser
 
@@ -123,7 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in arguments.profile or PROFILES
         ]
         texts = [
-            (file_name(profile, pipeline), compile_text(profile, images, pipeline=pipeline))
+            (
+                file_name(profile, pipeline),
+                compile_text(profile, images, pipeline=pipeline, monitor=arguments.monitor),
+            )
             for pipeline in arguments.pipeline or BUILDERS
             for profile in profiles
         ]

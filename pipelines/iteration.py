@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import checkpoint, reward, rollout, train
+from components import checkpoint, monitor_check, reward, rollout, train
 from components.dressing import dress
 from components.images import Profile
 
@@ -36,13 +36,30 @@ def _numbered(component: Any, label: int) -> Any:
     return type(component)(component_spec=spec, python_func=component.python_func)
 
 
-def build_iteration(profile: Profile, images: Mapping[str, str], label: int) -> Callable[..., Any]:
+def _monitor(
+    profile: Profile, label: int, settings: str, of_iteration: Mapping[str, Any]
+) -> dsl.PipelineTask:
+    """Return a task that looks for a faulty machine while the iteration trains."""
+    taken = ("root", "config_sha256", "number", "offset")
+    return _numbered(monitor_check, label)(
+        **{name: of_iteration[name] for name in taken},
+        settings=settings,
+        trace="",
+        job="",
+        watch_seconds=profile.stages["train"].timeout_seconds,
+    )
+
+
+def build_iteration(
+    profile: Profile, images: Mapping[str, str], label: int, monitor: str = ""
+) -> Callable[..., Any]:
     """Return the nested pipeline of one iteration.
 
     Args:
         profile: shards, resources, retries.
         images: image name to reference.
         label: 1, 2, ... within the run; pod labels are fixed at compile time.
+        monitor: URI of the settings of a task that looks for faulty machines; empty for none.
     """
     shards = list(range(profile.num_shards))
 
@@ -80,11 +97,12 @@ def build_iteration(profile: Profile, images: Mapping[str, str], label: int) -> 
         rewarded = _numbered(reward, label)(**of_batch)
         worn(rewarded, "reward").after(rolled)
         trained = _numbered(train, label)(
-            **of_batch,
-            state_pin=state_pin,
-            rewards=rewarded.outputs["rewards"],
+            **of_batch, state_pin=state_pin, rewards=rewarded.outputs["rewards"]
         )
         worn(trained, "train")
+        if monitor:
+            watched = _monitor(profile, label, monitor, of_iteration)
+            worn(watched, "monitor_check").after(rewarded)
         exported = _numbered(checkpoint, label)(**of_iteration, state=trained.outputs["state"])
         worn(exported, "checkpoint")
         return Pins(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from components.images import RESHARD_STAGES, STAGE_IMAGES
+from components.images import OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
 
 PARAMETERS: dict[str, str] = {
     "root": "STRING",
@@ -55,7 +55,10 @@ class Expected:
 
 PIPELINES: dict[str, Expected] = {
     "post-train": Expected(
-        frozenset(set(STAGE_IMAGES) - set(RESHARD_STAGES)), "prepare", "report", PARAMETERS
+        frozenset({*STAGE_IMAGES} - {*RESHARD_STAGES, *OPTIONAL_STAGES}),
+        "prepare",
+        "report",
+        PARAMETERS,
     ),
     "reshard": Expected(
         frozenset(RESHARD_STAGES), "reshard-prepare", "checkpoint-retain", RESHARD_PARAMETERS

@@ -142,13 +142,15 @@ def _cores(amount: float) -> str:
 
 
 def build_post_train(
-    profile: Profile = CPU_TINY, *, images: Mapping[str, str] | None = None
+    profile: Profile = CPU_TINY, *, images: Mapping[str, str] | None = None, monitor: str = ""
 ) -> Callable[..., Any]:
     """Return the pipeline of one run; call it to run locally, or compile it.
 
     Args:
         profile: counts, resources, retries.
         images: image name to reference, replacing those of the table.
+        monitor: URI of the settings by which each train task has a task beside it that looks for
+            a faulty machine; empty for none.
 
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
@@ -156,7 +158,7 @@ def build_post_train(
     check_profile(profile)
     table = resolve_images(images)
     numbers = range(1, profile.num_iterations + 1)
-    iterations = [build_iteration(profile, table, number) for number in numbers]
+    iterations = [build_iteration(profile, table, number, monitor) for number in numbers]
 
     def post_train(
         root: str,

@@ -22,6 +22,7 @@ STAGES = {
     "checkpoint_verify": "checkpoint_verify",
     "curate": "curate",
     "evaluate": "evaluate",
+    "monitor_check": "monitor_check",
     "next_run": "next",
     "prepare": "prepare",
     "report": "report",

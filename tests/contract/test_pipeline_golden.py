@@ -80,6 +80,7 @@ def test_check_fails_on_a_stale_file_and_says_where(tmp_path, capsys):
 
 def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
     options = ["--profile", "gpu-1x8", "--iterations", "1", "--out", str(tmp_path)]
+    options += ["--monitor", "s3://b/minder.toml"]
     images = {name: f"mirror.example:5000/{name}:7" for name in IMAGES}
     for name, reference in images.items():
         options += ["--image", f"{name}={reference}"]
@@ -108,3 +109,22 @@ def test_impossible_options_end_with_code_two_and_the_reason(option, words, caps
         main([*option, "--profile", "cpu-tiny", "--check"])
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
+    profile = profile_named("cpu-tiny", num_iterations=2)
+    text = compile_text(profile, monitor="s3://b/minder.toml")
+    assert lint(text) == []
+    plain, watched = (
+        next(yaml.safe_load_all(one))["components"] for one in (compile_text(profile), text)
+    )
+    for label in (1, 2):
+        before = plain[f"comp-iteration-{label}"]["dag"]["tasks"]
+        tasks = watched[f"comp-iteration-{label}"]["dag"]["tasks"]
+        assert set(tasks) - set(before) == {f"monitor-check-{label}"}
+        assert {name: tasks[name] for name in before} == before
+        check, train = tasks[f"monitor-check-{label}"], tasks[f"train-{label}"]
+        assert check["dependentTasks"] == [f"reward-{label}"]
+        assert f"monitor-check-{label}" not in train.get("dependentTasks", [])
+        settings = check["inputs"]["parameters"]["settings"]["runtimeValue"]["constant"]
+        assert settings == "s3://b/minder.toml"

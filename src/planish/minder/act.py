@@ -28,7 +28,7 @@ from planish.minder.act_steps import (
     uncordon_change,
     was_uncordoned,
 )
-from planish.minder.act_types import ActedAlert, Action, Done, Outcome
+from planish.minder.act_types import ActedAlert, Action, Done, Facts, Outcome
 from planish.minder.breaker import Breaker
 from planish.minder.guards import (
     Ledger,
@@ -72,18 +72,6 @@ class _Memory:
     has_opened: bool = False
     """It has opened the breaker, and does so once."""
     evictions: Evictions = field(default_factory=Evictions)
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What was read for one step."""
-
-    job: JobInfo
-    pods: tuple[PodInfo, ...]
-    """Pods of the job on the machine that have not ended, of all its roles."""
-    node: NodeInfo
-    action: Action
-    """The most that is allowed."""
 
 
 class Actor:
@@ -246,7 +234,7 @@ class Actor:
         if doubt is not None:
             return replace(doubt, action=action)
         node = self.cluster.node(alert.machine)
-        facts = _Facts(job, pods_on(pods, job, alert.machine), node, action)
+        facts = Facts(job, pods_on(pods, job, alert.machine), node, action)
         return self._act(alert, now, memory, facts)
 
     def _allowed(self, job: JobInfo) -> Mode:
@@ -266,7 +254,7 @@ class Actor:
             return Outcome("none", "waiting", "for a second call that confirms the machine")
         return None
 
-    def _act(self, alert: ActedAlert, now: int, memory: _Memory, facts: _Facts) -> Outcome:
+    def _act(self, alert: ActedAlert, now: int, memory: _Memory, facts: Facts) -> Outcome:
         if was_uncordoned(facts.node, self.config):
             detail = "a human made the node schedulable again"
             return self._undo(facts.node, detail, by_human=True)
@@ -277,7 +265,7 @@ class Actor:
             # Caps count what would have been done: a dry run shows what would really happen.
             self.ledger.add(Taken(float(now), facts.job.full_name, facts.node.name))
             memory.is_finished = True
-            return Outcome(facts.action, "dry_run", _plan(facts))
+            return Outcome(facts.action, "dry_run", facts.plan)
         if not is_ours(facts.node, self.config) and not self._cordon(alert, now, facts):
             return Outcome(facts.action, "refused", "somebody else cordoned the node just now")
         if facts.action == "cordon":
@@ -285,7 +273,7 @@ class Actor:
             return self._done(facts)
         return self._evict(alert, now, memory, facts)
 
-    def _refused(self, alert: ActedAlert, now: int, facts: _Facts) -> list[str]:
+    def _refused(self, alert: ActedAlert, now: int, facts: Facts) -> list[str]:
         """Return which guards refuse; open the breaker when the cap is one of them."""
         try:
             if self._is_silenced(alert):
@@ -314,7 +302,7 @@ class Actor:
             self._open("the cap of nodes is used up", now)
         return found
 
-    def _cordon(self, alert: ActedAlert, now: int, facts: _Facts) -> bool:
+    def _cordon(self, alert: ActedAlert, now: int, facts: Facts) -> bool:
         """Cordon the node; return False when somebody else has."""
         job = facts.job.full_name
         reason = f"{alert.kind} {alert.metric}".strip()
@@ -335,7 +323,7 @@ class Actor:
             self.events.note(Subject.of(facts.node), names.CORDONED, message, now)
         return True
 
-    def _evict(self, alert: ActedAlert, now: int, memory: _Memory, facts: _Facts) -> Outcome:
+    def _evict(self, alert: ActedAlert, now: int, memory: _Memory, facts: Facts) -> Outcome:
         state = memory.evictions
         dry_run = self.config.dry_run == "server"
         done = evict_round(
@@ -356,9 +344,9 @@ class Actor:
             return Outcome("evict", "blocked", f"{len(state.given_up)} pods were given up")
         return self._done(facts)
 
-    def _done(self, facts: _Facts) -> Outcome:
+    def _done(self, facts: Facts) -> Outcome:
         result: Done = "dry_run" if self.config.dry_run else "done"
-        return Outcome(facts.action, result, _plan(facts))
+        return Outcome(facts.action, result, facts.plan)
 
     def _undo(self, node: NodeInfo, detail: str, *, by_human: bool) -> Outcome:
         if self.config.dry_run is True:
@@ -391,11 +379,3 @@ class Actor:
     def _forget(self, now: int) -> None:
         self.ledger.forget(now - KEEP_SECONDS)
         self.events.forget(now - KEEP_SECONDS)
-
-
-def _plan(facts: _Facts) -> str:
-    """Return what is done to a node, in words."""
-    if facts.action == "cordon":
-        return f"cordon {facts.node.name}"
-    pods = sorted(pod.name for pod in facts.pods if pod.is_evictable)
-    return f"cordon {facts.node.name} and evict {', '.join(pods) or 'no pod'}"

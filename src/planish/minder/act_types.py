@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from planish.minder.kube_objects import JobInfo, NodeInfo, PodInfo
+
 Action = Literal["none", "cordon", "evict", "uncordon"]
 Done = Literal["none", "done", "dry_run", "refused", "waiting", "blocked", "failed", "forbidden"]
 
@@ -32,6 +34,26 @@ class Outcome:
     def is_suppressed(self) -> bool:
         """Whether the alert stays without an action for now."""
         return self.result in ("refused", "dry_run", "forbidden", "failed")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was read from the API server for one step."""
+
+    job: JobInfo
+    pods: tuple[PodInfo, ...]
+    """Pods of the job on the machine that have not ended, of all its roles."""
+    node: NodeInfo
+    action: Action
+    """The most that is allowed."""
+
+    @property
+    def plan(self) -> str:
+        """What is done to the node, in words."""
+        if self.action == "cordon":
+            return f"cordon {self.node.name}"
+        pods = sorted(pod.name for pod in self.pods if pod.is_evictable)
+        return f"cordon {self.node.name} and evict {', '.join(pods) or 'no pod'}"
 
 
 class ActedAlert(Protocol):

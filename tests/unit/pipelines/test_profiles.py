@@ -94,7 +94,10 @@ def test_images_are_replaced_by_name():
 
 @pytest.mark.parametrize(
     ("images", "words"),
-    [({"cor": "x"}, r"one of \['core', 'rollout', 'train'\], got"), ({"core": " "}, "empty")],
+    [
+        ({"cor": "x"}, r"one of \['core', 'monitor', 'rollout', 'train'\], got"),
+        ({"core": " "}, "empty"),
+    ],
 )
 def test_unknown_and_empty_images_are_refused(images, words):
     with pytest.raises(ValueError, match=words):

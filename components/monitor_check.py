@@ -1,0 +1,37 @@
+"""Interface of the stage that looks for a faulty machine while another stage works."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["monitor"], packages_to_install=[], install_kfp_package=False)
+def monitor_check(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    settings: str,
+    trace: str,
+    job: str,
+    watch_seconds: int,
+    result: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple("Checked", [("faulty_machine", str)]):  # type: ignore[valid-type]
+    """Look for a faulty machine in Prometheus or in a recorded trace. A fault does not fail it."""
+    from planish.monitor_check.stage import run
+
+    return run(
+        root=root,
+        config_sha256=config_sha256,
+        number=number,
+        offset=offset,
+        settings=settings,
+        trace=trace,
+        job=job,
+        watch_seconds=watch_seconds,
+        result=result,
+        metrics=metrics,
+    )

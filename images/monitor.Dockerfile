@@ -1,0 +1,26 @@
+# The monitor of machines and monitor_check: torch for its models, no GPU.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
+
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="planish/monitor" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+# Only what the package needs, so that a change of a test does not build the image again.
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
+COPY src /build/src
+RUN python -m pip install --no-cache-dir --disable-pip-version-check \
+      --constraint /build/constraints.txt "/build[monitor,pipelines]" \
+    && rm -rf /build
+
+# Pods run as a user without a home; GPU pods get their own writable HOME.
+ENV PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
+    HF_HOME=/tmp/huggingface \
+    TOKENIZERS_PARALLELISM=false
+USER 65532:65532
+WORKDIR /tmp
+ENTRYPOINT []

@@ -1,0 +1,1 @@
+"""The monitor stage: looks for a faulty machine while another stage works."""

@@ -1,0 +1,119 @@
+"""Looks at one job over and over until it finds a fault or is told to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planish.errors import BackendUnavailable, ClusterError, ConfigError
+from planish.minder.result import Result
+
+if TYPE_CHECKING:
+    from planish.minder.kube_objects import JobInfo
+    from planish.minder.service_config import ServiceSettings
+    from planish.minder.session import JobMonitor
+
+logger = logging.getLogger(__name__)
+
+OWN_STAGE = "monitor_check"
+
+
+@dataclass
+class Watched:
+    """What came of it."""
+
+    result: Result | None = None
+    """The last one, which is the one with the fault if there was any."""
+    num_calls: int = 0
+    num_failed: int = 0
+    """Calls in which a server did not answer."""
+
+
+def watch(
+    settings: ServiceSettings,
+    job: str,
+    *,
+    seconds: float,
+    is_over: Callable[[], bool],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Watched:
+    """Look at a job in the interval of the configuration.
+
+    A server that does not answer is no reason to fail: what is watched goes on without.
+
+    Args:
+        settings: of the service.
+        job: its name or key; empty for the job of this run.
+        seconds: how long at most; 0 to look once.
+        is_over: whether what is watched has ended.
+        sleep: waits so many seconds.
+
+    Raises:
+        ConfigError: no such job, or no models.
+    """
+    from planish.minder.service_build import models_of
+
+    models = models_of(settings)
+    monitors: dict[str, JobMonitor] = {}
+    watched, begun = Watched(), time.monotonic()
+    interval = settings.minder.service.interval_seconds
+    while True:
+        watched.num_calls += 1
+        try:
+            found = find(settings, job)
+            monitor = monitors.setdefault(found.key, _monitor(found, models, settings))
+            watched.result = _look(settings, found, monitor)
+        except (BackendUnavailable, ClusterError) as error:
+            watched.num_failed += 1
+            logger.warning("call failed job=%s error=%s", job, error)
+        if watched.result is not None and watched.result.findings:
+            return watched
+        if is_over() or time.monotonic() - begun + interval > seconds:
+            return watched
+        sleep(interval)
+
+
+def find(settings: ServiceSettings, job: str) -> JobInfo:
+    """Return the job that is named, or that of this run with the most machines.
+
+    Raises:
+        ConfigError: there is none, or nobody says which.
+        ClusterError: the API server refused or does not answer.
+    """
+    from planish.minder.service_build import find_job, static_jobs
+
+    if job:
+        return find_job(settings, job)
+    if settings.kubernetes is None:
+        jobs = static_jobs(settings)
+        if len(jobs) != 1:
+            raise ConfigError(
+                "`job` must be named unless the settings list exactly one, got "
+                f"{[one.name for one in jobs]}"
+            )
+        return jobs[0]
+    from planish.minder.kube import Cluster
+
+    run_id = os.environ.get("RUN_ID", "")
+    jobs = Cluster.connect(settings.kubernetes).jobs()
+    ours = [one for one in jobs if one.run_id == run_id and one.stage != OWN_STAGE]
+    if not run_id or not ours:
+        raise ClusterError(f"no pod of the run {run_id!r} works yet")
+    return max(ours, key=lambda one: (len(one.machines), one.key))
+
+
+def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMonitor:
+    from planish.minder.session import JobMonitor
+
+    return JobMonitor(job.key, models, settings.minder)  # type: ignore[arg-type]
+
+
+def _look(settings: ServiceSettings, job: JobInfo, monitor: JobMonitor) -> Result:
+    from planish.minder.service_build import pull_once
+
+    frame = pull_once(settings, job)
+    return monitor.call(frame, started=job.started, stages=dict(job.stages))
