@@ -16,18 +16,40 @@ from tests.integration.minder_service import (
     wait_for,
     write_toml,
 )
-from tests.servers.exporter_fleet import Fault
+from tests.servers import run_prometheus
+from tests.servers.exporter_fleet import Fault, Fleet
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A fleet and a Prometheus that scrapes it every second, with some seconds of history."""
+    if not run_prometheus.is_installed():
+        pytest.skip(f"no Prometheus here: {run_prometheus.REMEDY}")
+    fleet = Fleet(tuple(f"node-{i:03d}" for i in range(8)))
+    server = run_prometheus.PrometheusServer(
+        tmp_path_factory.mktemp("site") / "prometheus", fleet.scrape_config()
+    )
+    try:
+        server.start()
+        wait_for(lambda: len(server.query("up == 1")) == len(fleet.machines), 20)
+        time.sleep(5)
+        yield server, fleet
+    finally:
+        server.stop()
+        fleet.close()
+
+
 @pytest.fixture
-def scraped(prometheus, fleet):
-    """A Prometheus that scrapes a fleet every second and has done so for a while."""
-    prometheus.config = fleet.scrape_config()
-    prometheus.start()
-    wait_for(lambda: len(prometheus.query("up == 1")) == len(fleet.machines), 20)
-    return prometheus
+def scraped(site):
+    yield site[0]
+    site[1].heal()
+
+
+@pytest.fixture
+def fleet(site):
+    return site[1]
 
 
 @pytest.fixture
@@ -62,7 +84,7 @@ def test_a_fault_becomes_an_alert_outlives_a_restart_and_is_resolved(
     ended.append(served)
     wait_for(lambda: served.get("/readyz")[0] == 200, 20, lambda: served.log)
     wait_for(lambda: served.metric('minder_calls_total{job_name="job",outcome="ok"}'), 60)
-    time.sleep(5)
+    time.sleep(3)
     assert alertmanager.alerts() == []
     began = time.time()
     fleet.inject(Fault("node-003", "shift", "gpu_duty_cycle", -40.0))
@@ -95,7 +117,7 @@ def test_a_machine_that_says_nothing_is_told_as_silent(scraped, fleet, tmp_path,
     raw = raw_settings(tmp_path, scraped.url, fleet.machines)
     served = serving(tmp_path, raw)
     ended.append(served)
-    wait_for(lambda: served.metric('minder_calls_total{job_name="job",outcome="ok"}'), 60)
+    wait_for(lambda: served.metric('minder_last_success_timestamp_seconds{job_name="job"}'), 60)
     fleet.inject(Fault("node-006", "silent"))
     silent = 'minder_machine_faulty{job_name="job",kind="silent",namespace="",node="node-006"}'
     wait_for(lambda: served.metric(silent) == 1, 60, lambda: served.log)

@@ -126,13 +126,13 @@ def _serve(settings: Any) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    service = build(settings)
     try:
         deadline = Deadline.after(_START_SECONDS, stop)
         check_queries(settings, Prometheus(settings.prometheus), deadline)
     except BackendUnavailable as error:
         # A monitor that starts before its Prometheus waits for it.
         logger.warning("queries_not_checked reason=%r", str(error)[:300])
-    service = build(settings)
     server = settings.server
     status = StatusServer(server.host, server.port, service, service.around.metrics)
     service.start()

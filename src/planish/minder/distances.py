@@ -128,11 +128,9 @@ def distances_above_median(sums: F32, length: int, present: Mask | None = None) 
     if here.all():
         median = np.median(sums, axis=1, keepdims=True)
     else:
-        median = np.nan_to_num(
-            np.nanmedian(np.where(here, sums, np.nan), axis=1, keepdims=True)
-            if here.any()
-            else np.zeros((len(sums), 1))
-        )
+        # A window of which nothing is known has no median, and needs none.
+        known = here | ~here.any(axis=1, keepdims=True)
+        median = np.nanmedian(np.where(known, sums, np.nan), axis=1, keepdims=True)
     count = here.sum(axis=1, keepdims=True)
     peers = np.maximum(count - 1, 1) * np.float32(np.sqrt(length))
     return np.where(here, (sums - median) / peers, 0.0).astype(np.float32)

@@ -182,16 +182,22 @@ def settings(**server):
                              "detect": {"metrics": list(day_of.METRICS)}})  # fmt: skip
 
 
-def service_of(jobs, clock, state=None, **changes):
+def service_of(jobs, clock, state=None, *, leader=None, **changes):
     day = day_of.Day(clock, 3)
     around = surroundings(clock, **changes)
-    return Service(settings(), around, jobs=jobs, state=state,
+    return Service(settings(), around, jobs=jobs, state=state, leader=leader,
                    source_of=lambda job: day_of.DaySource(day, job.key))  # fmt: skip
 
 
 def play(service, clock, until):
+    play_all([service], clock, until)
+
+
+def play_all(services, clock, until):
+    """Let services do what is due, on one clock."""
     while True:
-        schedule = min((service.calls, service.control), key=lambda one: one.next_due())
+        every = [one for service in services for one in (service.calls, service.control)]
+        schedule = min(every, key=lambda one: one.next_due())
         if schedule.next_due() >= until:
             return
         clock.seconds = max(clock.seconds, schedule.next_due())
@@ -257,6 +263,54 @@ def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(t
     assert [(state, a.machine) for _, state, a in heard.told] == [
         ("firing", "a-0"), ("resolved", "a-0"),
     ]  # fmt: skip
+
+
+class Election:
+    """A lease that the test gives and takes."""
+
+    def __init__(self):
+        self.leads = False
+
+    def renew(self):
+        return self.leads
+
+    def is_leader(self):
+        return self.leads
+
+    def release(self):
+        self.leads = False
+
+
+def test_only_the_leader_watches_and_a_new_one_goes_on_with_what_the_old_one_knew(tmp_path):
+    clock = day_of.FastClock()
+    day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
+    state = FileState(tmp_path / "state.json")
+    replicas, elections = [], [Election(), Election()]
+    for election in elections:
+        one = service_of(day.jobs, clock, state, leader=election, notifier=heard)
+        one.prepare()
+        replicas.append(one)
+    elections[0].leads = True
+    play_all(replicas, clock, FAULT + 460)
+    assert [sorted(one.watches) for one in replicas] == [["a", "b"], []]
+    elections[0].leads, elections[1].leads = False, True
+    play_all(replicas, clock, FAULT + 2000)
+    assert [sorted(one.watches) for one in replicas] == [[], ["a", "b"]]
+    assert 'job_name="a"' not in replicas[0].around.metrics.text().decode()
+    assert [(state, a.machine) for _, state, a in heard.told] == [
+        ("firing", "a-0"), ("resolved", "a-0"),
+    ]  # fmt: skip
+
+
+def test_a_clock_of_this_machine_that_jumps_changes_nothing(monkeypatch):
+    watch, clock, _ = watched()
+    watch.call()
+    before = watch.now()
+    assert before == T0 + 900
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    clock.seconds += 60
+    assert watch.now() == before + 60
+    assert watch.call() == 60
 
 
 def test_state_that_is_damaged_or_of_another_kind_is_none(tmp_path):

@@ -1,0 +1,51 @@
+"""/healthz, /readyz and /metrics."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+import pytest
+
+from planish.errors import ConfigError
+from planish.minder.http_status import StatusServer
+from planish.minder.own_metrics import OwnMetrics
+
+
+@dataclass
+class Health:
+    healthy: bool = True
+    ready: bool = False
+
+    def is_healthy(self):
+        return self.healthy
+
+    def is_ready(self):
+        return self.ready
+
+
+def get(server, path):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_probes_tell_health_and_readiness_and_metrics_are_text():
+    health = Health()
+    server = StatusServer("127.0.0.1", 0, health, OwnMetrics())
+    try:
+        assert get(server, "/healthz") == (200, "ok\n")
+        assert get(server, "/readyz") == (503, "not ok\n")
+        health.healthy, health.ready = False, True
+        assert get(server, "/healthz")[0] == 503
+        assert get(server, "/readyz?verbose=1") == (200, "ok\n")
+        assert "minder_breaker_open 0.0" in get(server, "/metrics")[1]
+        assert get(server, "/other")[0] == 404
+        with pytest.raises(ConfigError, match=r"server.port"):
+            StatusServer("127.0.0.1", server.port, health, OwnMetrics())
+    finally:
+        server.close()
