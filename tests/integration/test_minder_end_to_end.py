@@ -40,12 +40,6 @@ CONFIG = """
 url = "{prometheus}"
 delay_seconds = 1
 
-[models]
-folder = "{models}"
-
-[denoise]
-denoiser = "none"
-
 [detect]
 metrics = {metrics}
 continuity_seconds = {continuity}
@@ -108,14 +102,11 @@ class Monitor:
 
     def __init__(self, folder: Path, **settings):
         folder.mkdir(exist_ok=True)
-        (folder / "limits.json").write_text("{}")
         self.log = folder / "monitor.log"
         config = folder / "minder.toml"
         self.port = settings["port"]
-        settings |= {"models": folder, "state": folder / "state.json"}
-        config.write_text(
-            CONFIG.format(continuity=CONTINUITY_SECONDS, metrics=json.dumps(METRICS), **settings)
-        )
+        settings |= {"continuity": CONTINUITY_SECONDS, "metrics": json.dumps(METRICS)}
+        config.write_text(CONFIG.format(state=folder / "state.json", **settings))
         line = [sys.executable, "-m", "planish", "minder", "serve", "--config", str(config)]
         with self.log.open("ab") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
