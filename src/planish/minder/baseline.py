@@ -119,6 +119,11 @@ class Baseline:
         """Return metric to machine to the accepted difference, normalised; machines without: 0."""
         return {metric: found for metric, found in self._used.items() if found}
 
+    def unknown(self, metric: str) -> list[str]:
+        """Return the machines of which nothing has been accepted yet."""
+        known = self._decided.get(metric, {})
+        return [name for name in self.machines if name not in known]
+
     def _append(self, metric: str, row: F32) -> None:
         waiting = self._waiting.setdefault(metric, [])
         waiting.append(row)
@@ -150,7 +155,8 @@ class Baseline:
             found = _agreed(rows, floor, needed)
             for place in np.flatnonzero(due).tolist():
                 name, value = self.machines[place], float(found[place])
-                decided[name] = int(minutes[place])
+                if np.isfinite(value):
+                    decided[name] = int(minutes[place])
                 # A comparison with NaN is false.
                 if abs(value - used.get(name, 0.0)) > _SETTLED * floor:
                     used[name] = round(value, 5)

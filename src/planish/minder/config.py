@@ -78,6 +78,9 @@ class DetectConfig(Section):
     usual_distance: bool = True
     """A machine's floor lies above the distance that it has had in healthy history of the same
     job: hosts that hold their samples, or take them at another moment, are always apart."""
+    unknown_role_distance: float = Field(default=0.1, ge=0.0)
+    """A machine without a baseline, as all are at first, counts only when it is so much further
+    away; 0 is off, as published."""
     baseline_min_seconds: int = Field(default=600, ge=60)
     """Healthy history from which on a baseline is no longer learned while anyone is candidate."""
     baseline_early_seconds: int = Field(default=120, ge=120)
@@ -162,6 +165,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "floors": None,
         "role_baseline": False,
         "usual_distance": False,
+        "unknown_role_distance": 0.0,
         "compare_within_stage": False,
         "gap_tolerance": 0,
         "only_most_unlike": True,

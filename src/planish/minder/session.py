@@ -10,7 +10,8 @@ import numpy as np
 
 from planish.minder.baseline import Baseline, History
 from planish.minder.config import MinderConfig
-from planish.minder.detect import Detector, Models, make_result
+from planish.minder.detect import Detector, Models
+from planish.minder.findings import make_result
 from planish.minder.frame import Frame, Mask
 from planish.minder.result import Result
 from planish.minder.traces import Job
@@ -54,11 +55,15 @@ class JobMonitor:
         now = int(frame.ts[-1]) + 1
         frame = frame.slice(now - self.config.service.window_seconds, now)
         self._follow(frame, started, now)
-        frame = self._grown_up(frame, now)
+        frame, since = self._grown_up(frame, now)
         ignored = self._ignored(frame, started)
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
-        job = Job(dict(stages or {}), self.baseline.table(), self.usual.table(), ignored=ignored)
+        job = Job(
+            *(dict(stages or {}), self.baseline.table(), self._usual()),
+            since=since,
+            ignored=ignored,
+        )
         result = self._detector.call(frame, job)
         rules = self.config.detect
         if rules.role_baseline or rules.usual_distance:
@@ -79,24 +84,17 @@ class JobMonitor:
             self._joined[name] = 0 if first else _first_sample(frame, name, now)
         self._started = max(self._started, started)
 
-    def _grown_up(self, frame: Frame, now: int) -> Frame:
-        """Return the frame without young machines, and without what others did while young."""
+    def _grown_up(self, frame: Frame, now: int) -> tuple[Frame, dict[str, int]]:
+        """Return the frame without young machines, and since when each of the others counts."""
         grace = self.config.preprocess.join_grace_seconds
-        if not grace:
-            return frame
-        since = {name: joined + grace for name, joined in self._joined.items() if joined}
+        since = {name: joined + grace for name, joined in self._joined.items() if joined and grace}
         old = [name for name in frame.machines if since.get(name, 0) <= now]
         frame = frame.select(old) if len(old) < frame.num_machines else frame
-        young = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
-        if len(young) > self.config.preprocess.outage_share * frame.num_machines:
+        since = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
+        if len(since) > self.config.preprocess.outage_share * frame.num_machines:
             # Too many for a comparison before: begin when the last of them had grown up.
-            return frame.slice(max(young.values()), now)
-        if not young:
-            return frame
-        at = np.array([young.get(name, 0) for name in frame.machines])
-        before = frame.ts[:, None] < at
-        mask = {name: real & ~before for name, real in frame.mask.items()}
-        return Frame(frame.job, frame.ts, frame.machines, frame.values, mask)
+            frame = frame.slice(max(since.values()), now)
+        return frame, since
 
     def _ignored(self, frame: Frame, started: int) -> list[tuple[int, int]]:
         """Return the stretches after a start, and in which all machines are idle."""
@@ -110,6 +108,19 @@ class JobMonitor:
                     # What begins again is warm only after a while.
                     found.append((first + start, first + stop + warmup))
         return found
+
+    def _usual(self) -> dict[str, dict[str, float]]:
+        """Return the usual distances, further for machines whose role is not known yet."""
+        rules, usual = self.config.detect, self.usual.table()
+        if not (rules.role_baseline and rules.unknown_role_distance):
+            return usual
+        further = {}
+        for metric in rules.metrics:
+            known = usual.get(metric, {})
+            unknown = self.baseline.unknown(metric)
+            least = dict.fromkeys(unknown, rules.unknown_role_distance)
+            further[metric] = {**known, **{k: max(v, known.get(k, 0.0)) for k, v in least.items()}}
+        return {**usual, **further}
 
     def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
         """Let the baseline grow by what was healthy."""

@@ -195,7 +195,7 @@ def minute_means(values: F32) -> F32:
     return means
 
 
-def static_limits(healthy: Sequence[Prepared], *, tail: float = 1e-3) -> StaticLimits:
+def static_limits(healthy: Sequence[Prepared], *, tail: float = 0.01) -> StaticLimits:
     """Return the quantiles of the minute means of healthy jobs as limits.
 
     Args:
