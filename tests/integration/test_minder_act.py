@@ -217,6 +217,37 @@ def test_a_disruption_budget_holds_a_pod_and_a_restart_goes_on(fleet):
     assert fleet.pods() == ["train-1", "train-2"]
 
 
+def test_a_budget_that_never_gives_way_ends_in_an_event(fleet):
+    from kubernetes.client import PolicyV1Api
+
+    fleet.add_job(2)
+    selector = {"matchLabels": {names.JOB_LABELS[0]: "train"}}
+    budget = {"metadata": {"name": "all"}, "spec": {"minAvailable": 2, "selector": selector}}
+    policy = PolicyV1Api(fleet.core.api_client)
+    fleet.call(policy.create_namespaced_pod_disruption_budget, fleet.namespace, budget)
+    actor, about = actor_of(fleet), alert(fleet)
+    assert twice(actor, about).result == "waiting"
+    blocked = actor.handle(about, result(about, NOW + 901), NOW + 901)
+    assert (blocked.action, blocked.result, blocked.detail) == (
+        *("evict", "blocked", "1 pods were given up"),
+    )
+    assert ("MinderEvictionBlocked", 1) in fleet.events("train-0")
+    assert fleet.pods() == ["train-0", "train-1"]
+    again = actor.handle(about, result(about, NOW + 960), NOW + 960)
+    assert (again.result, again.has_changed) == ("blocked", False)
+
+
+def test_an_alert_of_which_nobody_speaks_any_more_is_forgotten(fleet):
+    fleet.add_job(2)
+    actor, about = actor_of(fleet, mode="observe"), alert(fleet, state="candidate")
+    actor.handle(about, result(about, NOW), NOW)
+    assert fleet.events(fleet.name(0)) == [("MinderCandidate", 1)]
+    actor.reconcile(NOW + 3600)
+    assert list(actor.to_json()["alerts"]) == [about.id]
+    actor.reconcile(NOW + 3601)
+    assert actor.to_json()["alerts"] == {}
+
+
 def test_the_cap_opens_the_breaker_and_closing_forgets_old_alerts(fleet):
     fleet.add_job(4)
     actor = actor_of(fleet, mode="cordon", max_node_share=0.2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import tomllib
 
 import pytest
 import yaml
@@ -10,8 +12,10 @@ import yaml
 from planish.errors import ClusterError
 from planish.minder.act import Actor
 from planish.minder.act_config import ActConfig
+from planish.minder.cli import add_commands
 from planish.minder.kube_lease import Lease
 from planish.minder.kube_state import ConfigMapState
+from planish.minder.service_config import service_settings
 from tests.integration.minder_cluster import WORKFLOWS, Fleet, account, alert, result, wait_for
 from tests.servers.run_minio import REPOSITORY
 
@@ -82,6 +86,35 @@ def test_no_role_has_more_than_the_list_allows():
     assert "*" not in rules
     assert "secrets" not in rules
     assert "delete" not in rules
+
+
+def test_the_settings_that_ship_are_valid_and_fit_the_roles():
+    path = REPOSITORY / "manifests/base/minder/settings.yaml"
+    shipped, state = yaml.safe_load_all(path.read_text())
+    settings = service_settings(tomllib.loads(shipped["data"]["minder.toml"]))
+    assert (settings.act.mode, settings.act.dry_run) == ("observe", True)
+    assert settings.server.leader_election
+    assert settings.kubernetes.state_config_map == state["metadata"]["name"]
+    assert settings.kubernetes.own_namespace == "planish"
+    rules = next(
+        item["rules"]
+        for item in yaml.safe_load_all(ACCESS.read_text())
+        if (item["kind"], item["metadata"]["name"]) == ("Role", "minder")
+    )
+    named = [rule["resourceNames"] for rule in rules if "resourceNames" in rule]
+    assert named == [[settings.kubernetes.lease], [state["metadata"]["name"]]]
+    deployment = next(
+        yaml.safe_load_all((REPOSITORY / "manifests/base/minder/deployment.yaml").read_text())
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    words = [*container["command"], *container["args"]]
+    parser = argparse.ArgumentParser()
+    add_commands(parser)
+    options = parser.parse_args(words[2:])
+    assert (options.verb, str(options.config)) == ("serve", "/etc/minder/minder.toml")
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "settings"]
+    assert f"{mount['mountPath']}/minder.toml" == str(options.config)
+    assert container["ports"][0]["containerPort"] == settings.server.port
 
 
 @pytest.fixture

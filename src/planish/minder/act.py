@@ -55,6 +55,8 @@ FORBIDDEN = 403
 GONE = 404
 KEEP_SECONDS = 86_400
 """How long what was done is remembered."""
+LOST_SECONDS = 3600
+"""An alert of which nobody has spoken for so long is no more."""
 
 
 @dataclass
@@ -63,8 +65,10 @@ class _Memory:
 
     first_end: int
     """Last second of the result that it first came with."""
+    handled: float = 0.0
+    """Unix seconds of the last answer."""
     state: str = ""
-    """State of the alert at the last answer."""
+    """State of the alert then."""
     last: Outcome | None = None
     """The last answer."""
     is_finished: bool = False
@@ -122,6 +126,7 @@ class Actor:
 
     def _handle(self, alert: ActedAlert, result: Result, now: int) -> Outcome:
         memory = self._memory.setdefault(alert.id, _Memory(result.end))
+        memory.handled = now
         if memory.last is not None and memory.is_finished and alert.state != "resolved":
             return replace(memory.last, has_changed=False)
         job: JobInfo | None = None
@@ -139,7 +144,7 @@ class Actor:
             self.news.tell(alert, job, outcome, now, breaker=self.breaker.reason)
         memory.last, memory.state = replace(outcome, has_changed=True), alert.state
         if alert.state == "resolved":
-            del self._memory[alert.id], self._jobs[alert.id]
+            self._drop(alert.id)
         return outcome
 
     def reconcile(self, now: int) -> list[tuple[str, Outcome]]:
@@ -379,3 +384,10 @@ class Actor:
     def _forget(self, now: int) -> None:
         self.ledger.forget(now - KEEP_SECONDS)
         self.events.forget(now - KEEP_SECONDS)
+        for key, memory in list(self._memory.items()):
+            if memory.handled < now - LOST_SECONDS:
+                self._drop(key)
+
+    def _drop(self, alert_id: str) -> None:
+        del self._memory[alert_id]
+        self._jobs.pop(alert_id, None)

@@ -10,6 +10,7 @@ from planish.records import layout
 from planish.report.facts import RunFacts, Task
 from planish.report.gather import gather
 from planish.report.keys import busy_seconds, key_numbers
+from planish.report.page import build_page
 from planish.report.reading import Reader
 from planish.store import open_store
 from planish.store.documents import read_json
@@ -194,3 +195,32 @@ def test_samples_show_a_right_and_a_wrong_training_response(healthy_root):
 
 def test_gathering_twice_gives_equal_facts(healthy_root):
     assert gather(healthy_root) == gather(healthy_root)
+
+
+def test_an_alert_tells_what_the_run_did_on_the_machine_and_whether_it_is_over(short_root):
+    alert = {
+        "machine": "node-7",
+        "metric": "cpu_usage",
+        "kind": "dissimilar",
+        "score": 2.5,
+        "state": "firing",
+        "stage": "train",
+        "iteration": 7,
+        "first_second": BEGAN + 20,
+        "last_second": BEGAN + 300,
+        "action": "evict done: cordon node-7 and evict train-3",
+    }
+    whole = {"machine": "", "metric": "", "kind": "job_wide", "machines": ["a", "b", "c"]}
+    whole |= {"state": "resolved", "first_second": BEGAN + 30, "last_second": BEGAN + 90}
+    for name, record in (("one", alert), ("all", whole)):
+        write_json(f"{layout.alerts(short_root)}/{name}.json", record)
+    facts = gather(short_root)
+    keys = key_numbers(facts, "SUCCEEDED")
+    one, everything = build_page(facts, keys, failed_task="", error_message="").alerts
+    assert (one["machine"], one["metric"], one["where"]) == (
+        *("node-7", "cpu_usage", "train of iteration 7"),
+    )
+    assert (one["end"], one["action"]) == ("not over", alert["action"])
+    assert (everything["machine"], everything["metric"]) == ("3 machines", "job_wide")
+    assert everything["end"] != "not over"
+    assert everything["where"] == ""

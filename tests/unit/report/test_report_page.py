@@ -103,7 +103,7 @@ def hostile_facts():
             Evaluation(v, {"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}}) for v in (0, 1)
         ],
         policies=[Saved("policy", 1, f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)],
-        alerts=[Alert(HOSTILE, HOSTILE, 1.0, 1e300, -1.0, HOSTILE)],
+        alerts=[Alert(HOSTILE, HOSTILE, 1.0, 1e300, -1.0, *[HOSTILE] * 4, 3)],
         curation=f"# {HOSTILE}\n\n| filter | unit | in | out | dropped |\n| --- | --- | --- | --- "
         f"| --- |\n| x | rows | 5 | 4 | 1 |\n\n{HOSTILE}\n\n<div onclick=x>\n\n<b>\n",
         comparisons=[Comparison(HOSTILE, [(HOSTILE, [sample])])],
