@@ -8,6 +8,8 @@ import subprocess
 import pytest
 import yaml
 
+from planish import telemetry
+from planish.minder.own_metrics import OwnMetrics
 from tests.golden.write_rules import MONITORING, RULES
 
 pytestmark = pytest.mark.server
@@ -24,6 +26,21 @@ def program(name):
 
 def run(*line, folder=MONITORING):
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_names_and_helps_of_our_metrics_are_as_prometheus_wants_them(monkeypatch):
+    monkeypatch.setattr(telemetry, "_series", {})
+    record = {
+        "counter": telemetry.count,
+        "gauge": telemetry.set_level,
+        "histogram": telemetry.observe,
+    }
+    for metric in telemetry.METRICS:
+        record[metric.kind](metric.name, 1.0, **dict.fromkeys(metric.labels, "x"))
+    text = telemetry.metrics_text() + OwnMetrics().text().decode()
+    line = (program("promtool"), "check", "metrics")
+    done = subprocess.run(line, input=text, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_rules_are_valid():
