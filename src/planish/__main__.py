@@ -42,7 +42,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options, unknown = top.parse_known_args(arguments)
+    if unknown:
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        if options.command != "minder":
+            top.error(message)
+        # There 2, the code of wrong arguments elsewhere, says that a machine is faulty.
+        sys.stderr.write(f"planish minder: {message}\n")
+        return minder_cli.BAD_INPUT
     telemetry.configure_logging(logging.WARNING)
     # A pipe has no width of its own: rows must not be folded at 80 characters there.
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)

@@ -36,6 +36,8 @@ class Job:
     """Metric to machine to the distance above the median machine that it has had when healthy."""
     started: int = 0
     """Unix seconds of the last start; 0 when not known."""
+    since: Mapping[str, int] = field(default_factory=dict)
+    """Machine to the unix second from which on it counts; from the beginning where not named."""
     ignored: Sequence[tuple[int, int]] = ()
     """Stretches `start <= t < end` (unix seconds) in which nobody is a candidate."""
 

@@ -72,9 +72,11 @@ def test_bad_input_is_one_line_and_code_3(tmp_path, capsys, arguments, message):
 
 def test_wrong_arguments_are_bad_input_not_a_fault(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["minder", "run-once", "--bogus"])
+        main(["minder", "run-once", "--end", "soon"])
     assert ended.value.code == 3
     assert "usage: planish minder run-once" in capsys.readouterr().err
+    code, shown = run(capsys, "replay", "--from-file", "x.csv", "--bogus")
+    assert (code, "--bogus" in shown.err) == (3, True)
 
 
 def test_train_writes_models_that_replay_takes(tmp_path, capsys):

@@ -9,8 +9,9 @@ import pytest
 
 from planish.minder.config import minder_config
 from planish.minder.denoise import Identity
-from planish.minder.detect import Detector, Job, Models, detect
+from planish.minder.detect import Detector, Models, detect
 from planish.minder.frame import Frame
+from planish.minder.traces import Job
 
 METRICS = ("cpu_usage", "gpu_duty_cycle")
 MODELS = Models({name: Identity(name) for name in METRICS})
