@@ -65,6 +65,10 @@ METRICS: tuple[Metric, ...] = (
         "Training step of the last save that became visible.",
     ),
     Metric(
+        *("planish_checkpoint_nonfinite_total", "counter"),
+        "Tensors saved with NaN or infinite values, where saves are asked to look.",
+    ),
+    Metric(
         *("planish_checkpoint_retries_total", "counter", "Store requests of checkpoints repeated."),
         ("code",),
     ),

@@ -72,6 +72,10 @@ class SaveKeywords(TypedDict, total=False):
     """JSON for the metadata, e.g. layout and parents."""
     allow_pickle: bool
     """Store arbitrary objects among the small values (default: refuse)."""
+    check_replicas: bool
+    """Refuse a state of which ranks hold unequal copies (default: keep that of one rank)."""
+    scan: bool
+    """Count and name tensors whose values are not finite (default: no); they are saved anyway."""
 
 
 class LoadKeywords(TypedDict, total=False):

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planish import telemetry
+from planish.checkpoint.content_checks import count_nonfinite
 from planish.checkpoint.coordination import Control
 from planish.checkpoint.host_memory import SharedBuffer, StagingPool
 from planish.checkpoint.model import LocalItem
@@ -162,6 +163,8 @@ class SaveEngine:
                 options,
                 busy=self._is_busy() and options.inflight != "wait",
             )
+        if options.scan:
+            count_nonfinite(agreed.items)
         return Pending(
             options=options,
             call=call.twin(missing=SaveFailed),

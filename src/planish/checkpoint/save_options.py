@@ -43,6 +43,10 @@ class SaveOptions:
     """What else must be equal for a plan to be used again (adapters, group)."""
     allow_pickle: bool = False
     """Store arbitrary objects among the small values."""
+    check_replicas: bool = False
+    """Refuse a state of which ranks hold unequal copies; else that of one rank is kept."""
+    scan: bool = False
+    """Count and name tensors with values that are not finite; they are saved all the same."""
 
     def __post_init__(self) -> None:
         """Refuse options that mean nothing.
@@ -64,7 +68,10 @@ class SaveOptions:
 
     def compared(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        names = ("uri", "step", "overwrite", "plan_cache", "snapshot", "inflight", "is_async")
+        names = (
+            *("uri", "step", "overwrite", "plan_cache", "snapshot", "inflight", "is_async"),
+            "check_replicas",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "tags": dict(sorted(self.tags.items())),

@@ -20,6 +20,7 @@ from typing import Any
 from planish import __version__, telemetry
 from planish.checkpoint import control_errors
 from planish.checkpoint.commit import new_attempt
+from planish.checkpoint.content_checks import compare_replicas
 from planish.checkpoint.control_store import pack, unpack
 from planish.checkpoint.coordination import Control
 from planish.checkpoint.model import Collected, Columns, LocalItem
@@ -145,7 +146,7 @@ class Planner:
 
         Raises:
             PlanMismatch: the ranks' arguments differ, or a rank stays away.
-            LayoutMismatch: the ranks' shares do not make a whole.
+            LayoutMismatch: the ranks' shares do not make a whole, or replicas differ.
             Skipped: a rank is busy and the policy is `skip`.
             SaveFailed: a rank is busy and the policy is `raise`.
         """
@@ -166,6 +167,8 @@ class Planner:
         if verdict["skip"]:
             raise Skipped(verdict["skip"])
         assert local is not None
+        if options.check_replicas:
+            compare_replicas(call, local.items)
         key = bytes.fromhex(verdict["key"])
         prepared = self._cache.get(key) if verdict["hit"] else None
         if prepared is None:
