@@ -117,7 +117,7 @@ def test_prometheus_parses_every_default_query(prometheus):
     deadline = Deadline.after(30)
     for name in METRICS:
         queries = queries_of(Source.of(METRICS[name]), ["n1", "n2.x"], ("job", "instance"), 5)
-        for query in (queries.values, queries.newest, queries.resets):
+        for query in (queries.values, queries.seen, queries.resets):
             if query:
                 client.check(query, name, deadline)
     with pytest.raises(ConfigError, match=r"metrics.x.promql"):

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 COARSE_SECONDS = 2.0
 """Samples further apart than this are not second-level data."""
+_DENSE_SHARE = 0.75
+"""More seconds with a sample than this are samples of every second."""
 _SAME_SHARE = 0.01
 """Two exporters that differ by less are averaged."""
 _RATE_JITTER = 0.1
@@ -128,17 +130,18 @@ class Puller:
         for _ in range(2):
             rate = max(MIN_RATE_SECONDS, math.ceil(4 * interval))
             queries = queries_of(source, names, config.series_labels, rate)
-            # A rate is as good as the samples at both ends of its range.
-            wide = (span[0] - rate * (source.kind == "counter"), span[1])
-            newest = self._range(queries.newest, names, wide, deadline)
-            measured = self._interval(source.name, newest) or interval
+            # A value is as good as the samples before it, a rate as those at both its ends.
+            before = max(rate, math.ceil(self._stale_after(interval)))
+            wide = (span[0] - before, span[1])
+            seen = self._range(queries.seen, names, wide, deadline)
+            measured = self._interval(source.name, seen) or interval
             is_right = source.kind == "gauge" or math.ceil(4 * measured) <= rate
             interval = measured
             if is_right:
                 break
         values = self._range(queries.values, names, span, deadline)
         resets = self._range(queries.resets, names, span, deadline) if queries.resets else []
-        ages = {_key(one): np.arange(*wide) - _on_grid(one, wide) for one in newest}
+        ages = {_key(one): _ages(_on_grid(one, wide)) for one in seen}
         reset = {_key(one): one for one in resets}
         by_machine: dict[str, list[F64]] = {}
         for one in values:
@@ -146,7 +149,7 @@ class Puller:
             self._scale(source, column)
             fresh = np.zeros(len(column), bool)
             if _key(one) in ages:
-                fresh = self._fresh(source, ages[_key(one)], interval, rate)
+                fresh = self._fresh(source, ages[_key(one)], interval, before, rate)
             self.counts.stale[source.name] += int((~fresh & np.isfinite(column)).sum())
             column[~fresh] = np.nan
             if _key(one) in reset:
@@ -182,13 +185,17 @@ class Puller:
             for many in pieces.values()
         ]
 
-    def _interval(self, name: str, newest: Sequence[Series]) -> float:
+    def _interval(self, name: str, seen: Sequence[Series]) -> float:
         """Return the median seconds between samples; 0 when too few were seen."""
         spacings = []
-        for one in newest:
-            steps = np.diff(np.unique(one.values[np.isfinite(one.values)]))
-            if len(steps) >= 3:
-                spacings.append(float(np.median(steps)))
+        for one in seen:
+            ts = np.unique(one.ts)
+            if len(ts) < 4:
+                continue
+            if len(ts) < _DENSE_SHARE * (ts[-1] - ts[0] + 1):
+                # A sample just at the end of a second counts for two of them.
+                ts = ts[np.append(True, np.diff(ts) > 1)]
+            spacings.append(float(np.median(np.diff(ts))))
         if not spacings:
             return 0.0
         interval = float(np.median(spacings))
@@ -215,26 +222,29 @@ class Puller:
         self.counts.dropped[source.name] += int(bad.sum())
         column[bad] = np.nan
 
-    def _fresh(self, source: Source, age: F64, interval: float, rate: int) -> Mask:
+    def _stale_after(self, interval: float) -> float:
+        return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
+
+    def _fresh(self, source: Source, age: F64, interval: float, before: int, rate: int) -> Mask:
         """Return [T], seconds whose value rests on samples that are new enough.
 
         Args:
             source: the metric.
-            age: [T] of the newest sample, seconds; [rate + T] for a counter.
+            age: [before + T], whole seconds since the last one with a sample.
             interval: seconds between samples.
+            before: seconds before the first one that counts.
             rate: range of a rate.
         """
-        with np.errstate(invalid="ignore"):
-            if source.kind == "gauge":
-                gauge: Mask = age <= max(
-                    self._prometheus.config.stale_after_seconds, 1.5 * interval
-                )
-                return gauge
-            # Prometheus divides what it saw by the whole range: where samples are missing at an
-            # end of it, as after a start or before a death, the rate is too small.
-            covered = age <= _EDGE_INTERVALS * interval
-        begin = math.ceil(interval)
-        return covered[rate:] & covered[begin : begin + len(age) - rate]
+        if source.kind == "gauge":
+            # The sample lies up to a second before the end of its second.
+            gauge: Mask = age[before:] <= self._stale_after(interval) - 1
+            return gauge
+        # Prometheus divides what it saw by the whole range: where samples are missing at an end
+        # of it, as after a start or before a death, the rate is too small.
+        covered = age <= _EDGE_INTERVALS * interval - 1
+        begin = before - rate + math.ceil(interval)
+        counter: Mask = covered[before:] & covered[begin : begin + len(age) - before]
+        return counter
 
     def _merged(self, name: str, columns: list[F64]) -> F64:
         """Make one of the series of all exporters of one machine."""
@@ -271,6 +281,13 @@ def _on_grid(series: Series, span: tuple[int, int]) -> F64:
     inside = (rows >= 0) & (rows < len(column))
     column[rows[inside]] = series.values[inside]
     return column
+
+
+def _ages(seen: F64) -> F64:
+    """Return for each second how long ago the last one was that had a sample; inf before any."""
+    rows = np.arange(len(seen))
+    last = np.maximum.accumulate(np.where(np.isfinite(seen), rows, -1))
+    return np.where(last >= 0, rows - last, np.inf)
 
 
 def _joined(old: Frame, new: Frame, start: int) -> Frame:

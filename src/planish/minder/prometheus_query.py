@@ -1,8 +1,9 @@
 """The queries by which one metric of one job is asked from Prometheus.
 
-Three for each metric: its values, the time of the newest sample behind each value (Prometheus
+Three for each metric: its values, the seconds in which there was a sample at all (Prometheus
 repeats the last sample for five minutes, so a dead exporter would look constant), and, for
-counters, where they were reset.
+counters, where they were reset. `timestamp()` would tell more, but older servers evaluate it a
+hundred times slower than a range.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Queries:
     """PromQL for one metric of one job."""
 
     values: str
-    newest: str
-    """Unix time of the newest sample."""
+    seen: str
+    """A value for each second that has a sample."""
     resets: str
     """More than 0 where a counter was reset; empty for gauges."""
 
@@ -109,7 +110,7 @@ def queries_of(
     resets = f"sum by ({by}) (resets({selector}[{rate_seconds}s])) > 0"
     return Queries(
         values,
-        f"max by ({by}) (timestamp({selector}))",
+        f"max by ({by}) (count_over_time({selector}[1s]))",
         resets if source.kind == "counter" else "",
     )
 

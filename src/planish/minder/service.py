@@ -238,8 +238,9 @@ class Service:
         self.calls.remove(key)
         self._missed.pop(key, None)
         watch = self.watches.pop(key)
-        watch.is_over = True
-        self.around.metrics.end_job(key)
+        with self.around.taking_in:
+            watch.is_over = True
+            self.around.metrics.end_job(key)
         return watch
 
     def _send(self) -> float:

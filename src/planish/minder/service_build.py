@@ -60,7 +60,7 @@ def check_queries(settings: ServiceSettings, prometheus: Prometheus, deadline: D
     """
     for name, source in settings.sources.items():
         queries = queries_of(source, ["none"], settings.prometheus.series_labels, 5)
-        for query in (queries.values, queries.newest, queries.resets):
+        for query in (queries.values, queries.seen, queries.resets):
             if query:
                 prometheus.check(query, f"metrics.{name}.promql", deadline)
 

@@ -207,7 +207,7 @@ class JobWatch:
         config = self._around.config.service
         deadline = Deadline.after(config.call_timeout_seconds, self._around.stop)
         try:
-            outcome = self._look(deadline, config.window_seconds)
+            self._look(deadline, config.window_seconds)
         except BackendUnavailable as error:
             if error.code == "stopped":
                 return float(config.interval_seconds)
@@ -215,17 +215,15 @@ class JobWatch:
         if self._failures:
             logger.info("call_works_again job=%s failures=%d", self.job, self._failures)
         self._failures = 0
-        self._around.metrics.count("calls", self.job, outcome)
         spent = self._around.clock() - begun
         self._around.metrics.took("total", spent)
         return max(0.0, config.interval_seconds - spent)
 
-    def _look(self, deadline: Deadline, window_seconds: int) -> str:
+    def _look(self, deadline: Deadline, window_seconds: int) -> None:
         around, info = self._around, self.info
         begun = time.perf_counter()
         frame = self._source.pull(info.machines, window_seconds, deadline)
         around.metrics.took("pull", time.perf_counter() - begun)
-        around.metrics.pulled(frame, self._source.intervals)
         if frame.num_seconds:
             self._ahead = float(frame.ts[-1]) + 1 - around.clock()
         result = self.monitor.call(frame, started=info.started, stages=info.stages)
@@ -236,9 +234,11 @@ class JobWatch:
             deadline.left()
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
+            around.metrics.pulled(frame, self._source.intervals)
+            outcome = {"ok": "ok", "fault": "fault"}.get(result.status, "skipped")
+            around.metrics.count("calls", self.job, outcome)
             self._take_in(result, deadline)
         around.has_succeeded.set()
-        return {"ok": "ok", "fault": "fault"}.get(result.status, "skipped")
 
     def _take_in(self, result: Result, deadline: Deadline) -> None:
         now = int(result.end or self.now())
@@ -323,7 +323,6 @@ class JobWatch:
     def _failed(self, error: BackendUnavailable) -> float:
         around = self._around
         self._failures += 1
-        around.metrics.count("calls", self.job, "error")
         pause = min(
             around.max_backoff_seconds, around.min_backoff_seconds * 2.0 ** (self._failures - 1)
         )
@@ -338,6 +337,7 @@ class JobWatch:
         with around.taking_in:
             if self.is_over:
                 return pause
+            around.metrics.count("calls", self.job, "error")
             changes = self.book.expire(self.job, int(self.now()))
             self._follow(changes, int(self.now()), Deadline.after(10.0, around.stop), None)
         return pause

@@ -183,7 +183,7 @@ def test_queries_choose_the_machines_and_aggregate_their_devices():
         'DCGM_FI_DEV_GPU_UTIL{Hostname=~"n1|n2\\\\.x"}',
     )
     assert queries.values == f"avg {by} (({selector}))"
-    assert queries.newest == f"max {by} (timestamp({selector}))"
+    assert queries.seen == f"max {by} (count_over_time({selector}[1s]))"
     assert queries.resets == ""
 
 
@@ -208,7 +208,7 @@ def test_every_default_query_passes_the_check_and_leaves_no_placeholder(name):
     source = Source.of(METRICS[name])
     check_source(source, f"metrics.{name}")
     queries = queries_of(source, ["n1"], (), 5)
-    assert "$" not in queries.values + queries.newest + queries.resets
+    assert "$" not in queries.values + queries.seen + queries.resets
 
 
 @pytest.mark.parametrize(
