@@ -94,6 +94,7 @@ def test_an_alert_is_told_to_pods_workflow_and_root(fleet, tmp_path):
             "run_id": "1234",
             "stage": "train",
             "iteration": 7,
+            "job": "run-a",
             "rank": 1,
             "start": 1_767_225_600,
             "end": 0,
@@ -147,14 +148,18 @@ def test_a_missing_workflow_and_a_broken_store_stop_nothing(fleet, tmp_path):
 def test_the_table_of_machines_and_runs_remembers_what_has_ended(fleet, tmp_path):
     start_run(fleet, "")
     actor = actor_of(fleet, ())
-    jobs = actor.cluster.jobs()
-    actor.table.update(jobs, 1_767_225_700)
+    assert [job.name for job in actor.jobs(1_767_225_700)] == ["run-a"]
     fleet.call(fleet.core.delete_namespaced_pod, "run-a-1", fleet.namespace)
     wait_for(lambda: fleet.pods() == ["run-a-0", "run-a-2"])
-    actor.table.update(actor.cluster.jobs(), 1_767_225_800)
+    actor.jobs(1_767_225_800)
     (row,) = actor.table.rows(fleet.name(1))
     assert (row.pod, row.run_id, row.rank, row.end) == ("run-a-1", "1234", 1, 1_767_225_800)
     assert len(actor.table.rows(at=1_767_225_750)) == 3
     assert [row.pod for row in actor.table.rows(at=1_767_225_800)] == ["run-a-0", "run-a-2"]
-    actor.table.update(actor.cluster.jobs(), 1_767_225_801 + 86_400)
+    (job,) = actor.jobs(1_767_225_801)
+    # The alert began while the pod was there.
+    about = alert(fleet, 1, job=job.key, since=1_767_225_750.0)
+    assert actor.table.of_alert(about, job) == [row]
+    assert actor.table.of_alert(alert(fleet, 1, since=1_767_225_800.0), job) == []
+    actor.jobs(1_767_225_801 + 86_400)
     assert len(actor.table.rows()) == 2

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from planish.errors import ClusterError
@@ -19,8 +19,7 @@ from planish.minder import kube_names as names
 from planish.minder.act_config import ActConfig, Mode
 from planish.minder.act_news import News
 from planish.minder.act_steps import (
-    Attempt,
-    Evictions,
+    Memory,
     change_node,
     cordon_change,
     evict_round,
@@ -59,25 +58,6 @@ LOST_SECONDS = 3600
 """An alert of which nobody has spoken for so long is no more."""
 
 
-@dataclass
-class _Memory:
-    """What this actor knows of one alert."""
-
-    first_end: int
-    """Last second of the result that it first came with."""
-    handled: float = 0.0
-    """Unix seconds of the last answer."""
-    state: str = ""
-    """State of the alert then."""
-    last: Outcome | None = None
-    """The last answer."""
-    is_finished: bool = False
-    """Nothing is left to do."""
-    has_opened: bool = False
-    """It has opened the breaker, and does so once."""
-    evictions: Evictions = field(default_factory=Evictions)
-
-
 class Actor:
     """Acts on faulty machines as far as configuration, namespaces and guards allow."""
 
@@ -104,12 +84,12 @@ class Actor:
         self.breaker = Breaker(config)
         self.ledger = Ledger()
         self.events = EventBook(cluster, config.event_seconds)
-        self.news = News(cluster, self.events)
         self.table = RunTable(cluster.config)
+        self.news = News(cluster, self.events, self.table)
         self.forbidden = ""
         """What the API server said when it refused a right; then everything is only observed."""
         self._is_leader, self._is_silenced = is_leader, is_silenced
-        self._memory: dict[str, _Memory] = {}
+        self._memory: dict[str, Memory] = {}
         self._jobs: dict[str, JobInfo | None] = {}
         self._lock = threading.Lock()
         cluster.listener = lambda succeeded: self._count(succeeded, clock())
@@ -119,13 +99,24 @@ class Actor:
         """The most that is done anywhere now."""
         return "observe" if self.forbidden else self.config.mode
 
+    def jobs(self, now: int) -> list[JobInfo]:
+        """Return the jobs that run now, and remember which pod of which run is where.
+
+        Raises:
+            ClusterError: the API server refused or does not answer.
+        """
+        found = self.cluster.jobs()
+        with self._lock:
+            self.table.update(found, now)
+        return found
+
     def handle(self, alert: ActedAlert, result: Result, now: int) -> Outcome:
         """Do the next step for an alert, given the newest result of its job."""
         with self._lock:
             return self._handle(alert, result, now)
 
     def _handle(self, alert: ActedAlert, result: Result, now: int) -> Outcome:
-        memory = self._memory.setdefault(alert.id, _Memory(result.end))
+        memory = self._memory.setdefault(alert.id, Memory(result.end))
         memory.handled = now
         if memory.last is not None and memory.is_finished and alert.state != "resolved":
             return replace(memory.last, has_changed=False)
@@ -204,20 +195,14 @@ class Actor:
         self.ledger = Ledger([Taken(**entry) for entry in state.get("taken", ())])
         self.events.load(state.get("events", {}))
         for key, raw in state.get("alerts", {}).items():
-            evictions = Evictions(**raw["evictions"])
-            evictions.attempts = {
-                uid: Attempt(**attempt) for uid, attempt in raw["evictions"]["attempts"].items()
-            }
-            self._memory[key] = _Memory(
-                **{**raw, "evictions": evictions, "last": Outcome(**raw["last"])}
-            )
+            self._memory[key] = Memory.from_json(raw)
 
     def _step(
         self,
         alert: ActedAlert,
         result: Result,
         now: int,
-        memory: _Memory,
+        memory: Memory,
         job: JobInfo | None,
         pods: list[PodInfo],
     ) -> Outcome:
@@ -247,9 +232,7 @@ class Actor:
             return "observe"
         return self.cluster.opted_in(job.namespace)
 
-    def _doubt(
-        self, alert: ActedAlert, result: Result, now: int, memory: _Memory
-    ) -> Outcome | None:
+    def _doubt(self, alert: ActedAlert, result: Result, now: int, memory: Memory) -> Outcome | None:
         """Return why the newest result is no reason to act; None when it is."""
         if now - result.end > self.config.fresh_seconds:
             return Outcome("none", "refused", f"the last second seen is {now - result.end} s old")
@@ -259,7 +242,7 @@ class Actor:
             return Outcome("none", "waiting", "for a second call that confirms the machine")
         return None
 
-    def _act(self, alert: ActedAlert, now: int, memory: _Memory, facts: Facts) -> Outcome:
+    def _act(self, alert: ActedAlert, now: int, memory: Memory, facts: Facts) -> Outcome:
         if was_uncordoned(facts.node, self.config):
             detail = "a human made the node schedulable again"
             return self._undo(facts.node, detail, by_human=True)
@@ -328,7 +311,7 @@ class Actor:
             self.events.note(Subject.of(facts.node), names.CORDONED, message, now)
         return True
 
-    def _evict(self, alert: ActedAlert, now: int, memory: _Memory, facts: Facts) -> Outcome:
+    def _evict(self, alert: ActedAlert, now: int, memory: Memory, facts: Facts) -> Outcome:
         state = memory.evictions
         dry_run = self.config.dry_run == "server"
         done = evict_round(

@@ -10,7 +10,7 @@ from planish.minder.act_types import ActedAlert, Outcome
 from planish.minder.kube import Cluster
 from planish.minder.kube_events import EventBook, Subject
 from planish.minder.kube_objects import JobInfo
-from planish.minder.run_links import RunLinks
+from planish.minder.run_links import RunLinks, RunTable
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 class News:
     """Events on nodes, and links on runs."""
 
-    def __init__(self, cluster: Cluster, events: EventBook) -> None:
+    def __init__(self, cluster: Cluster, events: EventBook, table: RunTable) -> None:
         """Write through one book of Events, so that none comes too often."""
         self._cluster = cluster
         self._events = events
-        self.links = RunLinks(cluster, events)
+        self.links = RunLinks(cluster, events, table)
 
     def tell(
         self,

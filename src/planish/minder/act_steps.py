@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import ClusterError
 from planish.minder import kube_names as names
 from planish.minder.act_config import ActConfig
+from planish.minder.act_types import Outcome
 from planish.minder.kube import Cluster
 from planish.minder.kube_objects import NodeInfo, PodInfo
 from planish.minder.kube_parse import timestamp
@@ -123,6 +124,34 @@ class Evictions:
     given_up: list[str] = field(default_factory=list)
     """Pod uids."""
     num_evicted: int = 0
+
+
+@dataclass
+class Memory:
+    """What this actor knows of one alert."""
+
+    first_end: int
+    """Last second of the result that it first came with."""
+    handled: float = 0.0
+    """Unix seconds of the last answer."""
+    state: str = ""
+    """State of the alert then."""
+    last: Outcome | None = None
+    """The last answer."""
+    is_finished: bool = False
+    """Nothing is left to do."""
+    has_opened: bool = False
+    """It has opened the breaker, and does so once."""
+    evictions: Evictions = field(default_factory=Evictions)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Memory:
+        """Return what `asdict` made of one."""
+        evictions = Evictions(**raw["evictions"])
+        attempts = raw["evictions"]["attempts"].items()
+        evictions.attempts = {uid: Attempt(**attempt) for uid, attempt in attempts}
+        last = Outcome(**raw["last"]) if raw["last"] else None
+        return cls(**{**raw, "evictions": evictions, "last": last})
 
 
 @dataclass

@@ -36,6 +36,8 @@ class Row:
     run_id: str
     stage: str
     iteration: int
+    job: str
+    """Value of the label that names its job."""
     rank: int
     """-1 where no label tells it."""
     start: int
@@ -74,6 +76,16 @@ class RunTable:
         ]
         return sorted(found, key=lambda row: (row.start, row.machine, row.pod))
 
+    def of_alert(self, alert: ActedAlert, job: JobInfo) -> list[Row]:
+        """Return the pods of a job on the machines of an alert, also those that it ended."""
+        return [
+            row
+            for row in self.rows()
+            if row.machine in _machines(alert)
+            and (row.namespace, row.job) == (job.namespace, job.name)
+            and (not row.end or row.end > alert.since)
+        ]
+
 
 def _row(pod: PodInfo) -> Row:
     return Row(
@@ -83,14 +95,16 @@ def _row(pod: PodInfo) -> Row:
         run_id=pod.run_id,
         stage=pod.stage,
         iteration=pod.iteration,
+        job=pod.job,
         rank=pod.rank,
         start=pod.started,
     )
 
 
-def alert_record(alert: ActedAlert, job: JobInfo, action: str) -> dict[str, Any]:
+def alert_record(
+    alert: ActedAlert, job: JobInfo, pods: Sequence[Row], action: str
+) -> dict[str, Any]:
     """Return what is written about an alert: identity, evidence, run, pods and action."""
-    pods = _concerned(alert, job)
     return {
         "id": alert.id,
         "job": job.key,
@@ -106,7 +120,7 @@ def alert_record(alert: ActedAlert, job: JobInfo, action: str) -> dict[str, Any]
         "run_id": job.run_id,
         "stage": job.stage,
         "iteration": job.iteration,
-        "pods": [asdict(_row(pod)) for pod in pods],
+        "pods": [asdict(row) for row in pods],
         "action": action,
     }
 
@@ -129,16 +143,16 @@ def allowed_root(root: str, config: KubernetesConfig) -> bool:
     return bool(root) and any(root == p or root.startswith(f"{p}/") for p in prefixes)
 
 
-def _concerned(alert: ActedAlert, job: JobInfo) -> Sequence[PodInfo]:
-    machines = {alert.machine} if alert.machine else set(alert.machines)
-    return [pod for pod in job.pods if pod.machine in machines]
+def _machines(alert: ActedAlert) -> set[str]:
+    return {alert.machine} if alert.machine else set(alert.machines)
 
 
 class RunLinks:
     """Tells runs of their alerts. No failure here stops anything."""
 
-    def __init__(self, cluster: Cluster, events: EventBook) -> None:
+    def __init__(self, cluster: Cluster, events: EventBook, table: RunTable) -> None:
         """Use the switches of the cluster's configuration."""
+        self._table = table
         self._cluster = cluster
         self._config = cluster.config
         self._events = events
@@ -151,7 +165,7 @@ class RunLinks:
         """
         if not self._config.link_runs:
             return []
-        record = alert_record(alert, job, action)
+        record = alert_record(alert, job, self._table.of_alert(alert, job), action)
         done = []
         if alert.state != "resolved" and self._on_pods(alert, job, now):
             done.append("event")
@@ -167,7 +181,8 @@ class RunLinks:
         message = f"{whom} unlike its peers in {what} since {int(alert.since)}"
         told = [
             self._events.note(Subject.of(pod), names.POD_REASON, message, now)
-            for pod in _concerned(alert, job)
+            for pod in job.pods
+            if pod.machine in _machines(alert)
         ]
         return any(told)
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,7 +204,7 @@ def _in_cluster(
     around.actor = actor
 
     def jobs() -> Sequence[JobInfo]:
-        return [*static_jobs(settings), *cluster.jobs()]
+        return [*static_jobs(settings), *actor.jobs(int(time.time()))]
 
     return Service(settings, around, jobs=jobs, leader=lease, keeper=actor, **parts)
 
