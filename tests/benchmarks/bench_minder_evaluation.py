@@ -1,7 +1,7 @@
 """Score every detector on simulated jobs; writes results/minder_evaluation.json and a picture.
 
-    python -m tests.benchmarks.bench_minder_evaluation [--work DIR] [--workers 2] [evaluate's options]
-    python -m tests.benchmarks.bench_minder_evaluation --draw
+python -m tests.benchmarks.bench_minder_evaluation [options of `planish minder evaluate`]
+python -m tests.benchmarks.bench_minder_evaluation --draw
 """
 
 from __future__ import annotations

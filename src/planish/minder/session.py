@@ -60,7 +60,7 @@ class JobMonitor:
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
         job = Job(
-            *(dict(stages or {}), self.baseline.table(), self._usual()),
+            *(dict(stages or {}), self.baseline.table(), self.usual_distances()),
             since=since,
             ignored=ignored,
         )
@@ -109,7 +109,7 @@ class JobMonitor:
                     found.append((first + start, first + stop + warmup))
         return found
 
-    def _usual(self) -> dict[str, dict[str, float]]:
+    def usual_distances(self) -> dict[str, dict[str, float]]:
         """Return the usual distances, further for machines whose role is not known yet."""
         rules, usual = self.config.detect, self.usual.table()
         if not (rules.role_baseline and rules.unknown_role_distance):
