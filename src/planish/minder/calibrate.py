@@ -1,7 +1,8 @@
 """Find thresholds and floors on simulated jobs that no evaluation ever sees.
 
 Every job is replayed once with the settings to begin from. Its scores and distances are kept as
-each call saw them, so that another threshold or floor costs comparisons of numbers only. Theta and
+each call saw them, so that another threshold or floor costs comparisons of numbers only; what follows from naming a machine, such as
+scores without it and baselines that wait, stays as it was in that replay. Theta and
 kappa are tried together; then the floor of one metric after the other is improved until none can
 be.
 """
@@ -27,7 +28,7 @@ from planish.minder.evaluate_score import Named, Outcome, Score, score
 from planish.minder.frame import F32, Mask
 from planish.minder.session import JobMonitor
 from planish.minder.simulator import Case, simulate
-from planish.minder.traces import floor_of
+from planish.minder.traces import Trace, floor_of
 from planish.minder.variants import Variant
 
 THETAS = (1.5, 2.0, 2.5, 3.0)
@@ -237,6 +238,14 @@ class _Kept:
     """Beyond the machine's usual distance."""
     present: Mask
 
+    def take(self, rows: slice, trace: Trace, above: F32) -> None:
+        """Note the last rows of a call; a window counts as the call saw it that saw most in it."""
+        count = rows.stop - rows.start
+        more = trace.present[-count:] & (above[-count:] > self.above[rows])
+        self.scores[rows] = np.where(more, trace.scores[-count:], self.scores[rows])
+        self.above[rows] = np.where(more, above[-count:], self.above[rows])
+        self.present[rows] |= trace.present[-count:]
+
 
 def record(case: Case, variant: Variant) -> Recorded:
     """Replay one job and note who would be named at each point of the grid."""
@@ -246,9 +255,9 @@ def record(case: Case, variant: Variant) -> Recorded:
     windows = max(0, frame.num_seconds - WINDOW + 1)
     kept: dict[str, _Kept] = {}
     silent: dict[str, Named] = {}
-    step, seen = config.service.interval_seconds, 0
+    step = config.service.interval_seconds
     for end in range(start + step, start + frame.num_seconds + 1, step):
-        usual = monitor.usual.table() if config.detect.usual_distance else {}
+        usual = monitor.usual_distances() if config.detect.usual_distance else {}
         result = monitor.call(
             frame.slice(end - config.service.window_seconds, end), stages=case.stages
         )
@@ -258,15 +267,12 @@ def record(case: Case, variant: Variant) -> Recorded:
         last = end - start - WINDOW + 1
         for name, trace in detector.last.items():
             empty = np.zeros((windows, count), np.float32)
-            mine = kept.setdefault(name, _Kept(empty, empty.copy(), empty.astype(bool)))
+            mine = kept.setdefault(name, _Kept(empty, empty - np.inf, empty.astype(bool)))
             known = usual.get(name, {})
             lift = np.array([max(0.0, known.get(m, 0.0)) for m in frame.machines], np.float32)
-            new = min(last - seen, len(trace.scores))
+            new = min(last, len(trace.scores))
             if new > 0 and trace.scores.shape[1] == count:
-                mine.scores[last - new : last] = trace.scores[-new:]
-                mine.above[last - new : last] = trace.above[-new:] - lift
-                mine.present[last - new : last] = trace.present[-new:]
-        seen = max(seen, last)
+                mine.take(slice(last - new, last), trace, trace.above - lift)
     alerts = tuple(sorted(silent.values(), key=lambda one: (one.time, one.machine)))
     outcome = Outcome(
         *(str(case.seed), fault_of(case, config.detect.metrics), count, frame.num_seconds, alerts)
