@@ -1,10 +1,10 @@
 """Find thresholds and floors on simulated jobs that no evaluation ever sees.
 
 Every job is replayed once with the settings to begin from. Its scores and distances are kept as
-each call saw them, so that another threshold or floor costs comparisons of numbers only; what follows from naming a machine, such as
-scores without it and baselines that wait, stays as it was in that replay. Theta and
-kappa are tried together; then the floor of one metric after the other is improved until none can
-be.
+its calls saw them, so that another threshold or floor costs comparisons of numbers only; what
+follows from naming a machine (scores without it, baselines that wait) stays as it was in that
+replay. Theta and kappa are tried together; then the floor of one metric after the other is improved
+until none can be.
 """
 
 from __future__ import annotations
