@@ -1,8 +1,8 @@
 """A recorded trace, minute by minute, as the service would have seen it.
 
 A file does not say which machines a job had when. A machine belongs to it from its first sample
-on. One that falls silent has left when another one has come in its place or when the others go on
-working as before; a synchronous job would wait for a machine that had died.
+on. One that falls silent has left when another one has come in its place; else it stays and is
+told of, whether or not the others go on: nothing but a cluster knows that a job was made smaller.
 """
 
 from __future__ import annotations
@@ -23,17 +23,6 @@ from planish.minder.session import JobMonitor
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
 """Alerts that a replay tells; those of the telemetry itself are for the operators of it."""
 
-_WORK_METRICS = (
-    "gpu_tensor_core_activity",
-    "gpu_nvlink_bandwidth",
-    "tcp_rdma_throughput",
-    "gpu_power_draw",
-)
-"""What falls when machines wait for another one; the first that a trace has is looked at."""
-
-_WORKS_ON = 0.7
-"""A job that goes on without a machine does at least this share of what it did."""
-_BEFORE_SECONDS = 300
 _TOGETHER_SECONDS = 60
 """Machines that are heard of so soon after the first have been there from the beginning."""
 _REPLACED_SECONDS = 300
@@ -108,7 +97,6 @@ class Membership:
             self._heard |= real
         never = frame.num_seconds
         self._first = np.where(self._heard.any(axis=0), self._heard.argmax(axis=0), never)
-        self._work = next((name for name in _WORK_METRICS if name in frame.values), "")
 
     def at(self, now: int) -> tuple[str, ...]:
         """Return the machines at a time, sorted."""
@@ -124,21 +112,6 @@ class Membership:
             if near:
                 new.remove(min(near))
                 gone.add(machine)
-            elif self._goes_on(machine, int(last[machine]), count):
-                gone.add(machine)
         return tuple(
             name for i, name in enumerate(self.frame.machines) if known[i] and i not in gone
         )
-
-    def _goes_on(self, machine: int, last: int, count: int) -> bool:
-        """Tell whether the other machines work as they did before one fell silent."""
-        if not self._work:
-            return False
-        values, real = self.frame.values[self._work], self.frame.mask[self._work].copy()
-        real[:, machine] = False
-        before = slice(max(0, last - _BEFORE_SECONDS), last)
-        after = slice(last + self._silent_after // 2, count)
-        if not real[before].any() or not real[after].any():
-            return False
-        did, does = (float(values[rows][real[rows]].mean()) for rows in (before, after))
-        return did > 0 and does >= _WORKS_ON * did
