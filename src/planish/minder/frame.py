@@ -21,9 +21,6 @@ Mask = NDArray[np.bool_]
 Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
 """Metric to machine to (timestamps in unix seconds, values), in any order."""
 
-MAX_SKEW_SECONDS = 2.0
-"""A clock that is further off is not corrected."""
-
 
 @dataclass(frozen=True)
 class Frame:
@@ -122,9 +119,10 @@ def align(
 ) -> Frame:
     """Put raw samples on the grid `start <= t < end`.
 
-    Each grid point takes the sample nearest in time within half a second, after the machine's
-    clock has been moved by its median distance from whole seconds. Samples that are not finite,
-    or negative where that can not be, are dropped; of equal timestamps the last one wins.
+    Each grid point takes the sample nearest in time within half a second, after the timestamps of
+    the series have been moved by their median distance from whole seconds: exporters of one machine
+    are asked at different fractions of a second, and its clock may be off. Samples that are not
+    finite, or negative where that can not be, are dropped; of equal timestamps the last one wins.
 
     Args:
         job: name of the job.
@@ -136,7 +134,6 @@ def align(
     """
     names = tuple(sorted(set(machines)))
     grid = np.arange(start, end, dtype=np.int64)
-    skews = _skews(names, samples)
     values: dict[str, F32] = {}
     for metric, by_machine in samples.items():
         keep_negative = nonnegative is not None and not nonnegative.get(metric, True)
@@ -144,7 +141,7 @@ def align(
         for column, name in enumerate(names):
             if name in by_machine:
                 ts, found = clean(*by_machine[name], keep_negative=keep_negative)
-                array[:, column] = nearest(ts - skews[name], found, grid)
+                array[:, column] = nearest(ts - _skew(ts), found, grid)
         values[metric] = array
     return Frame(job, grid, names, values)
 
@@ -186,20 +183,11 @@ def nearest(ts: F64, values: F64, grid: I64) -> F32:
     return np.where(close, values[chosen], np.nan).astype(np.float32)
 
 
-def _skews(machines: Sequence[str], samples: Samples) -> dict[str, float]:
-    """Return how far each machine's samples lie from whole seconds, in the median."""
-    skews: dict[str, float] = {}
-    for name in machines:
-        stamps = [series[name][0] for series in samples.values() if name in series]
-        ts = np.concatenate(stamps) if stamps else np.zeros(0)
-        ts = ts[np.isfinite(ts)]
-        if not len(ts):
-            skews[name] = 0.0
-            continue
-        # The mean on the circle finds the place of the fractions, the median about it the skew.
-        turns = np.exp(2j * np.pi * (ts % 1.0)).mean()
-        centre = float(np.angle(turns)) / (2 * np.pi)
-        offset = (ts - centre + 0.5) % 1.0 - 0.5
-        skew = centre + float(np.median(offset))
-        skews[name] = skew if abs(skew) <= MAX_SKEW_SECONDS else 0.0
-    return skews
+def _skew(ts: F64) -> float:
+    """Return how far timestamps lie from whole seconds in the median, -0.5 to 0.5 or a bit more."""
+    fractions = ts % 1.0
+    if not fractions.any():
+        return 0.0
+    # The mean on the circle finds the place of the fractions, the median about it the skew.
+    centre = float(np.angle(np.exp(2j * np.pi * fractions).mean())) / (2 * np.pi)
+    return centre + float(np.median((ts - centre + 0.5) % 1.0 - 0.5))

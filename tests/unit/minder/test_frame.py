@@ -41,3 +41,17 @@ def test_a_frame_refuses_gaps_and_unsorted_machines():
         Frame("job", np.array([1, 3]), ("a",), {})
     with pytest.raises(RecordError, match="sorted and unique"):
         Frame("job", np.array([1, 2]), ("b", "a"), {})
+
+
+def test_exporters_of_one_machine_are_asked_at_different_fractions_of_a_second():
+    rng = np.random.default_rng(0)
+    ts = 100.0 + np.arange(60)
+    fractions = (0.05, 0.47, 0.5, 0.83)
+    samples = {
+        f"m{i}": {"a": (ts + fraction + rng.normal(0, 0.02, 60), np.arange(60.0))}
+        for i, fraction in enumerate(fractions)
+    }
+    frame = align("job", 101, 159, ["a"], samples)
+    for values in frame.values.values():
+        assert np.isfinite(values).all()
+        assert np.ptp(values[:, 0] - np.arange(58)) <= 1.0
