@@ -59,7 +59,7 @@ def kill(process: subprocess.Popen) -> None:
     process.wait(timeout=30)
 
 
-def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 300) -> None:
+def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 600) -> None:
     """Wait until a task of the stage has begun."""
     store = open_store(root)
     prefix = layout.stage_log(root, stage, iteration, 0)[: -len("00.json")]

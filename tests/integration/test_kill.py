@@ -42,10 +42,12 @@ def test_kill_in_a_stage_then_the_same_command_gives_equal_digests(
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
     process = runs.start(root, log)
-    if stage != "prepare":
-        runs.wait_for_stage(root, stage, iteration)
-    pause = random.SystemRandom().uniform(0, 1.5)
-    time.sleep(pause)
-    runs.kill(process)
+    try:
+        if stage != "prepare":
+            runs.wait_for_stage(root, stage, iteration)
+        pause = random.SystemRandom().uniform(0, 1.5)
+        time.sleep(pause)
+    finally:
+        runs.kill(process)
     runs.run(root, log)
     assert runs.digests(root) == undisturbed, f"killed {pause:.3f} s into {stage}"
