@@ -128,15 +128,14 @@ class JobMonitor:
         if result.status not in ("ok", "fault") or prepared is None:
             return
         baseline, recent = self.baseline, now - 2 * self.config.service.interval_seconds
-        if any(start < now and stop > max(baseline.until, recent) for start, stop in ignored):
-            baseline.skip(now)
-            self.usual.skip(now)
-            return
+        unhealthy = any(
+            start < now and stop > max(baseline.until, recent) for start, stop in ignored
+        )
         found = {finding.machine for finding in result.findings}
         unsure = np.array([name in found for name in baseline.machines], bool)
         if found or any(one.seconds >= _CANDIDATE_SECONDS for one in result.candidates):
             unsure |= baseline.mature
-        if unsure.all():
+        if unhealthy or unsure.all():
             baseline.skip(now)
             self.usual.skip(now)
             return
