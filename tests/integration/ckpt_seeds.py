@@ -198,7 +198,9 @@ def save_dying(rank, size, folder, uri, seed, *, victim, stage):
     dies = victim in ("all", ["coordinator", "worker"][rank])
 
     def die(here):
-        if dies and here == stage:
+        if here == stage and victim == "all":
+            die_together(Path(folder), rank, size)
+        elif dies and here == stage:
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
@@ -225,6 +227,17 @@ def save_dying(rank, size, folder, uri, seed, *, victim, stage):
             roles, options, after_commit=committed, is_written_in_step=lambda _: die("stage")
         ).result(120).attempt
     )  # fmt: skip
+
+
+def die_together(folder, rank, size):
+    """Wait until all ranks are here, then die: rank 0 kills every one, so that none hears first."""
+    write_json(folder / f"dying-{rank}.json", os.getpid())
+    there = [folder / f"dying-{other}.json" for other in range(size)]
+    wait_for(lambda: all(path.exists() for path in there), 60.0, "the other ranks")
+    if rank:
+        time.sleep(60.0)
+    for path in reversed(there):
+        os.kill(json.loads(path.read_text()), signal.SIGKILL)
 
 
 def load_once(rank, size, folder, place, *, timeout_s=90.0):
