@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,11 @@ def test_of_two_jobs_that_save_one_path_at_once_one_wins_on_all_its_ranks(site, 
         site.check_disk()
 
 
+def is_stopped(pid):
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
 PAUSES = [
     Rule("stop", kind="create", path="/data/"),
     Rule("stop", kind="part", at=3),
@@ -66,10 +72,12 @@ def test_a_paused_job_that_resumes_after_another_has_committed_changes_nothing(
 ):
     site.save("step-1", 1)
     ranks, told = site.start(uri=site.path("step-1"), seed=2, overwrite=True)
-    rule = Rule("stop", kind=pause.kind, path=pause.path, at=pause.at, pid=ranks.group)
+    # What the job replaces is what it has seen: it must have looked before it sleeps.
+    rule = replace(pause, pid=ranks.group, after="step-1/COMMIT$")
+    site.proxy.log.clear()
     site.proxy.rules = [rule]
     ranks.go()
-    wait_for(site.proxy.suffered, 20.0, "the pause")
+    wait_for(lambda: all(is_stopped(pid) for pid in ranks.pids), 20.0, "the pause")
     site.save("step-1", 3, overwrite=True)
     if is_collected:
         site.gc()

@@ -72,6 +72,8 @@ class Rule:
     pid: int = 0
     """Process for `kill` and `stop`; 0 takes the proxy's `victim`."""
     seconds: float = 30.0
+    after: str = ""
+    """`stop` waits, at most `seconds`, until a path was asked for in which this expression is."""
     seen: int = 0
     """Matching requests so far."""
 
@@ -234,6 +236,8 @@ class HttpProxy:
             return False
         if fault == "reset":
             return _reset(client)
+        if fault == "stop" and rule.after:
+            self._wait_for(rule.after, rule.seconds)
         if fault in {"kill", "stop"}:
             os.kill(rule.pid or self.victim, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
             if fault == "kill":
@@ -251,6 +255,12 @@ class HttpProxy:
         if answer is None:
             return False
         return self._answer(client, server, answer, fault, rule)
+
+    def _wait_for(self, path: str, seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        while not any(re.search(path, seen.path) for seen in list(self.log)):
+            if time.monotonic() > limit or self._ended.wait(0.005):
+                return
 
     def _answer(self, client: Stream, server: Stream, answer: Head, fault: str, rule: Rule) -> bool:
         if fault in {"lost", "kill after", "500 after"}:

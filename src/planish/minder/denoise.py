@@ -14,6 +14,8 @@ F32 = NDArray[np.float32]
 
 WINDOW = 8
 """Samples of a window (section 4.2)."""
+_SAMPLED_WINDOWS = 256
+"""About so many windows tell how well a model restores what it sees now."""
 
 
 class Denoiser(Protocol):
@@ -48,6 +50,23 @@ def windows_of(values: F32) -> F32:
     if len(values) < WINDOW:
         return np.zeros((0, values.shape[1], WINDOW), np.float32)
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=0)
+
+
+def restoration_error(denoiser: Denoiser, values: F32, known: NDArray[np.bool_]) -> float:
+    """Return the mean squared error of a denoiser on a spread sample of windows; NaN without any.
+
+    Args:
+        denoiser: gives windows back; others than such (`embedding: latent`) have no error, NaN.
+        values: [T, N] in 0 .. 1.
+        known: [T - 7, N], windows that count.
+    """
+    rows = np.flatnonzero(known.ravel())
+    rows = rows[:: max(1, len(rows) // _SAMPLED_WINDOWS)]
+    windows = windows_of(values).reshape(-1, WINDOW)[rows] if len(rows) else np.zeros((0, WINDOW))
+    restored = denoiser.embed(windows.astype(np.float32))
+    if not len(rows) or restored.shape != windows.shape:
+        return float("nan")
+    return float(np.mean((restored - windows) ** 2))
 
 
 class Identity:

@@ -21,6 +21,12 @@ Mask = NDArray[np.bool_]
 Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
 """Metric to machine to (timestamps in unix seconds, values), in any order."""
 
+COARSEST_SECONDS = 60.0
+"""Samples that come less often than this say nothing about the seconds between them."""
+_DENSE_SECONDS = 1.5
+_FEWEST_SPACINGS = 8
+"""A series with fewer samples has no spacing to speak of."""
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -121,8 +127,10 @@ def align(
 
     Each grid point takes the sample nearest in time within half a second, after the timestamps of
     the series have been moved by their median distance from whole seconds: exporters of one machine
-    are asked at different fractions of a second, and its clock may be off. Samples that are not
-    finite, or negative where that can not be, are dropped; of equal timestamps the last one wins.
+    are asked at different fractions of a second, and its clock may be off. A series whose samples
+    come regularly but less than once a second, up to `COARSEST_SECONDS`, stands for as long as it
+    takes until the next one. Samples that are not finite, or negative where that can not be, are
+    dropped; of equal timestamps the last one wins.
 
     Args:
         job: name of the job.
@@ -141,7 +149,7 @@ def align(
         for column, name in enumerate(names):
             if name in by_machine:
                 ts, found = clean(*by_machine[name], keep_negative=keep_negative)
-                array[:, column] = nearest(ts - _skew(ts), found, grid)
+                array[:, column] = nearest(ts - _skew(ts), found, grid, reach=_reach(ts))
         values[metric] = array
     return Frame(job, grid, names, values)
 
@@ -165,8 +173,10 @@ def clean(ts: F64, values: F64, *, keep_negative: bool = False) -> tuple[F64, F6
     return ts[last], values[last]
 
 
-def nearest(ts: F64, values: F64, grid: I64) -> F32:
-    """Return for each grid second the value of the sample nearest in time within 0.5 s, or NaN.
+def nearest(ts: F64, values: F64, grid: I64, *, reach: float = 0.5) -> F32:
+    """Return for each grid second the value of the sample nearest in time, or NaN.
+
+    Samples farther away than `reach` seconds do not count.
 
     Example:
         >>> nearest(np.array([0.4, 2.0]), np.array([5.0, 6.0]), np.array([0, 1, 2]))
@@ -179,7 +189,7 @@ def nearest(ts: F64, values: F64, grid: I64) -> F32:
     # The earlier one wins a tie.
     use_left = np.abs(ts[left] - grid) <= np.abs(ts[right] - grid)
     chosen = np.where(use_left, left, right)
-    close = np.abs(ts[chosen] - grid) <= 0.5 + 1e-9
+    close = np.abs(ts[chosen] - grid) <= reach + 1e-9
     return np.where(close, values[chosen], np.nan).astype(np.float32)
 
 
@@ -191,3 +201,11 @@ def _skew(ts: F64) -> float:
     # The mean on the circle finds the place of the fractions, the median about it the skew.
     centre = float(np.angle(np.exp(2j * np.pi * fractions).mean())) / (2 * np.pi)
     return centre + float(np.median((ts - centre + 0.5) % 1.0 - 0.5))
+
+
+def _reach(ts: F64) -> float:
+    """Return how far from a sample it still speaks for its series, in seconds."""
+    if len(ts) < _FEWEST_SPACINGS:
+        return 0.5
+    spacing = float(np.median(np.diff(ts)))
+    return spacing / 2 if _DENSE_SECONDS < spacing <= COARSEST_SECONDS else 0.5

@@ -46,6 +46,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "clipped_ratio": ("Share of values beyond the limits of the metric.", ("metric",)),
     "model_info": ("1 for each model in use.", ("metric", "version", "quality", "denoiser")),
     "model_mse": ("Mean squared error of the model on held-out jobs.", ("metric",)),
+    "model_recent_mse": (
+        "Mean squared error of the model in the last call that found every machine healthy.",
+        ("job_name", "metric"),
+    ),
     "breaker_open": ("1 while actions are blocked until a human closes the breaker.", ()),
     "build_info": ("1, with the version of the monitor.", ("version", "python")),
 }
@@ -138,6 +142,14 @@ class OwnMetrics:
     def model_error(self, metric: str, mse: float) -> None:
         """Tell the error of a model on held-out jobs."""
         self._gauges["model_mse"].labels(metric).set(mse)
+
+    def restored(self, job: str, errors: Mapping[str, float]) -> None:
+        """Tell how well the models restored what a healthy job measured now, by metric."""
+        levels: dict[tuple[str, ...], float] = {
+            (job, metric): error for metric, error in errors.items()
+        }
+        with self._lock:
+            self._replace("model_recent_mse", job, levels)
 
     def pulled(self, frame: Frame, intervals: Mapping[str, float]) -> None:
         """Tell how good the samples of a job are."""

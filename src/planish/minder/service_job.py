@@ -6,6 +6,7 @@ What a call found is taken in as a whole or not at all: after `Watch.stop` nothi
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from planish.minder.act_types import ActedAlert, Outcome
 from planish.minder.alertmanager import AlertContext
 from planish.minder.alerts import Alert, AlertBook, Change
 from planish.minder.config import MinderConfig
-from planish.minder.denoise import Denoiser
+from planish.minder.denoise import Denoiser, restoration_error
 from planish.minder.detect import Detector, Models
 from planish.minder.frame import F32, Frame
 from planish.minder.http_client import Deadline
@@ -121,6 +122,17 @@ class WatchedDetector(Detector):
                 self.scores[name] = dict(
                     zip(prepared.frame.machines, newest.astype(float).tolist(), strict=True)
                 )
+        return found
+
+    def model_errors(self) -> dict[str, float]:
+        """Return the mean squared error of each LSTM-VAE on windows of the last call."""
+        found = {}
+        for name, trace in self.last.items():
+            denoiser = self.models.denoisers[name]
+            if denoiser.name == "vae":
+                error = restoration_error(denoiser, self._seen[name].values, trace.present)
+                if math.isfinite(error):
+                    found[name] = error
         return found
 
     def stage_seconds(self) -> dict[str, float]:
@@ -245,6 +257,8 @@ class JobWatch:
         changes = self.book.update(now, result, self.info.machines)
         self.last = result
         self._around.metrics.called(result, now, self._detector.scores)
+        if result.status == "ok" and not result.candidates:
+            self._around.metrics.restored(self.job, self._detector.model_errors())
         self._follow(changes, now, deadline, result)
 
     def _follow(

@@ -55,3 +55,19 @@ def test_exporters_of_one_machine_are_asked_at_different_fractions_of_a_second()
     for values in frame.values.values():
         assert np.isfinite(values).all()
         assert np.ptp(values[:, 0] - np.arange(58)) <= 1.0
+
+
+@pytest.mark.parametrize("spacing", [2, 5, 15, 60])
+def test_samples_that_come_regularly_but_rarely_stand_until_the_next_one(spacing):
+    ts = 3.3 + spacing * np.arange(20.0)
+    found = one(ts, np.arange(20.0), start=3, end=3 + 19 * spacing)[:, 0]
+    assert np.isfinite(found).all()
+    assert np.abs(found - np.arange(19 * spacing) / spacing).max() <= 0.5
+
+
+def test_a_gap_in_rare_samples_and_too_rare_ones_stay_unknown():
+    ts = 15.0 * np.arange(20)
+    gap = (ts < 90) | (ts > 150)
+    found = one(ts[gap], ts[gap], end=286)[:, 0]
+    assert np.flatnonzero(np.isnan(found)).tolist() == list(range(83, 158))
+    assert np.isfinite(one(61.0 * np.arange(20), np.zeros(20), end=1_000)[:, 0]).sum() < 20

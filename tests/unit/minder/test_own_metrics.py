@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import numpy as np
@@ -13,14 +12,16 @@ from planish.minder.frame import Frame
 from planish.minder.metrics_table import PUBLISHED_ORDER
 from planish.minder.own_metrics import OwnMetrics
 from planish.minder.result import Candidate, Result
-from tests.servers import run_prometheus
+from tests import pages
+from tests.servers.run_prometheus import require_prometheus
 
 NAMES = {
     "minder_calls_total", "minder_call_duration_seconds", "minder_last_success_timestamp_seconds",
     "minder_machine_faulty", "minder_machine_score", "minder_candidate_seconds",
     "minder_metric_usable", "minder_metric_skipped_total", "minder_missing_ratio",
     "minder_silent_machines", "minder_sample_interval_seconds", "minder_clipped_ratio",
-    "minder_model_info", "minder_model_mse", "minder_actions_total", "minder_breaker_open",
+    "minder_model_info", "minder_model_mse", "minder_model_recent_mse",
+    "minder_actions_total", "minder_breaker_open",
     "minder_evictions_blocked_total", "minder_prometheus_errors_total",
     "minder_duplicate_series_total", "minder_build_info",
 }  # fmt: skip
@@ -57,12 +58,12 @@ def filled(count=8, job="job"):
     for name in PUBLISHED_ORDER:
         metrics.model(name, "1", "good", "pca")
         metrics.model_error(name, 1e-3)
+    metrics.restored(job, dict.fromkeys(PUBLISHED_ORDER, 2e-3))
     return metrics
 
 
 def value(metrics, line):
-    found = [x for x in metrics.text().decode().splitlines() if x.startswith(line + " ")]
-    return float(found[0].rpartition(" ")[2]) if found else None
+    return pages.samples(metrics.text().decode()).get(line)
 
 
 def test_the_names_are_exactly_those_that_are_documented():
@@ -108,8 +109,7 @@ def test_a_thousand_machines_are_less_than_5000_series():
 
 
 def test_promtool_finds_nothing_wrong():
-    if shutil.which("promtool") is None:
-        pytest.skip(f"no promtool here: {run_prometheus.REMEDY}")
+    require_prometheus()
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=filled().text(), capture_output=True, check=False
     )
