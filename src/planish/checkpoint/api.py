@@ -92,11 +92,15 @@ class LoadKeywords(TypedDict, total=False):
     dtype_policy: Literal["exact", "cast"]
     """`cast` converts where types differ; the default refuses."""
     redundancy: Literal["auto", "off"]
-    """`auto` (default) reads bytes that several ranks need once and exchanges them."""
+    """`auto` (default) reads bytes that several ranks need once and exchanges them: always between
+    ranks of one machine, between machines where the network is faster than the store."""
     max_host_bytes: int
     """Limit on buffers of one rank, beside the tensors (default: 256 MiB)."""
     timeout_s: float
     """Limit on the whole load (default: 1,800)."""
+    store_timings: bool
+    """Keep the timings of all ranks beside those of the save, if the store can be written (default:
+    no); `planish checkpoint report --load` shows them."""
     allow_pickle: bool
     """Read small values that were saved with it (default: refuse)."""
 
@@ -171,7 +175,8 @@ def load(
         **options: see `LoadKeywords`.
 
     Returns:
-        Which checkpoint it was; `facts` has rng, loader, missing, unexpected and bytes read.
+        Which checkpoint it was; `facts` has rng, loader, missing, unexpected, bytes read, between
+        whom they were exchanged (`sharing`) and the two rates that this was decided by.
 
     Raises:
         CheckpointNotFound: nothing is committed there.
@@ -244,7 +249,12 @@ def _applied(
         )
     facts["missing"], facts["unexpected"] = loaded.missing, loaded.unexpected
     facts["bytes_from_store"] = loaded.bytes_from_store
+    facts["bytes_over_network"] = loaded.bytes_over_network
     facts["unique_bytes_needed"] = loaded.unique_bytes_needed
+    facts["sharing"], facts["replication"] = loaded.sharing, loaded.replication
+    if loaded.rates is not None:
+        facts["store_bytes_per_s"] = loaded.rates.store_bytes_per_s
+        facts["fabric_bytes_per_s"] = loaded.rates.fabric_bytes_per_s
     return loaded.info
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish import telemetry
 from planish.checkpoint import catalog
+from planish.checkpoint.loader_ahead import LoadersAhead
 from planish.checkpoint.save import SaveEngine, SaveHandle, SaveOptions, default_engine
 from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.timings import CheckpointInfo
@@ -141,6 +142,8 @@ class CheckpointManager:
         """Place and error of the saves that failed, latest last."""
         self.should_stop = False
         """Whether the last save after SIGTERM has been made: leave the loop."""
+        self.ahead = LoadersAhead()
+        """Loader state that is made one step before a save, and how often that was of use."""
         self._options = options
         self._handles: deque[SaveHandle] = deque()
         self._failed_in_a_row = 0
@@ -156,7 +159,13 @@ class CheckpointManager:
         return f"{self.root}/step-{step:08d}"
 
     def will_save_at(self, step: int) -> bool:
-        """Return whether `step(step, ...)` is going to save, so that readers can prepare."""
+        """Return whether `step(step, ...)` is going to save.
+
+        The `step` before it has loaders prepare their state on a thread, those that have
+        `ckpt_prepare` and `ckpt_mark`. The loader answers for its marks: equal ones mean equal
+        states. The save compares the mark of what was prepared with that of the loader as it is,
+        and takes the state afresh where they differ; see `loader_ahead`.
+        """
         return self.schedule.is_due(step) or self._stop_at == step
 
     def step(self, step: int, state: Mapping[str, Any]) -> SaveHandle | None:
@@ -174,6 +183,12 @@ class CheckpointManager:
                 last save after SIGTERM has failed.
         """
         self._look()
+        handle = self._save_if_due(step, state)
+        if not self.should_stop and self.will_save_at(step + 1):
+            self.ahead.begin(step + 1, state)
+        return handle
+
+    def _save_if_due(self, step: int, state: Mapping[str, Any]) -> SaveHandle | None:
         stop = self._must_stop(step)
         if not stop and not self.schedule.is_due(step):
             return None
@@ -190,7 +205,9 @@ class CheckpointManager:
             self.place(step), step=step, context=str(self.framework), **{**self._options, **options}
         )
         handle = self.engine.save(
-            lambda: collect_roles(state, self.framework), chosen, after_commit=self._retain
+            lambda: collect_roles(self.ahead.take(step, state), self.framework),
+            chosen,
+            after_commit=self._retain,
         )
         self._handles.append(handle)
         return handle
@@ -229,6 +246,7 @@ class CheckpointManager:
             CheckpointCorrupt: there are checkpoints, but none can be loaded.
             LayoutMismatch: the newest whole one does not fit the state.
         """
+        self.ahead.drop()
         skipped: list[tuple[str, str]] = []
         for pin in self._candidates():
             found = self._try(pin, state, options)
@@ -252,6 +270,7 @@ class CheckpointManager:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
+        self.ahead.drop()
         self.wait()
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export-hf": ("cli_work:export_hf", "write the policy as a Hugging Face folder"),
     "reshard": ("cli_work:reshard", "write a checkpoint anew for another layout"),
     "diff": ("cli_work:diff", "compare two checkpoints, whatever their layouts; 0 if equal"),
-    "report": ("cli_work:report", "show what each rank and stage of the save cost"),
+    "report": ("cli_work:report", "show what each rank and stage of a save or load cost"),
     "import-dcp": ("cli_work:import_dcp", "turn a torch.distributed.checkpoint folder into one"),
     "export-dcp": ("cli_work:export_dcp", "turn one into a torch.distributed.checkpoint folder"),
 }
@@ -131,6 +131,7 @@ def _work_options(made: dict[str, argparse.ArgumentParser]) -> None:
     add("--overwrite", action="store_true", help="replace another checkpoint there")
     add = made["report"].add_argument
     add("--rank", type=int, default=None, help="whose timeline (default the slowest)")
+    add("--load", action="store_true", help="the last load that stored its timings, not the save")
     add("--html", type=Path, default=None, metavar="FILE", help="write the page there as well")
     made["import-dcp"].add_argument("folder", help="local folder with `.metadata`")
     made["import-dcp"].add_argument("out", help="URI or path of the new checkpoint")

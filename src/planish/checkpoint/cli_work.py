@@ -25,9 +25,9 @@ from planish.store import open_store
 
 
 def report(options: argparse.Namespace, _: Progress) -> Lines:
-    """Yield the timings of a save as text; write the page where asked for."""
+    """Yield the timings of a save or load as text; write the page where asked for."""
     place = place_of(options.path)
-    timeline = monitor.read_timings(place)
+    timeline = monitor.read_timings(place, "load" if options.load else "save")
     title = place.partition("#")[0]
     yield text_report(timeline, title=title, rank=options.rank).rstrip("\n")
     if options.html is not None:
@@ -107,23 +107,25 @@ def diff(options: argparse.Namespace, progress: Progress) -> Lines:
 
 def export_hf(options: argparse.Namespace, progress: Progress) -> Lines:
     """Write the policy of a checkpoint as a Hugging Face folder; yield its pin."""
-    progress("export", 0, 0)
-    yield _merged(options).pin()
+    yield _merged(options, progress).pin()
 
 
-def _merged(options: argparse.Namespace) -> Ref:
+def _merged(options: argparse.Namespace, progress: Progress) -> Ref:
+    def told(done: int, total: int) -> None:
+        progress("export" if done < total else "store", done, total)
+
     place, out, source = checkpoint_of(options.path), place_of(options.out), options.source
     pin = source if "#sha256=" in source else ""
     if source and not pin and open_store(place_of(source)).exists(manifest_uri(place_of(source))):
         pin = read_manifest(place_of(source)).ref(place_of(source)).pin()
     if pin:
-        return merge(place, out, policy=pin, attributes={}, role=options.role)
+        return merge(place, out, policy=pin, attributes={}, role=options.role, progress=told)
     if source and not Path(source).is_dir():
         raise ConfigError(
             f"`--source` must be a policy or a local folder with `config.json`, got {source!r}"
         )
     folder = Path(source) if source else None
-    return merge_with_folder(place, out, folder=folder, role=options.role)
+    return merge_with_folder(place, out, folder=folder, role=options.role, progress=told)
 
 
 def import_dcp(options: argparse.Namespace, progress: Progress) -> Lines:

@@ -1,9 +1,10 @@
 """Bytes that several ranks need, handed on by the one that has read them, round by round.
 
 Ranks of one machine copy straight from the reader's ring of buckets, which lies in shared memory;
-ranks of other machines get packed messages over a gloo group of our own. One thread goes through
-the rounds, in the same order on every rank; each begins with a one-number reduction that says that
-all buckets are full and that nobody has failed. The process group of training is never used.
+ranks of other machines get packed messages over a gloo group of our own, several of one machine by
+way of one of them (see `relay`). One thread goes through the rounds, in the same order on every
+rank; each begins with a one-number reduction that says that all buckets are full and that nobody
+has failed. The process group of training is never used.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.1 (all-to-all overlapped with reads).
 """
@@ -15,7 +16,7 @@ import datetime
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from planish.checkpoint.fill import Bytes, PieceList, Targets
 from planish.checkpoint.geometry import I64
 from planish.checkpoint.plan.reads import Messages, RankReads
 from planish.checkpoint.read_pool import ReadPool, Schedule
+from planish.checkpoint.relay import DIRECT, Relays, agree, is_useful, propose
 from planish.checkpoint.timings import Recorder
 from planish.errors import PeerLost
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 16 << 20
 """Of one rank in one round: four ranks move 64 MiB in a round. Larger ones were not faster."""
 SHARED_MEMORY = Path("/dev/shm")
+_TRADE_TAG = 1 << 30
+"""Beyond the tags of rounds."""
 
 
 class Stopped(Exception):
@@ -94,6 +98,19 @@ class Mesh:
             for work in works:
                 work.wait()
 
+    def trade(self, found: Mapping[int, I64]) -> dict[int, I64]:
+        """Send numbers to each member, as many as there are; return what each has sent."""
+        heard = {}
+        for peer, source in self.steps():
+            mine = found[peer].reshape(-1)
+            size = np.zeros(1, np.int64)
+            told = np.array([len(mine)], np.int64)
+            self.swap(peer, told.view(np.uint8), source, size.view(np.uint8), _TRADE_TAG)
+            heard[source] = np.zeros(int(size[0]), np.int64)
+            data = mine.view(np.uint8), heard[source].view(np.uint8)
+            self.swap(peer, data[0], source, data[1], _TRADE_TAG + 1)
+        return heard
+
     def steps(self) -> list[tuple[int, int]]:
         """Return (peer to send to, peer to receive from) of each step, the same order for all."""
         own, size = self.place[self.rank], len(self.members)
@@ -111,6 +128,7 @@ class Segments:
 
     def __init__(self, mesh: Mesh, ring_bytes: int, token: str) -> None:
         """Map them; a collective of the members. `near` is empty where memory is not shared."""
+        self.is_shared = False
         self.own: Bytes = np.zeros(0, np.uint8)
         self.near: dict[int, Bytes] = {}
         host = mesh.hosts[mesh.rank]
@@ -127,7 +145,7 @@ class Segments:
                     near = {p: _attach(SHARED_MEMORY / f"planish-{token}-{p}") for p in peers}
                     failed = False
                 if not mesh.highest(failed):
-                    self.near = near
+                    self.near, self.is_shared = near, True
         finally:
             path.unlink(missing_ok=True)
         if len(self.own) < ring_bytes:
@@ -170,8 +188,19 @@ class Exchange:
         reads: RankReads,
         buckets: int,
         tag: str,
+        *,
+        relay_bytes: int = 0,
     ) -> None:
-        """Meet the others and learn where their requests will lie; a collective of the members."""
+        """Meet the others and learn where their requests will lie; a collective of the members.
+
+        Args:
+            control: of the ranks that load.
+            members: those that exchange.
+            reads: of this rank.
+            buckets: of its ring.
+            tag: random name.
+            relay_bytes: what it may keep for other ranks of its machine.
+        """
         self._reads = reads
         self.mesh = Mesh(control, members, tag)
         self.schedule = _schedule(reads, buckets)
@@ -181,8 +210,11 @@ class Exchange:
         self._near: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._out: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._in: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.network_bytes = 0
+        """What this rank has received from other machines."""
         self._learn()
-        self.rounds = self.mesh.highest(self.schedule.rounds)
+        relayed = self._relay(relay_bytes // 2, tag)
+        self.rounds = self.mesh.highest(max(self.schedule.rounds, relayed))
 
     def run(self, pool: ReadPool, targets: Targets, recorder: Recorder, control: Control) -> None:
         """Go through all rounds; the pool reads meanwhile.
@@ -200,6 +232,7 @@ class Exchange:
                     raise Stopped
                 pool.open_rounds(turn + self.schedule.buckets)
                 self._copy_near(turn, pool, targets, recorder)
+                self._copy_relayed(turn, pool, targets, recorder)
                 self._swap_far(turn, pool, targets, recorder)
         finally:
             self.mesh.close()
@@ -208,12 +241,15 @@ class Exchange:
         """Tell each receiver, and learn of each reader, round and place of every message."""
         sends, receives = self._reads.sends, self._reads.receives
         dims = self._reads.send_pieces.strides.shape[1]
+        self._proposed = propose(self.mesh, self._reads)
+        self._offered = np.full(len(receives), DIRECT, np.int64)
+        self._turns = np.zeros(len(receives), np.int64)
         for peer, source in self.mesh.steps():
             mine = np.flatnonzero(sends.peer == peer)
             theirs = np.flatnonzero(receives.peer == source)
             told = self._tell(mine, dims).reshape(-1).view(np.uint8)
             rows = int(receives.count[theirs].sum())
-            heard = np.zeros(2 * len(theirs) + rows * (1 + dims), np.int64)
+            heard = np.zeros(3 * len(theirs) + rows * (1 + dims), np.int64)
             self.mesh.swap(peer, told, source, heard.view(np.uint8), 0)
             self._note_sends(mine, peer)
             self._hear(theirs, source, heard, dims)
@@ -221,7 +257,10 @@ class Exchange:
     def _tell(self, mine: I64, dims: int) -> I64:
         reads = self._reads
         places = [self.schedule.places[int(q)] for q in reads.sends.request[mine]]
-        heads = np.array([(p.round, p.base) for p in places], np.int64).reshape(-1)
+        relays = self._proposed[mine].tolist()
+        heads = np.array(
+            [(p.round, p.base, relay) for p, relay in zip(places, relays, strict=True)], np.int64
+        ).reshape(-1)
         rows = _rows(reads.sends, mine)
         pieces = reads.send_pieces
         table = np.concatenate([pieces.source[rows, None], pieces.strides[rows]], axis=1)
@@ -235,10 +274,11 @@ class Exchange:
             self._out[turn, peer].append(message)
 
     def _hear(self, theirs: I64, source: int, heard: I64, dims: int) -> None:
-        heads = heard[: 2 * len(theirs)].reshape(-1, 2).tolist()
-        table = heard[2 * len(theirs) :].reshape(-1, 1 + dims).tolist()
+        heads = heard[: 3 * len(theirs)].reshape(-1, 3).tolist()
+        table = heard[3 * len(theirs) :].reshape(-1, 1 + dims).tolist()
         row = 0
-        for message, (turn, base) in zip(theirs.tolist(), heads, strict=True):
+        for message, (turn, base, relay) in zip(theirs.tolist(), heads, strict=True):
+            self._turns[message], self._offered[message] = turn, relay
             if source in self.segments.near:
                 self._near[turn].append((source, message))
             else:
@@ -248,6 +288,40 @@ class Exchange:
                 self._receives.source[piece] = base + table[row][0]
                 self._receives.strides[piece] = table[row][1:]
                 row += 1
+
+    def _relay(self, half_bytes: int, tag: str) -> int:
+        """Settle what goes through relays; returns the rounds that this takes."""
+        self._relays = Relays()
+        self._relayed: dict[int, list[int]] = defaultdict(list)
+        if not self.segments.is_shared or not is_useful(self.mesh):
+            return 0
+        offers = self._proposed, self._offered, self._turns
+        found = agree(self.mesh, self._reads, *offers, half_bytes)
+        self._kept = Segments(self.mesh, found.num_bytes, f"{tag}-relay")
+        if not self._kept.is_shared:
+            return 0
+        self._relays = found
+        for waiting, gone in ((self._out, found.skipped), (self._in, set(found.taken))):
+            for key in waiting:
+                waiting[key] = [message for message in waiting[key] if message not in gone]
+        for message in sorted(found.taken):
+            self._relayed[int(self._turns[message]) + 1].append(message)
+        return max(self._relayed, default=-1) + 1
+
+    def _copy_relayed(
+        self, turn: int, pool: ReadPool, targets: Targets, recorder: Recorder
+    ) -> None:
+        messages = self._relayed.pop(turn, [])
+        if not messages:
+            return
+        pool.modified = True
+        sizes = self._reads.receives.nbytes
+        with recorder.stage("exchange", num_bytes=int(sizes[messages].sum())):
+            for message in messages:
+                relay, place = self._relays.taken[message]
+                data = self._kept.near[relay][place : place + int(sizes[message])]
+                rows = self._span(self._reads.receives, message)
+                self._receives.unpack(rows, data, targets)
 
     def _copy_near(self, turn: int, pool: ReadPool, targets: Targets, recorder: Recorder) -> None:
         messages = self._near.pop(turn, [])
@@ -270,6 +344,7 @@ class Exchange:
             with recorder.stage("exchange", num_bytes=size):
                 received = np.empty(size, np.uint8)
                 self.mesh.swap(peer, self._packed(out), source, received, turn + 1)
+                self.network_bytes += size
                 pool.modified |= bool(into)
                 self._unpack(into, received, targets)
 
@@ -289,6 +364,9 @@ class Exchange:
             stop = start + int(self._reads.receives.nbytes[message])
             rows = self._span(self._reads.receives, message)
             self._receives.unpack(rows, data[start:stop], targets)
+            if message in self._relays.kept:
+                place = self._relays.kept[message]
+                self._kept.own[place : place + stop - start] = data[start:stop]
             start = stop
 
     @staticmethod

@@ -29,6 +29,12 @@ _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 Names = Callable[[Opened, str], Sources]
 """What each weight of the target is made of, from a checkpoint and a role."""
+Progress = Callable[[int, int], None]
+"""Called with the bytes of weights done and in all."""
+
+
+def unheard(done: int, total: int) -> None:
+    """Tell nobody."""
 
 
 def export(
@@ -42,6 +48,7 @@ def export(
     role: str = "main",
     names: Names = plain_sources,
     storage: Storage | None = None,
+    progress: Progress = unheard,
 ) -> Ref:
     """Write the model of a checkpoint as a policy that engines load.
 
@@ -58,6 +65,7 @@ def export(
         role: whose model.
         names: which tensors of the checkpoint make up each weight.
         storage: of the checkpoint, in place of the one that `pin` names.
+        progress: called after each weight; the last call comes before the files are stored.
 
     Returns:
         Ref of schema `policy/1`.
@@ -79,7 +87,7 @@ def export(
         "layout": "hf",
     }
     with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
-        files |= _write(opened, sources, forms, Path(scratch), max_file_bytes)
+        files |= _write(opened, sources, forms, Path(scratch), max_file_bytes, progress)
         return write_files(uri, POLICY_SCHEMA, files, parents=parents, attributes=facts)
 
 
@@ -93,6 +101,7 @@ def export_folder(
     role: str = "main",
     names: Names = plain_sources,
     storage: Storage | None = None,
+    progress: Progress = unheard,
 ) -> Ref:
     """Write the model of a checkpoint as a Hugging Face folder, without an earlier policy.
 
@@ -105,6 +114,7 @@ def export_folder(
         role: whose model.
         names: which tensors of the checkpoint make up each weight.
         storage: of the checkpoint, in place of the one that `place` names.
+        progress: called after each weight; the last call comes before the files are stored.
 
     Raises:
         LayoutMismatch: the checkpoint has no weights, or they cannot be converted.
@@ -128,7 +138,7 @@ def export_folder(
         "step": opened.commit.step,
     }
     with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
-        files |= _write(opened, sources, forms, Path(scratch), max_shard_bytes)
+        files |= _write(opened, sources, forms, Path(scratch), max_shard_bytes, progress)
         parents = {"state": opened.commit.meta_sha256}
         return write_files(out, POLICY_SCHEMA, files, parents=parents, attributes=facts)
 
@@ -165,15 +175,21 @@ def _write(
     forms: Mapping[str, Form],
     folder: Path,
     max_file_bytes: int,
+    progress: Progress,
 ) -> dict[str, Path | bytes]:
     reader = SliceReader(opened)
+    done, total = 0, sum(form.nbytes for form in forms.values())
+    progress(done, total)
 
     def arrays(names: Sequence[str]) -> Iterator[tuple[str, str, Array]]:
+        nonlocal done
         for group in _groups(names, sources):
             found = reader.read_many([sources[name].slice for name in group])
             # Handed out one by one, so that a written tensor is not kept.
             for name in group:
                 yield name, sources[name].form.dtype, found.pop(0)
+                done += forms[name].nbytes
+                progress(done, total)
 
     return write_weights(folder, forms, plan_files(forms, max_file_bytes), arrays)
 

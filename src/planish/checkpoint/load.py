@@ -9,10 +9,10 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (six steps of a load) and 
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from planish.checkpoint.reader import (
 )
 from planish.checkpoint.storage import Storage
 from planish.checkpoint.targets import tensor_targets
-from planish.checkpoint.timings import CheckpointInfo, Recorder
+from planish.checkpoint.timings import CheckpointInfo, Recorder, Timeline
 from planish.errors import PeerLost
 
 if TYPE_CHECKING:
@@ -137,9 +137,10 @@ class _Load:
     options: LoadOptions
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.call.rank, "load")
+        self.recorder = Recorder(self.call.rank, "load", socket.gethostname())
         self.reader = BlockReader(self.opened, verify=self.options.verify == "crc")
         self.modified = False
+        self.network_bytes = 0
 
     def run(self) -> Loaded:
         """Go through all stages; every rank leaves each of them, or none does."""
@@ -169,17 +170,20 @@ class _Load:
 
     def _move(self, targets: Targets, job: JobPlan) -> None:
         """Read, copy and exchange."""
-        threads, buckets = _shares(job.verdict.max_host_bytes, self.call)
+        threads, buckets, relay_bytes = _shares(job.verdict.max_host_bytes, self.call)
         exchange: Exchange | None = None
         schedule, ring = Schedule({}, 0, 0), _no_bytes()
         if len(job.members) > 1:
-            exchange = Exchange(self.call, job.members, job.reads, buckets, job.tag)
+            exchange = Exchange(
+                self.call, job.members, job.reads, buckets, job.tag, relay_bytes=relay_bytes
+            )
             schedule, ring = exchange.schedule, exchange.segments.own
         pool = ReadPool(self.reader, job.reads, targets, self.recorder, schedule)
         pool.start(ring, threads)
         try:
             if exchange is not None:
                 exchange.run(pool, targets, self.recorder, self.call)
+                self.network_bytes = exchange.network_bytes
         except BaseException as error:
             pool.stop(error)
             raise
@@ -199,11 +203,16 @@ class _Load:
 
     def _loaded(self, job: JobPlan, extras: Extras) -> Loaded:
         counters = self.reader.counters
-        brought = self.call.gather(json.dumps(counters.num_bytes).encode(), "bytes")
-        total = sum(map(json.loads, brought)) if brought is not None else 0
-        total = json.loads(self.call.broadcast(json.dumps(total).encode(), "bytes.sum"))
+        moved = np.array([counters.num_bytes, self.network_bytes], np.int64)
+        brought = self.call.gather(moved.tobytes(), "bytes")
+        if brought is not None:
+            moved = np.sum([np.frombuffer(one, np.int64) for one in brought], axis=0)
+        moved = np.frombuffer(self.call.broadcast(moved.tobytes(), "bytes.sum"), np.int64)
+        mine = self.recorder.timeline().encode() if self.options.store_timings else b""
         # Rank 0, which keeps the messages, stays until everybody has read the last one.
-        self.call.gather(b"", "end")
+        timelines = self.call.gather(mine, "end")
+        if timelines is not None and self.options.store_timings:
+            self._store(timelines)
         commit, header = self.opened.commit, self.opened.metadata.header
         info = CheckpointInfo(
             self.opened.uri,
@@ -223,19 +232,32 @@ class _Load:
             loader=extras.loader,
             missing=job.verdict.missing,
             unexpected=job.verdict.unexpected,
-            bytes_from_store=total,
+            bytes_from_store=int(moved[0]),
+            bytes_over_network=int(moved[1]),
             unique_bytes_needed=job.unique_bytes,
+            sharing=job.sharing,
+            replication=job.replication,
+            rates=job.rates,
         )
+
+    def _store(self, timelines: Sequence[bytes]) -> None:
+        """Keep what the stages of all ranks have cost; on rank 0."""
+        records = [record for one in timelines for record in Timeline.decode(one).records]
+        timeline = Timeline(records)
+        monitor.warn_of_stragglers(timeline)
+        opened = self.opened
+        monitor.store_timings(opened.storage, opened.path, opened.commit.attempt, timeline, "load")
 
 
 def _no_bytes() -> Bytes:
     return np.zeros(0, np.uint8)
 
 
-def _shares(max_host_bytes: int, call: Control) -> tuple[int, int]:
-    """Return how many threads read, and how many buckets a ring has, within the limit."""
+def _shares(max_host_bytes: int, call: Control) -> tuple[int, int, int]:
+    """Return, within the limit: reading threads, buckets of a ring, bytes kept for others."""
     units = max_host_bytes // BUCKET_BYTES
     near = call.hosts.count(call.hosts[call.rank])
     cores = -(-(os.cpu_count() or 1) // near)
     threads = min(4, max(2, cores), max(1, units // 4))
-    return threads, max(2, min(RING, units - threads - 2))
+    buckets = max(2, min(RING, units - threads - 2))
+    return threads, buckets, max(0, units - threads - 2 - buckets) * BUCKET_BYTES

@@ -140,13 +140,14 @@ def _sentence(fault: str, spec: TensorSpec, stored: TensorSpec) -> str:
 
 def encode_fit(fit: Fit, options: LoadOptions, roles: Sequence[str]) -> bytes:
     """Return the findings of one rank, without its items."""
-    same = (options.strict, options.parts, options.verify, options.dtype_policy)
+    same: tuple[object, ...] = (options.strict, options.parts, options.verify)
+    same += (options.dtype_policy, options.redundancy, options.store_timings)
     return json.dumps(
         {
             "faults": fit.faults,
             "absent": fit.absent,
             "unfit": fit.unfit,
-            "options": repr((*same, options.redundancy, options.map_fqn is not None)),
+            "options": repr((*same, options.map_fqn is not None)),
             "roles": list(roles),
             "max_host_bytes": options.max_host_bytes,
         }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from planish.checkpoint.load_rates import Rates, Sharing
 from planish.checkpoint.loader_state import LoaderState
 from planish.checkpoint.timings import CheckpointInfo
 
@@ -34,11 +35,16 @@ class LoadOptions:
     dtype_policy: Literal["exact", "cast"] = "exact"
     """`cast` converts where the types differ; the default refuses."""
     redundancy: Literal["auto", "off"] = "auto"
-    """`auto`: bytes that several ranks need are read once and exchanged; `off`: each reads all."""
+    """`auto`: bytes that several ranks need are read once and exchanged, between the ranks of one
+    machine always, between machines where the network was measured to be faster than the store;
+    `off`: each reads all."""
     max_host_bytes: int = 256 << 20
     """Limit on buffers of one rank, beside the tensors themselves."""
     timeout_s: float = 1800.0
     """Limit on the whole load."""
+    store_timings: bool = False
+    """Whether the timings of all ranks are kept beside those of the save; a store that can not be
+    written fails no load."""
     allow_pickle: bool = False
     """Whether small values that were saved with `allow_pickle` may be read."""
 
@@ -63,5 +69,13 @@ class Loaded:
     """Without `strict`: tensors of the checkpoint that nothing asked for."""
     bytes_from_store: int = 0
     """Read by all ranks together."""
+    bytes_over_network: int = 0
+    """Received by all ranks together from ranks of other machines."""
     unique_bytes_needed: int = 0
     """Of the checkpoint's tensor bytes: those that at least one rank needs, each counted once."""
+    sharing: Sharing = "none"
+    """Between whom bytes were exchanged, equal on all ranks."""
+    replication: float = 1.0
+    """How many ranks need a block of the checkpoint on average."""
+    rates: Rates | None = None
+    """Of store and network, where they were measured; equal on all ranks."""

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from planish.checkpoint.export_hf import MAX_FILE_BYTES, Names, export, export_folder
+from planish.checkpoint.export_hf import (
+    MAX_FILE_BYTES,
+    Names,
+    Progress,
+    export,
+    export_folder,
+    unheard,
+)
 from planish.checkpoint.hf_names import megatron_sources, model_tensors, plain_sources
 from planish.checkpoint.hf_source import PolicySource
 from planish.checkpoint.reader import Opened, open_state
@@ -80,6 +87,7 @@ def merge(
     attributes: Mapping[str, Any],
     role: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Progress = unheard,
 ) -> Ref:
     """Write the model of a checkpoint as a policy, like an earlier policy of the same model.
 
@@ -90,6 +98,7 @@ def merge(
         attributes: of the manifest; `role` is added.
         role: one of several; empty for the usual one.
         max_file_bytes: weights beyond this go to further files.
+        progress: as for `export`.
 
     Raises:
         ConfigError: no such role.
@@ -109,6 +118,7 @@ def merge(
         max_file_bytes=max_file_bytes,
         role=chosen,
         names=names_for(opened, chosen, config),
+        progress=progress,
     )
 
 
@@ -120,6 +130,7 @@ def merge_with_folder(
     role: str = "",
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Progress = unheard,
 ) -> Ref:
     """Write the model of a checkpoint as a policy, beside the small files of a local folder.
 
@@ -130,6 +141,7 @@ def merge_with_folder(
         role: one of several; empty for the usual one.
         dtype: float type of all float weights; None keeps each tensor's own.
         max_file_bytes: weights beyond this go to further files.
+        progress: as for `export`.
 
     Raises:
         ConfigError: no such role.
@@ -148,6 +160,7 @@ def merge_with_folder(
         dtype=dtype,
         role=chosen,
         names=names,
+        progress=progress,
     )
 
 

@@ -1,7 +1,8 @@
 """What operators see of saves and loads: metrics, the straggler rule, stored timing records.
 
-A save's records lie beside its data, as JSON lines written after the commit; they are no part of
-the checkpoint, and their absence is no fault. Nothing here fails a save or load.
+A save's records lie beside its data, as JSON lines written after the commit, and so do those of
+the last load that was asked to keep them; they are no part of the checkpoint, and their absence is
+no fault. Nothing here fails a save or load.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 
 from planish import telemetry
 from planish.checkpoint.storage import Storage, open_storage
-from planish.checkpoint.timings import RETRY, Timeline, Timing
-from planish.errors import CheckpointNotFound, ObjectMissing, RecordError, StoreError
+from planish.checkpoint.timings import RETRY, Operation, Timeline, Timing
+from planish.errors import CheckpointNotFound, ObjectMissing, RecordError
 from planish.telemetry import event
 
 logger = logging.getLogger(__name__)
 
 TIMINGS = "timings.jsonl"
 """Name of the records of a save below the folder of its attempt."""
+LOAD_TIMINGS = "load-timings.jsonl"
+"""Name of those of the last load that was asked to keep them."""
 MAX_TIMINGS_BYTES = 256 << 20
 """Larger records are refused."""
 STRAGGLER_RATIO = 2.0
@@ -179,33 +182,40 @@ def publish_retries(retries: Mapping[str, int]) -> None:
         telemetry.count("planish_checkpoint_retries_total", number, code=code)
 
 
-def timings_key(folder: str, attempt: str) -> str:
-    """Return the key of the records of one save of the checkpoint at `folder`.
+def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
+    """Return the key of the records of one save of the checkpoint at `folder`, or of its loads.
 
     Example:
         >>> timings_key("runs/a/step-7", "01J")
         'runs/a/step-7/a-01J/timings.jsonl'
     """
-    return f"{folder}/a-{attempt}/{TIMINGS}" if folder else f"a-{attempt}/{TIMINGS}"
+    name = TIMINGS if op == "save" else LOAD_TIMINGS
+    return f"{folder}/a-{attempt}/{name}" if folder else f"a-{attempt}/{name}"
 
 
-def store_timings(storage: Storage, folder: str, attempt: str, timeline: Timeline) -> None:
-    """Write the records of a committed save beside its data; failing to is only logged."""
-    key = timings_key(folder, attempt)
+def store_timings(
+    storage: Storage, folder: str, attempt: str, timeline: Timeline, op: Operation = "save"
+) -> None:
+    """Write the records of a committed save, or of a load, beside the data of the checkpoint.
+
+    Failing to is only logged: a checkpoint may be loaded from where nothing can be written.
+    """
+    key = timings_key(folder, attempt, op)
     try:
         storage.put(key, timeline.encode())
-    except StoreError as error:
+    except OSError as error:
         logger.warning(event("timings_not_written", uri=storage.uri(key), error=error))
 
 
-def read_timings(uri: str) -> Timeline:
-    """Return the records of a committed checkpoint's save, or those of one JSON-lines file.
+def read_timings(uri: str, op: Operation = "save") -> Timeline:
+    """Return the records of a committed checkpoint, or those of one JSON-lines file.
 
     Args:
         uri: a checkpoint, or a file whose name ends in `.jsonl`.
+        op: of the save, or of the last load that was asked to keep its records.
 
     Raises:
-        CheckpointNotFound: nothing is committed there, or its save left no records.
+        CheckpointNotFound: nothing is committed there, or there are no such records.
         RecordError: what lies there are no records.
     """
     from planish.checkpoint.commit import read_commit
@@ -218,13 +228,17 @@ def read_timings(uri: str) -> Timeline:
                 f"`{uri}` must be a committed checkpoint, but has no COMMIT; `planish checkpoint "
                 "ls` shows those that are there"
             )
-        key = timings_key(key, commit.attempt)
+        key = timings_key(key, commit.attempt, op)
     try:
         data, _ = storage.get(key, MAX_TIMINGS_BYTES)
     except ObjectMissing:
+        why = {
+            "save": "the saver ended before it wrote them",
+            "load": "no load was asked to keep them (`store_timings=True`), or it could not",
+        }
         raise CheckpointNotFound(
-            f"`{storage.uri(key)}` must hold the timing records of a save, but is not there; the "
-            "saver ended before it wrote them"
+            f"`{storage.uri(key)}` must hold the timing records of a {op}, but is not there; "
+            f"{why[op]}"
         ) from None
     try:
         return Timeline.decode(data)

@@ -109,7 +109,7 @@ def _loader_objects(role: str, name: str, loader: Any, allow_pickle: bool) -> li
         several[shard.dp_rank, shard.reader] += 1
         suffix = f"-{number}" if number else ""
         key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
-        data = _encode(role, shard.to_data(), allow_pickle)
+        data = shard.encoded or _encode(role, shard.to_data(), allow_pickle)
         found.append(SmallObject(key, data, role, "shard", shard.index()))
     return found
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -170,6 +173,16 @@ def test_report_prints_text_and_writes_a_page(run, states, file_root, tmp_path):
     assert "1 rank on 1 machine, 2.00 s" in out
     assert "512.0 KiB/s" in out
     assert "node-7" in (tmp_path / "page.html").read_text()
+    code, _, err = run("report", states[0], "--load")
+    assert code == 1
+    assert "no load was asked to keep them" in err
+    records = [Timing(3, "load", "main.model", "read", 1.0, 5.0, 4 << 20, host="node-8")]
+    monitor.store_timings(storage, key, attempt, Timeline(records), "load")
+    code, out, _ = run("report", states[0], "--load")
+    assert code == 0
+    assert "1 rank on 1 machine, 4.00 s" in out
+    assert "1.0 MiB/s" in out
+    assert "node-8" in out
 
 
 @pytest.mark.parametrize("command", ["info", "inspect", "report"])
@@ -250,6 +263,25 @@ def test_export_hf_writes_weights_beside_the_files_of_a_folder(run, states, file
     code, _, err = run("export-hf", states[0], f"{file_root}/hf4", "--source", "no/such/folder")
     assert code == 2
     assert "must be a policy or a local folder" in err
+
+
+def test_export_hf_shows_on_a_terminal_how_much_is_done(run, states, file_root, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", shown)
+    code, out, _ = run("export-hf", states[0], f"{file_root}/hf")
+    assert code == 0
+    assert out.strip().startswith(f"{file_root}/hf#sha256=")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    size = sum(a.nbytes for s, a in tiny_model().items() if s.kind == "model")
+    assert "store" in text
+    assert "100%" in text
+    assert f"{size / 1024:.1f}/{size / 1024:.1f} KiB" in text
 
 
 def test_torch_folders_are_imported_and_exported(run, states, file_root, tmp_path):

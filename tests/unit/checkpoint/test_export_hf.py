@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -92,6 +93,20 @@ def test_export_equals_the_folder_that_transformers_itself_writes(file_root):
         f"{file_root}/direct", trained, version=1, parents={}, attributes={"config_sha256": "ab"}
     )
     assert read_manifest(direct.uri).shards == read_manifest(ref.uri).shards
+
+
+def test_the_bytes_done_are_told_up_to_the_last_one(file_root, monkeypatch):
+    monkeypatch.setattr(export_hf, "GROUP_BYTES", 1000)
+    trained = tiny(5).model
+    seen = []
+    export_hf.export_folder(
+        state_of(trained), f"{file_root}/x", dtype="BF16", progress=lambda *told: seen.append(told)
+    )
+    sizes = [2 * p.numel() for p in trained.parameters()]
+    assert {total for _, total in seen} == {sum(sizes)}
+    done = [now for now, _ in seen]
+    assert done[0] == 0
+    assert sorted(b - a for a, b in itertools.pairwise(done)) == sorted(sizes)
 
 
 def test_only_the_models_bytes_are_read(file_root, monkeypatch):

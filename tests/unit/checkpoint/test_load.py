@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish.checkpoint import monitor
 from planish.checkpoint.adapters.dtypes import TYPES
 from planish.checkpoint.coordination import Control
 from planish.checkpoint.fill import RAW
@@ -74,6 +75,22 @@ def test_the_optimizers_bytes_are_never_read_when_only_the_model_is_wanted(place
     sizes = [s for k, s in zip(files.keys, files.sizes, strict=True) if ".optim/" not in k]
     assert loaded.bytes_from_store == sum(sizes)
     assert {r.state for r in loaded.info.timings.records} == {"", "main.model"}
+
+
+def test_a_load_from_where_nothing_can_be_written_is_none_the_worse(place, caplog):
+    def decide(number, kind, key):
+        return "fail" if kind == "put" else ""
+
+    storage = FaultyStorage(open_storage(place.partition("#")[0])[0], decide)
+    control, items = Control.single(), ones(place)
+    opened = open_on_all(place, control, storage=storage)
+    options = LoadOptions(store_timings=True)
+    load_state(opened, damage.collected(items), control, options)
+    damage.assert_holds(items, tiny_model())
+    assert [kind for kind, _ in storage.log].count("put") == 1
+    assert "timings_not_written" in caplog.text
+    load(place, ones(place), store_timings=True)
+    assert monitor.read_timings(place, "load").seconds("plan") > 0
 
 
 def test_all_offenders_are_listed_and_nothing_is_touched(place):

@@ -10,6 +10,7 @@ from planish.checkpoint.commit import Facts, new_attempt, publish
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.timings import Recorder, Timeline, Timing
 from planish.errors import CheckpointNotFound, RecordError, SaveFailed
+from tests import pages
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +19,7 @@ def _fresh(monkeypatch):
 
 
 def samples():
-    lines = telemetry.metrics_text().splitlines()
-    return {k: float(v) for k, _, v in (x.rpartition(" ") for x in lines if x[0] != "#")}
+    return pages.samples(telemetry.metrics_text())
 
 
 def test_repeated_requests_are_counted_by_their_reason():

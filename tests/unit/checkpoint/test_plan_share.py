@@ -194,6 +194,18 @@ def test_the_reader_sits_on_the_host_that_needs_most():
     assert plain.reader.tolist() == [0]
 
 
+def test_replication_is_how_many_ranks_need_a_block_on_average():
+    one = spec("w", (4 * MIB,))
+    half = [LocalItem(one, (Box((0,), (2 * MIB - 64,)),))]
+    for targets, expected in ((1, 1.0), (4, 4.0)):
+        assert planned(replicas(one, 1), replicas(one, targets))[2].replication == expected
+    # 17 blocks with that of the header, of which the second rank needs the first eight.
+    _, _, shared = planned(replicas(one, 1), [*replicas(one, 1), half])
+    assert shared.replication == pytest.approx((17 + 8) / 17)
+    nothing = [[] for _ in range(3)]
+    assert planned(replicas(one, 1), nothing)[2].replication == 1.0
+
+
 def test_parts_of_the_model_touch_no_other_file():
     model = spec("w", (MIB,))
     optim = TensorSpec("main", "optim", "m", "F32", (MIB,))

@@ -64,6 +64,8 @@ class SharedReads:
     """Of the tensors' bytes: those that at least one rank needs, each counted once."""
     wanted_bytes: int
     """Of the tensors' bytes: what the ranks need, added up."""
+    replication: float
+    """How many ranks need a block on average: what all would read on their own, over this."""
 
     @property
     def bytes_from_store(self) -> int:
@@ -177,7 +179,7 @@ def share_reads(
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     wanted, wanted_bytes = _gather(metadata, reads)
     blocks = _blocks(metadata, wanted, costs)
-    requests, needs = _requests(metadata, blocks, wanted.sets)
+    requests, needs, replication = _requests(metadata, blocks, wanted.sets)
     reader = _readers(requests, needs, wanted.sets, where)
     order = order_by(reader)
     number = np.empty(len(reader), np.int64)
@@ -194,6 +196,7 @@ def share_reads(
         _piece_of(metadata, wanted, requests),
         unique_elements(metadata, wanted.shard, wanted.offsets, wanted.lengths),
         wanted_bytes,
+        replication,
     )
 
 
@@ -265,12 +268,17 @@ class _Needs(NamedTuple):
     """[q], the set of all that need some of the request."""
 
 
-def _requests(metadata: Metadata, blocks: _Blocks, sets: RankSets) -> tuple[Requests, _Needs]:
-    """Join stretches into runs and runs into requests."""
+def _requests(
+    metadata: Metadata, blocks: _Blocks, sets: RankSets
+) -> tuple[Requests, _Needs, float]:
+    """Join stretches into runs and runs into requests; also return how often blocks are needed."""
     sizes = np.array(metadata.files.sizes, np.int64)
     base = line_bases(sizes)
     first = np.append(np.flatnonzero(fresh(blocks.owner)), len(blocks.owner)).astype(np.int64)
     union = sets.unions(blocks.set, first)
+    length = blocks.stop - blocks.start
+    ranks = np.array([len(members) for members in sets.members], np.int64)[union]
+    replication = float((ranks * length).sum() / length.sum()) if len(length) else 1.0
     file = np.searchsorted(base, blocks.start, side="right").astype(np.int64) - 1
     touch = np.zeros(len(file), bool)
     touch[1:] = (blocks.start[1:] == blocks.stop[:-1]) & (file[1:] == file[:-1])
@@ -290,7 +298,7 @@ def _requests(metadata: Metadata, blocks: _Blocks, sets: RankSets) -> tuple[Requ
         line, blocks.start - base[file], blocks.stop - base[file], sizes[line_file]
     )
     requests = Requests(line_file[line], start, stop)
-    return requests, _needs(requests, base, blocks, sets)
+    return requests, _needs(requests, base, blocks, sets), replication
 
 
 SHORT_BYTES = 2 << 20
