@@ -10,10 +10,12 @@ import hypothesis
 import numpy as np
 import pytest
 
-from tests.servers import run_alertmanager, run_prometheus
 from tests.servers.exporter_fleet import Fleet
-from tests.servers.run_control_plane import PROGRAMS, ControlPlane
-from tests.servers.run_minio import BINARY, Minio, free_port
+from tests.servers.program import free_port
+from tests.servers.run_alertmanager import AlertmanagerServer, require_alertmanager
+from tests.servers.run_control_plane import ControlPlane, require_kubernetes
+from tests.servers.run_minio import Minio, require_minio
+from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 
 # The same examples in every run, and no failure because another process was using the machine.
 hypothesis.settings.register_profile("planish", deadline=None, derandomize=True)
@@ -37,8 +39,7 @@ def _free_port() -> int:
 @pytest.fixture(scope="session")
 def minio_server(tmp_path_factory):
     """A MinIO server of this test process; one per pytest-xdist worker."""
-    if not BINARY.exists():
-        pytest.skip("no MinIO server here: build one with `make servers`")
+    require_minio()
     server = Minio(tmp_path_factory.mktemp("minio") / "data")
     server.start()
     yield server
@@ -64,8 +65,7 @@ def s3_root(minio) -> str:
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory):
     """A Kubernetes API server with its controllers; one per pytest-xdist worker."""
-    if not all(program.exists() for program in PROGRAMS):
-        pytest.skip("no Kubernetes here: build it with `tests/servers/build.sh etcd kubernetes`")
+    require_kubernetes()
     plane = ControlPlane(tmp_path_factory.mktemp("control-plane"))
     try:
         plane.start()
@@ -77,9 +77,8 @@ def control_plane(tmp_path_factory):
 @pytest.fixture
 def prometheus(tmp_path):
     """A Prometheus that is not started: set its `config` or `backfill` it, then `start()`."""
-    if not run_prometheus.is_installed():
-        pytest.skip(f"no Prometheus here: {run_prometheus.REMEDY}")
-    server = run_prometheus.PrometheusServer(tmp_path / "prometheus")
+    require_prometheus()
+    server = PrometheusServer(tmp_path / "prometheus")
     yield server
     server.stop()
 
@@ -87,9 +86,8 @@ def prometheus(tmp_path):
 @pytest.fixture
 def alertmanager(tmp_path):
     """An Alertmanager that is not started: set its `config` if need be, then `start()`."""
-    if not run_alertmanager.is_installed():
-        pytest.skip(f"no Alertmanager here: {run_alertmanager.REMEDY}")
-    server = run_alertmanager.AlertmanagerServer(tmp_path / "alertmanager")
+    require_alertmanager()
+    server = AlertmanagerServer(tmp_path / "alertmanager")
     yield server
     server.stop()
 

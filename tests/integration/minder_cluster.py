@@ -14,7 +14,8 @@ from planish.minder.alerts import Alert
 from planish.minder.kube import Cluster
 from planish.minder.kube_config import KubernetesConfig
 from planish.minder.result import Finding, Result
-from tests.servers.run_minio import REPOSITORY
+from tests.integration.waiting import wait_for
+from tests.servers.program import REPOSITORY
 
 JOB_LABEL = names.JOB_LABELS[0]
 WORKFLOWS = {
@@ -115,6 +116,18 @@ class Fleet:
         for number in range(machines):
             self.add_pod(f"train-{number}", self.name(number), **options)
 
+    def add_workflow(self, name):
+        """Make a workflow of Argo, of which the server must know (`install_workflows`)."""
+        metadata = {"name": name, "namespace": self.namespace}
+        body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata}
+        wait_for(lambda: self.plane.apply(body, check=False).returncode == 0, 20)
+
+    def anomaly(self, name):
+        """Return what the annotation of a workflow tells of a machine; None for nothing."""
+        found = self.plane.kubectl("get", "workflow", name, "-n", self.namespace, "-o", "json")
+        text = json.loads(found.stdout)["metadata"].get("annotations", {}).get(names.ANOMALY)
+        return json.loads(text) if text else None
+
     def node(self, number):
         return self.admin.node(self.name(number))
 
@@ -179,6 +192,12 @@ def result(of, end, *, confirms=True):
     )
 
 
+def install_workflows(plane):
+    """Let the server know workflows of Argo."""
+    plane.apply(WORKFLOWS)
+    plane.kubectl("wait", "--for=condition=Established", "crd/workflows.argoproj.io")
+
+
 def account(plane, overlays=()):
     """Install the monitor's own roles and return a kubeconfig of its service account."""
     built = plane.kubectl("kustomize", str(REPOSITORY / "manifests/base")).stdout
@@ -193,10 +212,8 @@ def account(plane, overlays=()):
         for item in yaml.safe_load_all(built)
         if item["metadata"]["name"].startswith("minder") and item["kind"] in (*kinds, "ConfigMap")
     ]
-    path = plane.folder / "minder.yaml"
-    path.write_text(yaml.safe_dump_all(chosen))
     plane.kubectl("create", "namespace", "planish", check=False)
-    plane.kubectl("apply", "-f", str(path))
+    plane.apply(*chosen)
     return token_config(plane, "minder", "planish")
 
 
@@ -208,11 +225,3 @@ def token_config(plane, name, namespace):
     path = plane.folder / f"kubeconfig-{name}"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def wait_for(check, seconds=20.0):
-    """Wait until something holds."""
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.1)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from planish.minder.artefacts import save_limits
-from tests.servers.run_minio import free_port
+from tests import pages
+from tests.integration.waiting import wait_for
+from tests.servers.program import Program, free_port
 
 METRICS = ("cpu_usage", "gpu_duty_cycle", "gpu_graphics_engine_activity")
 """With limits that need no training."""
@@ -63,53 +59,34 @@ class Served:
 
     config: Path
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen | None = None
+
+    def __post_init__(self) -> None:
+        self.program = Program(self.config.parent / "serve.log")
 
     def start(self) -> None:
-        log = open(self.config.parent / "serve.log", "ab")  # noqa: SIM115  (the child keeps it)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "planish", "minder", "serve", "--config", str(self.config)],
-            stdout=log,
-            stderr=log,
+        self.program.start(
+            [sys.executable, "-m", "planish", "minder", "serve", "--config", str(self.config)]
         )
-        log.close()
 
     @property
     def log(self) -> str:
-        return (self.config.parent / "serve.log").read_text()
+        return self.program.log.read_text()
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and body; status 0 for no answer."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
+        return pages.get(f"http://127.0.0.1:{self.port}{path}")
 
     def metric(self, line: str) -> float | None:
         """Return one of its own metrics."""
-        for found in self.get("/metrics")[1].splitlines():
-            if found.startswith(line + " "):
-                return float(found.rpartition(" ")[2])
-        return None
+        return pages.samples(self.get("/metrics")[1]).get(line)
 
     def terminate(self) -> tuple[int, float]:
         """End it politely; return exit code and seconds."""
-        assert self.process is not None
         begun = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=20)
-        self.process = None
-        return code, time.monotonic() - begun
+        return self.program.terminate(), time.monotonic() - begun
 
     def kill(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(OSError):
-                self.process.kill()
-            self.process.wait(timeout=20)
-            self.process = None
+        self.program.kill()
 
 
 def serving(folder: Path, raw: dict[str, Any]) -> Served:
@@ -120,14 +97,3 @@ def serving(folder: Path, raw: dict[str, Any]) -> Served:
     served.start()
     wait_for(lambda: served.get("/healthz")[0] == 200, 60, lambda: served.log)
     return served
-
-
-def wait_for(holds: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
-    """Return what is true at last, or fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"still not so after {seconds} s; {why()[-3000:]}")

@@ -11,7 +11,8 @@ from planish.minder import kube_names as names
 from planish.minder.act import Actor
 from planish.minder.act_config import ActConfig
 from planish.minder.act_steps import change_node, cordon_change
-from tests.integration.minder_cluster import Fleet, alert, result, wait_for
+from tests.integration.minder_cluster import Fleet, alert, result
+from tests.integration.waiting import wait_for
 
 pytestmark = pytest.mark.server
 
@@ -213,7 +214,7 @@ def test_a_disruption_budget_holds_a_pod_and_a_restart_goes_on(fleet):
         now = next(times)
         return actor.handle(about, result(about, now), now).result == "done"
 
-    wait_for(evicts)
+    wait_for(evicts, 20)
     assert fleet.pods() == ["train-1", "train-2"]
 
 

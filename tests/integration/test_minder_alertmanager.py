@@ -13,7 +13,7 @@ from planish.minder.alertmanager import AlertContext, Alertmanager
 from planish.minder.alerts import Alert
 from planish.minder.http_client import Deadline
 from planish.minder.service_config import AlertmanagerConfig
-from tests.integration.minder_service import wait_for
+from tests.integration.waiting import wait_for
 from tests.servers.scripted_http import ScriptedServer
 
 pytestmark = pytest.mark.server

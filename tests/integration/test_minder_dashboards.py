@@ -18,7 +18,7 @@ from planish.minder.metrics_table import PUBLISHED_ORDER
 from planish.minder.own_metrics import BUCKETS, OwnMetrics
 from planish.telemetry import METRICS
 from tests.golden.write_rules import MONITORING, RULES
-from tests.servers import run_prometheus
+from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 
 pytestmark = pytest.mark.server
 
@@ -101,10 +101,9 @@ def samples(end):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    if not run_prometheus.is_installed():
-        pytest.skip(f"no Prometheus here: {run_prometheus.REMEDY}")
+    require_prometheus()
     end = int(time.time()) // STEP * STEP
-    found = run_prometheus.PrometheusServer(tmp_path_factory.mktemp("dashboards"))
+    found = PrometheusServer(tmp_path_factory.mktemp("dashboards"))
     found.backfill(samples(end))
     found.start()
     yield found.url, end - STEP

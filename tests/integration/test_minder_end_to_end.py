@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,11 +18,11 @@ from planish.minder import kube_names as names
 from planish.store import open_store
 from planish.store.documents import read_json
 from tests.golden.write_rules import MONITORING, RULES
-from tests.integration.minder_cluster import WORKFLOWS
 from tests.integration.minder_cluster import Fleet as KubernetesFleet
+from tests.integration.minder_cluster import install_workflows
+from tests.integration.waiting import wait_for
 from tests.servers.exporter_fleet import Fault, Fleet
-from tests.servers.run_minio import free_port
-from tests.servers.run_prometheus import wait_ready
+from tests.servers.program import Program, free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -89,10 +87,7 @@ class Timeline:
 
     def wait(self, what, check, seconds):
         """Wait until something holds, note when, and return it."""
-        deadline = time.monotonic() + seconds
-        while not (found := check()):
-            assert time.monotonic() < deadline, "\n".join([*self.lines, f"never: {what}"])
-            time.sleep(0.2)
+        found = wait_for(check, seconds, lambda: "\n".join([*self.lines, f"never: {what}"]))
         self.note(what)
         return found
 
@@ -102,21 +97,20 @@ class Monitor:
 
     def __init__(self, folder: Path, **settings):
         folder.mkdir(exist_ok=True)
-        self.log = folder / "monitor.log"
         config = folder / "minder.toml"
         self.port = settings["port"]
         settings |= {"continuity": CONTINUITY_SECONDS, "metrics": json.dumps(METRICS)}
         config.write_text(CONFIG.format(state=folder / "state.json", **settings))
-        line = [sys.executable, "-m", "planish", "minder", "serve", "--config", str(config)]
-        with self.log.open("ab") as log:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, env=environment)
-        wait_ready(f"http://127.0.0.1:{self.port}/healthz", self.process, self.log)
+        self.program = Program(folder / "monitor.log")
+        self.program.start(
+            [sys.executable, "-m", "planish", "minder", "serve", "--config", str(config)],
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.program.wait_for(f"http://127.0.0.1:{self.port}/healthz")
 
     def stop(self):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            assert self.process.wait(timeout=15) == 0
+        if self.program.is_running:
+            assert self.program.terminate(15) == 0
 
 
 def past(exporters, end):
@@ -162,14 +156,8 @@ def routes():
 def cluster(control_plane, tmp_path):
     """A namespace that allows evictions: eight machines of one job, and a spare one."""
     found = KubernetesFleet(control_plane)
-    found.plane.kubectl("apply", "-f", str(write(tmp_path / "crd.json", WORKFLOWS)))
-    found.plane.kubectl("wait", "--for=condition=Established", "crd/workflows.argoproj.io")
-    workflow = {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "metadata": {"name": "post-train-7", "namespace": found.namespace},
-    }
-    found.plane.kubectl("apply", "-f", str(write(tmp_path / "workflow.json", workflow)))
+    install_workflows(control_plane)
+    found.add_workflow("post-train-7")
     found.add_nodes(MACHINES + 1)
     root = f"file://{tmp_path}/runs/7"
     found.add_job(
@@ -185,19 +173,6 @@ def cluster(control_plane, tmp_path):
     )
     yield found
     found.remove()
-
-
-def write(path, document):
-    path.write_text(json.dumps(document))
-    return path
-
-
-def annotation(cluster):
-    text = cluster.plane.kubectl(
-        *("-n", cluster.namespace, "get", "workflows.argoproj.io", "post-train-7", "-o", "json")
-    ).stdout
-    found = json.loads(text)["metadata"].get("annotations", {}).get(names.ANOMALY)
-    return json.loads(found) if found else None
 
 
 def named(alertmanager):
@@ -295,7 +270,7 @@ def test_a_faulty_machine_is_named_cordoned_emptied_and_resolved(
     assert not any(cluster.node(n).is_unschedulable for n in range(MACHINES + 1) if n != FAULTY)
     assert {names.FAULTY_MACHINE, names.CORDONED} <= reasons(cluster, machine)
     assert names.POD_REASON in reasons(cluster, pod)
-    told = annotation(cluster)
+    told = cluster.anomaly("post-train-7")
     assert {k: told[k] for k in ("machine", "run_id", "stage", "iteration", "kind")} == {
         "machine": machine,
         "run_id": "run-7",

@@ -8,7 +8,8 @@ import urllib.parse
 
 import pytest
 
-from tests.integration.minder_service import Served, raw_settings, serving, wait_for
+from tests.integration.minder_service import Served, raw_settings, serving
+from tests.integration.waiting import wait_for
 from tests.servers.scripted_http import Reply, ScriptedServer
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 
 from planish.minder import kube_names as names
 from planish.minder.act import Actor
 from planish.minder.act_config import ActConfig
 from planish.report.gather import gather
-from tests.integration.minder_cluster import WORKFLOWS, Fleet, alert, result, wait_for
+from tests.integration.minder_cluster import Fleet, alert, install_workflows, result
+from tests.integration.waiting import wait_for
 
 pytestmark = pytest.mark.server
 
@@ -20,10 +20,7 @@ NOW = 2_000_000_000
 
 @pytest.fixture(scope="module")
 def workflows(control_plane):
-    path = control_plane.folder / "crd.yaml"
-    path.write_text(yaml.safe_dump(WORKFLOWS))
-    control_plane.kubectl("apply", "-f", str(path))
-    control_plane.kubectl("wait", "--for=condition=Established", "crd/workflows.argoproj.io")
+    install_workflows(control_plane)
 
 
 @pytest.fixture
@@ -36,11 +33,7 @@ def fleet(control_plane, workflows):
 
 def start_run(fleet, root, name="run-a"):
     """Make a workflow with a pod on each of three machines."""
-    path = fleet.plane.folder / "workflow.yaml"
-    metadata = {"name": name, "namespace": fleet.namespace}
-    body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata}
-    path.write_text(yaml.safe_dump(body))
-    wait_for(lambda: fleet.plane.kubectl("apply", "-f", str(path), check=False).returncode == 0)
+    fleet.add_workflow(name)
     labels = {
         names.WORKFLOW_LABEL: name,
         names.RUN_ID_LABEL: "1234",
@@ -59,12 +52,6 @@ def start_run(fleet, root, name="run-a"):
     return f"{fleet.namespace}/{name}/train"
 
 
-def annotation(fleet, name="run-a"):
-    found = fleet.plane.kubectl("get", "workflow", name, "-n", fleet.namespace, "-o", "json")
-    text = json.loads(found.stdout)["metadata"].get("annotations", {}).get(names.ANOMALY)
-    return json.loads(text) if text else None
-
-
 def actor_of(fleet, roots, **settings):
     config = ActConfig(**{"mode": "evict", "dry_run": True, "max_node_share": 1.0, **settings})
     return Actor(fleet.cluster(run_roots=roots), config, clock=lambda: NOW)
@@ -79,7 +66,7 @@ def test_an_alert_is_told_to_pods_workflow_and_root(fleet, tmp_path):
     actor.handle(about, result(about, NOW + 60), NOW + 60)
     assert fleet.events("run-a-1") == [("MachineAnomaly", 1)]
     assert fleet.events("run-a-0") == []
-    told = annotation(fleet)
+    told = fleet.anomaly("run-a")
     assert (told["run_id"], told["stage"], told["iteration"]) == ("1234", "train", 7)
     assert (told["machine"], told["metric"]) == (fleet.name(1), "cpu_usage")
     assert told["action"] == f"evict dry_run: cordon {fleet.name(1)} and evict run-a-1"
@@ -119,7 +106,7 @@ def test_the_end_of_an_alert_is_told_in_the_same_object(fleet, tmp_path):
     (path,) = (tmp_path / "run/alerts").iterdir()
     stored = json.loads(path.read_text())
     assert (stored["state"], stored["last_second"]) == ("resolved", 1500.0)
-    assert annotation(fleet)["state"] == "resolved"
+    assert fleet.anomaly("run-a")["state"] == "resolved"
 
 
 def test_a_root_that_is_not_allowed_is_never_written_to(fleet, tmp_path):
@@ -129,7 +116,7 @@ def test_a_root_that_is_not_allowed_is_never_written_to(fleet, tmp_path):
     about = alert(fleet, 1, job=job)
     actor.handle(about, result(about, NOW), NOW)
     assert not (tmp_path / "secret").exists()
-    assert annotation(fleet)["machine"] == fleet.name(1)
+    assert fleet.anomaly("run-a")["machine"] == fleet.name(1)
 
 
 def test_a_missing_workflow_and_a_broken_store_stop_nothing(fleet, tmp_path):
@@ -150,7 +137,7 @@ def test_the_table_of_machines_and_runs_remembers_what_has_ended(fleet, tmp_path
     actor = actor_of(fleet, ())
     assert [job.name for job in actor.jobs(1_767_225_700)] == ["run-a"]
     fleet.call(fleet.core.delete_namespaced_pod, "run-a-1", fleet.namespace)
-    wait_for(lambda: fleet.pods() == ["run-a-0", "run-a-2"])
+    wait_for(lambda: fleet.pods() == ["run-a-0", "run-a-2"], 20)
     actor.jobs(1_767_225_800)
     (row,) = actor.table.rows(fleet.name(1))
     assert (row.pod, row.run_id, row.rank, row.end) == ("run-a-1", "1234", 1, 1_767_225_800)

@@ -16,8 +16,9 @@ from planish.minder.cli import add_commands
 from planish.minder.kube_lease import Lease
 from planish.minder.kube_state import ConfigMapState
 from planish.minder.service_config import service_settings
-from tests.integration.minder_cluster import WORKFLOWS, Fleet, account, alert, result, wait_for
-from tests.servers.run_minio import REPOSITORY
+from tests.integration.minder_cluster import Fleet, account, alert, install_workflows, result
+from tests.integration.waiting import wait_for
+from tests.servers.program import REPOSITORY
 
 NOW = 2_000_000_000
 ACCESS = REPOSITORY / "manifests/base/minder/access.yaml"
@@ -135,10 +136,9 @@ def actor_of(cluster):
 @pytest.mark.server
 def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_plane, fleet):
     kubeconfig = account(control_plane, ["minder-act"])
-    (control_plane.folder / "crd.yaml").write_text(yaml.safe_dump(WORKFLOWS))
-    control_plane.kubectl("apply", "-f", str(control_plane.folder / "crd.yaml"))
+    install_workflows(control_plane)
     cluster = fleet.cluster(kubeconfig, own_namespace="planish")
-    wait_for(lambda: _allowed(lambda: cluster.opted_in(fleet.namespace)))
+    wait_for(lambda: _allowed(lambda: cluster.opted_in(fleet.namespace)), 20)
     actor, about = actor_of(cluster), alert(fleet)
     waiting = actor.handle(about, result(about, NOW - 60), NOW - 60)
     assert (waiting.result, waiting.detail) == (
@@ -174,7 +174,7 @@ def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_
         with pytest.raises(ClusterError) as error:
             cluster.call(function, *arguments)
         assert error.value.status == 403, function.__name__
-    wait_for(lambda: _allowed(lambda: cluster.call(core.list_node, limit=1)))
+    wait_for(lambda: _allowed(lambda: cluster.call(core.list_node, limit=1)), 20)
 
 
 EVENT_SECONDS = 600
@@ -200,7 +200,7 @@ def _allowed(ask):
 def test_without_the_binding_everything_is_only_observed(control_plane, fleet):
     cluster = fleet.cluster(account(control_plane), own_namespace="planish")
     control_plane.kubectl("delete", "clusterrolebinding", "minder-act", check=False)
-    wait_for(lambda: not _allowed(lambda: cluster.opted_in(fleet.namespace)))
+    wait_for(lambda: not _allowed(lambda: cluster.opted_in(fleet.namespace)), 20)
     before = fleet.versions()
     actor, about = actor_of(cluster), alert(fleet)
     refused = actor.handle(about, result(about, NOW), NOW)

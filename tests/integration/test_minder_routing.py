@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import yaml
 
 from tests.golden.write_rules import MONITORING
+from tests.integration.waiting import wait_for
 from tests.servers.scripted_http import Reply, ScriptedServer
 
 pytestmark = pytest.mark.server
@@ -47,15 +46,6 @@ ALERTS = [
 HELD_BACK = {("lost", "a-1"), ("lost", "a-2"), ("wide", "b-1"), ("well", "c-2")}
 
 
-def ask(server, path, body=None):
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(server.url + path, data=data, headers=headers)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
-
-
 @pytest.fixture
 def people():
     """Whoever is told: a page for each receiver."""
@@ -77,24 +67,21 @@ def routed(alertmanager, people):
     alertmanager.start()
     ends = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
     body = [{"labels": labels, "annotations": {}, "endsAt": ends} for labels in ALERTS]
-    ask(alertmanager, "/api/v2/alerts", body)
+    alertmanager.ask("/api/v2/alerts", body)
     return alertmanager
 
 
 def test_what_another_alert_explains_is_held_back_and_nothing_else(routed):
     found = {
         (one["labels"].get("job_name", one["labels"].get("run_id")), one["labels"].get("node"))
-        for one in ask(routed, "/api/v2/alerts")
+        for one in routed.alerts()
         if one["status"]["inhibitedBy"]
     }
     assert found == HELD_BACK | {("7", None)}
 
 
 def test_people_are_told_once_per_job_and_each_where_they_should(routed, people):
-    deadline = time.monotonic() + 15
-    while len({request.path for request in people.requests}) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: len({request.path for request in people.requests}) >= 3, 15)
     time.sleep(1.5)
     pages = [(request.path, request.json) for request in people.requests]
     told = {

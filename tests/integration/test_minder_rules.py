@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 
 import pytest
@@ -11,6 +10,7 @@ import yaml
 from planish import telemetry
 from planish.minder.own_metrics import OwnMetrics
 from tests.golden.write_rules import MONITORING, RULES
+from tests.servers.program import require
 
 pytestmark = pytest.mark.server
 
@@ -18,10 +18,8 @@ LABELS = "cluster=c namespace=n job_name=j"
 
 
 def program(name):
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name} here: install it with `make tools`")
-    return found
+    require(name, remedy="install it with `make tools`")
+    return name
 
 
 def run(*line, folder=MONITORING):

@@ -9,15 +9,10 @@ import time
 
 import pytest
 
-from tests.integration.minder_service import (
-    Served,
-    raw_settings,
-    serving,
-    wait_for,
-    write_toml,
-)
-from tests.servers import run_prometheus
+from tests.integration.minder_service import Served, raw_settings, serving, write_toml
+from tests.integration.waiting import wait_for
 from tests.servers.exporter_fleet import Fault, Fleet
+from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -25,12 +20,9 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A fleet and a Prometheus that scrapes it every second, with some seconds of history."""
-    if not run_prometheus.is_installed():
-        pytest.skip(f"no Prometheus here: {run_prometheus.REMEDY}")
+    require_prometheus()
     fleet = Fleet(tuple(f"node-{i:03d}" for i in range(8)))
-    server = run_prometheus.PrometheusServer(
-        tmp_path_factory.mktemp("site") / "prometheus", fleet.scrape_config()
-    )
+    server = PrometheusServer(tmp_path_factory.mktemp("site") / "prometheus", fleet.scrape_config())
     try:
         server.start()
         wait_for(lambda: len(server.query("up == 1")) == len(fleet.machines), 20)

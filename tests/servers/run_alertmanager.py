@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import urllib.request
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tests.servers.run_minio import free_port
-from tests.servers.run_prometheus import wait_ready
+from tests.servers.program import Program, few_variables, free_port, require
 
 PROGRAM = "prometheus-alertmanager"
-REMEDY = "apt-get install prometheus-alertmanager, or `make tools`"
 
 
-def is_installed() -> bool:
-    """Tell whether this machine has the program."""
-    return shutil.which(PROGRAM) is not None
+def require_alertmanager() -> None:
+    """Skip the test on a machine that lacks the program."""
+    require(PROGRAM, remedy=f"apt-get install {PROGRAM}, or `make tools`")
 
 
 @dataclass
@@ -30,7 +25,9 @@ class AlertmanagerServer:
     folder: Path
     config: str = "route: {receiver: none}\nreceivers: [{name: none}]\n"
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen | None = None
+
+    def __post_init__(self) -> None:
+        self.program = Program(self.folder / "alertmanager.log")
 
     @property
     def url(self) -> str:
@@ -41,8 +38,7 @@ class AlertmanagerServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "alertmanager.yaml"
         config.write_text(self.config, "utf-8")
-        log = open(self.folder / "alertmanager.log", "ab")  # noqa: SIM115  (the child keeps it)
-        self.process = subprocess.Popen(
+        self.program.start(
             [
                 PROGRAM,
                 f"--config.file={config}",
@@ -50,16 +46,13 @@ class AlertmanagerServer:
                 f"--web.listen-address=127.0.0.1:{self.port}",
                 "--cluster.listen-address=",
             ],
-            stdout=log,
-            stderr=log,
-            env={"PATH": os.environ["PATH"], "GOMAXPROCS": "2"},
+            environment=few_variables(self.folder),
         )
-        log.close()
-        wait_ready(f"{self.url}/-/ready", self.process, self.folder / "alertmanager.log")
+        self.program.wait_for(f"{self.url}/-/ready")
 
     def alerts(self) -> list[dict]:
         """Return all alerts that have not ended."""
-        return self._ask("/api/v2/alerts")
+        return self.ask("/api/v2/alerts")
 
     def silence(self, matchers: list[dict], *, seconds: float = 600.0) -> str:
         """Silence alerts from now on, and return the silence's id."""
@@ -71,20 +64,19 @@ class AlertmanagerServer:
             "createdBy": "test",
             "comment": "test",
         }
-        return self._ask("/api/v2/silences", body)["silenceID"]
+        return self.ask("/api/v2/silences", body)["silenceID"]
 
-    def _ask(self, path: str, body: dict | None = None):
+    def ask(self, path: str, body: dict | list | None = None):
+        """Get a page, or post to it, and return the answer; None where it is empty."""
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.load(answer)
+            text = answer.read()
+        return json.loads(text) if text else None
 
     def stop(self) -> None:
         """End it as a crash would."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=30)
-            self.process = None
+        self.program.kill()

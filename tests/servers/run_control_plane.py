@@ -6,19 +6,27 @@ No kubelet: pods are created and stay pending, which is what manifests, RBAC and
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import ssl
 import subprocess
-import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.servers.run_minio import REPOSITORY, free_port
+from tests.servers.program import (
+    BIN,
+    Program,
+    few_variables,
+    free_port,
+    require,
+    wait_for_answer,
+)
 
-BIN = REPOSITORY / ".cache" / "bin"
-PROGRAMS = (BIN / "etcd", BIN / "kubernetes")
+
+def require_kubernetes() -> None:
+    """Skip the test on a machine that lacks the programs."""
+    remedy = "build them with `tests/servers/build.sh etcd kubernetes`"
+    require(BIN / "etcd", BIN / "kubernetes", remedy=remedy)
 
 
 @dataclass
@@ -28,7 +36,7 @@ class ControlPlane:
     folder: Path
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=lambda: secrets.token_hex(16))
-    processes: list[subprocess.Popen] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
 
     @property
     def kubeconfig(self) -> Path:
@@ -43,7 +51,8 @@ class ControlPlane:
         self._wait("/readyz")
         if controllers:
             self._run(
-                ("kubernetes", "kube-controller-manager", f"--kubeconfig={self.kubeconfig}"),
+                ("kubernetes", "kube-controller-manager"),
+                f"--kubeconfig={self.kubeconfig}",
                 f"--service-account-private-key-file={self.folder}/service-account.key",
                 "--leader-elect=false",
                 "--secure-port=0",
@@ -53,10 +62,9 @@ class ControlPlane:
 
     def stop(self) -> None:
         """End all programs, the last started first."""
-        for process in reversed(self.processes):
-            process.kill()
-            process.wait(timeout=30)
-        self.processes.clear()
+        for program in reversed(self.programs):
+            program.kill()
+        self.programs.clear()
 
     def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         """Run kubectl as administrator and return what it printed."""
@@ -65,27 +73,26 @@ class ControlPlane:
             capture_output=True,
             text=True,
             check=check,
-            env=self._environment(),
+            env=few_variables(self.folder),
         )
 
-    def _environment(self) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"], "HOME": str(self.folder), "GOMAXPROCS": "2"}
+    def apply(self, *objects: dict, check: bool = True) -> subprocess.CompletedProcess:
+        """Create or change objects."""
+        path = self.folder / "objects.json"
+        path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+        return self.kubectl("apply", "-f", str(path), check=check)
 
     def _run(self, command: tuple[str, ...], *flags: str) -> None:
-        with open(self.folder / f"{command[-1].partition('=')[0]}.log", "ab") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [BIN / command[0], *command[1:], *flags],
-                    stdout=log,
-                    stderr=log,
-                    env=self._environment(),
-                )
-            )
+        program = Program(self.folder / f"{command[-1]}.log")
+        self.programs.append(program)
+        line = [BIN / command[0], *command[1:], *flags]
+        program.start(line, environment=few_variables(self.folder))
 
     def _start_etcd(self) -> str:
         client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         self._run(
-            ("etcd", f"--data-dir={self.folder / 'etcd'}"),
+            ("etcd",),
+            f"--data-dir={self.folder / 'etcd'}",
             f"--listen-client-urls={client}",
             f"--advertise-client-urls={client}",
             f"--listen-peer-urls={peer}",
@@ -138,22 +145,16 @@ class ControlPlane:
             "--service-cluster-ip-range=10.0.0.0/24",
         )
 
-    def _wait(self, path: str, *, seconds: float = 120.0) -> None:
+    def _wait(self, path: str) -> None:
         request = urllib.request.Request(
             f"https://127.0.0.1:{self.port}{path}",
             headers={"Authorization": f"Bearer {self.token}"},
         )
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            dead = [p for p in self.processes if p.poll() is not None]
-            if dead:
-                break
-            try:
-                certificate = self.folder / "certificates" / "apiserver.crt"
-                context = ssl.create_default_context(cafile=certificate)
-                with urllib.request.urlopen(request, timeout=2, context=context):
-                    return
-            except OSError:
-                time.sleep(0.2)
-        logs = [f"{p.name}:\n{p.read_text()[-1500:]}" for p in sorted(self.folder.glob("*.log"))]
-        raise RuntimeError("the control plane does not answer\n" + "\n".join(logs))
+
+        def ask() -> None:
+            # The server writes its certificate before it answers.
+            certificate = self.folder / "certificates" / "apiserver.crt"
+            context = ssl.create_default_context(cafile=certificate)
+            urllib.request.urlopen(request, timeout=2, context=context).close()
+
+        wait_for_answer(ask, self.programs)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import secrets
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BINARY = REPOSITORY / ".cache" / "bin" / "minio"
+from tests.servers.program import BIN, Program, few_variables, free_port, require
+
+BINARY = BIN / "minio"
 
 
-def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def require_minio() -> None:
+    """Skip the test on a machine that lacks the program."""
+    require(BINARY, remedy="build it with `make servers`")
 
 
 @dataclass
@@ -33,7 +30,9 @@ class Minio:
     secret_key: str = field(default_factory=lambda: secrets.token_hex(20))
     settings: dict[str, str] = field(default_factory=dict)
     """Further variables of the server's environment."""
-    process: subprocess.Popen | None = None
+
+    def __post_init__(self) -> None:
+        self.program = Program(self.data.parent / "minio.log")
 
     @property
     def endpoint(self) -> str:
@@ -50,46 +49,28 @@ class Minio:
 
     def start(self) -> None:
         """Start (again) on the same data and port, and wait until it answers."""
+        self.begin()
+        self.program.wait_for(f"http://{self.endpoint}/minio/health/ready")
+
+    def begin(self) -> None:
+        """Start it and do not wait."""
         self.data.mkdir(parents=True, exist_ok=True)
-        log = open(self.data.parent / "minio.log", "ab")  # noqa: SIM115  (the child keeps it)
-        self.process = subprocess.Popen(
+        self.program.start(
             [BINARY, "server", "--address", self.endpoint, self.data],
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self.data.parent),
+            environment={
+                **few_variables(self.data.parent),
                 "MINIO_ROOT_USER": self.access_key,
                 "MINIO_ROOT_PASSWORD": self.secret_key,
                 "MINIO_BROWSER": "off",
                 "MINIO_UPDATE": "off",
                 "MINIO_PROMETHEUS_AUTH_TYPE": "public",
-                "GOMAXPROCS": "2",
                 **self.settings,
             },
-            stdout=log,
-            stderr=log,
         )
-        log.close()
-        self._wait()
-
-    def _wait(self) -> None:
-        url = f"http://{self.endpoint}/minio/health/ready"
-        for _ in range(300):
-            assert self.process is not None
-            if self.process.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(url, timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        raise RuntimeError((self.data.parent / "minio.log").read_text()[-2000:])
 
     def kill(self) -> None:
         """Kill the server as a crash would."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=30)
-            self.process = None
+        self.program.kill()
 
     def make_bucket(self, name: str) -> None:
         """Create a bucket."""
@@ -98,3 +79,26 @@ class Minio:
         Client(
             self.endpoint, self.access_key, self.secret_key, secure=False, region="us-east-1"
         ).make_bucket(name)
+
+
+@contextlib.contextmanager
+def server_of_few_mib(folder: Path, mib: int) -> Iterator[Minio]:
+    """Start a server on a disk of its own; skips the test where that may not be mounted."""
+    import pytest
+
+    require_minio()
+    disk = folder / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", disk]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a small disk")
+    server = Minio(disk / "data")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        for _ in range(50):
+            if not subprocess.run(["umount", disk], capture_output=True, check=False).returncode:
+                break
+            time.sleep(0.1)

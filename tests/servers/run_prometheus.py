@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.servers.run_minio import free_port
-
-PROGRAMS = ("prometheus", "promtool")
-REMEDY = "apt-get install prometheus, or `make tools`"
+from tests.servers.program import Program, few_variables, free_port, require
 
 
-def is_installed() -> bool:
-    """Tell whether this machine has the programs."""
-    return all(shutil.which(program) for program in PROGRAMS)
+def require_prometheus() -> None:
+    """Skip the test on a machine that lacks the programs."""
+    require("prometheus", "promtool", remedy="apt-get install prometheus, or `make tools`")
 
 
 @dataclass
@@ -32,7 +25,9 @@ class PrometheusServer:
     folder: Path
     config: str = "global: {scrape_interval: 1s}\n"
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen | None = None
+
+    def __post_init__(self) -> None:
+        self.program = Program(self.folder / "prometheus.log")
 
     @property
     def url(self) -> str:
@@ -58,8 +53,7 @@ class PrometheusServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "prometheus.yaml"
         config.write_text(self.config, "utf-8")
-        log = open(self.folder / "prometheus.log", "ab")  # noqa: SIM115  (the child keeps it)
-        self.process = subprocess.Popen(
+        self.program.start(
             [
                 "prometheus",
                 f"--config.file={config}",
@@ -68,13 +62,9 @@ class PrometheusServer:
                 f"--web.listen-address=127.0.0.1:{self.port}",
                 "--web.enable-lifecycle",
             ],
-            stdout=log,
-            stderr=log,
-            cwd=self.folder,
-            env={"PATH": os.environ["PATH"], "GOMAXPROCS": "2"},
+            environment=few_variables(self.folder),
         )
-        log.close()
-        wait_ready(f"{self.url}/-/ready", self.process, self.folder / "prometheus.log")
+        self.program.wait_for(f"{self.url}/-/ready")
 
     def query(self, promql: str) -> list:
         """Return the vector that a query gives now."""
@@ -84,20 +74,4 @@ class PrometheusServer:
 
     def stop(self) -> None:
         """End it as a crash would."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=30)
-            self.process = None
-
-
-def wait_ready(url: str, process: subprocess.Popen, log: Path) -> None:
-    """Wait until a server answers, or say what it logged."""
-    for _ in range(300):
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise RuntimeError(log.read_text()[-2000:])
+        self.program.kill()

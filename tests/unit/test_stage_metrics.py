@@ -11,7 +11,8 @@ from planish import telemetry
 from planish.errors import ConfigError
 from planish.stage import Outcome, PathArtifact, execute
 from planish.stage_metrics import SCALARS, StageMetrics
-from tests.servers.run_minio import free_port
+from tests import pages
+from tests.servers.program import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +22,9 @@ def _fresh(monkeypatch):
     monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "0")
 
 
-def parse(text):
-    lines = [line for line in text.splitlines() if line[0] != "#"]
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-
 def scrape(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return parse(answer.read().decode())
+        return pages.samples(answer.read().decode())
 
 
 def test_nothing_listens_unless_a_port_is_set():
@@ -69,7 +65,7 @@ def test_scalars_of_the_outcome_become_gauges_and_what_is_not_finite_is_counted(
                 "reward_std": math.inf,
             }
         )
-    found = parse(telemetry.metrics_text())
+    found = pages.samples(telemetry.metrics_text())
     assert found["planish_reward_mean"] == -0.25
     assert found["planish_reward_kept_ratio"] == 0.25
     assert found["planish_stage_nonfinite_total"] == 2
@@ -140,7 +136,7 @@ def test_a_stage_serves_while_it_works_and_shows_its_outcome(monkeypatch, tmp_pa
 
     outputs = {"metrics": PathArtifact(str(tmp_path / "metrics"))}
     execute("reward", work, root=file_root, config_sha256=None, outputs=outputs, iteration=4)
-    assert parse(telemetry.metrics_text())["planish_reward_mean"] == 0.75
+    assert pages.samples(telemetry.metrics_text())["planish_reward_mean"] == 0.75
 
 
 def test_a_stage_that_fails_is_counted_by_its_exit_code(tmp_path, file_root):
@@ -149,7 +145,7 @@ def test_a_stage_that_fails_is_counted_by_its_exit_code(tmp_path, file_root):
 
     with pytest.raises(SystemExit):
         execute("reward", work, root=file_root, config_sha256=None, outputs={})
-    assert parse(telemetry.metrics_text())['planish_stage_failures_total{code="2"}'] == 1
+    assert pages.samples(telemetry.metrics_text())['planish_stage_failures_total{code="2"}'] == 1
 
 
 def test_every_gauge_of_a_scalar_is_declared_without_labels():

@@ -13,6 +13,7 @@ import pytest
 from planish import telemetry
 from planish.records import write_set
 from planish.store import open_store
+from tests import pages
 from tests.unit.records.samples import random_prompts
 
 
@@ -22,9 +23,7 @@ def _fresh(monkeypatch):
 
 
 def samples():
-    """Return sample -> value of everything that Prometheus would scrape."""
-    lines = telemetry.metrics_text().splitlines()
-    return {k: float(v) for k, _, v in (x.rpartition(" ") for x in lines if x[0] != "#")}
+    return pages.samples(telemetry.metrics_text())
 
 
 def test_names_of_metrics_keep_the_rule_and_are_sorted_and_unique():

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from planish.minder.config import MinderConfig
-from planish.minder.continuity import NOBODY, first_long_run, runs
+from planish.minder.continuity import long_runs
 from planish.minder.denoise import WINDOW
 from planish.minder.distances import threshold
-from planish.minder.evaluate import Plan, Progress, fault_of
+from planish.minder.evaluate import Plan, Progress, each_case, fault_of
+from planish.minder.evaluate_report import table
 from planish.minder.evaluate_score import Named, Outcome, Score, score
 from planish.minder.frame import F32, Mask
 from planish.minder.session import JobMonitor
@@ -93,16 +92,16 @@ class Calibrated:
 
     def markdown(self) -> str:
         """Return both as a table."""
-        rows = ["| | start | best |", "|---|---|---|"]
-        rows.append(f"| theta | {self.start.theta} | {self.best.theta} |")
-        rows.append(f"| kappa | {self.start.kappa} | {self.best.kappa} |")
+        both = (self.start, self.best)
+        rows: list[tuple[object, ...]] = [
+            ("theta", *(one.theta for one in both)),
+            ("kappa", *(one.kappa for one in both)),
+        ]
         for name in self.best.floors:
-            old, new = self.start.floors[name], self.best.floors[name]
-            rows.append(f"| floor of {name} | {old} | {new} |")
+            rows.append((f"floor of {name}", *(one.floors[name] for one in both)))
         for name in ("precision", "recall", "f1"):
-            before, after = (getattr(found, name) for found in self.scores)
-            rows.append(f"| {name} | {before} | {after} |")
-        return "\n".join(rows) + "\n"
+            rows.append((name, *(getattr(found, name) for found in self.scores)))
+        return table("| | start | best |", rows) + "\n"
 
 
 def calibrate(
@@ -123,11 +122,7 @@ def calibrate(
         progress: called after each job.
     """
     (variant,) = plan.build().values()
-    recorded = []
-    for done, one in enumerate(_record_all(plan, wanted, workers), 1):
-        recorded.append(one)
-        if progress:
-            progress(done, len(wanted))
+    recorded = list(each_case(plan, wanted, _record, workers=workers, progress=progress))
     metrics = sorted({point[0] for one in recorded for point in one.hits})
     rules = variant.config.detect
     start = Settings(rules.theta, rules.kappa, {name: floor_of(name, rules) for name in metrics})
@@ -204,29 +199,9 @@ def _theta(theta: float, kappa: float | None, machines: int) -> float:
     return round(threshold(theta, kappa, machines), 6)
 
 
-def _record_all(
-    plan: Plan, wanted: Sequence[tuple[int, str | None]], workers: int
-) -> Iterator[Recorded]:
-    if workers <= 1:
-        (variant,) = plan.build().values()
-        for seed, kind in wanted:
-            yield record(simulate(seed, fault=kind), variant)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (plan,)) as pool:
-        yield from pool.map(_next, wanted)
-
-
-_worker: dict[str, Variant] = {}
-
-
-def _begin(plan: Plan) -> None:
-    (_worker["variant"],) = plan.build().values()
-
-
-def _next(wanted: tuple[int, str | None]) -> Recorded:
-    seed, kind = wanted
-    return record(simulate(seed, fault=kind), _worker["variant"])
+def _record(seed: int, kind: str | None, variants: Mapping[str, Variant], plan: Plan) -> Recorded:
+    (variant,) = variants.values()
+    return record(simulate(seed, fault=kind), variant)
 
 
 @dataclass
@@ -301,17 +276,11 @@ def _named(one: _Kept, theta: float, floor: float, case: Case, config: MinderCon
     over = one.present & (one.scores > theta) & (one.above > floor)
     unknown = (~one.present).mean(axis=1) > rules.max_masked_share
     found = []
-    for machine in np.flatnonzero(over.sum(axis=0) > 0.9 * rules.continuity_seconds).tolist():
-        mine = np.where(over[:, machine], machine, NOBODY)
-        every = [
-            run
-            for run in runs(mine, unknown, gap_tolerance=rules.gap_tolerance)
-            if run.machine != NOBODY
-        ]
-        run = first_long_run(every, rules.continuity_seconds)
-        if run is not None:
-            confirmed = run.first + rules.continuity_seconds + WINDOW
-            step = config.service.interval_seconds
-            time = start + step * math.ceil(confirmed / step)
-            found.append((case.frame.machines[machine], time))
+    for run in long_runs(
+        over, unknown, rules.continuity_seconds, gap_tolerance=rules.gap_tolerance
+    ):
+        confirmed = run.first + rules.continuity_seconds + WINDOW
+        step = config.service.interval_seconds
+        time = start + step * math.ceil(confirmed / step)
+        found.append((case.frame.machines[run.machine], time))
     return tuple(found)

@@ -144,6 +144,7 @@ def _fit(plan: Plan, options: argparse.Namespace) -> None:
 def _prioritise(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from dataclasses import asdict
 
+    from planish.minder.evaluate_report import table
     from planish.minder.prioritise import labelled, rank
     from planish.minder.simulator import simulate
     from planish.minder.variants import build
@@ -161,12 +162,12 @@ def _prioritise(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         frames.append((case.frame, (truth.onset, truth.halt) if truth.faulty else None))
         options.progress("cases", number, len(wanted))
     order = rank(metrics, *labelled(frames, variant.config, variant.models.limits))
-    rows = ["| metric | depth | importance |", "|---|---|---|"]
-    rows += [
-        f"| {one.metric} | {'-' if one.depth is None else one.depth} | {one.importance:.3f} |"
+    rows = [
+        (one.metric, "-" if one.depth is None else one.depth, f"{one.importance:.3f}")
         for one in order
     ]
-    return {"order": [asdict(one) for one in order]}, "\n".join(rows) + "\n"
+    text = table("| metric | depth | importance |", rows)
+    return {"order": [asdict(one) for one in order]}, text + "\n"
 
 
 def _calibrate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

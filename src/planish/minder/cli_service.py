@@ -14,10 +14,10 @@ from typing import Any
 
 from planish import telemetry
 from planish.errors import ConfigError
+from planish.minder.cli import CLEAN, FAULT_FOUND
 
 logger = logging.getLogger(__name__)
 
-CLEAN = 0
 _START_SECONDS = 10.0
 
 
@@ -66,7 +66,6 @@ def run_once_live(options: argparse.Namespace) -> int:
         ConfigError: no configuration of the service, or no job of that name.
         BackendUnavailable: Prometheus does not answer as it must.
     """
-    from planish.minder.cli import FAULT_FOUND
     from planish.minder.service_build import run_once
     from planish.minder.service_config import ModelsConfig, load_service_config
 

@@ -88,6 +88,34 @@ def _run(machine: int, low: int, high: int, known: I64) -> Run:
     return Run(machine, int(known[low]), int(known[high]), high - low + 1)
 
 
+def runs_of(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int) -> list[Run]:
+    """Return the runs of one machine, whoever else is candidate.
+
+    Args:
+        machine: its column.
+        named: [W], windows in which it is candidate.
+        masked: as for `runs`.
+        gap_tolerance: as for `runs`.
+    """
+    return runs(np.where(named, machine, NOBODY), masked, gap_tolerance=gap_tolerance)
+
+
+def long_runs(named: Mask, masked: Mask, min_windows: int, *, gap_tolerance: int) -> list[Run]:
+    """Return for each machine its first run of more than `min_windows`, by machine.
+
+    Args:
+        named: [W, N], who is candidate in which windows.
+        masked: as for `runs`.
+        min_windows: of a run.
+        gap_tolerance: as for `runs`.
+    """
+    # Whoever is candidate in so few windows has no such run, gaps included.
+    often = np.flatnonzero(named.sum(axis=0) > 0.9 * min_windows).tolist()
+    each = (runs_of(n, named[:, n], masked, gap_tolerance=gap_tolerance) for n in often)
+    first = (first_long_run(mine, min_windows) for mine in each)
+    return [run for run in first if run is not None]
+
+
 def first_long_run(found: list[Run], min_windows: int) -> Run | None:
     """Return the run that was first to last for more than `min_windows`; ties by machine."""
     long = [run for run in found if run.length > min_windows]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from planish.minder.evaluate_score import Fault, Named, Outcome
 from planish.minder.replay import replay
@@ -24,6 +24,11 @@ SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
 
 Progress = Callable[[int, int], None]
 """Called with cases done and cases in all."""
+
+
+Judged = TypeVar("Judged")
+Judge = Callable[[int, str | None, Mapping[str, Variant], "Plan"], Judged]
+"""Says something of the case of a seed and a fault."""
 
 
 @dataclass(frozen=True)
@@ -114,38 +119,59 @@ def evaluate(
         Variant to the outcomes, in the order of the cases.
     """
     found: dict[str, list[Outcome]] = {name: [] for name in plan.variants}
-    for done, outcomes in enumerate(_all(plan, wanted, workers), 1):
+    for outcomes in each_case(plan, wanted, one_case, workers=workers, progress=progress):
         for name, outcome in outcomes.items():
             found[name].append(outcome)
-        if progress:
-            progress(done, len(wanted))
     return found
 
 
-def _all(
-    plan: Plan, wanted: Sequence[tuple[int, str | None]], workers: int
-) -> Iterator[dict[str, Outcome]]:
+def each_case(
+    plan: Plan,
+    wanted: Sequence[tuple[int, str | None]],
+    judge: Judge[Judged],
+    *,
+    workers: int,
+    progress: Progress | None,
+) -> Iterator[Judged]:
+    """Yield what is said of each case, in their order.
+
+    Args:
+        plan: as for `evaluate`.
+        wanted: as for `evaluate`.
+        judge: function of a module, called with seed, fault, detectors and plan.
+        workers: as for `evaluate`.
+        progress: as for `evaluate`.
+    """
+    for done, judged in enumerate(_each(plan, wanted, judge, workers), 1):
+        if progress:
+            progress(done, len(wanted))
+        yield judged
+
+
+def _each(
+    plan: Plan, wanted: Sequence[tuple[int, str | None]], judge: Judge[Judged], workers: int
+) -> Iterator[Judged]:
     if workers <= 1:
         variants = plan.build()
         for seed, kind in wanted:
-            yield one_case(seed, kind, variants, plan)
+            yield judge(seed, kind, variants, plan)
         return
     # torch does not survive a fork once it has computed.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (plan,)) as pool:
+    with ProcessPoolExecutor(workers, context, _begin, (plan, judge)) as pool:
         yield from pool.map(_next, wanted)
 
 
 _worker: dict[str, Any] = {}
-"""Of a worker process: its plan and detectors."""
+"""Of a worker process: its plan, detectors and what is done with them."""
 
 
-def _begin(plan: Plan) -> None:
-    _worker.update(plan=plan, variants=plan.build())
+def _begin(plan: Plan, judge: Judge[Any]) -> None:
+    _worker.update(plan=plan, variants=plan.build(), judge=judge)
 
 
-def _next(wanted: tuple[int, str | None]) -> dict[str, Outcome]:
-    return one_case(*wanted, _worker["variants"], _worker["plan"])
+def _next(wanted: tuple[int, str | None]) -> Any:
+    return _worker["judge"](*wanted, _worker["variants"], _worker["plan"])
 
 
 def one_case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -82,15 +82,25 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def table(head: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return a table of Markdown.
+
+    Example:
+        >>> table("| metric | depth |", [("cpu_usage", 1)]).splitlines()
+        ['| metric | depth |', '|---|---|', '| cpu_usage | 1 |']
+    """
+    rule = "|" + "---|" * (head.count("|") - 1)
+    return "\n".join([head, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
 def _main_table(summaries: Summaries) -> str:
     head = (
         "| variant | precision | recall | F1 | F1 strict | F1 detectable | alert after s, median "
         "(p90) | false alarms / 1,000 machine-h | normal runs quiet | s per call, mean (max) | "
         "published P / R / F1 |"
     )
-    rows = [head, "|---|" + "---|" * 10]
-    for name, one in summaries.items():
-        cells = [
+    rows = [
+        (
             name,
             *(_interval(one["first"][key]) for key in ("precision", "recall", "f1")),
             _interval(one["strict"]["f1"]),
@@ -100,13 +110,14 @@ def _main_table(summaries: Summaries) -> str:
             f"{100 * one['normal_without_alert']:.0f} %",
             f"{one['call_mean_s']:.3f} ({one['call_max_s']:.2f})",
             " / ".join(_figure(value) for value in PUBLISHED[name]) if name in PUBLISHED else "",
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        )
+        for name, one in summaries.items()
+    ]
+    return table(head, rows)
 
 
 def _goals(one: Mapping[str, Any]) -> str:
-    rows = ["| goal of the default profile | bound | here | |", "|---|---|---|---|"]
+    rows = []
     for name, (path, bound, sign) in GOALS.items():
         value: Any = one
         for key in path.split("."):
@@ -114,22 +125,21 @@ def _goals(one: Mapping[str, Any]) -> str:
         value = value["value"] if isinstance(value, Mapping) else value
         met = "held" if sign * value >= sign * bound else "MISSED"
         limit = f"at {'least' if sign > 0 else 'most'} {bound:g}"
-        rows.append(f"| {name} | {limit} | {value:.3f} | {met} |")
-    return "\n".join(rows)
+        rows.append((name, limit, f"{value:.3f}", met))
+    return table("| goal of the default profile | bound | here | |", rows)
 
 
 def _groups(title: str, groups: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {title} | cases | faults (detectable) | recall | recall of detectable | false alarms |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        f"| {title} | cases | faults (detectable) | recall | recall of detectable | false alarms |"
+    )
+    rows = []
     for name, one in sorted(groups.items(), key=lambda item: -item[1]["faults"]):
         faults = f"{one['faults']} ({one['detectable_faults']})"
         recall = _interval(one["first"]["recall"]) if one["faults"] else ""
         detectable = f"{one['detectable_recall']:.3f}" if one["detectable_faults"] else ""
-        cells = [name, str(one["cases"]), faults, recall, detectable, str(one["false_alarms"])]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append((name, one["cases"], faults, recall, detectable, one["false_alarms"]))
+    return table(head, rows)
 
 
 def _statements(document: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.minder.config import DetectConfig, MinderConfig
-from planish.minder.continuity import NOBODY, Run, first_long_run, runs
+from planish.minder.continuity import Run, long_runs, runs_of
 from planish.minder.denoise import WINDOW, Denoiser
 from planish.minder.distances import threshold
 from planish.minder.frame import I64, Frame, Mask
@@ -128,9 +128,8 @@ def _ongoing(view: View, one: _Named) -> tuple[Candidate, ...]:
     for name, named in one.candidates.items():
         recent = named[-1 - rules.gap_tolerance :].any(axis=0) & (named.sum(axis=0) >= _BEGUN)
         for machine in np.flatnonzero(recent).tolist():
-            mine = np.where(named[:, machine], machine, NOBODY)
-            run = [r for r in runs(mine, one.unknown[name], gap_tolerance=rules.gap_tolerance)
-                   if r.machine == machine][-1]  # fmt: skip
+            mine, unknown = named[:, machine], one.unknown[name]
+            run = runs_of(machine, mine, unknown, gap_tolerance=rules.gap_tolerance)[-1]
             if run.length >= _BEGUN and run.last >= len(named) - 1 - rules.gap_tolerance:
                 score = float(one.traces[name].scores[run.last, machine])
                 since = int(view.frame.ts[run.first])
@@ -142,13 +141,7 @@ def _ongoing(view: View, one: _Named) -> tuple[Candidate, ...]:
 
 def _long_runs(named: Mask, unknown: Mask, rules: DetectConfig) -> list[Run]:
     """Return for each machine its first run that is long enough, the earliest first."""
-    found = []
-    for machine in np.flatnonzero(named.sum(axis=0) > rules.continuity_seconds * 0.9).tolist():
-        mine = np.where(named[:, machine], machine, NOBODY)
-        every = runs(mine, unknown, gap_tolerance=rules.gap_tolerance)
-        run = first_long_run(every, rules.continuity_seconds)
-        if run is not None:
-            found.append(run)
+    found = long_runs(named, unknown, rules.continuity_seconds, gap_tolerance=rules.gap_tolerance)
     return sorted(found, key=lambda run: (run.first, run.machine))
 
 

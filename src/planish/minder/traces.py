@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,18 @@ class Trace:
         """Return a trace of windows that have not been looked at."""
         numbers = np.zeros((3, windows, machines), np.float32)
         return cls(numbers[0], numbers[1], numbers[2], np.zeros((windows, machines), bool))
+
+    def put(self, cells: Any, sums: F32) -> None:
+        """Take in sums of distances, and what follows from them.
+
+        Args:
+            cells: index of the windows and of the machines that are compared with each other.
+            sums: [R, C], of the cells.
+        """
+        here = self.present[cells]
+        self.sums[cells] = sums
+        self.scores[cells] = normal_scores(sums, here)
+        self.above[cells] = distances_above_median(sums, WINDOW, here)
 
 
 def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -> list[I64]:
@@ -121,6 +134,12 @@ def median_of_known(values: F32, known: Mask) -> F32:
     return np.where(counts > 0, (low + high) / 2, np.nan).astype(np.float32)
 
 
+def known_windows(masked: Mask) -> Mask:
+    """Return [W, N], machines of which the whole window is known, from [T, N]."""
+    unknown = windows_of(masked.astype(np.float32))
+    return np.asarray(unknown.max(axis=2, initial=0.0) == 0.0)
+
+
 def fill_trace(
     result: Trace,
     which: I64,
@@ -151,10 +170,7 @@ def fill_trace(
         for columns in groups:
             cells = np.ix_(rows, columns)
             here = result.present[cells]
-            sums = distance_sums(embedded[:, columns], config.distance, here)
-            result.sums[cells] = sums
-            result.scores[cells] = normal_scores(sums, here)
-            result.above[cells] = distances_above_median(sums, WINDOW, here)
+            result.put(cells, distance_sums(embedded[:, columns], config.distance, here))
 
 
 def without(one: Trace, gone: Mask, groups: Sequence[I64]) -> Trace:
@@ -164,9 +180,7 @@ def without(one: Trace, gone: Mask, groups: Sequence[I64]) -> Trace:
     result = Trace.empty(*one.sums.shape)
     result.sums[:], result.present[:] = one.sums, one.present & ~gone
     for columns in groups:
-        here, sums = result.present[:, columns], one.sums[:, columns]
-        result.scores[:, columns] = normal_scores(sums, here)
-        result.above[:, columns] = distances_above_median(sums, WINDOW, here)
+        result.put((slice(None), columns), one.sums[:, columns])
     return result
 
 

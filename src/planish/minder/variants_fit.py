@@ -19,6 +19,7 @@ from planish.minder.config import MinderConfig
 from planish.minder.denoise import WINDOW, windows_of
 from planish.minder.frame import F32, Frame
 from planish.minder.preprocess import Limits, Prepared, prepare
+from planish.minder.traces import known_windows
 from planish.minder.train import split_by_job
 from planish.minder.variants_traces import StaticLimits, static_limits
 
@@ -120,8 +121,7 @@ def _windows(prepared: Sequence[Prepared], metrics: Sequence[str], seed: int) ->
         if any(name not in one.values for name in metrics):
             continue
         unknown = np.logical_or.reduce([one.masked[name] for name in metrics])
-        hidden = windows_of(unknown.astype(np.float32)).max(axis=2, initial=0.0) > 0
-        rows, columns = np.nonzero(~hidden)
+        rows, columns = np.nonzero(known_windows(unknown))
         kept = np.sort(generator.permutation(len(rows))[:_SAMPLE_OF_FRAME])
         rows, columns = rows[kept], columns[kept]
         stack = [windows_of(one.values[name])[rows, columns] for name in metrics]

@@ -15,10 +15,16 @@ import numpy as np
 from planish.minder.config import MinderConfig
 from planish.minder.denoise import WINDOW, Denoiser, windows_of
 from planish.minder.detect import Detector, Models, Seen
-from planish.minder.distances import distance_sums, distances_above_median, normal_scores
+from planish.minder.distances import distance_sums, normal_scores
 from planish.minder.frame import F32, F64, I64, Mask
 from planish.minder.preprocess import Prepared
-from planish.minder.traces import Job, Trace, compared_values, comparison_groups
+from planish.minder.traces import (
+    Job,
+    Trace,
+    compared_values,
+    comparison_groups,
+    known_windows,
+)
 
 TOGETHER = "all_metrics"
 """Name of the one trace of detectors that join all metrics."""
@@ -53,7 +59,7 @@ class JointDetector(Detector):
         rules, frame = self.config.detect, prepared.frame
         values = [compared_values(prepared, name, rules, job) for name in names]
         unknown = np.logical_or.reduce([prepared.masked[name] for name in names])
-        present = windows_of(unknown.astype(np.float32)).max(axis=2, initial=0.0) == 0.0
+        present = known_windows(unknown)
         data = Joined(names, tuple(windows_of(one) for one in values), present)
         trace = Trace.empty(*present.shape)
         groups = comparison_groups(frame.machines, rules, job)
@@ -65,11 +71,7 @@ class JointDetector(Detector):
                 vectors = self.vectors(data, rows)
                 for columns in groups:
                     cells = np.ix_(rows, columns)
-                    here = present[cells]
-                    sums = self.distances(vectors[:, columns], here)
-                    trace.sums[cells] = sums
-                    trace.scores[cells] = normal_scores(sums, here)
-                    trace.above[cells] = distances_above_median(sums, WINDOW, here)
+                    trace.put(cells, self.distances(vectors[:, columns], present[cells]))
 
         first = int(frame.ts[0]) if frame.num_seconds else 0
         together = np.concatenate(values, axis=1)
@@ -143,9 +145,8 @@ class ZscoreDetector(Detector):
             if name not in prepared.values:
                 continue
             windows = windows_of(compared_values(prepared, name, self.config.detect, job))
-            unknown = windows_of(prepared.masked[name].astype(np.float32))
             trace = Trace.empty(*windows.shape[:2])
-            trace.present[:] = unknown.max(axis=2, initial=0.0) == 0.0
+            trace.present[:] = known_windows(prepared.masked[name])
             trace.sums[:] = windows.mean(axis=2)
             for columns in groups:
                 here, means = trace.present[:, columns], trace.sums[:, columns]
@@ -172,8 +173,7 @@ class StaticDetector(Detector):
             low, high = self.static_limits[name]
             means = minute_means(prepared.values[name])[WINDOW - 1 :]
             trace = Trace.empty(*means.shape)
-            unknown = windows_of(prepared.masked[name].astype(np.float32))
-            trace.present[:] = unknown.max(axis=2, initial=0.0) == 0.0
+            trace.present[:] = known_windows(prepared.masked[name])
             trace.sums[:] = means
             trace.above[:] = np.maximum(low - means, means - high)
             trace.scores[:] = trace.above > 0

@@ -12,9 +12,9 @@ from typing import Any
 from planish.errors import ObjectMissing, RecordError
 from planish.records.files import fetch_files, publish, write_files
 from planish.records.manifest import Manifest, Shard, read_manifest, seal
-from planish.records.parquet import decode, encode, join, row_group_bounds
+from planish.records.parquet import decode, encode, row_group_bounds
 from planish.records.refs import Ref
-from planish.records.schema import Record, RecordT
+from planish.records.schema import Record, RecordT, join
 from planish.store import Store, open_store
 from planish.telemetry import timed
 
@@ -100,7 +100,7 @@ def _read_set(cls: type[RecordT], uri: str, sha256: str | None) -> RecordT:
             f"`{uri}` must have at least one shard, got none; "
             "remove the set and run its stage again"
         )
-    record: RecordT = cls.from_columns(join(parts, cls.COLUMNS))
+    record = cls.from_columns(join(parts, cls.COLUMNS))
     record.validate()
     return record
 

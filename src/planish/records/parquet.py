@@ -244,17 +244,3 @@ def _from_numbers(array: pa.Array) -> Array:
         return np.unpackbits(bits, bitorder="little")[first:last].astype(np.bool_)
     dtype = _DTYPES[array.type]
     return np.frombuffer(buffer, dtype)[first:last].copy() if buffer else np.empty(0, dtype)
-
-
-def join(parts: Sequence[dict[str, Any]], specs: Sequence[Column]) -> dict[str, Any]:
-    """Put the rows of several files one after another; at least one part."""
-    joined: dict[str, Any] = {}
-    for spec in specs:
-        columns = [part[spec.name] for part in parts]
-        if spec.kind.startswith("list<"):
-            joined[spec.name] = Ragged.concat(columns)
-        elif spec.kind in {"text", "messages"}:
-            joined[spec.name] = [value for column in columns for value in column]
-        else:
-            joined[spec.name] = np.concatenate(columns)
-    return joined

@@ -6,21 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.ragged import Array
-from planish.records.schema import (
-    Column,
-    ColumnData,
-    Messages,
-    column_faults,
-    hex_id_faults,
-    raise_faults,
-    records_equal,
-)
+from planish.records.schema import Column, Messages, Record, hex_id_faults, take_rows
 
 
 def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
@@ -37,7 +28,7 @@ def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class PromptSet:
+class PromptSet(Record):
     """Problems with verifiable answers; one row per prompt, no tokens yet.
 
     Example:
@@ -50,6 +41,7 @@ class PromptSet:
     """
 
     SCHEMA: ClassVar[str] = "prompts/1"
+    REMEDY: ClassVar[str] = "curation writes this set"
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("prompt_id", "text", "16 hex digits from messages and answer"),
         Column("messages", "messages", "role and content, before any chat template"),
@@ -77,58 +69,24 @@ class PromptSet:
         """Number of prompts P."""
         return len(self.prompt_id)
 
-    def columns(self) -> dict[str, ColumnData]:
-        """Return the data of every column."""
-        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> PromptSet:
-        """Build the set from its columns."""
-        return cls(**columns)
-
-    def group_starts(self) -> Array:
-        """Every row may begin a row group."""
-        return np.ones(self.num_rows, dtype=np.bool_)
-
     def take(self, indices: Sequence[int]) -> PromptSet:
         """Return the prompts `indices` in that order."""
-        return PromptSet(
-            prompt_id=[self.prompt_id[i] for i in indices],
-            messages=[self.messages[i] for i in indices],
-            answer=[self.answer[i] for i in indices],
-            verifier=[self.verifier[i] for i in indices],
-            source=[self.source[i] for i in indices],
-            pass_rate=self.pass_rate[np.asarray(indices, dtype=np.int64)],
-        )
+        rows = np.asarray(indices, dtype=np.int64)
+        return PromptSet(**{name: take_rows(data, rows) for name, data in self.columns().items()})
 
-    def validate(self) -> None:
-        """Check every rule of the schema.
-
-        Raises:
-            RecordError: with every fault.
-        """
-        kinds = {column.name: column.kind for column in self.COLUMNS}
-        faults = column_faults(self.columns(), kinds, self.num_rows)
-        if not faults:
-            faults = [*hex_id_faults("prompt_id", self.prompt_id), *_repeated(self.prompt_id)]
-            rates = self.pass_rate
-            outside = np.flatnonzero(~np.isnan(rates) & ~((rates >= 0) & (rates <= 1)))
-            faults += [
-                f"`pass_rate` must be in 0..1 or NaN, got {rates[row]} in row {row}"
-                for row in outside
-            ]
-        raise_faults(self.SCHEMA, faults, remedy="curation writes this set")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PromptSet):
-            return NotImplemented
-        return records_equal(self.columns(), other.columns())
-
-    __hash__ = None  # type: ignore[assignment]
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
+        faults = [*hex_id_faults("prompt_id", self.prompt_id), *_repeated(self.prompt_id)]
+        rates = self.pass_rate
+        outside = np.flatnonzero(~np.isnan(rates) & ~((rates >= 0) & (rates <= 1)))
+        faults += [
+            f"`pass_rate` must be in 0..1 or NaN, got {rates[row]} in row {row}" for row in outside
+        ]
+        return faults
 
 
 @dataclass(frozen=True, eq=False)
-class TraceSet:
+class TraceSet(Record):
     """Worked solutions for the supervised cold start; one row per trace.
 
     Example:
@@ -138,6 +96,7 @@ class TraceSet:
     """
 
     SCHEMA: ClassVar[str] = "traces/1"
+    REMEDY: ClassVar[str] = "curation writes this set"
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("prompt_id", "text", "16 hex digits from messages and answer"),
         Column("messages", "messages", "role and content, before any chat template"),
@@ -159,37 +118,9 @@ class TraceSet:
         """Number of traces P."""
         return len(self.prompt_id)
 
-    def columns(self) -> dict[str, ColumnData]:
-        """Return the data of every column."""
-        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> TraceSet:
-        """Build the set from its columns."""
-        return cls(**columns)
-
-    def group_starts(self) -> Array:
-        """Every row may begin a row group."""
-        return np.ones(self.num_rows, dtype=np.bool_)
-
-    def validate(self) -> None:
-        """Check every rule of the schema.
-
-        Raises:
-            RecordError: with every fault.
-        """
-        kinds = {column.name: column.kind for column in self.COLUMNS}
-        faults = column_faults(self.columns(), kinds, self.num_rows)
-        if not faults:
-            faults = hex_id_faults("prompt_id", self.prompt_id)
-        raise_faults(self.SCHEMA, faults, remedy="curation writes this set")
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TraceSet):
-            return NotImplemented
-        return records_equal(self.columns(), other.columns())
-
-    __hash__ = None  # type: ignore[assignment]
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
+        return hex_id_faults("prompt_id", self.prompt_id)
 
 
 def _repeated(ids: Sequence[str]) -> list[str]:

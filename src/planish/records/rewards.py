@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.ragged import Array
-from planish.records.schema import (
-    Column,
-    ColumnData,
-    column_faults,
-    raise_faults,
-    records_equal,
-)
+from planish.records.schema import Column, Record
 
 _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class RewardSet:
+class RewardSet(Record):
     """Row `r` scores row `r` of the rollout set that the manifest names as a parent.
 
     Example:
@@ -35,6 +27,7 @@ class RewardSet:
     """
 
     SCHEMA: ClassVar[str] = "rewards/1"
+    REMEDY: ClassVar[str] = "the reward stage writes this set"
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("accuracy", "float32", "the verifier's verdict, 0 or 1"),
         Column("outcome", "float32", "the reward of that verdict"),
@@ -65,32 +58,8 @@ class RewardSet:
         """Number of rollouts R."""
         return len(self.extracted)
 
-    def columns(self) -> dict[str, ColumnData]:
-        """Return the data of every column."""
-        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> RewardSet:
-        """Build the set from its columns."""
-        return cls(**columns)
-
-    def group_starts(self) -> Array:
-        """Every row may begin a row group."""
-        return np.ones(self.num_rows, dtype=np.bool_)
-
-    def validate(self) -> None:
-        """Check every rule of the schema.
-
-        Raises:
-            RecordError: with every fault.
-        """
-        kinds = {column.name: column.kind for column in self.COLUMNS}
-        faults = column_faults(self.columns(), kinds, self.num_rows)
-        if not faults:
-            faults = self._value_faults()
-        raise_faults(self.SCHEMA, faults, remedy="the reward stage writes this set")
-
-    def _value_faults(self) -> list[str]:
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
         faults = []
         for name in ("outcome", "length_penalty", "reward"):
             values = getattr(self, name)
@@ -115,10 +84,3 @@ class RewardSet:
                 for row in wrong
             ]
         return faults
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RewardSet):
-            return NotImplemented
-        return records_equal(self.columns(), other.columns())
-
-    __hash__ = None  # type: ignore[assignment]

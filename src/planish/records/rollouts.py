@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,11 @@ from planish.records.schema import (
     Column,
     ColumnData,
     Kind,
+    Record,
     column_faults,
     hex_id_faults,
-    raise_faults,
-    records_equal,
+    join,
+    take_rows,
 )
 
 _MAX_LOGPROB = 1e-3
@@ -36,7 +37,7 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class RolloutSet:
+class RolloutSet(Record):
     """One row per rollout, sorted by (group_index, sample_index), at least one in each group.
 
     In memory the prompt's tokens are kept once per group; on disk every row carries them, so that
@@ -59,6 +60,7 @@ class RolloutSet:
     """
 
     SCHEMA: ClassVar[str] = "rollouts/1"
+    REMEDY: ClassVar[str] = "the rollout stage writes this set"
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("group_index", "int32", "0..G-1, not decreasing"),
         Column("sample_index", "int32", "position in the group"),
@@ -124,12 +126,10 @@ class RolloutSet:
 
     def columns(self) -> dict[str, ColumnData]:
         """Return the data of every column, prompt tokens repeated for each row of a group."""
-        found: dict[str, ColumnData] = {c.name: getattr(self, c.name) for c in self.COLUMNS}
-        found["prompt_tokens"] = self.prompt_tokens.take(self.group_index)
-        return found
+        return {**super().columns(), "prompt_tokens": self.prompt_tokens.take(self.group_index)}
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> RolloutSet:
+    def from_columns(cls, columns: Mapping[str, Any]) -> Self:
         """Build the set from its columns.
 
         Raises:
@@ -180,57 +180,36 @@ class RolloutSet:
         return self._take(rows, groups, group_index)
 
     def _take(self, rows: Array, groups: Array, group_index: Array) -> RolloutSet:
-        taken: dict[str, Any] = {
+        own: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens.take(groups),
             "group_index": group_index,
         }
-        for column in self.COLUMNS:
-            if column.name in taken:
-                continue
-            data = getattr(self, column.name)
-            if isinstance(data, Ragged):
-                taken[column.name] = data.take(rows)
-            elif isinstance(data, list):
-                taken[column.name] = [data[row] for row in rows]
-            else:
-                taken[column.name] = data[rows]
-        return RolloutSet(**taken)
+        others = [name for name in vars(self) if name not in own]
+        return RolloutSet(**own, **{name: take_rows(vars(self)[name], rows) for name in others})
 
     @staticmethod
     def concat(sets: Sequence[RolloutSet]) -> RolloutSet:
         """Put the groups of all sets one after another, renumbering group_index."""
         if not sets:
             return RolloutSet.empty()
-        joined: dict[str, Any] = {}
-        for column in RolloutSet.COLUMNS:
-            parts = [getattr(s, column.name) for s in sets]
-            if isinstance(parts[0], Ragged):
-                joined[column.name] = Ragged.concat(parts)
-            elif isinstance(parts[0], list):
-                joined[column.name] = [value for part in parts for value in part]
-            else:
-                joined[column.name] = np.concatenate(parts)
+        joined = join([vars(s) for s in sets], RolloutSet.COLUMNS)
         shift = np.cumsum([0, *[s.num_groups for s in sets[:-1]]])
         joined["group_index"] = np.concatenate(
             [s.group_index + np.int32(by) for s, by in zip(sets, shift, strict=True)]
         )
         return RolloutSet(**joined)
 
-    def validate(self) -> None:
-        """Check every rule of the schema.
+    def form_faults(self) -> list[str]:
+        """Return what is wrong with types and lengths; prompt tokens have a row for each group."""
+        kinds = {c.name: c.kind for c in self.COLUMNS if c.name != "prompt_tokens"}
+        return [
+            *self.prompt_tokens.faults("prompt_tokens", rows=self.num_groups, dtype=np.int32),
+            *column_faults(vars(self), kinds, self.num_rows),
+        ]
 
-        Raises:
-            RecordError: with every fault.
-        """
-        kinds: dict[str, Kind] = {c.name: c.kind for c in self.COLUMNS}
-        del kinds["prompt_tokens"]
-        data: dict[str, object] = {name: getattr(self, name) for name in kinds}
-        faults = self.prompt_tokens.faults(
-            "prompt_tokens", rows=self.num_groups, dtype=np.int32
-        ) + column_faults(data, kinds, self.num_rows)
-        if not faults:
-            faults = [*self._order_faults(), *self._token_faults(), *self._id_faults()]
-        raise_faults(self.SCHEMA, faults, remedy="the rollout stage writes this set")
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
+        return [*self._order_faults(), *self._token_faults(), *self._id_faults()]
 
     def _order_faults(self) -> list[str]:
         faults = []
@@ -307,13 +286,10 @@ class RolloutSet:
         return faults
 
     def __eq__(self, other: object) -> bool:
+        """Same columns by value, kept in the same way."""
         if not isinstance(other, RolloutSet):
             return NotImplemented
-        return self.prompt_tokens == other.prompt_tokens and records_equal(
-            self.columns(), other.columns()
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+        return self.prompt_tokens == other.prompt_tokens and super().__eq__(other)
 
 
 def _empty_column(kind: Kind) -> Any:

@@ -1,4 +1,4 @@
-"""What all record sets share: column specs, the Record protocol and checks of columns.
+"""What all record sets share: column specs, the Record protocol, checks and joins of columns.
 
 Parquet and manifests are the business of `parquet.py` and `manifest.py`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -38,12 +38,14 @@ class Column:
 
 
 class Record(Protocol):
-    """A record set in memory: a frozen dataclass of columns."""
+    """A record set in memory: a frozen dataclass with a field for each column."""
 
     SCHEMA: ClassVar[str]
     """Name and major version, e.g. `rollouts/1`."""
     COLUMNS: ClassVar[tuple[Column, ...]]
     """Columns on disk, in order."""
+    REMEDY: ClassVar[str]
+    """What to do about a broken rule: who writes this set."""
 
     @property
     def num_rows(self) -> int:
@@ -51,16 +53,39 @@ class Record(Protocol):
 
     def columns(self) -> dict[str, ColumnData]:
         """Return the data of every column of `COLUMNS`, all with `num_rows` rows."""
+        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> Any:
+    def from_columns(cls, columns: Mapping[str, Any]) -> Self:
         """Build the record from the columns of all shards."""
+        return cls(**columns)
 
     def group_starts(self) -> Array:
-        """Return [R] bool: rows at which a row group may begin."""
+        """Return [R] bool: rows at which a row group may begin; every row but for groups."""
+        return np.ones(self.num_rows, dtype=np.bool_)
 
     def validate(self) -> None:
-        """Check every rule; raises one `RecordError` that names every fault."""
+        """Check every rule of the schema.
+
+        Raises:
+            RecordError: with every fault.
+        """
+        faults = self.form_faults() or self.value_faults()
+        raise_faults(self.SCHEMA, faults, remedy=self.REMEDY)
+
+    def form_faults(self) -> list[str]:
+        """Return what is wrong with types and lengths."""
+        kinds = {column.name: column.kind for column in self.COLUMNS}
+        return column_faults(self.columns(), kinds, self.num_rows)
+
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
+
+    def __eq__(self, other: object) -> bool:
+        """Same columns by value; NaN equals NaN."""
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return records_equal(self.columns(), other.columns())
 
 
 RecordT = TypeVar("RecordT", bound=Record)
@@ -155,6 +180,27 @@ def hex_id_faults(name: str, ids: Sequence[str]) -> list[str]:
         for row, value in enumerate(ids)
         if not _HEX16.fullmatch(value)
     ]
+
+
+def take_rows(data: Any, rows: Array) -> Any:
+    """Return the cells `rows` [K] int of one column, in that order."""
+    if isinstance(data, list):
+        return [data[row] for row in rows]
+    return data.take(rows) if isinstance(data, Ragged) else data[rows]
+
+
+def join(parts: Sequence[Mapping[str, Any]], specs: Sequence[Column]) -> dict[str, Any]:
+    """Put the rows of several sets of columns one after another; at least one part."""
+    joined: dict[str, Any] = {}
+    for spec in specs:
+        columns = [part[spec.name] for part in parts]
+        if spec.kind.startswith("list<"):
+            joined[spec.name] = Ragged.concat(columns)
+        elif spec.kind in {"text", "messages"}:
+            joined[spec.name] = [value for column in columns for value in column]
+        else:
+            joined[spec.name] = np.concatenate(columns)
+    return joined
 
 
 def records_equal(left: Mapping[str, ColumnData], right: Mapping[str, ColumnData]) -> bool:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import (
-    Column,
-    ColumnData,
-    column_faults,
-    raise_faults,
-    records_equal,
-)
+from planish.records.schema import Column, Record
 
 
 @dataclass(frozen=True, eq=False)
-class ValueSet:
+class ValueSet(Record):
     """One row per response that its window cut, sorted by (ordinal, sample_index).
 
     A token keeps the value that it was given in the iteration that sampled it: the value loss clips
@@ -35,6 +29,7 @@ class ValueSet:
     """
 
     SCHEMA: ClassVar[str] = "values/1"
+    REMEDY: ClassVar[str] = "the train stage writes this set"
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column("ordinal", "int64", "place of the prompt in the stream of prompts"),
         Column("sample_index", "int32", "position in the group"),
@@ -68,32 +63,8 @@ class ValueSet:
         keys = zip(self.ordinal.tolist(), self.sample_index.tolist(), strict=True)
         return {key: self.values.row(row) for row, key in enumerate(keys)}
 
-    def columns(self) -> dict[str, ColumnData]:
-        """Return the data of every column."""
-        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> ValueSet:
-        """Build the set from its columns."""
-        return cls(**columns)
-
-    def group_starts(self) -> Array:
-        """Every row may begin a row group."""
-        return np.ones(self.num_rows, dtype=np.bool_)
-
-    def validate(self) -> None:
-        """Check every rule of the schema.
-
-        Raises:
-            RecordError: with every fault.
-        """
-        kinds = {column.name: column.kind for column in self.COLUMNS}
-        faults = column_faults(self.columns(), kinds, self.num_rows)
-        if not faults:
-            faults = self._row_faults()
-        raise_faults(self.SCHEMA, faults, remedy="the train stage writes this set")
-
-    def _row_faults(self) -> list[str]:
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
         faults = []
         for name in ("ordinal", "sample_index"):
             lowest = getattr(self, name).min(initial=0)
@@ -114,10 +85,3 @@ class ValueSet:
                 f"({wrong.sum()} values)"
             )
         return faults
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ValueSet):
-            return NotImplemented
-        return records_equal(self.columns(), other.columns())
-
-    __hash__ = None  # type: ignore[assignment]

@@ -43,7 +43,7 @@ from tests.benchmarks.checkpoint.schedule import PHASES, Phase
 from tests.benchmarks.checkpoint.table import HEADINGS, Table, figures
 from tests.benchmarks.checkpoint.workloads import ABOUT
 from tests.benchmarks.facts import write_result
-from tests.servers.run_minio import REPOSITORY
+from tests.servers.program import REPOSITORY
 
 MODULE = "tests.benchmarks.checkpoint"
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.servers.run_minio import REPOSITORY, free_port
+from tests.servers.program import REPOSITORY, free_port
 
 START_SECONDS = 300.0
 COMMAND_SECONDS = 300.0

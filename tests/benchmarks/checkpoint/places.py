@@ -92,8 +92,9 @@ class Place:
 
     def cpu_seconds(self) -> float:
         """Return the processor seconds of the server."""
-        assert self.server.process is not None
-        stat = Path(f"/proc/{self.server.process.pid}/stat").read_text()
+        process = self.server.program.process
+        assert process is not None
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
         fields = stat.rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -8,11 +8,7 @@ import pytest
 
 from planish.__main__ import main
 from planish.minder.result import schema
-
-
-def run(capsys, *arguments):
-    code = main(["minder", *map(str, arguments)])
-    return code, capsys.readouterr()
+from tests.unit.minder.command import run
 
 
 def test_a_simulated_fault_is_found_by_replay_and_run_once(tmp_path, capsys):

@@ -6,14 +6,9 @@ import json
 
 import pytest
 
-from planish.__main__ import main
+from tests.unit.minder.command import run
 
 FEW = ("--faults", "1", "--normal", "1")
-
-
-def run(capsys, *arguments):
-    code = main(["minder", *map(str, arguments)])
-    return code, capsys.readouterr()
 
 
 def test_evaluate_prints_a_table_and_writes_every_figure(tmp_path, capsys):

@@ -8,27 +8,18 @@ import numpy as np
 import pytest
 
 from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Detector, Models, detect
+from planish.minder.detect import Detector, detect
 from planish.minder.frame import Frame
 from planish.minder.traces import Job
-
-METRICS = ("cpu_usage", "gpu_duty_cycle")
-MODELS = Models({name: Identity(name) for name in METRICS})
-START = 1_000_000
+from tests.unit.minder.waves import METRICS, MODELS, START, waves
 
 
-def made(machines, *, odd=None, length=300, onset=300, seconds=900, shift=30.0, seed=0):
-    """All machines follow one wave; the odd ones lie below it for a while."""
-    rng = np.random.default_rng(seed)
-    wave = 60 + 20 * np.sin(np.arange(seconds)[:, None] / 4)
-    values = {
-        name: (wave + rng.normal(0, 1, (seconds, machines))).astype(np.float32) for name in METRICS
-    }
-    for machine in odd or ():
-        values["cpu_usage"][onset : onset + length, machine] -= shift
-    names = tuple(f"node-{i:03d}" for i in range(machines))
-    return Frame("job", np.arange(START, START + seconds), names, values)
+def made(machines, *, odd=(), length=300, onset=300, seconds=900, shift=30.0):
+    """The odd machines lie below the others for a while."""
+    frame = waves(machines, seconds)
+    for machine in odd:
+        frame.values["cpu_usage"][onset : onset + length, machine] -= shift
+    return frame
 
 
 def config(profile="default", **detect):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from planish.errors import ConfigError
 from planish.minder.http_status import StatusServer
 from planish.minder.own_metrics import OwnMetrics
+from tests import pages
 
 
 @dataclass
@@ -26,12 +25,7 @@ class Health:
 
 
 def get(server, path):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    return pages.get(f"http://127.0.0.1:{server.port}{path}")
 
 
 def test_probes_tell_health_and_readiness_and_metrics_are_text():

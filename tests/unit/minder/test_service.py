@@ -14,6 +14,7 @@ from planish.minder.service_config import service_settings
 from planish.minder.service_job import JobWatch, Surroundings
 from planish.minder.service_schedule import Schedule
 from planish.minder.service_state import FileState
+from tests import pages
 from tests.benchmarks import minder_soak as day_of
 
 T0 = day_of.T0
@@ -68,8 +69,7 @@ def run(watch, clock, until):
 
 
 def metric(around, line):
-    found = [x for x in around.metrics.text().decode().splitlines() if x.startswith(line + " ")]
-    return float(found[0].rpartition(" ")[2]) if found else None
+    return pages.samples(around.metrics.text().decode()).get(line)
 
 
 def test_a_fault_is_told_once_acted_upon_and_resolved():

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-
 from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models
-from planish.minder.frame import Frame
 from planish.minder.session import JobMonitor
+from tests.unit.minder.waves import METRICS, MODELS, START, waves
 
-METRICS = ("cpu_usage", "gpu_duty_cycle")
-MODELS = Models({name: Identity(name) for name in METRICS})
-START = 1_000_000
 OFF = {"role_baseline": False, "usual_distance": False}
 
 
 def config(**sections):
     detect = {"metrics": list(METRICS), **sections.pop("detect", {})}
     return minder_config({"detect": detect, **sections})
-
-
-def made(machines=8, seconds=1800, seed=0):
-    rng = np.random.default_rng(seed)
-    wave = 60 + 20 * np.sin(np.arange(seconds)[:, None] / 4)
-    values = {
-        name: (wave + rng.normal(0, 1, (seconds, machines))).astype(np.float32) for name in METRICS
-    }
-    names = tuple(f"node-{i:03d}" for i in range(machines))
-    return Frame("job", np.arange(START, START + seconds), names, values)
 
 
 def calls(frame, settings=None, *, begin=60, monitor=None, **facts):
@@ -48,7 +31,7 @@ def alarms(found):
 
 
 def test_a_lasting_offset_never_alarms_and_a_later_fault_of_the_same_machine_does():
-    frame = made()
+    frame = waves()
     frame.values["cpu_usage"][:, 2] += 9
     assert alarms(calls(frame)) == []
     frame.values["cpu_usage"][900:1300, 2] -= 40
@@ -59,34 +42,34 @@ def test_a_lasting_offset_never_alarms_and_a_later_fault_of_the_same_machine_doe
 
 
 def test_an_offset_alarms_where_baselines_are_off():
-    frame = made()
+    frame = waves()
     frame.values["cpu_usage"][:, 2] += 9
     off = calls(frame, config(detect=OFF))
     assert alarms(off) == ["node-002"]
 
 
 def test_a_fault_is_not_learned_as_a_baseline():
-    frame = made(seconds=3600)
+    frame = waves(seconds=3600)
     frame.values["cpu_usage"][1500:, 5] -= 20
     found = calls(frame)
     assert found[30] == found[60] == ["node-005"]
 
 
 def test_an_early_fault_is_found_too():
-    frame = made()
+    frame = waves()
     frame.values["cpu_usage"][200:800, 5] -= 20
     assert alarms(calls(frame)) == ["node-005"]
 
 
 def test_the_warm_up_after_a_start_is_ignored():
-    frame = made(seconds=900)
+    frame = waves(seconds=900)
     frame.values["cpu_usage"][0:300, 1] += 25
     assert alarms(calls(frame, config(detect=OFF))) == ["node-001"]
     assert alarms(calls(frame, started=START)) == []
 
 
 def test_what_differs_while_all_are_idle_is_ignored_and_silence_is_not():
-    frame = made(seconds=1500)
+    frame = waves(seconds=1500)
     frame.values["gpu_duty_cycle"][600:] = 0.0
     frame.values["cpu_usage"][600:, 3] += 25
     assert alarms(calls(frame)) == []
@@ -97,7 +80,7 @@ def test_what_differs_while_all_are_idle_is_ignored_and_silence_is_not():
 
 
 def test_a_machine_that_joins_is_left_out_while_it_is_young():
-    frame = made(seconds=1500)
+    frame = waves(seconds=1500)
     for name in METRICS:
         frame.mask[name][:700, 7] = False
     # It copies its data at first.
@@ -117,7 +100,7 @@ def test_a_machine_that_joins_is_left_out_while_it_is_young():
 
 
 def test_a_job_on_other_nodes_has_a_new_baseline():
-    frame = made(machines=16, seconds=1800)
+    frame = waves(machines=16, seconds=1800)
     frame.values["cpu_usage"][:, 2] += 9
     monitor = JobMonitor("job", MODELS, config())
     first, second = frame.machines[:8], frame.machines[8:]
@@ -129,7 +112,7 @@ def test_a_job_on_other_nodes_has_a_new_baseline():
 
 
 def test_many_newcomers_do_not_blind_the_monitor():
-    frame = made(machines=8, seconds=1800)
+    frame = waves(machines=8, seconds=1800)
     for name in METRICS:
         frame.mask[name][:800, 5:] = False
     frame.values["cpu_usage"][1000:1500, 1] -= 30
@@ -142,7 +125,7 @@ def test_many_newcomers_do_not_blind_the_monitor():
 
 
 def test_a_monitor_goes_on_after_a_restart():
-    frame = made()
+    frame = waves()
     frame.values["cpu_usage"][:, 2] += 9
     monitor = JobMonitor("job", MODELS, config())
     calls(frame.slice(START, START + 900), monitor=monitor)
@@ -154,6 +137,6 @@ def test_a_monitor_goes_on_after_a_restart():
 
 def test_a_small_job_and_an_empty_frame_are_told():
     monitor = JobMonitor("job", MODELS, config())
-    assert monitor.call(made(machines=3, seconds=300)).status == "too_few_machines"
-    empty = made(seconds=300).slice(0, 1)
+    assert monitor.call(waves(machines=3, seconds=300)).status == "too_few_machines"
+    empty = waves(seconds=300).slice(0, 1)
     assert monitor.call(empty).status == "skipped"

@@ -11,8 +11,7 @@ from sklearn.covariance import LedoitWolf
 from planish.errors import ConfigError
 from planish.minder.config import minder_config
 from planish.minder.denoise import Identity
-from planish.minder.detect import Detector, Job, Models
-from planish.minder.frame import Frame
+from planish.minder.detect import Detector, Job
 from planish.minder.preprocess import prepare
 from planish.minder.vae import LstmVae, Training
 from planish.minder.variants import RECIPES, build
@@ -29,22 +28,14 @@ from planish.minder.variants_traces import (
     minute_means,
     static_limits,
 )
-
-METRICS = ("cpu_usage", "gpu_duty_cycle")
-MODELS = Models({name: Identity(name) for name in METRICS})
-START = 1_000_000
+from tests.unit.minder.waves import METRICS, MODELS, START, waves
 
 
-def made(machines=12, *, seconds=900, shift=-30.0, onset=300, length=400, seed=0):
-    """All machines follow one wave; the third one leaves it for a while."""
-    rng = np.random.default_rng(seed)
-    wave = 60 + 15 * np.sin(np.arange(seconds)[:, None] / 4)
-    values = {
-        name: (wave + rng.normal(0, 1, (seconds, machines))).astype(np.float32) for name in METRICS
-    }
-    values["cpu_usage"][onset : onset + length, 2] += shift
-    names = tuple(f"node-{i:03d}" for i in range(machines))
-    return Frame(f"job-{seed}", np.arange(START, START + seconds), names, values)
+def made(*, seconds=900, length=400, seed=0):
+    """The third of twelve machines lies below the others for a while."""
+    frame = waves(12, seconds, swing=15, seed=seed)
+    frame.values["cpu_usage"][300 : 300 + length, 2] -= 30
+    return frame
 
 
 def config(**detect):

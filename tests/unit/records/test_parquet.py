@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from planish.errors import RecordError
 from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
 from planish.records import parquet as parquet_module
-from planish.records.parquet import arrow_schema, decode, encode, join, row_group_bounds
+from planish.records.parquet import arrow_schema, decode, encode, row_group_bounds
+from planish.records.schema import join
 from tests.unit.records.samples import SAMPLES, file_of, random_prompts, random_rollouts
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -7,6 +7,7 @@ import math
 import torch
 
 from planish.train.config import TrainConfig
+from tests.unit.algorithms.batches import make_batch, ragged_mask
 
 
 class TableTrainer:
@@ -59,3 +60,10 @@ def table_config(**changes):
     return TrainConfig(
         **{"learning_rate": 0.1, "warmup_iterations": 0, "rollouts_per_minibatch": 2} | changes
     )
+
+
+def batch_of(rows=4, **more):
+    """Return groups of two: one right response of three tokens, one wrong of two."""
+    reward = [1.0, -1.0] * (rows // 2)
+    group = [k // 2 for k in range(rows)]
+    return make_batch(ragged_mask([3, 2] * (rows // 2), 3), reward=reward, group=group, **more)

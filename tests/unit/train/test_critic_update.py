@@ -17,19 +17,13 @@ from planish.train.pretraining import critic_learning_rate, judge
 from planish.train.progress import Progress
 from planish.train.update import run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
-from tests.unit.train.tables import TableTrainer, table_config
+from tests.unit.train.tables import TableTrainer, batch_of, table_config
 
 PLAIN = {"warmup_iterations": 0, "learning_rate": 0.1}
 
 
 def critic_config(**changes):
     return CriticConfig(**{**PLAIN, "pretrain_iterations": 0, **changes})
-
-
-def batch_of(rows=4, **more):
-    reward = [1.0, -1.0] * (rows // 2)
-    group = [k // 2 for k in range(rows)]
-    return make_batch(ragged_mask([3, 2] * (rows // 2), 3), reward=reward, group=group, **more)
 
 
 def update(trainer, batch, progress=None, *, critic=None, algorithm=None, **more):

@@ -16,13 +16,7 @@ from planish.train.metrics import batch_metrics
 from planish.train.progress import Progress
 from planish.train.update import learning_rate, num_steps, run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
-from tests.unit.train.tables import TableTrainer, table_config
-
-
-def batch_of(rows=4, **more):
-    reward = [1.0, -1.0] * (rows // 2)
-    group = [k // 2 for k in range(rows)]
-    return make_batch(ragged_mask([3, 2] * (rows // 2), 3), reward=reward, group=group, **more)
+from tests.unit.train.tables import TableTrainer, batch_of, table_config
 
 
 def update(trainer, batch, progress=None, cfg=None):

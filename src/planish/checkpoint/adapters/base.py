@@ -126,11 +126,13 @@ def collect(
 
 
 def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    from planish.checkpoint.adapters.fsdp import gather_fsdp
     from planish.checkpoint.adapters.plain import Sites, gather_model, gather_optimizer
 
     sites: Sites = lambda parameter: None  # noqa: E731
     if state.get("model") is not None:
-        sites = gather_model(gathering, state["model"])
+        gather = gather_fsdp if gathering.framework == "fsdp" else gather_model
+        sites = gather(gathering, state["model"])
     if state.get("optimizer") is not None:
         gathering.part = "optim"
         gather_optimizer(gathering, state["optimizer"], sites)

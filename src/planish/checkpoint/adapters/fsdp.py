@@ -19,6 +19,7 @@ from planish.checkpoint.adapters.gathering import Gathering, place
 from planish.checkpoint.adapters.names import named_tensors
 from planish.checkpoint.adapters.optimizer import Site
 from planish.checkpoint.adapters.placed import Placed
+from planish.checkpoint.adapters.plain import gather_extra_state, gather_ties, sites_of
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,23 @@ class FlatSite:
         """A single number."""
         return ()
 
-    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
-        """Return the range of a moment, or a number as it is."""
-        name = f"{self.fqn}.{key}" if key else self.fqn
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether it is the same."""
+        return shape == self.shape
+
+    def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
+        """Collect the range of a moment, or a number as it is."""
+        name = f"{self.fqn}.{key}"
+        gathering.add("optim", name, self.place(name, value))
+
+    def place(self, name: str, value: Tensor) -> Placed:
+        """Return the range of the parameter or of a moment, or a number as it is."""
         if tuple(value.shape) != tuple(self.parameter.shape) or not value.dim():
-            return [(self.fqn, place(name, value))]
+            return place(name, value)
         zeros = (0,) * len(self.shape)
         data = value.detach().reshape(-1)
         shard = FlatShard(name, self.shape, zeros, self.shape, self.start, self.stop, data)
-        return [(self.fqn, place_flat(name, shard))]
+        return place_flat(name, shard)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros for this rank's range."""
@@ -57,8 +66,6 @@ def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], Site | N
     Raises:
         TypeError: no module, or wrapped with `use_orig_params=False`.
     """
-    from planish.checkpoint.adapters.plain import gather_extra_state, gather_ties, sites_of
-
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"`model` must be the wrapped module for framework 'fsdp', got {type(model).__name__}"
@@ -72,7 +79,7 @@ def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], Site | N
             continue
         site = FlatSite(name, tensor, *ranges[id(tensor)])
         sites[id(tensor)] = site
-        gathering.add("model", name, site.pieces("", tensor)[0][1])
+        gathering.add("model", name, site.place(name, tensor))
     gather_ties(gathering, named)
     gather_extra_state(gathering, named.extra)
     whole = sites_of(named)

@@ -1,6 +1,6 @@
 """Builds what an adapter returns: items, small values, and what is to be done after a load.
 
-Deliberately without any framework: that is `model_part`, `optimizer` and `megatron`.
+Deliberately without any framework: that is `plain`, `fsdp` and `megatron`.
 """
 
 from __future__ import annotations

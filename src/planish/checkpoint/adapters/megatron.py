@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planish.checkpoint.adapters.gathering import Gathering, place, unite
 from planish.checkpoint.adapters.nested import checked, name_of_path
-from planish.checkpoint.adapters.optimizer import Site, gather_optimizers
+from planish.checkpoint.adapters.optimizer import Site, gather_stacked
 from planish.checkpoint.adapters.placed import Placed, check_dense
 from planish.checkpoint.adapters.plain import gather_rest
 from planish.checkpoint.extra_codec import decode_extra, encode_extra
@@ -49,7 +49,7 @@ def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
     if optimizer is not None:
         gathering.part = "optim"
         found = [_torch_optimizer(one) for one in _unchained(optimizer)]
-        gather_optimizers(gathering, found, lambda parameter: sites.get(id(parameter)))
+        gather_stacked(gathering, found, lambda parameter: sites.get(id(parameter)))
 
 
 def _is_module(model: Any) -> bool:
@@ -138,12 +138,17 @@ class MegatronSite:
         first = self._built(self.entry.data)[0]
         return tuple(first.global_shape[: first.prepend_axis_num])
 
-    @property
-    def is_padded(self) -> bool:
-        """Return whether another padding is no other shape."""
-        return bool(getattr(self.entry, "allow_shape_mismatch", False))
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a stored shape is that of the tensor, be it under another padding."""
+        may_differ = bool(getattr(self.entry, "allow_shape_mismatch", False))
+        return shape == self.shape or (may_differ and len(shape) == len(self.shape))
 
-    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
+    def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
+        """Collect the parts of a moment, or a number for this parameter's layer."""
+        for name, placed in self._pieces(key, value):
+            gathering.add("optim", f"{name}.{key}", placed)
+
+    def _pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
         """Return the parts of a moment, or a number for this parameter's layer."""
         if value.dim() or not self.entry.data.dim():
             return self.parts("optim", f".{key}", value)

@@ -42,8 +42,11 @@ class Site(Protocol):
     def scalar_shape(self) -> tuple[int, ...]:
         """Of a per-parameter number, as it is stored; () where a name is of one parameter only."""
 
-    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
-        """Return (stored name of the parameter, placed part) of a moment or a single number."""
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a stored shape is that of the whole, be it under another padding."""
+
+    def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
+        """Collect a moment or a single number."""
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros of the parameter's shape and layout."""
@@ -66,13 +69,17 @@ class PlainSite:
         """A single number."""
         return ()
 
-    def pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
-        """Return the one piece."""
-        return [(self.fqn, self.place(key, value))]
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether it is the same."""
+        return shape == self.shape
 
-    def place(self, key: str, value: Tensor) -> Placed:
-        """Return the placed moment or number."""
+    def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
+        """Collect it, placed once for all saves."""
         name = f"{self.fqn}.{key}"
+        if not gathering.add_again("optim", name, value):
+            gathering.add("optim", name, self._place(name, value), value)
+
+    def _place(self, name: str, value: Tensor) -> Placed:
         sharded = isinstance(self.parameter, DTensor) and not isinstance(value, DTensor)
         if sharded and value.dim():
             raise TypeError(
@@ -95,7 +102,46 @@ def gather_optimizers(
         TypeError: a state value cannot be stored.
         ValueError: a parameter has no name, or two optimizers hold one parameter.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names, numbers = _gather_states(gathering, optimizers, site_of)
+    _refuse_twice(names)
+    gathering.share(PART, numbers=numbers)
+    gather_groups(gathering, _groups(optimizers), names)
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        _set_numbers(gathering, optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
+
+    gathering.after(finish)
+
+
+def gather_stacked(
+    gathering: Gathering, optimizers: Sequence[Any], site_of: Callable[[Tensor], Site | None]
+) -> None:
+    """Collect the state of torch optimizers whose parameters may be layers stacked in one tensor.
+
+    Raises:
+        TypeError: a state value is no tensor, or cannot be stored.
+        ValueError: a parameter has no name.
+    """
+    _, numbers = _gather_states(gathering, optimizers, site_of)
+    for name, values in numbers.items():
+        key, value = next(iter(values.items()))
+        raise TypeError(
+            f"`{name}.{key}` must be a tensor in an optimizer of stacked layers, got "
+            f"{type(value).__name__}; use an optimizer whose state is tensors"
+        )
+    groups = _groups(optimizers)
+    gathering.share(PART, options=_all_options(groups))
+    _gather_membership(gathering, groups, site_of)
+
+
+def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _gather_states(
+    gathering: Gathering, optimizers: Sequence[Any], site_of: Callable[[Tensor], Site | None]
+) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
+    """Collect all tensors; return each group's names, and parameter -> what is no tensor."""
     names: list[list[str]] = []
     numbers: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
@@ -104,18 +150,7 @@ def gather_optimizers(
             names.append([site.fqn for site in sites])
             for parameter, site in zip(group["params"], sites, strict=True):
                 _gather_state(gathering, optimizer, group, parameter, site, numbers)
-    _refuse_twice(names, gathering.framework)
-    if gathering.framework == "megatron":
-        gathering.share(PART, options=_all_options(groups))
-        _gather_membership(gathering, groups, site_of)
-        return
-    gathering.share(PART, numbers=numbers)
-    gather_groups(gathering, groups, names)
-
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        _set_numbers(gathering, optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
-
-    gathering.after(finish)
+    return names, numbers
 
 
 def gather_groups(
@@ -160,14 +195,14 @@ def _site(site_of: Callable[[Tensor], Site | None], parameter: Tensor) -> Site:
     return site
 
 
-def _refuse_twice(names: Iterable[Sequence[str]], framework: str) -> None:
+def _refuse_twice(names: Iterable[Sequence[str]]) -> None:
     flat = [name for members in names for name in members]
     twice = (
         sorted({name for name in flat if flat.count(name) > 1})
         if len(set(flat)) < len(flat)
         else []
     )
-    if twice and framework != "megatron":  # There stacked layers share a name.
+    if twice:
         raise ValueError(
             f"a parameter must be in one group of one optimizer, got {twice[:8]} in several; "
             "save such optimizers as roles of their own"
@@ -188,17 +223,7 @@ def _gather_state(
         state = _wanted(gathering, group, parameter, site, state)
     for key, value in state.items():
         if isinstance(value, Tensor):
-            if isinstance(site, PlainSite):
-                if not gathering.add_again("optim", name := f"{site.fqn}.{key}", value):
-                    gathering.add("optim", name, site.place(key, value), value)
-                continue
-            for fqn, placed in site.pieces(key, value):
-                gathering.add("optim", f"{fqn}.{key}", placed)
-        elif gathering.framework == "megatron":
-            raise TypeError(
-                f"`{site.fqn}.{key}` must be a tensor in an optimizer of stacked layers, got "
-                f"{type(value).__name__}; use an optimizer whose state is tensors"
-            )
+            site.gather(gathering, key, value)
         else:
             name = f"{site.fqn}.{key}"
             numbers.setdefault(site.fqn, {})[key] = checked((name,), value)
@@ -235,16 +260,11 @@ def _wanted(
             on_device = group.get("capturable") or group.get("fused")
             device = parameter.device if on_device else torch.device("cpu")
             wanted[key] = torch.zeros((), dtype=dtype, device=device)
-        elif spec.shape == site.shape or _padded(spec.shape, site):
+        elif site.fits(spec.shape):
             wanted[key] = site.empty(dtype)
         else:
             wanted[key] = torch.zeros(spec.shape, dtype=dtype, device=parameter.device)
     return wanted
-
-
-def _padded(shape: tuple[int, ...], site: Site) -> bool:
-    """Return whether a stored shape is the parameter's under another padding."""
-    return bool(getattr(site, "is_padded", False)) and len(shape) == len(site.shape)
 
 
 def _set_options(
@@ -319,8 +339,7 @@ def _gather_membership(
             if gathering.for_load and stored is None:
                 continue
             value = torch.tensor(number)
-            for name, placed in site.pieces(GROUP, value):
-                gathering.add("optim", f"{name}.{GROUP}", placed)
+            site.gather(gathering, GROUP, value)
             values.append(value)
             members.append(site.fqn)
         kept.append((group, values, members))

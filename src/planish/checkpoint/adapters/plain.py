@@ -31,10 +31,6 @@ Sites = Callable[[Tensor], Site | None]
 
 def gather_model(gathering: Gathering, model: Any) -> Sites:
     """Collect a model and return where its parameters' optimizer state lies."""
-    if gathering.framework == "fsdp":
-        from planish.checkpoint.adapters.fsdp import gather_fsdp
-
-        return gather_fsdp(gathering, model)
     if isinstance(model, nn.Module):
         return _gather_module(gathering, named_tensors(model))
     if hasattr(model, "state_dict") and hasattr(model, "load_state_dict"):

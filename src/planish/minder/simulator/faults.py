@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.random import Generator
 
-from planish.minder.simulator.shapes import SHAPES, Shape, State
+from planish.minder.simulator.shapes import SHAPES, scale_of
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def apply(fault: Fault, values: dict[str, np.ndarray], idle: dict[str, float]) -
                 piece *= 1 + weight * (effect.factor - 1)
                 piece += weight * effect.shift
             if place == 0:
-                fault.visible[name] = int((_difference(shape, before, piece) > _SEEN).sum())
+                fault.visible[name] = int((_difference(name, before, piece) > _SEEN).sum())
 
 
 _BUSY = ("gpu_duty_cycle", "gpu_graphics_engine_activity", "gpu_sm_activity", "gpu_clocks")
@@ -179,11 +179,11 @@ _SEEN = 0.03
 """A difference of so much of the normalised metric shows."""
 
 
-def _difference(shape: Shape, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    if shape.group == "pfc":
-        gap = np.log1p(np.maximum(after, 0)) - np.log1p(np.maximum(before, 0))
-        return np.asarray(np.abs(gap) / shape.scale)
-    return np.asarray(np.abs(after - before) / shape.scale)
+def _difference(name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Return how far apart two stretches of a metric are when it is normalised."""
+    if SHAPES[name].group == "pfc":
+        before, after = (np.log1p(np.maximum(one, 0)) for one in (before, after))
+    return np.asarray(np.abs(after - before) / scale_of(name))
 
 
 def _effect(rng: Generator, fault: Fault, name: str) -> _Effect | None:
@@ -218,8 +218,3 @@ def _effect(rng: Generator, fault: Fault, name: str) -> _Effect | None:
     if group == "memory":
         return _Effect(shift=-(5 + 20 * draws[1]), delay=delay)
     return _Effect(shift=0.5 + 2.5 * draws[1], delay=delay)
-
-
-def spin_share(name: str) -> float:
-    """Return what a metric shows while the machine waits, as a share of the job's level."""
-    return SHAPES[name].states[State.SPIN]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from planish.minder.simulator.shapes import SHAPES, upper_bound
+from planish.minder.simulator.shapes import SHAPES, scale_of, upper_bound
 
 Values = dict[str, NDArray[np.float32]]
 
@@ -45,7 +45,7 @@ def add_unevenness(rng: Generator, values: Values, machines: int) -> None:
         elif SHAPES[name].group == "pfc":
             array *= pfc
         if name in ("cpu_usage", "gpu_power_draw"):
-            array += 0.005 * SHAPES[name].scale * drift * (rng.random(machines) < 0.1)
+            array += 0.005 * scale_of(name) * drift * (rng.random(machines) < 0.1)
 
 
 def add_noise(rng: Generator, values: Values) -> None:
