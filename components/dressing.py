@@ -5,6 +5,7 @@ overlays of `manifests/`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from kfp import dsl, kubernetes
 
@@ -49,6 +50,7 @@ def dress(
     store_secret: str,
     iteration: int = 0,
     is_exit_task: bool = False,
+    node_affinity: Any = None,
 ) -> dsl.PipelineTask:
     """Give a task everything that does not depend on its own inputs.
 
@@ -60,6 +62,8 @@ def dress(
         store_secret: name of the secret with the keys of `SECRET_ENV`; a pipeline parameter.
         iteration: 1, 2, ... inside iterations, else 0.
         is_exit_task: an exit task takes no retries.
+        node_affinity: output of the first task that keeps pods away from faulty machines; a
+            pipeline channel, which carries no type. None for a pod that goes anywhere.
 
     Returns:
         The same task.
@@ -90,6 +94,8 @@ def dress(
             backoff_factor=2.0,
             backoff_max_duration=f"{resources.backoff_max_seconds}s",
         )
+    if node_affinity is not None:
+        kubernetes.add_node_affinity_json(task, node_affinity)
     if resources.gpus:
         _dress_gpu(task, resources.gpus, resources.shared_memory)
     return task

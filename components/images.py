@@ -110,6 +110,11 @@ class Profile:
     """Environment of every task."""
 
 
+METRICS_PORT = 9464
+"""TCP port at which the scrape configuration in `monitoring/` looks for the tasks of a run."""
+
+_SCRAPED = {"PLANISH_METRICS_PORT": str(METRICS_PORT)}
+
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 _TINY_LIGHT = Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=1, backoff_seconds=1)
@@ -185,6 +190,7 @@ GPU_1X8 = Profile(
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
+    env=_SCRAPED,
 )
 """One machine with eight GPUs: eight rollout pods of one GPU, then one train pod of eight."""
 
@@ -196,6 +202,7 @@ GPU_4X8 = Profile(
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
+    env=_SCRAPED,
 )
 """Four machines with eight GPUs: rollout spreads over all 32, train runs in one pod of eight.
 

@@ -23,10 +23,12 @@ def prepare(
     allow_config_change: bool,
     assume_autoscaling: bool,
     requests: str,
+    max_avoided_nodes: int,
     summary: dsl.Output[dsl.Markdown],
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple(  # type: ignore[valid-type]
-    "Prepared", [("config_sha256", str), ("offset", int), ("chain_index", int)]
+    "Prepared",
+    [("config_sha256", str), ("offset", int), ("chain_index", int), ("node_affinity", dict)],
 ):
     """Check configuration, store, lock and cluster; write run.json; say what will happen."""
     from planish.prepare.stage import run
@@ -46,6 +48,7 @@ def prepare(
         allow_config_change=allow_config_change,
         assume_autoscaling=assume_autoscaling,
         requests=requests,
+        max_avoided_nodes=max_avoided_nodes,
         summary=summary,
         metrics=metrics,
     )

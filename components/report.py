@@ -9,6 +9,7 @@ from components.images import IMAGES
 def report(
     root: str,
     webhook: str,
+    max_restarts: int,
     status: dsl.PipelineTaskFinalStatus,
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
@@ -23,6 +24,7 @@ def report(
         failed_task=status.pipeline_task_name,
         error_message=status.error_message or "",
         webhook=webhook,
+        max_restarts=max_restarts,
         report=report,
         summary=summary,
         metrics=metrics,

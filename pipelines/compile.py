@@ -18,6 +18,7 @@ from kfp import compiler
 
 from components.images import PROFILES, Profile
 from pipelines.lint import lint
+from pipelines.monitor import Monitor, monitor_of
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
 
@@ -42,7 +43,7 @@ def compile_text(
     images: Mapping[str, str] | None = None,
     *,
     pipeline: str = "post-train",
-    monitor: str = "",
+    monitor: Monitor | None = None,
 ) -> str:
     """Return the compiled YAML of a pipeline; equal inputs give equal bytes.
 
@@ -53,12 +54,12 @@ def compile_text(
         profile: counts, resources, retries.
         images: image name to reference, replacing those of the table.
         pipeline: name in `BUILDERS`.
-        monitor: URI of the settings of a task that looks for faulty machines; empty for none.
+        monitor: options of tasks that look for faulty machines; None for no such tasks.
 
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
     """
-    more = {"monitor": monitor} if monitor and pipeline == "post-train" else {}
+    more: dict[str, Any] = {"monitor": monitor} if pipeline == "post-train" else {}
     built = BUILDERS[pipeline](profile, images=images, **more)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pipeline.yaml"
@@ -103,6 +104,17 @@ def parse_images(pairs: Sequence[str]) -> dict[str, str]:
     return images
 
 
+def monitor_options(parser: argparse.ArgumentParser) -> None:
+    """Add what decides on `monitor_check` on a cluster."""
+    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
+    parser.add_argument(
+        *("--max-restarts",),
+        type=int,
+        default=0,
+        help="restarts without a machine that monitor_check named; 0 for none",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
@@ -113,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
-    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
+    monitor_options(parser)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
     return parser
 
@@ -134,10 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             for name in arguments.profile or PROFILES
         ]
+        monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)
         texts = [
             (
                 file_name(profile, pipeline),
-                compile_text(profile, images, pipeline=pipeline, monitor=arguments.monitor),
+                compile_text(profile, images, pipeline=pipeline, monitor=monitor),
             )
             for pipeline in arguments.pipeline or BUILDERS
             for profile in profiles

@@ -13,6 +13,7 @@ from kfp import dsl
 from components import checkpoint, monitor_check, reward, rollout, train
 from components.dressing import dress
 from components.images import Profile
+from pipelines.monitor import Monitor
 
 
 class Pins(NamedTuple):
@@ -37,21 +38,21 @@ def _numbered(component: Any, label: int) -> Any:
 
 
 def _monitor(
-    profile: Profile, label: int, settings: str, of_iteration: Mapping[str, Any]
+    profile: Profile, label: int, monitor: Monitor, of_iteration: Mapping[str, Any]
 ) -> dsl.PipelineTask:
     """Return a task that looks for a faulty machine while the iteration trains."""
     taken = ("root", "config_sha256", "number", "offset")
     return _numbered(monitor_check, label)(
         **{name: of_iteration[name] for name in taken},
-        settings=settings,
-        trace="",
+        settings=monitor.settings,
+        trace=monitor.trace,
         job="",
-        watch_seconds=profile.stages["train"].timeout_seconds,
+        watch_seconds=profile.stages["train"].timeout_seconds if monitor.watches else 0,
     )
 
 
 def build_iteration(
-    profile: Profile, images: Mapping[str, str], label: int, monitor: str = ""
+    profile: Profile, images: Mapping[str, str], label: int, monitor: Monitor | None = None
 ) -> Callable[..., Any]:
     """Return the nested pipeline of one iteration.
 
@@ -59,9 +60,8 @@ def build_iteration(
         profile: shards, resources, retries.
         images: image name to reference.
         label: 1, 2, ... within the run; pod labels are fixed at compile time.
-        monitor: URI of the settings of a task that looks for faulty machines; empty for none.
+        monitor: options of a task that looks for faulty machines; None for no such task.
     """
-    shards = list(range(profile.num_shards))
 
     @dsl.pipeline(
         name=f"iteration-{label}",
@@ -76,6 +76,7 @@ def build_iteration(
         policy_pin: str,
         state_pin: str,
         store_secret: str,
+        node_affinity: dict[str, Any],
     ) -> Pins:
         def worn(task: dsl.PipelineTask, stage: str) -> dsl.PipelineTask:
             return dress(
@@ -84,14 +85,15 @@ def build_iteration(
                 images=images,
                 store_secret=store_secret,
                 iteration=label,
+                node_affinity=node_affinity if monitor and monitor.max_restarts else None,
             )
 
         of_run = {"root": root, "config_sha256": config_sha256}
         of_iteration = {**of_run, "number": number, "offset": offset, "policy_pin": policy_pin}
         of_batch = {**of_iteration, "num_shards": profile.num_shards}
-        with dsl.ParallelFor(
-            shards, name="shards", parallelism=profile.parallelism or profile.num_shards
-        ) as shard:
+        at_once = profile.parallelism or profile.num_shards
+        shards = list(range(profile.num_shards))
+        with dsl.ParallelFor(shards, name="shards", parallelism=at_once) as shard:
             rolled = _numbered(rollout, label)(**of_batch, shard=shard, state_pin=state_pin)
             worn(rolled, "rollout")
         rewarded = _numbered(reward, label)(**of_batch)
@@ -100,9 +102,8 @@ def build_iteration(
             **of_batch, state_pin=state_pin, rewards=rewarded.outputs["rewards"]
         )
         worn(trained, "train")
-        if monitor:
-            watched = _monitor(profile, label, monitor, of_iteration)
-            worn(watched, "monitor_check").after(rewarded)
+        if monitor is not None:
+            worn(_monitor(profile, label, monitor, of_iteration), "monitor_check").after(rewarded)
         exported = _numbered(checkpoint, label)(**of_iteration, state=trained.outputs["state"])
         worn(exported, "checkpoint")
         return Pins(

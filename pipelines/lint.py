@@ -1,4 +1,4 @@
-"""Semantic checks of a compiled pipeline: thirteen rules that walk the YAML and nothing else.
+"""Semantic checks of a compiled pipeline: fourteen rules that walk the YAML and nothing else.
 
 The checks hold for any file that was compiled from these pipelines, also with replaced images.
 They do not prove that a cluster accepts the file.
@@ -32,6 +32,7 @@ RULES: dict[int, Callable[[Compiled], Iterator[Fault]]] = {
     11: lint_graph.size_is_within_limits,
     12: lint_pods.platform_names_executors,
     13: lint_graph.parameters_are_public,
+    14: lint_pods.pods_keep_away_together,
 }
 """Number of a rule to its check."""
 

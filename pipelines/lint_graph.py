@@ -39,7 +39,9 @@ def producers_are_upstream(compiled: Compiled) -> Iterator[Fault]:
     """Rule 2: a task that another one takes from is in the same graph and a dependency."""
     for name, component, tasks in compiled.dags():
         for task_name, task in tasks.items():
-            for producer in sorted(set(walk(task.get("inputs", {}), "producerTask"))):
+            wanted = set(walk(task.get("inputs", {}), "producerTask"))
+            pod = compiled.pods.get(compiled.executor_of(task), {})
+            for producer in sorted(wanted | set(walk(pod, "producerTask"))):
                 where = f"{name}.{task_name}"
                 if producer not in tasks:
                     yield Fault(2, where, f"producer `{producer}` is not a task of `{name}`")

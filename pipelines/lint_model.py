@@ -17,7 +17,7 @@ class Fault:
     """One broken rule."""
 
     rule: int
-    """1 to 13."""
+    """1 to 14."""
     where: str
     """Component, task or executor."""
     message: str

@@ -1,4 +1,4 @@
-"""Lint rules about pods: 4, 5, 6, 7, 8 and 12."""
+"""Lint rules about pods: 4, 5, 6, 7, 8, 12 and 14."""
 
 import re
 from collections.abc import Iterator
@@ -15,6 +15,9 @@ _SECRET_VALUE = re.compile(
 
 WITHOUT_RETRIES = ("prepare", "report", "reshard_prepare", "checkpoint_retain")
 """Stages that end the run, or close it, at the first failure."""
+
+AFFINITY = "node_affinity"
+"""Output of the first task that keeps pods away from nodes."""
 
 EXIT_TRIGGER = "ALL_UPSTREAM_TASKS_COMPLETED"
 
@@ -142,3 +145,35 @@ def platform_names_executors(compiled: Compiled) -> Iterator[Fault]:
         yield Fault(12, label, "is in the platform document only")
     for label in sorted(set(compiled.executors) - set(compiled.pods)):
         yield Fault(12, label, "has no settings in the platform document")
+
+
+def pods_keep_away_together(compiled: Compiled) -> Iterator[Fault]:
+    """Rule 14: all pods between first and exit task keep away from faulty machines, or none.
+
+    One term each, from the first task's output: terms are alternatives, a second one lets a pod
+    back to where the first keeps it away from.
+    """
+    wanted, found = {}, {}
+    for name, _, task_name, task in compiled.tasks():
+        label = compiled.executor_of(task)
+        if not label:
+            continue
+        terms = compiled.pods.get(label, {}).get("nodeAffinity", [])
+        where = f"{name}.{task_name}"
+        if task_name not in (compiled.expected.first_task, compiled.expected.exit_task):
+            wanted[where] = terms
+        elif terms:
+            yield Fault(14, where, "the first and the exit task must be free to run anywhere")
+        if terms:
+            found[where] = terms
+    for where in sorted(set(wanted) - set(found)) if found else ():
+        yield Fault(14, where, "must keep away from nodes as other pods do, but does not")
+    for where, terms in sorted(found.items()):
+        sources = [term.get("nodeAffinityJson", {}) for term in terms]
+        names = {
+            str(source.get("componentInputParameter", ""))
+            or str(source.get("taskOutputParameter", {}).get("outputParameterKey", ""))
+            for source in sources
+        }
+        if len(terms) != 1 or not all(name.endswith(AFFINITY) for name in names):
+            yield Fault(14, where, f"must have one term, from `{AFFINITY}`, got {terms}")

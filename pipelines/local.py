@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from pipelines.monitor import monitor_of
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.runner import exit_status, run_here
 
@@ -34,12 +35,22 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--shards", type=int, default=None)
 
 
+def monitor_parameters(parser: argparse.ArgumentParser) -> None:
+    """Add what decides on the tasks that look for a faulty machine; without, there are none."""
+    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
+    parser.add_argument(
+        "--monitor-trace", default="", metavar="URI", help="recorded trace that it looks at"
+    )
+
+
 def run_local(
     *,
     profile: str = "cpu-tiny",
     iterations: int | None,
     shards: int | None,
     skip_bad: bool = False,
+    monitor: str = "",
+    monitor_trace: str = "",
     **parameters: Any,
 ) -> None:
     """Run the pipeline to its end.
@@ -49,6 +60,10 @@ def run_local(
         iterations: iterations of this run; None keeps the profile's number.
         shards: rollout shards of an iteration; None keeps the profile's number.
         skip_bad: drop malformed lines of the data instead of refusing the file.
+        monitor: URI of the settings of a task beside each train task that looks once for a
+            faulty machine; empty for what is built in.
+        monitor_trace: URI of a recorded trace that it looks at; empty for the servers that the
+            settings name. Without both there is no such task.
         parameters: run parameters of `post_train`.
 
     Raises:
@@ -58,13 +73,16 @@ def run_local(
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
-    run_here(build_post_train(chosen), parameters)
+    # Tasks run one after the other here: one that watched would hold up what it watches.
+    looks = monitor_of(monitor, monitor_trace, watches=False)
+    run_here(build_post_train(chosen, monitor=looks), parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 when every task succeeded, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser)
+    monitor_parameters(parser)
     arguments = vars(parser.parse_args(argv))
     return exit_status(run_local, arguments)
 

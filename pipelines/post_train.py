@@ -16,6 +16,7 @@ from components import curate, evaluate, next_run, prepare, report, sft
 from components.dressing import dress
 from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
 from pipelines.iteration import build_iteration
+from pipelines.monitor import Monitor
 
 MAX_ITERATIONS = 30
 MAX_SHARDS = 32
@@ -142,15 +143,18 @@ def _cores(amount: float) -> str:
 
 
 def build_post_train(
-    profile: Profile = CPU_TINY, *, images: Mapping[str, str] | None = None, monitor: str = ""
+    profile: Profile = CPU_TINY,
+    *,
+    images: Mapping[str, str] | None = None,
+    monitor: Monitor | None = None,
 ) -> Callable[..., Any]:
     """Return the pipeline of one run; call it to run locally, or compile it.
 
     Args:
         profile: counts, resources, retries.
         images: image name to reference, replacing those of the table.
-        monitor: URI of the settings by which each train task has a task beside it that looks for
-            a faulty machine; empty for none.
+        monitor: options of a task beside each train task that looks for a faulty machine, and of
+            what follows when it has named one; None for no such task.
 
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
@@ -159,6 +163,7 @@ def build_post_train(
     table = resolve_images(images)
     numbers = range(1, profile.num_iterations + 1)
     iterations = [build_iteration(profile, table, number, monitor) for number in numbers]
+    max_restarts = monitor.max_restarts if monitor else 0
 
     def post_train(
         root: str,
@@ -189,10 +194,10 @@ def build_post_train(
             "assume_autoscaling": assume_autoscaling,
         }
         worn: dict[str, Any] = {"profile": profile, "images": table, "store_secret": store_secret}
-        reported = report(root=root, webhook=webhook)
+        reported = report(root=root, webhook=webhook, max_restarts=max_restarts)
         dress(reported, "report", is_exit_task=True, **worn)
         with dsl.ExitHandler(reported, name="post-train"):
-            _steps(root, settings, max_runs, iterations, worn)
+            _steps(root, settings, max_runs, iterations, worn, max_restarts)
 
     post_train.__doc__ = DESCRIPTION
     return _as_pipeline(post_train, profile)
@@ -218,6 +223,7 @@ def _steps(
     max_runs: Any,
     iterations: Sequence[Callable[..., Any]],
     worn: dict[str, Any],
+    max_restarts: int,
 ) -> None:
     """Wire everything that the exit handler watches; parameters are pipeline channels."""
     prepared = prepare(
@@ -226,8 +232,12 @@ def _steps(
         num_iterations=len(iterations),
         num_shards=worn["profile"].num_shards,
         requests=largest_requests(worn["profile"]),
+        max_avoided_nodes=max_restarts,
     )
     dress(prepared, "prepare", **worn)
+    away = prepared.outputs["node_affinity"]
+    if max_restarts:
+        worn = {**worn, "node_affinity": away}
     of_run = {"root": root, "config_sha256": prepared.outputs["config_sha256"]}
     curated = dress(curate(**of_run), "curate", **worn)
     started = sft(**of_run, prompts=curated.outputs["prompts"])
@@ -241,6 +251,7 @@ def _steps(
             policy_pin=pins.outputs["policy_pin"],
             state_pin=pins.outputs["state_pin"],
             store_secret=worn["store_secret"],
+            node_affinity=away,
         ).set_display_name(f"iteration {number}")
     evaluated = evaluate(
         **of_run,

@@ -5,6 +5,7 @@
     python -m pipelines.submit wait RUN_ID
     python -m pipelines.submit cleanup RUN_ID
     python -m pipelines.submit stop s3://bucket/run
+    python -m pipelines.submit avoid s3://bucket/run NODE
 
 The client of kfp finds the server by --host, by its environment, or in the cluster.
 """
@@ -20,9 +21,10 @@ from typing import Any, Protocol
 
 from components.dressing import STAGE_LABEL
 from components.images import PROFILES, Profile
-from pipelines.compile import compile_text, parse_images
+from pipelines.compile import compile_text, monitor_options, parse_images
 from pipelines.lint import lint
 from pipelines.lint_expected import PARAMETERS
+from pipelines.monitor import Monitor, monitor_of
 from pipelines.post_train import profile_named
 
 RUN_LABEL = "pipeline/runid"
@@ -76,13 +78,18 @@ def check_root(root: str) -> str:
     return root.rstrip("/")
 
 
-def write_package(folder: Path, profile: Profile, images: Mapping[str, str] | None = None) -> Path:
+def write_package(
+    folder: Path,
+    profile: Profile,
+    images: Mapping[str, str] | None = None,
+    monitor: Monitor | None = None,
+) -> Path:
     """Compile and lint the pipeline into a folder and return the file.
 
     Raises:
         ValueError: a lint fault.
     """
-    text = compile_text(profile, images)
+    text = compile_text(profile, images, monitor=monitor)
     faults = lint(text, images=images)
     if faults:
         raise ValueError("; ".join(str(fault) for fault in faults))
@@ -236,6 +243,31 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
     return found
 
 
+def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
+    """Keep the following runs on a root away from a node, or take that back.
+
+    Only runs that are submitted with `--max-restarts` keep away from anything.
+
+    Returns:
+        URIs of the objects that were written or deleted.
+
+    Raises:
+        ValueError: no node can have that name.
+    """
+    from planish import avoid as nodes
+    from planish.records import layout
+    from planish.store import open_store
+
+    root = check_root(root)
+    uri = layout.avoided_node(root, node)
+    if not undo:
+        return [uri] if nodes.avoid(root, nodes.AvoidedNode(node, "operator")) else []
+    if not nodes.is_node_name(node) or not open_store(uri).exists(uri):
+        return []
+    open_store(uri).delete(uri)
+    return [uri]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelines.submit",
@@ -255,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--name", default="", help="name on the run page")
     start.add_argument("--experiment", default=EXPERIMENT)
     start.add_argument("--service-account", default="planish-runner")
+    monitor_options(start)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", parents=[start], help="start one run")
     schedule = commands.add_parser("schedule", parents=[start], help="start a recurring run")
@@ -268,6 +301,10 @@ def _parser() -> argparse.ArgumentParser:
     stopping = commands.add_parser("stop", help="end a run after the iteration in progress")
     stopping.add_argument("root")
     stopping.add_argument("--undo", action="store_true", help="let it go on")
+    avoiding = commands.add_parser("avoid", help="keep the following runs away from a node")
+    avoiding.add_argument("root")
+    avoiding.add_argument("node")
+    avoiding.add_argument("--undo", action="store_true", help="use the node again")
     return parser
 
 
@@ -278,6 +315,7 @@ def _start(arguments: argparse.Namespace) -> str:
         arguments.profile, num_iterations=arguments.iterations, num_shards=arguments.shards
     )
     images = parse_images(arguments.image)
+    monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)
     options = {
         "name": arguments.name or f"post-train {root.rpartition('/')[2]}",
         "experiment": arguments.experiment,
@@ -285,7 +323,7 @@ def _start(arguments: argparse.Namespace) -> str:
         "service_account": arguments.service_account,
     }
     with tempfile.TemporaryDirectory() as folder:
-        package = write_package(Path(folder), profile, images)
+        package = write_package(Path(folder), profile, images, monitor)
         client = connect(arguments.host, arguments.namespace)
         if arguments.command == "run":
             return start_run(client, package, parameters, **options)
@@ -320,6 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines, code = [state], 0 if state == SUCCEEDED else 1
         elif arguments.command == "cleanup":
             lines = _clean(arguments)
+        elif arguments.command == "avoid":
+            lines = avoid(arguments.root, arguments.node, undo=arguments.undo)
         else:
             lines = stop(arguments.root, undo=arguments.undo)
     except ValueError as error:

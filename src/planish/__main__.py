@@ -122,7 +122,9 @@ class _Bar:
                 counts = [progress.DownloadColumn(binary_units=True)]
                 counts.append(progress.TransferSpeedColumn())
             self._progress = progress.Progress(
-                *(progress.TextColumn("{task.description}"), progress.BarColumn(), *counts),
+                *(progress.TextColumn("{task.description}"), progress.BarColumn()),
+                *([progress.TaskProgressColumn()] if total else []),
+                *counts,
                 progress.TimeRemainingColumn(),
                 console=Console(stderr=True),
                 transient=True,

@@ -2,7 +2,8 @@
 
 The lock is a row of small objects, one each time it changes hands, created conditionally: of two
 that want it at the same moment only one can create the next object. Nothing releases it; the end
-of the holder does. It keeps two runs off one root, it does not order the tasks of one run.
+of the holder does, or its word that the run which follows is submitted. It keeps two runs off one
+root, it does not order the tasks of one run.
 """
 
 from __future__ import annotations
@@ -192,8 +193,9 @@ def acquire(
     if lock.holder == me:
         store.write(layout.lock_file(root, lock.generation), _document(me, now))
         return Lock(lock.generation, me, now)
-    if lock.holder is not None:
+    if lock.holder is not None and not is_handed_over(root, lock):
         _refuse_live(root, lock, alive(lock.holder), now - lock.heartbeat_seconds)
+    if lock.holder is not None:
         logger.info(
             "took over lock root=%s holder=%s generation=%d",
             *(root, lock.holder.describe().replace(" ", "_"), lock.generation + 1),
@@ -224,6 +226,27 @@ def _refuse_live(root: str, lock: Lock, lives: bool | None, silent_seconds: floa
         f"`{root}` must be used by one run at a time, but {_words(lock.holder)} holds its lock "
         f"(last heartbeat {silent_seconds:.0f} s ago); {wait}, or choose another root"
     )
+
+
+def hand_over(root: str, me: Holder) -> bool:
+    """Let the run that follows take the lock although this one has not quite ended.
+
+    Only the last tasks of a run may say so: nothing of it writes anything that trains afterwards.
+
+    Returns:
+        Whether `me` held the lock.
+    """
+    lock = read_lock(root)
+    if lock.holder != me:
+        return False
+    uri = layout.handover_file(root, lock.generation)
+    open_store(root).write(uri, json.dumps({"run_id": me.run_id}).encode())
+    return True
+
+
+def is_handed_over(root: str, lock: Lock) -> bool:
+    """Tell whether the holder of this generation has said that another run follows."""
+    return open_store(root).exists(layout.handover_file(root, lock.generation))
 
 
 def beat(root: str, me: Holder) -> bool:

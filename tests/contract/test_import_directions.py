@@ -14,7 +14,7 @@ LAYERS = [
     {"__version__", "errors", "config", "telemetry"},
     {
         *("records", "store", "verifiers", "shaping", "tokens"),
-        *("lock", "stage_log", "stage_metrics", "stage"),
+        *("lock", "stage_log", "stage_metrics", "stage", "avoid", "runs"),
     },
     {"models", "logprobs", "engines", "algorithms", "checkpoint", "parallel", "measure"},
     {
@@ -31,7 +31,7 @@ EDGES = {
     *(("records", "store"), ("lock", "records"), ("lock", "store")),
     *(("stage_log", "records"), ("stage_log", "store"), ("stage_log", "lock")),
     *(("stage", "records"), ("stage", "store"), ("stage", "stage_log")),
-    ("stage", "stage_metrics"),
+    *(("stage", "stage_metrics"), ("avoid", "records"), ("avoid", "store")),
     *(("checkpoint", "parallel"), ("checkpoint", "models")),
     *(("engines", "models"), ("engines", "logprobs"), ("measure", "engines")),
     *(("pipelines", "components"), ("monitor_check", "minder")),
@@ -42,7 +42,7 @@ OWNERS = {
     "minio": ("src/planish/store/",),
     "tenacity": ("src/planish/store/",),
     "prometheus_client": ("src/planish/telemetry.py", "src/planish/minder/own_metrics.py"),
-    "kfp": ("components/", "pipelines/", "src/planish/next_run/"),
+    "kfp": ("components/", "pipelines/", "src/planish/runs/"),
     "vllm": ("src/planish/engines/",),
     "megatron": ("src/planish/train/", "src/planish/checkpoint/"),
     "sklearn": ("src/planish/minder/",),

@@ -10,12 +10,14 @@ from pipelines import lint_graph
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, file_name
 from pipelines.lint import RULES, lint, lint_documents, main
 from pipelines.lint_model import Compiled
+from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
 
 
 @pytest.fixture(scope="module")
 def documents():
-    text = compile_text(profile_named("gpu-1x8", num_iterations=2))
+    monitor = Monitor("s3://b/minder.toml", max_restarts=2)
+    text = compile_text(profile_named("gpu-1x8", num_iterations=2), monitor=monitor)
     return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
@@ -49,6 +51,11 @@ def unknown_producer(spec, _):
 
 def producer_without_edge(spec, _):
     iteration(spec)["train-1"]["dependentTasks"] = []
+
+
+def unknown_producer_of_a_pod(_, pods):
+    (term,) = pods["exec-curate"]["nodeAffinity"]
+    term["nodeAffinityJson"]["taskOutputParameter"]["producerTask"] = "prepare-9"
 
 
 def output_of_a_missing_task(spec, _):
@@ -196,6 +203,24 @@ def hidden_parameter(spec, _):
     del spec["root"]["inputDefinitions"]["parameters"]["webhook"]
 
 
+def one_pod_that_goes_anywhere(_, pods):
+    del pods["exec-rollout-1"]["nodeAffinity"]
+
+
+def a_second_alternative(_, pods):
+    other = {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}
+    pods["exec-train-1"]["nodeAffinity"].append(other)
+
+
+def an_affinity_of_its_own(_, pods):
+    constant = {"nodeAffinityJson": {"runtimeValue": {"constant": {}}}}
+    pods["exec-train-1"]["nodeAffinity"] = [constant]
+
+
+def an_exit_task_that_keeps_away(_, pods):
+    pods["exec-report"]["nodeAffinity"] = pods["exec-curate"]["nodeAffinity"]
+
+
 def undescribed_parameter(spec, _):
     del spec["root"]["inputDefinitions"]["parameters"]["seed"]["description"]
 
@@ -207,6 +232,7 @@ def retyped_parameter(spec, _):
 MUTATIONS = [
     *((1, undeclared_input), (1, undeclared_secret)),
     *((2, unknown_producer), (2, producer_without_edge), (2, output_of_a_missing_task)),
+    (2, unknown_producer_of_a_pod),
     *((3, cycle), (3, stage_before_prepare), (3, missing_stage)),
     (4, cached_stage),
     *((5, gpu_without_toleration), (5, gpu_without_selector), (5, gpu_without_shared_memory)),
@@ -227,6 +253,8 @@ MUTATIONS = [
     *((11, too_large), (11, too_many_pods)),
     *((12, pod_without_executor), (12, executor_without_pod)),
     *((13, hidden_parameter), (13, undescribed_parameter), (13, retyped_parameter)),
+    *((14, one_pod_that_goes_anywhere), (14, a_second_alternative)),
+    *((14, an_affinity_of_its_own), (14, an_exit_task_that_keeps_away)),
 ]
 
 
@@ -271,7 +299,7 @@ def test_a_broken_pipeline_breaks_its_rule(documents, rule, mutate):
 
 
 def test_every_rule_has_a_mutation():
-    assert {rule for rule, _ in MUTATIONS} == set(RULES) == set(range(1, 14))
+    assert {rule for rule, _ in MUTATIONS} == set(RULES) == set(range(1, 15))
 
 
 def test_an_order_of_keys_and_whole_floats_change_nothing(documents):

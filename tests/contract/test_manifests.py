@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.dressing import SECRET_ENV
-from components.images import IMAGES, OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
+from components.dressing import ITERATION_LABEL, SECRET_ENV, STAGE_LABEL
+from components.images import IMAGES, METRICS_PORT, OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
 from planish.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
 from planish.stage import stage_parser
+from planish.stage_metrics import NUM_PORTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "manifests"
@@ -258,8 +259,12 @@ TEMPLATES = {template["name"]: template for template in WORKFLOW["spec"]["templa
 STEPS = sorted(name for name, template in TEMPLATES.items() if "container" in template)
 
 
+def stage_of(step):
+    return step.replace("-", "_")
+
+
 def test_the_workflow_has_every_stage_but_the_chain():
-    assert set(STEPS) == set(STAGE_IMAGES) - {"next", *RESHARD_STAGES, *OPTIONAL_STAGES}
+    assert {stage_of(name) for name in STEPS} == {*STAGE_IMAGES} - {"next", *RESHARD_STAGES}
     assert WORKFLOW["spec"]["onExit"] == "report"
     account = WORKFLOW["spec"]["serviceAccountName"]
     assert account in names(resolve(FOLDER / "base"), "ServiceAccount")
@@ -291,7 +296,7 @@ def stage_kind(run, option):
 def test_a_step_has_image_secret_limits_and_retries(name):
     template = TEMPLATES[name]
     container = template["container"]
-    assert container["image"] == IMAGES[STAGE_IMAGES[name]]
+    assert container["image"] == IMAGES[STAGE_IMAGES[stage_of(name)]]
     secrets = {e["name"] for e in container["env"] if "secretKeyRef" in e.get("valueFrom", {})}
     assert secrets == set(SECRET_ENV.values())
     assert container["resources"]["limits"]["memory"]
@@ -301,6 +306,39 @@ def test_a_step_has_image_secret_limits_and_retries(name):
     else:
         assert "asInt(lastRetry.exitCode) != 2" in template["retryStrategy"]["expression"]
         assert template["retryStrategy"]["affinity"] == {"nodeAntiAffinity": {}}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_found_by_the_monitoring_server(name):
+    template = TEMPLATES[name]
+    labels = template["metadata"]["labels"]
+    inputs = {p["name"] for p in template.get("inputs", {}).get("parameters", [])}
+    iteration = "{{inputs.parameters.number}}" if "number" in inputs else "0"
+    assert labels == {STAGE_LABEL: stage_of(name), ITERATION_LABEL: iteration}
+    env = {entry["name"]: entry.get("value") for entry in template["container"]["env"]}
+    assert env["PLANISH_METRICS_PORT"] == str(METRICS_PORT)
+
+
+def test_optional_stages_run_only_where_a_parameter_asks_for_them():
+    tasks = TEMPLATES["iteration"]["dag"]["tasks"]
+    (task,) = [t for t in tasks if stage_of(t["template"]) in OPTIONAL_STAGES]
+    assert task["when"] == "'{{workflow.parameters.monitor}}' != ''"
+    assert task["depends"] == "reward"
+    given = {p["name"]: p.get("value") for p in WORKFLOW["spec"]["arguments"]["parameters"]}
+    assert given["monitor"] == ""
+    assert not [t for t in tasks if "monitor-check" in t.get("depends", "")]
+    template = TEMPLATES["monitor-check"]
+    words = dict(w.split("=", 1) for w in template["container"]["args"])
+    assert int(words["--watch-seconds"]) < template["activeDeadlineSeconds"]
+
+
+def test_the_monitoring_server_may_reach_the_ports_of_stages_and_ranks():
+    policy = find(resolve(FOLDER / "base"), "NetworkPolicy", "stages-from-monitoring")
+    assert policy["spec"]["podSelector"]["matchExpressions"] == [
+        {"key": STAGE_LABEL, "operator": "Exists"}
+    ]
+    (port,) = policy["spec"]["ingress"][0]["ports"]
+    assert (port["port"], port["endPort"]) == (METRICS_PORT, METRICS_PORT + NUM_PORTS - 1)
 
 
 def test_tasks_name_templates_and_give_exactly_their_inputs():

@@ -10,6 +10,7 @@ import yaml
 from components.images import IMAGES, PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, main, normalised
 from pipelines.lint import lint
+from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
 
 NAMES = sorted(PROFILES)
@@ -113,7 +114,7 @@ def test_impossible_options_end_with_code_two_and_the_reason(option, words, caps
 
 def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
     profile = profile_named("cpu-tiny", num_iterations=2)
-    text = compile_text(profile, monitor="s3://b/minder.toml")
+    text = compile_text(profile, monitor=Monitor("s3://b/minder.toml"))
     assert lint(text) == []
     plain, watched = (
         next(yaml.safe_load_all(one))["components"] for one in (compile_text(profile), text)
@@ -128,3 +129,55 @@ def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
         assert f"monitor-check-{label}" not in train.get("dependentTasks", [])
         settings = check["inputs"]["parameters"]["settings"]["runtimeValue"]["constant"]
         assert settings == "s3://b/minder.toml"
+
+
+def test_restarts_keep_every_pod_away_from_the_nodes_that_prepare_names():
+    profile = profile_named("gpu-1x8", num_iterations=2)
+    text = compile_text(profile, monitor=Monitor("s3://b/minder.toml", max_restarts=3))
+    assert lint(text) == []
+    spec, platform = yaml.safe_load_all(text)
+    pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert {label for label, pod in pods.items() if "nodeAffinity" not in pod} == {
+        "exec-prepare",
+        "exec-report",
+    }
+    assert pods["exec-curate"]["nodeAffinity"] == [
+        {
+            "nodeAffinityJson": {
+                "taskOutputParameter": {
+                    "outputParameterKey": "node_affinity",
+                    "producerTask": "prepare",
+                }
+            }
+        }
+    ]
+    for stage in ("rollout-1", "train-2", "monitor-check-2"):
+        ((_, source),) = pods[f"exec-{stage}"]["nodeAffinity"][0].items()
+        assert source["componentInputParameter"].endswith("node_affinity")
+    tasks = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    inputs = (
+        tasks["prepare"]["inputs"]["parameters"]["max_avoided_nodes"],
+        spec["root"]["dag"]["tasks"]["report"]["inputs"]["parameters"]["max_restarts"],
+    )
+    assert [one["runtimeValue"]["constant"] for one in inputs] == [3.0, 3.0]
+
+
+def test_without_restarts_no_pod_has_an_affinity():
+    profile = profile_named("cpu-tiny", num_iterations=1)
+    for monitor in (None, Monitor("s3://b/minder.toml")):
+        assert "nodeAffinity" not in compile_text(profile, monitor=monitor)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-restarts", "2"], "`max_restarts` must be 0 without --monitor, got 2"),
+        (["--monitor", "s3://b/m.toml", "--max-restarts", "11"], "must be 0 to 10, got 11"),
+        (["--monitor", "s3://b/m.toml", "--max-restarts", "-1"], "must be 0 to 10, got -1"),
+    ],
+)
+def test_restarts_that_can_not_be_end_with_code_two(options, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*options, "--profile", "cpu-tiny", "--check"])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

@@ -41,17 +41,17 @@ def write(*artifacts):
 _STAGES = {
     "prepare": """
         from collections import namedtuple
-        Prepared = namedtuple("Prepared", "config_sha256 offset chain_index")
+        Prepared = namedtuple("Prepared", "config_sha256 offset chain_index node_affinity")
         def run(*, root, preset, config, overrides, model, dataset, seed, resume_from, chain_index,
                 num_iterations, num_shards, allow_config_change, assume_autoscaling, requests,
-                summary, metrics):
+                max_avoided_nodes, summary, metrics):
             note("prepare", root=root, preset=preset, seed=seed, chain_index=chain_index,
                  num_iterations=num_iterations, num_shards=num_shards,
                  allow_config_change=allow_config_change,
                  requests=requests, resume_from=resume_from)
             write(summary)
             metrics.log_metric("offset", 2.0)
-            return Prepared("c" * 64, 2, chain_index)
+            return Prepared("c" * 64, 2, chain_index, {})
     """,
     "curate": """
         def run(*, root, config_sha256, prompts, metrics, report):
@@ -109,12 +109,23 @@ _STAGES = {
             note("evaluate", root=root, baseline_pin=baseline_pin, policy_pin=policy_pin)
             write(evaluation)
     """,
+    "monitor_check": """
+        from collections import namedtuple
+        Checked = namedtuple("Checked", "faulty_machine")
+        def run(*, root, config_sha256, number, offset, settings, trace, job, watch_seconds, result,
+                metrics):
+            note("monitor_check", root=root, iteration=offset + number, settings=settings,
+                 trace=trace, watch_seconds=watch_seconds)
+            write(result)
+            return Checked("node-3")
+    """,
     "next_run": """
         def run(*, root, config_sha256, chain_index, max_runs, metrics):
             note("next", root=root, chain_index=chain_index, max_runs=max_runs)
     """,
     "report": """
-        def run(*, root, state, failed_task, error_message, webhook, report, summary, metrics):
+        def run(*, root, state, failed_task, error_message, webhook, max_restarts, report, summary,
+                metrics):
             note("report", root=root, state=state, failed_task=failed_task,
                  error_message=error_message, webhook=webhook)
             write(report, summary)

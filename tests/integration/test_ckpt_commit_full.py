@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 
@@ -16,7 +15,8 @@ from planish.checkpoint.journal import attempt_folder, journaled, new_attempt
 from planish.checkpoint.storage import open_storage, upload
 from planish.errors import StoreError, StoreMisconfigured
 from tests.servers.minio_files import objects, open_uploads
-from tests.servers.run_minio import BINARY, Minio
+from tests.servers.program import require
+from tests.servers.run_minio import Minio, require_minio, server_of_few_mib
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
@@ -25,26 +25,11 @@ MIB = 1 << 20
 @pytest.fixture
 def small_server(tmp_path, monkeypatch):
     """A server whose disk has 96 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", disk], capture_output=True, check=False
-    )
-    if done.returncode or not BINARY.exists():
-        pytest.skip("no MinIO server, or this user may not mount a small disk")
-    server = Minio(disk / "data")
-    try:
-        server.start()
+    with server_of_few_mib(tmp_path, 96) as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         server.make_bucket("full")
         yield server
-    finally:
-        server.kill()
-        for _ in range(50):
-            if not subprocess.run(["umount", disk], capture_output=True, check=False).returncode:
-                break
-            time.sleep(0.1)
 
 
 def save_large(storage, step, size):
@@ -91,8 +76,8 @@ def test_a_full_disk_fails_the_save_at_once_and_room_makes_the_next_succeed(smal
 @pytest.fixture
 def tls_server(tmp_path, monkeypatch):
     """A server with a certificate of its own authority."""
-    if not BINARY.exists() or shutil.which("openssl") is None:
-        pytest.skip("no MinIO server or no openssl here")
+    require_minio()
+    require("openssl", remedy="apt-get install openssl")
     home = tmp_path / "server"
     certificates = home / ".minio" / "certs"
     certificates.mkdir(parents=True)
@@ -108,9 +93,8 @@ def tls_server(tmp_path, monkeypatch):
     )
     server = Minio(home / "data")
     server.data.mkdir()
-    monkeypatch.setattr(server, "_wait", lambda: None)
     try:
-        server.start()
+        server.begin()
         for name, value in {**server.environment, "MINIO_SECURE": "1"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "public.crt"))

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.ckpt_failures import Site
 from tests.integration.ckpt_ranks import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
-from tests.servers.run_minio import Minio
+from tests.servers.run_minio import server_of_few_mib
 
 pytestmark = pytest.mark.server
 
@@ -151,25 +151,12 @@ def test_a_server_killed_in_a_load_delays_it(site, at):
 @pytest.fixture
 def small_site(tmp_path, monkeypatch, forks):
     """A site whose server has a disk of 64 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a small disk")
-    server = Minio(disk / "data")
-    try:
-        server.start()
+    with server_of_few_mib(tmp_path, 64) as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         server.make_bucket("small")
         with HttpProxy(server.endpoint) as proxy:
             yield Site(server, "s3://small", proxy, forks, tmp_path / "ranks")
-    finally:
-        server.kill()
-        for _ in range(50):
-            if not subprocess.run(["umount", disk], capture_output=True, check=False).returncode:
-                break
-            time.sleep(0.1)
 
 
 def test_a_full_disk_fails_the_save_on_all_ranks_and_room_makes_the_next_succeed(small_site):

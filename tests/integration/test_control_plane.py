@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.servers.run_minio import REPOSITORY
+from tests.servers.program import REPOSITORY
 
 pytestmark = pytest.mark.server
 
@@ -29,9 +29,7 @@ def test_the_server_tells_the_pinned_version(control_plane):
 
 
 def test_a_controller_makes_the_pod_of_a_job(control_plane):
-    path = control_plane.folder / "job.json"
-    path.write_text(json.dumps(JOB))
-    control_plane.kubectl("apply", "-f", str(path))
+    control_plane.apply(JOB)
     control_plane.kubectl("wait", "--for=jsonpath={.status.active}=1", "job/one", "--timeout=60s")
     pods = json.loads(
         control_plane.kubectl("get", "pods", "-l", "job-name=one", "-o", "json").stdout

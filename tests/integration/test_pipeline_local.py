@@ -49,6 +49,21 @@ class Bench:
             start_new_session=True,
         )
 
+    def run_command(self, *options):
+        """Run the command line to the end; return as `run` does."""
+        command = [sys.executable, "-m", "pipelines.local", "--root", f"file://{self.root}"]
+        environment = {**os.environ, "PYTHONPATH": f"{self.modules}:{REPOSITORY}"}
+        done = subprocess.run(
+            [*command, *options],
+            env=environment,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        return done.returncode, read_events(self.root), done.stdout
+
     def run(self, **options):
         """Run to the end; return (exit code, events, output)."""
         process = self.start(**options)
@@ -90,6 +105,23 @@ def test_all_stages_run_in_order_and_hand_on_their_pins(bench):
     prepared = events[0]
     assert (prepared["seed"], prepared["num_iterations"], prepared["num_shards"]) == (5, 2, 2)
     assert {e["threads"] for e in events} == {"1"}
+
+
+def test_without_an_option_nobody_looks_for_a_faulty_machine(bench):
+    code, events, output = bench.run_command("--iterations", "1")
+    assert code == 0, output[-3000:]
+    assert "monitor_check" not in {e["stage"] for e in events}
+
+
+def test_a_recorded_trace_is_looked_at_in_each_iteration(bench):
+    options = ["--iterations", "2", "--monitor-trace", "s3://b/trace.npz"]
+    code, events, output = bench.run_command(*options, "--monitor", "s3://b/minder.toml")
+    assert code == 0, output[-3000:]
+    looks = [e for e in events if e["stage"] == "monitor_check"]
+    assert [(e["iteration"], e["watch_seconds"]) for e in looks] == [(3, 0), (4, 0)]
+    assert {(e["settings"], e["trace"]) for e in looks} == {
+        ("s3://b/minder.toml", "s3://b/trace.npz")
+    }
 
 
 def test_the_exit_task_hears_of_success(bench):

@@ -11,7 +11,7 @@ from planish.records import layout
 from planish.store import open_store
 from tests.golden.write_rules import RULES
 from tests.integration import runs
-from tests.servers.run_minio import free_port
+from tests.servers.program import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -1,21 +1,26 @@
 """The monitor stage: looks for a faulty machine while another stage works, or in a recording.
 
-A fault does not fail it. Whoever starts the next attempt reads `faulty_machine` and keeps away from
-that node.
+A fault does not fail it. It is written down under the root: runs that are told to keep away from
+machines that were named do so from their start on.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from planish.avoid import AvoidedNode, avoid, is_node_name
 from planish.errors import ConfigError
 from planish.minder.result import Result
 from planish.records import layout
 from planish.stage import Artifact, Context, Outcome, execute, is_stopped
 from planish.store import open_store
+
+logger = logging.getLogger(__name__)
 
 
 class CheckResult(NamedTuple):
@@ -59,8 +64,11 @@ def run(
             return _outcome(_nothing(job), 0, 0)
         raw = _read_settings(settings)
         if trace:
-            return _outcome(_look_back(raw, trace, job), 1, 0)
-        return _look_on(raw, job, root, iteration, float(watch_seconds))
+            found = _outcome(_look_back(raw, trace, job), 1, 0)
+        else:
+            found = _look_on(raw, job, root, iteration, float(watch_seconds))
+        _write_down(root, iteration, str(found.values["faulty_machine"]))
+        return found
 
     outcome = execute(
         "monitor_check",
@@ -71,6 +79,18 @@ def run(
         iteration=iteration,
     )
     return CheckResult(str(outcome.values["faulty_machine"]))
+
+
+def _write_down(root: str, iteration: int, machine: str) -> None:
+    """Let the following runs know the machine, if it is a node."""
+    if not machine:
+        return
+    if not is_node_name(machine):
+        # A recording may name machines as it likes; what is no node can not be kept away from.
+        logger.warning("not the name of a node machine=%s", machine)
+        return
+    run_id = os.environ.get("RUN_ID", "")
+    avoid(root, AvoidedNode(machine, "monitor_check", run_id, iteration))
 
 
 def _read_settings(uri: str) -> dict[str, Any]:

@@ -5,54 +5,15 @@ It never raises for a chain that has ended; it does not wait for the run that it
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from planish.runs.base import Runs, run_name
 
 logger = logging.getLogger(__name__)
 
 Decision = Literal["submitted", "exists", "last run", "stop file", "not in a cluster"]
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What is needed to start the same pipeline again."""
-
-    experiment_id: str
-    """Experiment of the run."""
-    parameters: Mapping[str, Any]
-    """Its run parameters."""
-    service_account: str
-    """Service account of its pods; empty for the default."""
-    pipeline_root: str
-    """Where artifacts of KFP go; empty for the default."""
-    pipeline: Mapping[str, Any] = field(default_factory=dict)
-    """Either `pipeline_version_reference` or `pipeline_spec`, as the API gave it."""
-
-
-class Runs(Protocol):
-    """The runs of one Kubeflow installation."""
-
-    def facts(self, run_id: str) -> RunFacts:
-        """Return how a run was started."""
-
-    def find(self, name: str, experiment_id: str) -> str:
-        """Return the id of the run of that name; empty when there is none."""
-
-    def create(self, name: str, facts: RunFacts) -> str:
-        """Start a run and return its id."""
-
-
-def run_name(root: str, chain_index: int) -> str:
-    """Return the name that marks the `chain_index`-th run on a root.
-
-    Example:
-        >>> run_name("s3://runs/a", 3)
-        'planish-d09ae9a9f021-003'
-    """
-    return f"planish-{hashlib.sha256(root.encode()).hexdigest()[:12]}-{chain_index:03d}"
 
 
 @dataclass(frozen=True)
@@ -96,12 +57,6 @@ def follow(
     if found:
         return Following("exists", found)
     parameters = {**facts.parameters, "chain_index": chain_index + 1}
-    created = runs.create(
-        name,
-        RunFacts(
-            *(facts.experiment_id, parameters, facts.service_account, facts.pipeline_root),
-            pipeline=facts.pipeline,
-        ),
-    )
+    created = runs.create(name, replace(facts, parameters=parameters))
     logger.info("submitted run=%s name=%s chain_index=%d", created, name, chain_index + 1)
     return Following("submitted", created)

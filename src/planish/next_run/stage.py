@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from planish.next_run.follow import Runs, follow
+from planish.lock import current_holder, hand_over
+from planish.next_run.follow import follow
 from planish.records import layout
+from planish.runs.base import Runs
 from planish.stage import Artifact, Context, Outcome, execute
 from planish.store import open_store
 
@@ -33,7 +35,7 @@ def run(root: str, config_sha256: str, chain_index: int, max_runs: int, metrics:
 
 
 def _connect() -> Runs:
-    from planish.next_run.kfp_runs import KfpRuns
+    from planish.runs.kfp_runs import KfpRuns
 
     return KfpRuns()
 
@@ -43,6 +45,9 @@ def _work(context: Context, chain_index: int, max_runs: int) -> Outcome:
     is_stopped = open_store(context.root).exists(layout.stop_file(context.root))
     # Connecting imports the client of Kubeflow, which takes a second: only when a run is due.
     is_due = bool(run_id) and chain_index + 1 < max_runs and not is_stopped
+    if is_due:
+        # The following run may begin while the exit task of this one still writes its report.
+        hand_over(context.root, current_holder())
     following = follow(
         _connect() if is_due else None,
         root=context.root,

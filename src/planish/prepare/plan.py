@@ -30,6 +30,8 @@ class Plan:
     """Settings that differ from the run before."""
     warnings: Sequence[str] = field(default_factory=tuple)
     """What may go wrong."""
+    away_from: Sequence[str] = field(default_factory=tuple)
+    """Nodes that the pods keep away from."""
 
     @property
     def num_finished(self) -> int:
@@ -74,6 +76,8 @@ def render(plan: Plan) -> str:
         ("starts from", f"`{plan.run.initial.policy or 'supervised cold start'}`"),
         *_sizes(plan.run.config, plan.num_shards),
     ]
+    if plan.away_from:
+        rows.append(("keeps away from", ", ".join(f"`{name}`" for name in plan.away_from)))
     lines = ["# What will happen", "", "| what | value |", "| --- | --- |"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in rows]
     for title, items in (("Changed settings", plan.changed), ("Warnings", plan.warnings)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from planish.avoid import avoided, node_affinity
 from planish.config import config_sha256
 from planish.errors import ConfigError
 from planish.lock import Holder, acquire, current_holder, is_alive
@@ -43,6 +45,8 @@ class Prepared(NamedTuple):
     """Iterations before this run."""
     chain_index: int
     """Place of this run in its chain, never -1."""
+    node_affinity: dict[str, Any]
+    """Keeps the pods of this run away from faulty machines; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Wish:
     allow_config_change: bool
     assume_autoscaling: bool
     requests: str
+    max_avoided_nodes: int
 
 
 def run(
@@ -79,6 +84,7 @@ def run(
     allow_config_change: bool,
     assume_autoscaling: bool,
     requests: str,
+    max_avoided_nodes: int,
     summary: Artifact,
     metrics: Artifact,
 ) -> Prepared:
@@ -99,12 +105,14 @@ def run(
         allow_config_change: go on when the root holds another configuration.
         assume_autoscaling: missing room in the cluster is only a warning.
         requests: what the pods ask for, as JSON; empty for nothing.
+        max_avoided_nodes: nodes at most that this run keeps away from; 0 for none.
         summary: gets the plan in Markdown.
         metrics: gets a few counts.
     """
     wish = Wish(
         *(preset, config, overrides, model, dataset, seed, resume_from, chain_index),
         *(num_iterations, num_shards, allow_config_change, assume_autoscaling, requests),
+        max_avoided_nodes,
     )
     outcome = execute(
         "prepare",
@@ -114,7 +122,10 @@ def run(
         outputs={"summary": summary, "metrics": metrics},
     )
     values = outcome.values
-    return Prepared(str(values["config_sha256"]), int(values["offset"]), int(values["chain_index"]))
+    return Prepared(
+        *(str(values["config_sha256"]), int(values["offset"]), int(values["chain_index"])),
+        node_affinity=json.loads(str(values["node_affinity"])),
+    )
 
 
 def _cluster_api() -> ClusterApi | None:
@@ -160,6 +171,26 @@ def _check(
     return config, findings.warnings
 
 
+def nodes_to_avoid(root: str, wish: Wish) -> list[str]:
+    """Return the nodes named first, on this root and on the one that this run starts from."""
+    if wish.max_avoided_nodes < 0:
+        raise ConfigError(
+            f"`max_avoided_nodes` must be 0 or more, got {wish.max_avoided_nodes}; it is fixed "
+            "when the pipeline is compiled"
+        )
+    if not wish.max_avoided_nodes:
+        return []
+    roots = [root, wish.resume_from.rstrip("/")] if wish.resume_from else [root]
+    nodes = sorted((node for one in roots for node in avoided(one)), key=lambda n: n.seconds)
+    names = list(dict.fromkeys(node.name for node in nodes))
+    if len(names) > wish.max_avoided_nodes:
+        logger.warning(
+            "more nodes named than may be avoided named=%d max=%d",
+            *(len(names), wish.max_avoided_nodes),
+        )
+    return names[: wish.max_avoided_nodes]
+
+
 def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     """Do the work of the stage.
 
@@ -180,6 +211,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         resume_from=wish.resume_from,
         allow_config_change=wish.allow_config_change,
     )
+    away_from = nodes_to_avoid(root, wish)
     link = find_link(root, wish.chain_index, wish.num_iterations)
     if link.offset:
         run_file = replace(run_file, initial=start_after(root, link.offset))
@@ -189,6 +221,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         *(root, run_file, link, wish.num_shards, is_new, newest_version(root)),
         changed=changed,
         warnings=warnings,
+        away_from=away_from,
     )
     text = render(plan)
     logger.info("plan\n%s", text)
@@ -200,11 +233,13 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
             "iterations_finished": float(plan.num_finished),
             "settings_changed": float(len(changed)),
             "lock_generation": float(lock.generation),
+            "avoided_nodes": float(len(away_from)),
         },
         values={
             "config_sha256": config_sha256(config),
             "offset": link.offset,
             "chain_index": link.index,
+            "node_affinity": json.dumps(node_affinity(away_from)),
         },
         already_done=plan.num_finished == link.num_iterations,
     )

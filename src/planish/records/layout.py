@@ -18,6 +18,31 @@ def lock_file(root: str, generation: int) -> str:
     return f"{locks(root)}/{generation:06d}.json"
 
 
+def handover_file(root: str, generation: int) -> str:
+    """Present when the holder of this generation has submitted the run that follows it."""
+    return f"{locks(root)}/{generation:06d}-handed-over.json"
+
+
+def avoided_nodes(root: str) -> str:
+    """Nodes that runs on this root keep away from, one object each; delete one to lift it."""
+    return f"{root}/avoid_nodes"
+
+
+def avoided_node(root: str, name: str) -> str:
+    """Why runs on this root keep away from a node."""
+    return f"{avoided_nodes(root)}/{name}.json"
+
+
+def restarts(root: str) -> str:
+    """Failed runs that were submitted again without a faulty machine, one object each."""
+    return f"{root}/restarts"
+
+
+def restart_file(root: str, counter: int) -> str:
+    """The `counter`-th restart, from 1."""
+    return f"{restarts(root)}/{counter:05d}.json"
+
+
 def stop_file(root: str) -> str:
     """Operators write this object to end a run after the iteration in progress."""
     return f"{root}/stop.json"
@@ -113,9 +138,14 @@ def stage_log(root: str, stage: str, iteration_number: int, shard: int) -> str:
     return f"{logs(root)}/{iteration_number:05d}-{stage}-{shard:02d}.json"
 
 
+def failed(root: str) -> str:
+    """Tasks that failed for a reason that no retry mends, one object each."""
+    return f"{root}/failed"
+
+
 def failed_file(root: str, stage: str, iteration_number: int, shard: int) -> str:
     """Marks a task that failed for a reason that no retry mends."""
-    return f"{root}/failed/{iteration_number:05d}-{stage}-{shard:02d}.json"
+    return f"{failed(root)}/{iteration_number:05d}-{stage}-{shard:02d}.json"
 
 
 def alerts(root: str) -> str:

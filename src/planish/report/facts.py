@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planish.avoid import AvoidedNode
+
 WEIGHT = "num_generated_groups"
 """Metric of a shard that weighs its means."""
 
@@ -161,6 +163,10 @@ class RunFacts:
     """Finished train states by step."""
     alerts: list[Alert] = field(default_factory=list)
     """By first second."""
+    avoided: list[AvoidedNode] = field(default_factory=list)
+    """Nodes that following runs keep away from, where they are told to."""
+    restart: str = ""
+    """Whether this run is started again; empty where restarts are off or none was due."""
     curation: str = ""
     """Markdown of the curation report."""
     comparisons: list[Comparison] = field(default_factory=list)

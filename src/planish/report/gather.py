@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from planish.avoid import AvoidedNode, avoided
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import EvalReport, UpdateReport, read_report
@@ -37,6 +38,7 @@ def gather(root: str) -> RunFacts:
     facts.states = _saved(reader, "state", layout.state(reader.root, 0))
     facts.curation = reader.text(layout.curation_report(reader.root), "the curation report")
     facts.alerts = _alerts(reader, facts.tasks)
+    facts.avoided = _avoided(reader)
     facts.comparisons = sample_comparisons(reader, facts)
     facts.missing = reader.missing
     return facts
@@ -187,6 +189,10 @@ def _alerts(reader: Reader, tasks: Sequence[Task]) -> list[Alert]:
         if alert.last_second == 0.0 or alert.last_second >= begin:
             found.append(alert)
     return sorted(found, key=lambda alert: (alert.first_second, alert.machine, alert.metric))
+
+
+def _avoided(reader: Reader) -> list[AvoidedNode]:
+    return reader.attempt("the avoided nodes", partial(avoided, reader.root), [])
 
 
 def _machines(raw: Mapping[str, Any]) -> str:

@@ -80,6 +80,10 @@ class Page:
     """How to read them."""
     alerts: list[dict[str, str]] = field(default_factory=list)
     """Anomalies."""
+    avoided: list[dict[str, str]] = field(default_factory=list)
+    """Nodes that were named."""
+    restart: str = ""
+    """Whether the run is started again."""
     comparisons: list[dict[str, Any]] = field(default_factory=list)
     """Sample rollouts."""
     funnel: list[dict[str, Any]] = field(default_factory=list)
@@ -118,6 +122,8 @@ def build_page(facts: RunFacts, keys: Keys, *, failed_task: str, error_message: 
         scores=tables.score_tables(facts.evaluations),
         evaluation_lead=_evaluation_lead(facts),
         alerts=_alerts(facts),
+        avoided=_avoided(facts),
+        restart=one_line(facts.restart, limit=300),
         comparisons=[_comparison(item.title, item.columns) for item in facts.comparisons],
         funnel=tables.funnel(facts.curation),
         curation=facts.curation,
@@ -291,6 +297,23 @@ def _alerts(facts: RunFacts) -> list[dict[str, str]]:
         }
         for alert in facts.alerts[:MAX_LISTED]
     ]
+
+
+def _avoided(facts: RunFacts) -> list[dict[str, str]]:
+    return [
+        {
+            "name": one_line(node.name, limit=80),
+            "named_by": one_line(str(node.named_by), limit=40),
+            "where": _number_words(node.iteration),
+            "run_id": one_line(str(node.run_id), limit=80),
+            "at": _utc(node.seconds),
+        }
+        for node in facts.avoided[:MAX_LISTED]
+    ]
+
+
+def _number_words(iteration: int) -> str:
+    return f"iteration {iteration}" if iteration else ""
 
 
 def _where(alert: Alert) -> str:

@@ -11,7 +11,9 @@ from planish.report.gather import gather
 from planish.report.keys import as_metrics, as_summary, key_numbers
 from planish.report.page import build_page
 from planish.report.render import render_html, render_markdown
+from planish.report.restart import Restarted, restart
 from planish.report.webhook import post
+from planish.runs.base import Runs
 from planish.stage import Artifact, Context, Outcome, execute
 from planish.store import open_store
 
@@ -24,6 +26,7 @@ def run(
     failed_task: str,
     error_message: str,
     webhook: str,
+    max_restarts: int,
     report: Artifact,
     summary: Artifact,
     metrics: Artifact,
@@ -36,23 +39,49 @@ def run(
         failed_task: what the scheduler names as failed; the stage logs know it better.
         error_message: what the scheduler says about it.
         webhook: http(s) URL that gets the summary by one POST; empty for none.
+        max_restarts: how often on this root a failed run in which a machine was named is started
+            again; 0 for never.
         report: gets the HTML page.
         summary: gets the Markdown summary.
         metrics: gets the key numbers.
     """
     execute(
         "report",
-        lambda context: _work(context, state, failed_task, error_message, webhook),
+        lambda context: _work(
+            *(context, state, failed_task, error_message, webhook),
+            _restart(context.root, state, max_restarts),
+        ),
         root=root,
         config_sha256=None,
         outputs={"report": report, "summary": summary, "metrics": metrics},
     )
 
 
+def _connect() -> Runs:
+    from planish.runs.kfp_runs import KfpRuns
+
+    return KfpRuns()
+
+
+def _restart(root: str, state: str, max_restarts: int) -> Restarted | None:
+    try:
+        return restart(root, state, max_restarts, _connect)
+    except Exception as error:
+        # The report is the last word of a run: a restart that fails is told in it.
+        logger.warning("not restarted", exc_info=True)
+        return Restarted(f"not restarted: {type(error).__name__}: {error}")
+
+
 def _work(
-    context: Context, state: str, failed_task: str, error_message: str, webhook: str
+    context: Context,
+    state: str,
+    failed_task: str,
+    error_message: str,
+    webhook: str,
+    restarted: Restarted | None,
 ) -> Outcome:
     facts = gather(context.root)
+    facts.restart = restarted.words if restarted else ""
     keys = key_numbers(facts, state)
     page = build_page(facts, keys, failed_task=failed_task, error_message=error_message)
     html = render_html(page)

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from planish.avoid import avoided
 from planish.errors import ConfigError
 from planish.minder.files import write_frame
 from planish.minder.frame import Frame
@@ -21,6 +22,7 @@ from planish.store.documents import write_json
 from tests.unit.tiny_run import make_run
 
 NAMES = tuple(f"node-{i}" for i in range(8))
+ADDRESSES = tuple(f"10.0.0.{i}:9100" for i in range(8))
 SETTINGS = """
 [detect]
 metrics = ["cpu_usage"]
@@ -34,12 +36,12 @@ denoiser = "none"
 def recorded(tmp_path):
     """Return what writes a trace in which one machine is faulty from a second on."""
 
-    def record(faulty_from=10**6):
+    def record(faulty_from=10**6, names=NAMES):
         rng = np.random.default_rng(0)
         wave = 5 * np.sin(np.arange(1500)[:, None] / 4)
         values = (30 + wave + rng.normal(0, 1, (1500, 8))).astype(np.float32)
         values[faulty_from:, 3] -= 20
-        frame = Frame("pretrain", np.arange(1000, 2500), NAMES, {"cpu_usage": values})
+        frame = Frame("pretrain", np.arange(1000, 2500), names, {"cpu_usage": values})
         write_frame(tmp_path / "trace.npz", frame)
         (tmp_path / "minder.toml").write_text(SETTINGS)
         return f"file://{tmp_path}/trace.npz"
@@ -82,9 +84,28 @@ def test_a_faulty_machine_of_a_recording_is_named(file_root, tmp_path, recorded)
     assert (log["state"], log["iteration"]) == ("done", 3)
 
 
+def test_a_faulty_machine_is_written_down_for_the_runs_that_follow(
+    file_root, tmp_path, recorded, monkeypatch
+):
+    monkeypatch.setenv("RUN_ID", "run-a")
+    trace = recorded(800)
+    for _ in range(2):
+        check(file_root, tmp_path, trace=trace)
+    (node,) = avoided(file_root)
+    assert (node.name, node.named_by) == ("node-3", "monitor_check")
+    assert (node.run_id, node.iteration) == ("run-a", 3)
+
+
+def test_a_machine_that_is_no_node_is_named_but_not_written_down(file_root, tmp_path, recorded):
+    machine, _, _ = check(file_root, tmp_path, trace=recorded(800, ADDRESSES))
+    assert machine == "10.0.0.3:9100"
+    assert avoided(file_root) == []
+
+
 def test_a_healthy_recording_names_nobody(file_root, tmp_path, recorded):
     machine, result, _ = check(file_root, tmp_path, trace=recorded(), job="mine")
     assert (machine, result["status"], result["job"]) == ("", "ok", "mine")
+    assert avoided(file_root) == []
 
 
 def test_a_stopped_iteration_is_not_looked_at(file_root, tmp_path):

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from planish.config import config_sha256
+from planish.lock import Holder, acquire
 from planish.next_run import stage
-from planish.next_run.follow import Following, RunFacts, follow, run_name
-from planish.next_run.kfp_runs import KfpRuns
+from planish.next_run.follow import Following, follow
 from planish.records import layout
+from planish.runs.base import RunFacts, restart_name, run_name
+from planish.runs.kfp_runs import KfpRuns
 from planish.stage import PathArtifact
 from planish.store import open_store
 from tests.unit.pipelines.kfp_server import Server
@@ -77,6 +79,7 @@ def test_names_tell_roots_and_places_apart():
     names = {run_name(root, index) for root in ("s3://b/r", "s3://b/s") for index in range(3)}
     assert len(names) == 6
     assert run_name("s3://b/r", 7).endswith("-007")
+    assert restart_name("s3://b/r", 7) == f"{run_name('s3://b/r', 7)[:-3]}restart-007"
 
 
 @pytest.fixture
@@ -143,9 +146,13 @@ def test_in_a_cluster_the_stage_submits_once(server, file_root, tmp_path, monkey
     )
     monkeypatch.setenv("RUN_ID", present["run_id"])
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
+    acquire(file_root, Holder("cluster", run_id=present["run_id"]))
     submitted = [run_stage(file_root, tmp_path)["submitted"] for _ in range(2)]
     assert submitted == [1.0, 0.0]
     assert len(server.posted("runs")) == 1
+    # The following run may begin before the exit task of this one has ended.
+    following = Holder("cluster", run_id="following")
+    assert acquire(file_root, following, alive=lambda _: True).generation == 2
 
 
 def test_the_stop_file_ends_a_chain(server, file_root, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 from pipelines import submit
 from pipelines.post_train import profile_named
+from planish.avoid import avoided
 from planish.records import layout
 from planish.stage import is_stopped, mark_stopped
 from planish.store import open_store
@@ -213,3 +214,33 @@ def test_stopping_ends_the_run_after_the_iteration_and_can_be_undone(file_root, 
     assert not mark_stopped(file_root, 2)
     assert submit.stop(file_root, undo=True) == []
     assert not open_store(file_root).exists(layout.stop_file(file_root))
+
+
+def test_a_run_with_a_monitor_and_restarts_is_compiled_with_them(server, capsys):
+    options = ["--host", server.url, "--profile", "cpu-tiny", "--iterations", "1"]
+    options += ["--monitor", "s3://b/minder.toml", "--max-restarts", "2"]
+    assert submit.main(["run", "s3://bucket/run", *options]) == 0
+    spec = server.posted("runs")[0]["pipeline_spec"]
+    pods = spec["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert "nodeAffinity" in pods["exec-train-1"]
+    assert "exec-monitor-check-1" in pods
+
+
+def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
+    assert submit.main(["avoid", file_root, "node-3"]) == 0
+    (node,) = avoided(file_root)
+    assert (node.name, node.named_by) == ("node-3", "operator")
+    assert submit.main(["avoid", file_root, "node-3"]) == 0
+    uri = layout.avoided_node(file_root, "node-3")
+    assert capsys.readouterr().out == f"{uri}\n"
+    for expected in (f"{uri}\n", ""):
+        assert submit.main(["avoid", file_root, "node-3", "--undo"]) == 0
+        assert capsys.readouterr().out == expected
+    assert avoided(file_root) == []
+
+
+@pytest.mark.parametrize("words", [["avoid", "file:///r", "a/b"], ["avoid", "folder", "node-3"]])
+def test_a_node_or_a_root_that_can_not_be_is_refused(words):
+    with pytest.raises(SystemExit) as caught:
+        submit.main(words)
+    assert caught.value.code == 2

@@ -12,7 +12,7 @@ import pytest
 
 from planish import lock, stage_log
 from planish.errors import ConfigError, RecordError
-from planish.lock import Holder, acquire, beat, current_holder, is_alive, read_lock
+from planish.lock import Holder, acquire, beat, current_holder, hand_over, is_alive, read_lock
 from planish.records import layout
 from planish.store import open_store
 
@@ -186,3 +186,15 @@ def test_a_running_stage_beats_for_its_run(file_root, monkeypatch):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert read_lock(file_root).heartbeat_seconds > 1_000_000
+
+
+def test_a_holder_that_hands_over_makes_room_once(root):
+    first, second, third = (Holder("cluster", run_id=name) for name in "abc")
+    assert not hand_over(root, first)
+    acquire(root, first)
+    assert hand_over(root, first)
+    assert read_lock(root).generation == 1
+    assert acquire(root, second, alive=lambda _: True).generation == 2
+    assert not hand_over(root, first)
+    with pytest.raises(ConfigError, match="run b of the cluster holds its lock"):
+        acquire(root, third, alive=lambda _: True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from planish.avoid import AvoidedNode, avoid, node_affinity
 from planish.errors import ConfigError
 from planish.lock import Holder, acquire, current_holder
 from planish.prepare.stage import Wish, liveness, prepare, run
@@ -36,6 +37,7 @@ def wish(**changes):
         "allow_config_change": False,
         "assume_autoscaling": False,
         "requests": "",
+        "max_avoided_nodes": 0,
     }
     return Wish(**{**facts, **changes})
 
@@ -64,7 +66,7 @@ def run_stage(folder, root, **changes):
 def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     values, summary, metrics = run_stage(tmp_path / "a", file_root + "/")
     document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
-    assert values == (document["config_sha256"], 0, 0)
+    assert values == (document["config_sha256"], 0, 0, {})
     assert document["config"]["run"]["seed"] == 3
     assert "| kind | new run |" in summary
     assert "| iterations | 1 to 2 (0 already finished) |" in summary
@@ -92,14 +94,14 @@ def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_
     finish(file_root, 1)
     state, policy = finish(file_root, 2)
     values, summary, _ = run_stage(tmp_path / "b", file_root, chain_index=1, num_iterations=3)
-    assert values[1:] == (2, 1)
+    assert values[1:3] == (2, 1)
     assert "| iterations | 3 to 5 (0 already finished) |" in summary
     assert "run 1 of a chain" in summary
     document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
     assert document["initial"] == {"policy": policy.pin(), "state": state.pin()}
     assert document["origin"] == {"policy": "", "state": ""}
     again, _, _ = run_stage(tmp_path / "c", file_root)
-    assert again[1:] == (0, 0)
+    assert again[1:3] == (0, 0)
     document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
     assert document["initial"] == {"policy": "", "state": ""}
 
@@ -107,7 +109,7 @@ def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_
 def test_minus_one_becomes_the_place_that_it_stands_for(file_root, tmp_path):
     run_stage(tmp_path / "a", file_root)
     finish(file_root, 2)
-    assert run_stage(tmp_path / "b", file_root, chain_index=-1)[0][1:] == (2, 1)
+    assert run_stage(tmp_path / "b", file_root, chain_index=-1)[0][1:3] == (2, 1)
 
 
 def test_a_run_from_another_root_says_so(tmp_path):
@@ -186,6 +188,32 @@ def test_the_cluster_tells_whether_the_run_of_a_lock_lives(file_root):
     assert prepare(file_root, wish(), api=FakeCluster()).metrics["lock_generation"] == 2.0
 
 
+def test_a_run_keeps_away_from_as_many_nodes_as_it_is_told_to(file_root, tmp_path):
+    for seconds, name in ((30.0, "node-a"), (10.0, "node-c"), (20.0, "node-b")):
+        avoid(file_root, AvoidedNode(name, "monitor_check", "run-a", 4, seconds))
+    assert run_stage(tmp_path / "a", file_root)[0].node_affinity == {}
+    values, summary, metrics = run_stage(tmp_path / "b", file_root, max_avoided_nodes=2)
+    assert values.node_affinity == node_affinity(["node-b", "node-c"])
+    assert "| keeps away from | `node-c`, `node-b` |" in summary
+    assert metrics["avoided_nodes"] == 2.0
+
+
+def test_nodes_of_the_root_that_a_run_starts_from_are_avoided_too(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    run_stage(tmp_path / "a", old)
+    finish(old, 1)
+    for root in (old, new):
+        avoid(root, AvoidedNode("node-3", "operator"))
+    avoid(old, AvoidedNode("node-4", "operator"))
+    values, _, _ = run_stage(tmp_path / "b", new, resume_from=f"{old}/", max_avoided_nodes=5)
+    assert values.node_affinity == node_affinity(["node-3", "node-4"])
+
+
+def test_a_number_of_nodes_below_zero_is_refused(file_root):
+    with pytest.raises(ConfigError, match="`max_avoided_nodes` must be 0 or more, got -1"):
+        prepare(file_root, wish(max_avoided_nodes=-1))
+
+
 @pytest.mark.server
 def test_a_missing_bucket_and_refused_keys_are_told_apart(minio, monkeypatch):
     with pytest.raises(ConfigError, match="bucket 'no-such-bucket' must exist"):
@@ -227,4 +255,4 @@ def test_the_command_line_takes_every_parameter(file_root, tmp_path):
     ]
     subprocess.run([sys.executable, "-m", "planish.prepare", *words], check=True)
     values = json.loads((tmp_path / "v.json").read_text())
-    assert sorted(values) == ["chain_index", "config_sha256", "offset"]
+    assert sorted(values) == ["chain_index", "config_sha256", "node_affinity", "offset"]

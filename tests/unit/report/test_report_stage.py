@@ -21,7 +21,7 @@ def artifacts(tmp_path):
 def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message="", webhook=""):
     run(
         root=root, state=state, failed_task=failed_task, error_message=error_message,
-        webhook=webhook, **artifacts,
+        webhook=webhook, max_restarts=0, **artifacts,
     )  # fmt: skip
     return {name: Path(artifact.path).read_text() for name, artifact in artifacts.items()}
 
@@ -72,8 +72,8 @@ def test_the_command_line_writes_the_same_page(short_root, artifacts, tmp_path):
     code = stage_main(
         run,
         ["--root", short_root, "--state", "SUCCEEDED", "--failed-task", "", "--error-message", "",
-         "--webhook", "", "--report", str(target), "--summary", str(tmp_path / "s.md"),
-         "--metrics", str(tmp_path / "m.json")],
+         "--webhook", "", "--max-restarts", "0", "--report", str(target),
+         "--summary", str(tmp_path / "s.md"), "--metrics", str(tmp_path / "m.json")],
     )  # fmt: skip
     assert code == 0
     assert target.read_text() == expected

@@ -6,7 +6,7 @@ import json
 import warnings
 from typing import Any
 
-from planish.next_run.follow import RunFacts
+from planish.runs.base import RunFacts
 
 
 class KfpRuns:
@@ -47,6 +47,7 @@ class KfpRuns:
             service_account=run.service_account or "",
             pipeline_root=(runtime.pipeline_root or "") if runtime else "",
             pipeline=pipeline,
+            state=str(run.state or ""),
         )
 
     def find(self, name: str, experiment_id: str) -> str:
