@@ -8,6 +8,7 @@ with the test.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -58,10 +59,13 @@ class Forks:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, scenario, size, folder, *, environment=None, **arguments):
-        """Start `size` ranks; their files lie in a new folder below `folder`."""
-        own = Path(folder) / f"{scenario.partition(':')[2]}-{next(_numbers)}"
-        own.mkdir(parents=True)
+    def start(self, scenario, size, folder, *, own=None, environment=None, **arguments):
+        """Start `size` ranks; their files lie in `own`, else in a new folder below `folder`."""
+        own = Path(own or Path(folder) / f"{scenario.partition(':')[2]}-{next(_numbers)}")
+        own.mkdir(parents=True, exist_ok=True)
+        for pattern in ("rendezvous", "result-*.json", "ready-*.json", "log-*.txt", "go"):
+            for path in own.glob(pattern):
+                path.unlink()
         pids = self.ask(
             do="fork",
             scenario=scenario,
@@ -80,6 +84,15 @@ class Forks:
         for rank, outcome in enumerate(outcomes):
             assert outcome.code == 0, f"rank {rank}: {outcome.error or outcome.output}"
         return [outcome.value for outcome in outcomes]
+
+
+def run_ranks(scenario, size, folder, *, timeout=120.0, **rest):
+    """Run a scenario to its end and return what each rank returned; fails if a rank failed.
+
+    Ranks are told `folder` itself, and are forked from a process that has imported the scenario.
+    """
+    with Forks() as forks:
+        return forks.run(scenario, size, folder, own=folder, timeout=timeout, **rest)
 
 
 class ForkedRanks:
@@ -158,6 +171,7 @@ def _child(rank, job):
     import torch
     import torch.distributed as dist
 
+    atexit._clear()
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     folder, result, code = Path(job["folder"]), {"value": None, "error": ""}, 0
     log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -175,6 +189,10 @@ def _child(rank, job):
     except BaseException:
         result["error"], code = traceback.format_exc(), 1
     write_json(folder / f"result-{rank}.json", result)
+    if code == 0:
+        # What a process does at its end, without the handlers of the one it was forked from.
+        dist.destroy_process_group()
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
 
@@ -185,7 +203,9 @@ def _found(scenario):
 
 
 def _fork(job):
-    _found(job["scenario"])  # imported once, here
+    # Imported once, here; `preload` of a test module imports what its scenarios import late.
+    module = sys.modules[_found(job["scenario"]).__module__]
+    getattr(module, "preload", lambda: None)()
     pids = []
     for rank in range(job["size"]):
         pid = os.fork()

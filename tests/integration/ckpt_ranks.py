@@ -1,8 +1,8 @@
-"""Starts N gloo ranks as real processes that run one function of a test module.
+"""Starts N gloo ranks as processes of their own that run one function of a test module.
 
-Use: `run_ranks("tests.integration.test_x:scenario", size, folder, **arguments)`; the function is
-called as `scenario(rank, size, folder, **arguments)` and returns something JSON can hold. Ranks
-end with the test: a rank that hangs is killed at the time limit.
+The function is called as `scenario(rank, size, folder, **arguments)` and returns something JSON can
+hold. Ranks end with the test: a rank that hangs is killed at the time limit. `ckpt_forks` starts
+ranks much sooner; these here know nothing of one another, and end as a trainer does.
 """
 
 from __future__ import annotations
@@ -96,15 +96,6 @@ class Ranks:
         path = self.folder / f"result-{rank}.json"
         found = json.loads(path.read_text()) if path.exists() else {"value": None, "error": ""}
         return Outcome(self.processes[rank].returncode, output=self.log(rank), **found)
-
-
-def run_ranks(scenario, size, folder, *, timeout=120.0, environment=None, **arguments):
-    """Run a scenario to its end and return what each rank returned; fails if a rank failed."""
-    with Ranks(scenario, size, folder, environment=environment, **arguments) as ranks:
-        outcomes = ranks.wait(timeout)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank}: {outcome.error or outcome.output}"
-    return [outcome.value for outcome in outcomes]
 
 
 def wait_for(condition, timeout=30.0, what="a condition"):

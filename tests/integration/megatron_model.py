@@ -7,6 +7,7 @@ fused softmax, is torch's scaled dot-product attention here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 
@@ -62,9 +63,11 @@ class Layout:
     """A tensor- and pipeline-parallel layout of all ranks; the rest is data-parallel.
 
     The library keeps its groups in globals: each layout has its own set, put in place by `use`.
+    Groups of equal ranks are one: the library makes over eighty a layout, each with its threads.
     """
 
     blank = None
+    made = {}  # noqa: RUF012
 
     def __init__(self, tp, pp):
         from megatron.core import parallel_state, tensor_parallel
@@ -73,6 +76,9 @@ class Layout:
         self.tp, self.pp, self.state = tp, pp, parallel_state
         if Layout.blank is None:
             Layout.blank = self._globals()
+            parallel_state.create_group = functools.partial(
+                self._create_group, parallel_state.create_group
+            )
         vars(parallel_state).update(Layout.blank)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
@@ -81,6 +87,13 @@ class Layout:
         self.groups = self._globals()
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.first_layer = parallel_state.get_pipeline_model_parallel_rank() * SIZES["layers"] // pp
+
+    @staticmethod
+    def _create_group(create, ranks=None, *rest, **options):
+        key = tuple(ranks or ())
+        if key not in Layout.made:
+            Layout.made[key] = create(ranks, *rest, **options)
+        return Layout.made[key]
 
     def _globals(self):
         return {

@@ -22,7 +22,7 @@ from planish.checkpoint.load_records import LoadOptions
 from planish.checkpoint.model import Collected, LocalItem
 from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
 from planish.errors import CheckpointNotFound
-from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.ckpt_forks import run_ranks
 from tests.unit.checkpoint.tilings import random_tiling
 from tests.unit.checkpoint.written import write_checkpoint
 

@@ -16,7 +16,8 @@ from planish.checkpoint.model import Collected
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
-from tests.integration.ckpt_ranks import Ranks, run_ranks
+from tests.integration.ckpt_forks import run_ranks
+from tests.integration.ckpt_ranks import Ranks
 from tests.integration.test_ckpt_load import boxes_for, raw_of, target, weights
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.unit.checkpoint import damage

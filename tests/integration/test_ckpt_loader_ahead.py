@@ -10,7 +10,7 @@ from planish.checkpoint import api
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.loader_ahead import Foreseen
 from planish.checkpoint.loader_state import CONSUMED, LoaderShard
-from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.ckpt_forks import run_ranks
 
 
 class Reader:

@@ -9,13 +9,18 @@ import torch.distributed as dist
 from planish.checkpoint.save import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_memory as memory
+from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import bits, fill_moments
-from tests.integration.ckpt_ranks import run_ranks
 from tests.integration.megatron_model import Layout, build, forward
 
 DEGREES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
 """Of 1, 2 and 4 those whose product is at most 8 ranks; the rest of the ranks are replicas."""
 OPTIONS = {"bias": True, "qk_norm": True}
+
+
+def preload():
+    """Import megatron-core, which takes long, before ranks are forked."""
+    from megatron.core.models.gpt import GPTModel  # noqa: F401
 
 
 def optimizer_of(model, lr=1.0):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from planish.checkpoint.save import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_layouts as layouts
-from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.ckpt_forks import run_ranks
 
 NUM_RANKS = 6
 

@@ -15,8 +15,8 @@ from planish.checkpoint.adapters.streams import RandomStreams
 from planish.checkpoint.prompt_state import PromptState
 from planish.checkpoint.save import close_engines
 from planish.errors import LayoutMismatch
+from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
-from tests.integration.ckpt_ranks import run_ranks
 from tests.integration.megatron_model import Layout, build
 
 FRAMEWORK = {"actor": "megatron", "critic": "fsdp2"}

@@ -14,7 +14,7 @@ from planish.checkpoint.model import Collected, LocalItem
 from planish.checkpoint.save import SaveOptions, close_engines, default_engine
 from planish.checkpoint.tables import TensorSpec
 from planish.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
-from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,

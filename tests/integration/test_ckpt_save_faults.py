@@ -20,7 +20,8 @@ from planish.checkpoint.model import Collected
 from planish.checkpoint.save import SaveOptions, close_engines, default_engine
 from planish.checkpoint.storage import open_storage
 from planish.errors import SaveFailed
-from tests.integration.ckpt_ranks import Ranks, run_ranks, wait_for
+from tests.integration.ckpt_forks import run_ranks
+from tests.integration.ckpt_ranks import Ranks, wait_for
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,

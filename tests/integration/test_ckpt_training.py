@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from planish.checkpoint.adapters.streams import RandomStreams
 from tests.integration import ckpt_engine as engine
-from tests.integration.ckpt_ranks import run_ranks
+from tests.integration.ckpt_forks import run_ranks
 from tests.integration.zero1 import Zero1Adam
 
 BATCH, WIDTH, STEPS = 12, 9, 6
