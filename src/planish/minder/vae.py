@@ -20,6 +20,11 @@ F32 = NDArray[np.float32]
 
 _BATCH_ROWS = 8_192
 """Windows of one forward pass when nothing is learned."""
+_FIRST_LOGVAR = -6.0
+_START_WINDOWS = 10_000
+"""Of them a model that is begun sees so many an epoch."""
+_LAST_RATE = 0.02
+"""Of the learning rate, at the end; it falls like half a cosine."""
 
 
 class LstmVae(nn.Module):
@@ -33,6 +38,8 @@ class LstmVae(nn.Module):
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.LSTM(latent, hidden, batch_first=True)
         self.output = nn.Linear(hidden, width)
+        # Noise as large as the prior's would drown the signal before there is one.
+        nn.init.constant_(self.logvar.bias, _FIRST_LOGVAR)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log-variance [M, latent] of windows [M, 8, width]."""
@@ -61,18 +68,21 @@ def divergence(mean: Tensor, logvar: Tensor) -> Tensor:
 class Training:
     """How a model is trained."""
 
-    learning_rate: float = 1e-3
-    batch_size: int = 1024
+    learning_rate: float = 2e-2
+    """At the beginning."""
+    batch_size: int = 256
     max_epochs: int = 60
-    patience: int = 6
+    patience: int = 12
     """Epochs without a better held-out error before training stops."""
-    beta: float = 1e-4
+    beta: float = 1e-5
     """Weight of the divergence at the end; it grows from 0 over the first third of the epochs."""
     grad_clip: float = 1.0
+    starts: int = 4
+    """Models that are begun; the one that learns fastest in a tenth of the epochs goes on."""
     max_windows: int = 200_000
     """A random subset of the training windows this large is used."""
     max_seconds: float = math.inf
-    """No epoch is begun after this time."""
+    """No epoch is begun after this time, by which the learning rate has fallen."""
     seed: int = 0
 
 
@@ -114,14 +124,16 @@ def train_vae(
     data, test = _tensor(windows), _tensor(held_out)
     if len(data) > training.max_windows:
         data = data[torch.randperm(len(data), generator=generator)[: training.max_windows]]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(training.seed)
-        model = LstmVae(width=data.shape[2])
-    optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
     start = clock() if clock else 0.0
+    model, optimizer = _best_start(data, test, training, generator)
     best, best_weights, stale, epoch, last_train = math.inf, _copy(model), 0, 0, math.inf
     for epoch in range(1, training.max_epochs + 1):
-        beta = training.beta * min(1.0, 3 * (epoch - 1) / training.max_epochs)
+        spent = (clock() - start) / training.max_seconds if clock else 0.0
+        done = max((epoch - 1) / training.max_epochs, min(1.0, spent))
+        fall = (1 + math.cos(math.pi * done)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate * (_LAST_RATE + (1 - _LAST_RATE) * fall)
+        beta = training.beta * min(1.0, 3 * done)
         last_train = _epoch(model, optimizer, data, beta, training, generator)
         error = reconstruction_error(model, test)
         if progress:
@@ -137,6 +149,27 @@ def train_vae(
         nats = float(divergence(*model.encode(test[:65_536])))
     variance = float(test.var(correction=0))
     return model.eval(), Losses(last_train, best, variance, nats, epoch)
+
+
+def _best_start(
+    data: Tensor, test: Tensor, training: Training, generator: torch.Generator
+) -> tuple[LstmVae, torch.optim.Optimizer]:
+    """Begin with several models, and return the one that learns fastest: some never begin to."""
+    data, test = (
+        part[torch.randperm(len(part), generator=generator)[:_START_WINDOWS]]
+        for part in (data, test)
+    )
+    found = []
+    for number in range(training.starts):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(training.seed + number)
+            model = LstmVae(width=data.shape[2])
+        optimizer = torch.optim.Adam(model.parameters(), lr=training.learning_rate)
+        for _ in range(max(1, training.max_epochs // 10) if training.starts > 1 else 0):
+            _epoch(model, optimizer, data, 0.0, training, generator)
+        found.append((reconstruction_error(model, test), number, model, optimizer))
+    _, _, model, optimizer = min(found, key=lambda one: one[:2])
+    return model, optimizer
 
 
 def _epoch(
