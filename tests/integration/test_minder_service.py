@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ import pytest
 from tests.integration.minder_service import Served, raw_settings, serving, write_toml
 from tests.integration.waiting import wait_for
 from tests.servers.exporter_fleet import Fault, Fleet
+from tests.servers.program import free_port
 from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -119,6 +123,18 @@ def test_a_machine_that_says_nothing_is_told_as_silent(scraped, fleet, tmp_path,
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_a_signal_that_another_thread_takes_ends_it_as_well(tmp_path, ended):
+    raw = raw_settings(tmp_path, f"http://127.0.0.1:{free_port()}", ["a", "b", "c", "d"])
+    served = serving(tmp_path, raw)
+    ended.append(served)
+    process = served.program.process
+    wait_for(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > 2, 20)
+    threads = sorted(int(name) for name in os.listdir(f"/proc/{process.pid}/task"))
+    assert ctypes.CDLL(None).tgkill(process.pid, threads[-1], signal.SIGTERM) == 0
+    assert process.wait(12) == 0
+    assert "stopped seconds=" in served.log
 
 
 def test_a_configuration_is_checked_against_prometheus_in_one_line(scraped, fleet, tmp_path):

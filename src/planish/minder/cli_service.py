@@ -137,7 +137,8 @@ def _serve(settings: Any) -> int:
     service.start()
     logger.info("serving host=%s port=%d", server.host, status.port)
     try:
-        while not stop.wait(3600.0):
+        # Not for long at a time: a signal that another thread took is noticed at the next turn.
+        while not stop.wait(0.5):
             pass
     finally:
         begun = time.monotonic()
