@@ -14,10 +14,11 @@ from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
 
 NAMES = sorted(PROFILES)
+QUICK, SLOW = NAMES[0], NAMES[1:]
 
 
 @pytest.mark.parametrize("pipeline", sorted(BUILDERS))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_the_golden_file_is_up_to_date(name, pipeline):
     path = GOLDEN / file_name(PROFILES[name], pipeline)
     assert drift(path, compile_text(PROFILES[name], pipeline=pipeline)) == []
@@ -29,6 +30,7 @@ def test_there_is_one_golden_file_for_each_pipeline_and_profile():
     )
 
 
+@pytest.mark.slow
 def test_compilations_in_other_processes_are_byte_equal():
     profile = profile_named("gpu-1x8", num_iterations=2)
     script = (
@@ -112,6 +114,7 @@ def test_impossible_options_end_with_code_two_and_the_reason(option, words, caps
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
     profile = profile_named("cpu-tiny", num_iterations=2)
     text = compile_text(profile, monitor=Monitor("s3://b/minder.toml"))

@@ -24,6 +24,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.slow
 def test_three_fixed_jobs_come_out_as_ever(tmp_path):
     plan = Plan(("minder", "minder-paper"), default_models(), work=tmp_path)
     found = evaluate(plan, WANTED)
