@@ -21,6 +21,7 @@ from planish.minder.denoise import WINDOW, Pca, windows_of
 from planish.minder.frame import F32, Frame
 from planish.minder.metrics_table import METRICS
 from planish.minder.preprocess import Limits, fit_limits, prepare
+from planish.minder.traces import known_windows
 from planish.minder.vae import Training, train_vae
 
 HELD_OUT_SHARE = 0.2
@@ -108,8 +109,7 @@ def training_windows(
         if name not in prepared.values:
             continue
         windows = windows_of(prepared.values[name]).reshape(-1, WINDOW)
-        unknown = windows_of(prepared.masked[name].astype(np.float32))
-        known = np.flatnonzero(unknown.max(axis=2, initial=0.0).ravel() == 0.0)
+        known = np.flatnonzero(known_windows(prepared.masked[name]))
         if len(known) > _SAMPLE_OF_FRAME:
             known = np.sort(generator.choice(known, _SAMPLE_OF_FRAME, replace=False))
         parts.append(windows[known].astype(np.float32))

@@ -8,7 +8,7 @@ import os
 from planish.lock import current_holder, hand_over
 from planish.next_run.follow import follow
 from planish.records import layout
-from planish.runs.base import Runs
+from planish.runs.base import connect
 from planish.stage import Artifact, Context, Outcome, execute
 from planish.store import open_store
 
@@ -34,12 +34,6 @@ def run(root: str, config_sha256: str, chain_index: int, max_runs: int, metrics:
     )
 
 
-def _connect() -> Runs:
-    from planish.runs.kfp_runs import KfpRuns
-
-    return KfpRuns()
-
-
 def _work(context: Context, chain_index: int, max_runs: int) -> Outcome:
     run_id = os.environ.get("RUN_ID", "")
     is_stopped = open_store(context.root).exists(layout.stop_file(context.root))
@@ -49,7 +43,7 @@ def _work(context: Context, chain_index: int, max_runs: int) -> Outcome:
         # The following run may begin while the exit task of this one still writes its report.
         hand_over(context.root, current_holder())
     following = follow(
-        _connect() if is_due else None,
+        connect() if is_due else None,
         root=context.root,
         run_id=run_id,
         chain_index=chain_index,

@@ -303,9 +303,9 @@ def _avoided(facts: RunFacts) -> list[dict[str, str]]:
     return [
         {
             "name": one_line(node.name, limit=80),
-            "named_by": one_line(str(node.named_by), limit=40),
+            "named_by": one_line(node.named_by, limit=40),
             "where": _number_words(node.iteration),
-            "run_id": one_line(str(node.run_id), limit=80),
+            "run_id": one_line(node.run_id, limit=80),
             "at": _utc(node.seconds),
         }
         for node in facts.avoided[:MAX_LISTED]

@@ -13,7 +13,7 @@ from planish.report.page import build_page
 from planish.report.render import render_html, render_markdown
 from planish.report.restart import Restarted, restart
 from planish.report.webhook import post
-from planish.runs.base import Runs
+from planish.runs.base import connect
 from planish.stage import Artifact, Context, Outcome, execute
 from planish.store import open_store
 
@@ -57,15 +57,9 @@ def run(
     )
 
 
-def _connect() -> Runs:
-    from planish.runs.kfp_runs import KfpRuns
-
-    return KfpRuns()
-
-
 def _restart(root: str, state: str, max_restarts: int) -> Restarted | None:
     try:
-        return restart(root, state, max_restarts, _connect)
+        return restart(root, state, max_restarts, connect)
     except Exception as error:
         # The report is the last word of a run: a restart that fails is told in it.
         logger.warning("not restarted", exc_info=True)

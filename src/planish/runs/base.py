@@ -39,6 +39,13 @@ class Runs(Protocol):
         """Start a run and return its id."""
 
 
+def connect() -> Runs:
+    """Return the runs of the installation that this pod belongs to; takes a second, for imports."""
+    from planish.runs.kfp_runs import KfpRuns
+
+    return KfpRuns()
+
+
 def run_name(root: str, chain_index: int) -> str:
     """Return the name that marks the `chain_index`-th run on a root.
 
@@ -46,7 +53,7 @@ def run_name(root: str, chain_index: int) -> str:
         >>> run_name("s3://runs/a", 3)
         'planish-0ec2680505c3-003'
     """
-    return f"planish-{hashlib.sha256(root.encode()).hexdigest()[:12]}-{chain_index:03d}"
+    return f"{_prefix(root)}-{chain_index:03d}"
 
 
 def restart_name(root: str, counter: int) -> str:
@@ -56,4 +63,8 @@ def restart_name(root: str, counter: int) -> str:
         >>> restart_name("s3://runs/a", 1)
         'planish-0ec2680505c3-restart-001'
     """
-    return f"planish-{hashlib.sha256(root.encode()).hexdigest()[:12]}-restart-{counter:03d}"
+    return f"{_prefix(root)}-restart-{counter:03d}"
+
+
+def _prefix(root: str) -> str:
+    return f"planish-{hashlib.sha256(root.encode()).hexdigest()[:12]}"

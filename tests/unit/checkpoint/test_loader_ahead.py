@@ -64,18 +64,6 @@ class Stream:
         return self.taken
 
 
-@pytest.fixture(name="engine", scope="module")
-def _engine():
-    engine = SaveEngine(Control.single())
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(name="root")
-def _root(tmp_path):
-    return f"mem://{tmp_path.name}/run"
-
-
 def state_of(loader):
     return {"model": {"w": torch.zeros(4)}, "dataloader": loader}
 
@@ -191,9 +179,10 @@ def test_a_loader_that_can_not_be_asked_ahead_is_left_alone(engine, root):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_the_steps_take_every_save_holds_the_true_position(engine, seed):
+def test_whatever_the_steps_take_every_save_holds_the_true_position(seed):
     rng = random.Random(seed)
     root = f"mem://ahead-{next(NUMBERS)}/run"
+    engine = SaveEngine(Control.single())
     manager = CheckpointManager(root, Schedule(rng.randint(1, 3), keep_last=99), engine=engine)
     loader, truth = Stream(), {}
     for step in range(1, 9):
@@ -203,4 +192,5 @@ def test_whatever_the_steps_take_every_save_holds_the_true_position(engine, seed
         if manager.step(step, state_of(loader)) is not None:
             truth[step] = loader.taken
     manager.close()
+    engine.close()
     assert {step: saved_position(manager.place(step)) for step in truth} == truth

@@ -10,22 +10,8 @@ import torch
 
 from planish.checkpoint import catalog
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.save_engine import SaveEngine
 from planish.checkpoint.storage import open_storage
 from planish.errors import CheckpointCorrupt, SaveFailed
-
-
-@pytest.fixture(name="engine")
-def _engine():
-    engine = SaveEngine(Control.single())
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(name="root")
-def _root(tmp_path):
-    return f"mem://{tmp_path.name}/run"
 
 
 def state_at(step):

@@ -37,19 +37,6 @@ BIG = {"rows": 700, "cols": 1000, "tensors": 4}
 """17 MB: parts, and the uploading process where there is one."""
 
 
-@pytest.fixture(name="engine")
-def _engine():
-    engine = SaveEngine(Control.single())
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(name="root")
-def _root(tmp_path):
-    """An empty memory of this test."""
-    return f"mem://{tmp_path.name}/run"
-
-
 WAYS = [{"is_async": False}, {}, {"snapshot": "lazy"}]
 
 

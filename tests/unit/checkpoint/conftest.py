@@ -1,0 +1,21 @@
+"""An engine of one process, and a place in memory to save to."""
+
+from __future__ import annotations
+
+import pytest
+
+from planish.checkpoint.coordination import Control
+from planish.checkpoint.save_engine import SaveEngine
+
+
+@pytest.fixture(name="engine")
+def _engine():
+    engine = SaveEngine(Control.single())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(name="root")
+def _root(tmp_path):
+    """An empty memory of this test."""
+    return f"mem://{tmp_path.name}/run"
