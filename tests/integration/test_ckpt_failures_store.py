@@ -40,6 +40,8 @@ SAVE_FAULTS = [
     Rule("lost", kind="complete", path=DATA, times=2),
     Rule("lost", kind="put", path="journal"),
     Rule("500 after", kind="create", path="COMMIT$"),
+    Rule("500 after", kind="create", path=DATA, times=2),
+    Rule("lost", kind="create", path=DATA),
 ]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from planish.checkpoint.integrity import DEFAULT, block_crcs
 from planish.checkpoint.journal import Journal
-from planish.checkpoint.storage.base import SINGLE_PUT_BYTES, Multipart, Storage
+from planish.checkpoint.storage.base import SINGLE_PUT_BYTES, Multipart, Storage, drop_twins
 from planish.checkpoint.timings import Recorder, Timing
 from planish.errors import StoreError
 
@@ -190,9 +190,9 @@ def upload_files(
             if is_large(state.upload.size):
                 state.parts = storage.open_multipart(state.upload.key, state.upload.size)
                 state.left = -(-state.upload.size // state.parts.part_bytes)
-        begun = [(s.parts.key, s.parts.upload_id) for s in states if s.parts is not None]
+        begun = [state.parts for state in states if state.parts is not None]
         if begun:
-            journal.add(begun)
+            journal.add((parts.key, parts.upload_id) for parts in begun)
         tasks = _turns(states) if in_turns else _tasks(states)
         run = _Run(storage, states, source, recorder, stop, tasks)
         _work_in_threads(run, min(num_threads, sum(state.left for state in states)))
@@ -206,6 +206,7 @@ def upload_files(
                 with contextlib.suppress(StoreError):
                     state.parts.abort()
         raise
+    drop_twins(storage, begun)  # at the end: the later, the less can still be on its way
     recorder.retried("upload", retries, storage.counters.retries)
     return [
         FileResult(s.upload.key, s.upload.size, DEFAULT, tuple(s.crcs.tolist())) for s in states

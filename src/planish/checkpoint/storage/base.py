@@ -8,14 +8,18 @@ Nothing here knows checkpoints.
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from planish.errors import StoreMisconfigured
+from planish import telemetry
+from planish.errors import StoreError, StoreMisconfigured
 from planish.store.base import parse_uri
+
+logger = logging.getLogger(__name__)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -125,6 +129,8 @@ class Multipart(Protocol):
     """With the key, all that another process needs to abort this upload."""
     part_bytes: int
     """Size of every part but the last."""
+    may_have_twin: bool
+    """Whether a try to begin it, whose answer was lost, may have begun another upload."""
 
     def write(self, number: int, data: Buffer) -> None:
         """Write part `number` (from 1); the same bytes may be written again."""
@@ -233,10 +239,26 @@ def upload(storage: Storage, key: str, data: Buffer) -> str:
     try:
         for number, start in enumerate(range(0, view.nbytes, parts.part_bytes), 1):
             parts.write(number, view[start : start + parts.part_bytes])
-        return parts.complete()
+        etag = parts.complete()
     except BaseException:
         parts.abort()
         raise
+    drop_twins(storage, [parts])
+    return etag
+
+
+def drop_twins(storage: Storage, written: Iterable[Multipart]) -> None:
+    """Abort what lost tries to begin `written` have begun; for keys that have one writer only."""
+    for parts in written:
+        if not parts.may_have_twin:
+            continue
+        try:
+            for found in storage.open_uploads(parts.key):
+                if found.upload_id != parts.upload_id:
+                    storage.abort_upload(parts.key, found.upload_id)
+        except StoreError as error:
+            # The object is whole; what is left costs room until the store forgets it.
+            logger.warning("%s", telemetry.event("upload_left", key=parts.key, reason=str(error)))
 
 
 def check_key(key: str) -> str:

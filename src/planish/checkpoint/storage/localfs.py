@@ -204,6 +204,7 @@ class LocalMultipart:
         self.key = file.key
         self.upload_id = file.path.name
         self.part_bytes = part_bytes(size)
+        self.may_have_twin = False
         self._file = file
         self._counters = counters
 

@@ -212,6 +212,7 @@ class MemMultipart:
         self.key = key
         self.upload_id = upload_id
         self.part_bytes = part_bytes(size)
+        self.may_have_twin = False
         self._storage = storage
 
     def write(self, number: int, data: Buffer) -> None:

@@ -118,10 +118,13 @@ class S3Storage:
     def open_multipart(self, key: str, size: int) -> S3Multipart:
         """Begin an object in parts."""
         headers = {"x-amz-checksum-algorithm": "CRC32C"} if HAS_CRC32C else {}
+        query, tries = {"uploads": ""}, self._client.tries()
         page = self._xml(
-            "create", "POST", check_key(key), query={"uploads": ""}, headers=headers, body=b""
+            "create", "POST", check_key(key), query=query, headers=headers, body=b"", tries=tries
         )
-        return S3Multipart(self._client, self, key, page.findtext("UploadId") or "", size)
+        parts = S3Multipart(self._client, self, key, page.findtext("UploadId") or "", size)
+        parts.may_have_twin = tries.is_ambiguous
+        return parts
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
@@ -281,6 +284,7 @@ class S3Multipart:
         self.key = key
         self.upload_id = upload_id
         self.part_bytes = part_bytes(size)
+        self.may_have_twin = False
         self._client = client
         self._storage = storage
         self._parts: dict[int, tuple[str, str]] = {}
