@@ -1,7 +1,8 @@
 """Objects in buckets of MinIO or any other S3 server.
 
 The only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_KEY`,
-`MINIO_SECURE` (0 for a server without TLS) and `MINIO_REGION`.
+`MINIO_SESSION_TOKEN` (of temporary keys), `MINIO_SECURE` (0 for a server without TLS) and
+`MINIO_REGION`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Settings:
     secure: bool
     """Whether to speak TLS."""
     region: str
+    session_token: str = field(default="", repr=False)
+    """Of temporary keys that a security token service has given."""
 
 
 def read_settings() -> Settings:
@@ -73,7 +76,8 @@ def read_settings() -> Settings:
             "`MINIO_SECURE` chooses between http and https"
         )
     region = os.environ.get("MINIO_REGION", "us-east-1")
-    return Settings(endpoint, access_key, secret_key, secure == "1", region)
+    token = os.environ.get("MINIO_SESSION_TOKEN", "")
+    return Settings(endpoint, access_key, secret_key, secure == "1", region, token)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ def _connect(settings: Settings, attempts: int, _process: int) -> _Connection:
             settings.endpoint,
             access_key=settings.access_key,
             secret_key=settings.secret_key,
+            session_token=settings.session_token or None,
             secure=settings.secure,
             region=settings.region,
             http_client=pool,

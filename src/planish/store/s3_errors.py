@@ -31,6 +31,8 @@ _UNAVAILABLE = {
     "XMinioServerNotInitialized",
 }
 _FULL = {"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"}
+BAD_TOKEN = {"ExpiredToken", "InvalidToken", "InvalidTokenId"}
+"""Said of temporary keys; a missing token is said so too."""
 _SIGNED_AT_ANOTHER_TIME = {"Request has expired", "Request is not valid yet"}
 """What MinIO says of a signed URL when the clocks differ; its code is AccessDenied."""
 
@@ -79,6 +81,11 @@ def from_code(error: S3Error, uri: str, bucket: str) -> PlanishError:
         return AccessRefused(
             "`MINIO_SECRET_KEY` must belong to `MINIO_ACCESS_KEY`, but the signature does not "
             "match; correct the secret that sets it"
+        )
+    if code in BAD_TOKEN:
+        return AccessRefused(
+            f"`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but the server "
+            f"answers {code}; ask the security token service for new keys"
         )
     if code == "RequestTimeTooSkewed" or (error.message or "") in _SIGNED_AT_ANOTHER_TIME:
         return _skew(error)

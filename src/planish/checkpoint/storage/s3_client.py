@@ -35,6 +35,7 @@ from planish.errors import (
     StoreUnavailable,
 )
 from planish.store.s3 import Settings
+from planish.store.s3_errors import BAD_TOKEN
 
 T = TypeVar("T")
 Take = Callable[[Line, Answer, float], T]
@@ -71,6 +72,8 @@ class Client:
         self.bucket = bucket
         self.endpoint = settings.endpoint
         self._settings = settings
+        token = settings.session_token
+        self._token = {"x-amz-security-token": token} if token else {}
         self._timeout_s = timeout_s
         self._date = ("", 0.0)
         context = _tls() if settings.secure else None
@@ -168,7 +171,7 @@ class Client:
             method,
             path,
             text,
-            {"host": settings.endpoint, **own},
+            {"host": settings.endpoint, **self._token, **own},
             access_key=settings.access_key,
             secret_key=settings.secret_key,
             region=settings.region,
@@ -215,6 +218,11 @@ class Client:
             return AccessRefused(
                 f"the clocks of this machine and of {endpoint!r} must agree within 15 minutes, got "
                 f"{answer.headers.get('Date', 'unknown')!r} there; set the clock of this node"
+            )
+        if code in BAD_TOKEN:
+            return AccessRefused(
+                f"`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but "
+                f"{endpoint!r} answers {code}; ask the security token service for new keys"
             )
         if status in {401, 403}:
             return AccessRefused(
