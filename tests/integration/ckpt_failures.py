@@ -25,8 +25,8 @@ from planish.checkpoint.monitor import TIMINGS
 from planish.checkpoint.reader import open_state
 from planish.checkpoint.storage import open_storage
 from tests.integration.ckpt_forks import Forks, write_json
-from tests.integration.ckpt_ranks import wait_for
 from tests.integration.ckpt_seeds import COLUMNS, load_seed
+from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.servers.minio_files import objects, open_uploads
 from tests.servers.run_minio import Minio

@@ -22,7 +22,8 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.integration.ckpt_ranks import REPOSITORY, Outcome, wait_for
+from tests.integration.ckpt_ranks import REPOSITORY, Outcome
+from tests.integration.waiting import wait_for
 
 _DIE_WITH_PARENT = 1
 _numbers = itertools.count()

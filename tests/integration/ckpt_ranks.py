@@ -98,16 +98,6 @@ class Ranks:
         return Outcome(self.processes[rank].returncode, output=self.log(rank), **found)
 
 
-def wait_for(condition, timeout=30.0, what="a condition"):
-    """Return the first true value of `condition()`; AssertionError after `timeout` seconds."""
-    limit = time.monotonic() + timeout
-    while time.monotonic() < limit:
-        if found := condition():
-            return found
-        time.sleep(0.005)
-    raise AssertionError(f"{what} must happen within {timeout} s")
-
-
 def main(job):
     import torch
     import torch.distributed as dist

@@ -25,7 +25,7 @@ from planish.checkpoint.storage.s3 import S3Storage
 from planish.checkpoint.tables import TensorSpec
 from planish.store.s3 import read_settings
 from tests.integration.ckpt_forks import get_ready, write_json
-from tests.integration.ckpt_ranks import wait_for
+from tests.integration.waiting import wait_for
 
 COLUMNS = 350_000
 """The matrix of 8 rows makes 5.6 MB on each of two ranks: two parts of at least 5 MiB."""

@@ -12,8 +12,8 @@ import pytest
 
 from planish.checkpoint import catalog
 from planish.errors import CheckpointIncomplete, CheckpointNotFound
-from tests.integration.ckpt_ranks import wait_for
 from tests.integration.ckpt_seeds import load_seed
+from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import Rule
 
 pytestmark = pytest.mark.server

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.integration.ckpt_failures import Site
-from tests.integration.ckpt_ranks import wait_for
+from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.servers.run_minio import server_of_few_mib
 

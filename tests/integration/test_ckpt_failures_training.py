@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from planish.checkpoint.control_store import started_at
-from tests.integration.ckpt_ranks import wait_for
 from tests.integration.ckpt_states import read_back
 from tests.integration.ckpt_training import PLANS, tensors_of
+from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import Rule
 
 pytestmark = pytest.mark.server

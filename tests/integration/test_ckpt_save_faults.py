@@ -21,7 +21,7 @@ from planish.checkpoint.save import SaveOptions, close_engines, default_engine
 from planish.checkpoint.storage import open_storage
 from planish.errors import SaveFailed
 from tests.integration.ckpt_forks import run_ranks
-from tests.integration.ckpt_ranks import Ranks, wait_for
+from tests.integration.ckpt_ranks import Ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
@@ -30,6 +30,7 @@ from tests.integration.ckpt_states import (
     sharded,
     state_of,
 )
+from tests.integration.waiting import wait_for
 
 HERE = "tests.integration.test_ckpt_save_faults"
 BIG = {"rows": 900, "cols": 1000, "tensors": 8}

@@ -1,4 +1,4 @@
-"""Waiting for what comes true in its own time on a server."""
+"""Waiting for what comes true in its own time in another process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+LONGEST_PAUSE = 0.05
 
-def wait_for(holds: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
+
+def wait_for(
+    holds: Callable[[], Any], seconds: float = 30.0, why: str | Callable[[], str] = "a condition"
+) -> Any:
     """Return what is true at last, or fail after `seconds` with the end of what `why` tells."""
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, 0.005
     while not (found := holds()):
-        assert time.monotonic() < end, f"still not so after {seconds} s; {why()[-3000:]}"
-        time.sleep(0.1)
+        if time.monotonic() > end:
+            text = why if isinstance(why, str) else why()
+            raise AssertionError(f"still not so after {seconds} s: {text[-3000:]}")
+        time.sleep(pause)
+        pause = min(LONGEST_PAUSE, 1.2 * pause)
     return found
