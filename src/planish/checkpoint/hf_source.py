@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 
 from planish.checkpoint.hf_files import Form
+from planish.checkpoint.pinned import read_pinned
 from planish.checkpoint.safetensors_file import header_bytes, parse_header
-from planish.errors import CheckpointError, CheckpointIncomplete, ObjectMissing
-from planish.records.manifest import Manifest, read_manifest
-from planish.records.refs import parse_pin
+from planish.errors import CheckpointError, ObjectMissing
+from planish.records.manifest import Manifest
 from planish.store import open_store
 
 POLICY_SCHEMA = "policy/1"
@@ -36,17 +36,7 @@ class PolicySource:
             CheckpointError: a set of another schema.
             RecordError: another manifest than the pinned one.
         """
-        uri, digest = parse_pin(pin)
-        try:
-            manifest = read_manifest(uri, sha256=digest)
-        except ObjectMissing:
-            raise CheckpointIncomplete(
-                f"`{uri}` must hold a finished {POLICY_SCHEMA}, got no manifest; export again"
-            ) from None
-        if manifest.schema != POLICY_SCHEMA:
-            raise CheckpointError(
-                f"`{uri}` must hold {POLICY_SCHEMA}, got {manifest.schema}; pass another set"
-            )
+        uri, manifest = read_pinned(pin, POLICY_SCHEMA, remedy="export it again")
         return cls(uri, manifest)
 
     def small_files(self) -> dict[str, bytes]:

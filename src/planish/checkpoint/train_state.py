@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from planish.checkpoint.pinned import read_pinned
 from planish.errors import (
     CheckpointCorrupt,
     CheckpointError,
-    CheckpointIncomplete,
     ObjectMissing,
     StoreError,
     UnexpectedKeys,
@@ -23,7 +23,7 @@ from planish.errors import (
 from planish.parallel import SINGLE, Ranks
 from planish.records import layout
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest, seal
-from planish.records.refs import Ref, parse_pin
+from planish.records.refs import Ref
 from planish.store import open_store
 
 if TYPE_CHECKING:
@@ -190,19 +190,9 @@ def read_record(pin: str) -> tuple[str, Manifest]:
         CheckpointError: a set of another schema.
         RecordError: another manifest than the pinned one.
     """
-    uri, digest = parse_pin(pin)
-    try:
-        manifest = read_manifest(uri, sha256=digest)
-    except ObjectMissing:
-        raise CheckpointIncomplete(
-            f"`{uri}` must hold a finished {STATE_SCHEMA}, got no manifest; its save never "
-            "finished: resume from an earlier state"
-        ) from None
-    if manifest.schema != STATE_SCHEMA:
-        raise CheckpointError(
-            f"`{uri}` must hold {STATE_SCHEMA}, got {manifest.schema}; pass the URI of another "
-            "set, or save the state again with this version"
-        )
+    uri, manifest = read_pinned(
+        pin, STATE_SCHEMA, remedy="resume from an earlier state, or save it again"
+    )
     if not isinstance(manifest.attributes.get(_DIGEST), str):
         raise CheckpointCorrupt(f"the manifest of `{uri}` must name `{_DIGEST}`; save it again")
     return uri, manifest
