@@ -172,7 +172,7 @@ def test_a_damaged_file_is_refused_and_never_run(file_root, file, damage, capsys
 
 class Bomb:
     def __reduce__(self):
-        return (print, ("PICKLE RAN",))
+        return (exec, ("print('PICKLE RAN')",))
 
 
 def test_counters_are_read_without_torch(file_root):
