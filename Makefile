@@ -44,7 +44,7 @@ coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of t
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
-check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: under three minutes
+check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a few minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
