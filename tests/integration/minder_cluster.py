@@ -139,10 +139,15 @@ class Fleet:
         return sorted(pod["metadata"]["name"] for pod in found)
 
     def versions(self):
-        """Return nodes and pods without what the cluster's own controllers write of them."""
+        """Return the version of every node and pod: equal when nothing has changed."""
         pods = self.call(self.core.list_namespaced_pod, self.namespace)["items"]
         nodes = [self.raw_node(number) for number in range(len(self.nodes))]
-        return {item["metadata"]["name"]: _lasting(item) for item in (*pods, *nodes)}
+        return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in pods} | {
+            node["metadata"]["name"]: json.dumps([node["spec"], node["metadata"]["annotations"]])
+            for node in (
+                {**node, "metadata": {"annotations": None, **node["metadata"]}} for node in nodes
+            )
+        }
 
     def events(self, thing):
         """Return the reasons and counts of all Events about a node or pod, sorted."""
@@ -220,16 +225,3 @@ def token_config(plane, name, namespace):
     path = plane.folder / f"kubeconfig-{name}"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def _lasting(item):
-    metadata, spec = dict(item["metadata"]), dict(item["spec"])
-    for name in ("resourceVersion", "managedFields", "generation"):
-        metadata.pop(name, None)
-    notes = metadata.get("annotations") or {}
-    metadata["annotations"] = {
-        key: text for key, text in notes.items() if not key.startswith("node.alpha.kubernetes.io/")
-    }
-    taints = spec.get("taints") or []
-    spec["taints"] = [one for one in taints if not one["key"].startswith("node.kubernetes.io/")]
-    return json.dumps([metadata, spec], sort_keys=True)

@@ -83,10 +83,7 @@ def from_code(error: S3Error, uri: str, bucket: str) -> PlanishError:
             "match; correct the secret that sets it"
         )
     if code in BAD_TOKEN:
-        return AccessRefused(
-            f"`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but the server "
-            f"answers {code}; ask the security token service for new keys"
-        )
+        return bad_token(code)
     if code == "RequestTimeTooSkewed" or (error.message or "") in _SIGNED_AT_ANOTHER_TIME:
         return _skew(error)
     if code == "AccessDenied":
@@ -101,6 +98,14 @@ def from_code(error: S3Error, uri: str, bucket: str) -> PlanishError:
     if code in _UNAVAILABLE:
         return StoreUnavailable(f"`{uri}`: the server keeps answering {code}; try again later")
     return StoreError(f"`{uri}`: the server answers {code}: {error.message}")
+
+
+def bad_token(code: str) -> AccessRefused:
+    """Return our error for one of `BAD_TOKEN`."""
+    return AccessRefused(
+        "`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but the server "
+        f"answers {code}; ask the security token service for new keys"
+    )
 
 
 def _skew(error: S3Error) -> AccessRefused:

@@ -122,9 +122,10 @@ class S3Storage:
         page = self._xml(
             "create", "POST", check_key(key), query=query, headers=headers, body=b"", tries=tries
         )
-        parts = S3Multipart(self._client, self, key, page.findtext("UploadId") or "", size)
-        parts.may_have_twin = tries.is_ambiguous
-        return parts
+        upload_id = page.findtext("UploadId") or ""
+        return S3Multipart(
+            self._client, self, key, upload_id, size, may_have_twin=tries.is_ambiguous
+        )
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
@@ -280,11 +281,20 @@ class S3Storage:
 class S3Multipart:
     """An object of `S3Storage` that is being written."""
 
-    def __init__(self, client: Client, storage: S3Storage, key: str, upload_id: str, size: int):
+    def __init__(
+        self,
+        client: Client,
+        storage: S3Storage,
+        key: str,
+        upload_id: str,
+        size: int,
+        *,
+        may_have_twin: bool,
+    ):
         self.key = key
         self.upload_id = upload_id
         self.part_bytes = part_bytes(size)
-        self.may_have_twin = False
+        self.may_have_twin = may_have_twin
         self._client = client
         self._storage = storage
         self._parts: dict[int, tuple[str, str]] = {}

@@ -35,7 +35,7 @@ from planish.errors import (
     StoreUnavailable,
 )
 from planish.store.s3 import Settings
-from planish.store.s3_errors import BAD_TOKEN
+from planish.store.s3_errors import BAD_TOKEN, bad_token
 
 T = TypeVar("T")
 Take = Callable[[Line, Answer, float], T]
@@ -220,10 +220,7 @@ class Client:
                 f"{answer.headers.get('Date', 'unknown')!r} there; set the clock of this node"
             )
         if code in BAD_TOKEN:
-            return AccessRefused(
-                f"`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but "
-                f"{endpoint!r} answers {code}; ask the security token service for new keys"
-            )
+            return bad_token(code)
         if status in {401, 403}:
             return AccessRefused(
                 f"`MINIO_ACCESS_KEY` and `MINIO_SECRET_KEY` must be allowed to use bucket "
