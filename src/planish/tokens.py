@@ -26,6 +26,13 @@ MINIMAL_CHAT_TEMPLATE = (
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
+MAX_STOP_BYTES = 256
+"""Limit of all stop strings of a policy together, in UTF-8."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ADDING_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+"""Decoders of `tokenizers` under which a text is the sum of what its tokens stand for."""
+
 
 class Tokenizer:
     """A tokenizer with its chat template and the ids that end a response.
@@ -38,16 +45,20 @@ class Tokenizer:
         '3'
     """
 
-    def __init__(self, backend: Any, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, backend: Any, eos_token_ids: Sequence[int] = (), stop_strings: Sequence[str] = ()
+    ) -> None:
         """Wrap `backend`, a fast tokenizer of transformers.
 
         Args:
             backend: holds the chat template and the special tokens.
             eos_token_ids: further ids that end a response, e.g. of a generation config.
+            stop_strings: texts that end a response with the token that completes them.
 
         Raises:
-            ConfigError: no end token, or no chat template.
+            ConfigError: no end token, no chat template, or stop strings that can not be used.
         """
+        check_stop_strings(stop_strings)
         own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
         ids = tuple(dict.fromkeys([*own, *(int(i) for i in eos_token_ids)]))
         if not ids:
@@ -62,6 +73,7 @@ class Tokenizer:
             )
         self.backend = backend
         self.eos_token_ids: tuple[int, ...] = ids
+        self.stop_strings: tuple[str, ...] = tuple(dict.fromkeys(stop_strings))
         pad = backend.pad_token_id
         self.pad_token_id: int = ids[0] if pad is None else int(pad)
         self.vocab_size: int = len(backend)
@@ -88,6 +100,28 @@ class Tokenizer:
         )
         return str(text)
 
+    def token_bytes(self) -> list[bytes]:
+        """Return what each token adds to the text in UTF-8, by id; nothing for special tokens.
+
+        Raises:
+            ConfigError: the text of this tokenizer is not the sum of its tokens.
+        """
+        core = self.backend.backend_tokenizer
+        steps = _decoder_steps(core)
+        if steps is None:
+            raise ConfigError(
+                "stop strings need a tokenizer whose text is the sum of its tokens, got the "
+                f"decoder {core.decoder!r:.200}; remove `model.stop_strings`, or give end tokens "
+                "as `eos_token_id` of generation_config.json"
+            )
+        added = self.backend.added_tokens_decoder
+        special = {token for token, entry in added.items() if entry.special}
+        names = [core.id_to_token(token) for token in range(self.vocab_size)]
+        return [
+            b"" if name is None or token in special else _text_bytes(name, steps)
+            for token, name in enumerate(names)
+        ]
+
     def save(self, folder: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` opens into `folder`."""
         self.backend.save_pretrained(folder)
@@ -95,6 +129,63 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         ids = self.backend(text, add_special_tokens=False)["input_ids"]
         return [int(i) for i in ids]
+
+
+def check_stop_strings(texts: Sequence[str]) -> None:
+    """Check texts that are to end responses.
+
+    Raises:
+        ConfigError: an empty one, or too many bytes together.
+    """
+    size = sum(len(text.encode()) for text in texts)
+    if not all(texts) or size > MAX_STOP_BYTES:
+        raise ConfigError(
+            f"stop strings must not be empty and have at most {MAX_STOP_BYTES} bytes together, got "
+            f"{list(texts)!r:.200} with {size}; give fewer or shorter ones"
+        )
+
+
+def _decoder_steps(core: Any) -> list[dict[str, Any]] | None:
+    """Return the decoders of a fast tokenizer in order; None where they do more than add up."""
+    if core.decoder is None:
+        return None
+    state = json.loads(core.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    plain = all(
+        step["type"] in _ADDING_DECODERS
+        and (step["type"] != "Replace" or "String" in step["pattern"])
+        for step in steps
+    )
+    return steps if plain else None
+
+
+def _text_bytes(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the bytes of one ordinary token; spaces that `Strip` takes from the ends stay."""
+    for step in steps:
+        if step["type"] == "ByteLevel":
+            known = all(character in _BYTE_ALPHABET for character in token)
+            return bytes(_BYTE_ALPHABET[c] for c in token) if known else token.encode()
+        if step["type"] == "ByteFallback" and (found := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        if step["type"] == "Metaspace":
+            token = token.replace(step["replacement"], " ")
+        if step["type"] == "Replace":
+            token = token.replace(step["pattern"]["String"], step["content"])
+    return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character that byte-level vocabularies are written in.
+
+    Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
 
 
 def _plain_decoder(backend: Any) -> Any:
@@ -112,7 +203,7 @@ def _plain_decoder(backend: Any) -> Any:
     return backend.backend_tokenizer if plain else None
 
 
-def character_tokenizer(alphabet: str) -> Tokenizer:
+def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> Tokenizer:
     """Build a tokenizer with one token per character of `alphabet`, after the special ones."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
@@ -131,16 +222,20 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
             padding_side="right",
             clean_up_tokenization_spaces=False,
             chat_template=MINIMAL_CHAT_TEMPLATE,
-        )
+        ),
+        stop_strings=stop_strings,
     )
 
 
-def load_tokenizer(folder: Path, *, chat_template: str = "") -> Tokenizer:
-    """Open the tokenizer of a model folder; end tokens of its generation config count too.
+def load_tokenizer(
+    folder: Path, *, chat_template: str = "", stop_strings: Sequence[str] = ()
+) -> Tokenizer:
+    """Open the tokenizer of a model folder; its generation config says what else ends a response.
 
     Args:
         folder: local model folder.
         chat_template: used only when the tokenizer has none.
+        stop_strings: beside those of the generation config.
 
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.
@@ -160,7 +255,8 @@ def load_tokenizer(folder: Path, *, chat_template: str = "") -> Tokenizer:
         ) from None
     if not backend.chat_template and chat_template:
         backend.chat_template = chat_template
-    return Tokenizer(backend, _generation_eos(folder))
+    ends, texts = _generation_ends(folder)
+    return Tokenizer(backend, ends, [*texts, *stop_strings])
 
 
 def _backend_class(folder: Path) -> Any:
@@ -177,19 +273,27 @@ def _backend_class(folder: Path) -> Any:
     return AutoTokenizer
 
 
-def _generation_eos(folder: Path) -> list[int]:
+def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
+    """Return the end tokens and the stop strings of a folder's generation config."""
     path = folder / "generation_config.json"
     if not path.is_file():
-        return []
+        return [], []
     try:
-        found = json.loads(path.read_text("utf-8")).get("eos_token_id")
+        raw = json.loads(path.read_text("utf-8"))
+        ids, texts = raw.get("eos_token_id"), raw.get("stop_strings")
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             f"generation_config.json must be a JSON object, got {str(path)!r} ({error}); "
             "save the model again"
         ) from None
-    ids = found if isinstance(found, list) else [found]
-    return [i for i in ids if isinstance(i, int)]
+    return (
+        [found for found in _listed(ids) if isinstance(found, int)],
+        [found for found in _listed(texts) if isinstance(found, str)],
+    )
+
+
+def _listed(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
 
 
 def _first_line(error: BaseException) -> str:

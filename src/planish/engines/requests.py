@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
     """Why an engine ended a response."""
 
     STOP = "stop"
-    """An end or stop token was sampled; it is the last token of the output."""
+    """An end or stop token, or one that completes a stop string, is the last of the output."""
     LENGTH = "length"
     """The token budget of this call, or the model's maximum, is used up."""
     ABORT = "abort"
@@ -58,11 +58,12 @@ class Sampling:
     top_k: int = 0
     """Sample from so many likeliest tokens; 0 is off."""
     min_new_tokens: int = 0
-    """No end or stop token before this many response tokens, those of the prefix included."""
+    """No end or stop token, and none that completes a stop string, before this many response
+    tokens, those of the prefix included."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the end tokens of the model."""
     ignore_eos: bool = False
-    """Go on past the end tokens of the model."""
+    """Go on past the end tokens and the stop strings of the model."""
     seed: int = 0
     """Noise of response position t is a hash of (seed, t), whatever the windows."""
     want_routing: bool = False
@@ -131,7 +132,9 @@ class Output:
     finish_reason: FinishReason
     """Why it ended."""
     stop_token_id: int | None = None
-    """The token that ended it, for STOP."""
+    """The end or stop token that ended it, for STOP."""
+    stop_string: str | None = None
+    """The stop string that its last token completed, for STOP; the token may reach beyond it."""
     routing: np.ndarray | None = None
     """[tokens, layers, experts per token]; -1 where unknown."""
     stats: dict[str, Any] = field(default_factory=dict)

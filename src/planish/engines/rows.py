@@ -17,6 +17,7 @@ from torch import Tensor
 
 from planish.engines.requests import FinishReason, Output, Request, Sampling
 from planish.engines.sampling import PLAIN, Choice, noise
+from planish.engines.stop_states import StopStates
 
 _NOISE_BLOCK = 32
 """Steps of noise computed at once."""
@@ -46,8 +47,15 @@ class Rows:
     current token of a row (at `positions`) is known and not in the cache yet.
     """
 
-    def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        vocab_size: int,
+        device: torch.device,
+        strings: StopStates | None = None,
+    ) -> None:
         self.capacity, self.vocab_size, self.device = capacity, vocab_size, device
+        self._strings = strings
         self.rows: list[Row] = []
         self.width = 0
         self.longest = 0
@@ -106,6 +114,8 @@ class Rows:
         self._settings[first:last] = torch.tensor(
             [(s.temperature, s.top_p) for s in samplings], device=self.device
         )
+        if self._strings is not None:
+            self._strings.add(first, [row.request for row in rows])
         if self._column < _NOISE_BLOCK:
             self._fill_noise(first, self._column)
         self._num_special += sum(_is_special(sampling) for sampling in samplings)
@@ -176,13 +186,14 @@ class Rows:
         return self.tokens.view(-1)[cells], cells, self.bias[:num, : self.longest]
 
     def forbid_stops(self, logits: Tensor) -> Tensor:
-        """Put -inf on stop tokens of rows that are below their minimum length."""
+        """Put -inf on tokens that would end rows below their minimum length."""
         if not self._has_minimum:
             return logits
         early = self.positions() + 1 < self._field("minimum")
-        return logits.masked_fill(
-            early[:, None] & self._stop_table[self._field("stop")], -torch.inf
-        )
+        ends = self._stop_table[self._field("stop")]
+        if self._strings is not None:
+            ends = ends | self._strings.would_complete(len(self.rows))
+        return logits.masked_fill(early[:, None] & ends, -torch.inf)
 
     def accept(self, ids: Tensor, logprobs: Tensor, cells: Tensor) -> np.ndarray:
         """Store the sampled tokens; return the indices of the rows that ended (host, sorted)."""
@@ -195,6 +206,8 @@ class Rows:
         self.longest += 1
         table = self._stop_table
         stopped = table[0][ids] if len(table) == 1 else table[self._field("stop"), ids]
+        if self._strings is not None:
+            stopped = stopped | self._strings.read(ids)
         ended = stopped | (positions + 1 >= self._field("end")) | ~(logprobs > -torch.inf)
         return ended.nonzero().squeeze(-1).cpu().numpy()
 
@@ -210,11 +223,13 @@ class Rows:
             wide[where, : max(lengths)].tolist() for wide in (self.tokens, self.logprobs)
         )
         stops = [self._stop_sets[stop] for stop in numbers[:, _FIELDS["stop"]].tolist()]
+        strings = self._strings.strings(where) if self._strings else [None] * len(indices)
         outputs = []
         for place, index in enumerate(indices):
             new = slice(self.rows[index].start, lengths[place])
-            found = (tokens[place][new], logprobs[place][new], stops[place])
-            outputs.append(self._output(self.rows[index], *found, version, reason))
+            found = (tokens[place][new], logprobs[place][new])
+            output = self._output(self.rows[index], *found, version, reason)
+            outputs.append(_stopped(output, stops[place], strings[place]))
         return outputs
 
     def _output(
@@ -222,25 +237,21 @@ class Rows:
         row: Row,
         tokens: list[int],
         logprobs: list[float],
-        stop_ids: frozenset[int],
         version: int,
         reason: FinishReason | None,
     ) -> Output:
+        """Return the output of a row; without a reason it is LENGTH or ERROR."""
         stats: dict[str, float | str] = dict(row.stats)
         stats["decode_seconds"] = time.monotonic() - row.admitted_seconds
-        stop = None
         if reason is None:
+            reason = FinishReason.LENGTH
             if not math.isfinite(logprobs[-1]):
                 reason = FinishReason.ERROR
                 place = row.start + len(tokens) - 1
                 tokens, logprobs = tokens[:-1], logprobs[:-1]
                 stats["error"] = f"logits must be finite, got NaN or inf at position {place}"
-            elif tokens[-1] in stop_ids:
-                reason, stop = FinishReason.STOP, tokens[-1]
-            else:
-                reason = FinishReason.LENGTH
         versions = _versions(row, len(tokens), version)
-        return Output(row.request.request_id, tokens, logprobs, versions, reason, stop, stats=stats)
+        return Output(row.request.request_id, tokens, logprobs, versions, reason, stats=stats)
 
     def remove(self, ended: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Drop rows and fill the holes with the last rows.
@@ -262,6 +273,8 @@ class Rows:
             hole = torch.tensor(holes, device=self.device)
             for storage in (self._numbers, self._settings, self._noise):
                 storage[hole] = storage[origin]
+            if self._strings is not None:
+                self._strings.move(origin, hole)
             for wide in (self.tokens, self.logprobs, self.bias):
                 wide[hole, : self.longest] = wide[origin, : self.longest]
             moved = origin, hole
@@ -295,6 +308,17 @@ def _is_special(sampling: Sampling) -> bool:
         or sampling.top_k > 0
         or sampling.min_new_tokens > 0
     )
+
+
+def _stopped(output: Output, stop_ids: frozenset[int], string: str | None) -> Output:
+    """Make LENGTH STOP where the last token ends the response."""
+    if output.finish_reason is FinishReason.LENGTH and output.token_ids:
+        last = output.token_ids[-1]
+        output.stop_token_id = last if last in stop_ids else None
+        output.stop_string = string
+        if string is not None or last in stop_ids:
+            output.finish_reason = FinishReason.STOP
+    return output
 
 
 def _versions(row: Row, num_tokens: int, version: int) -> list[int]:

@@ -7,7 +7,7 @@ served from the files alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from planish.engines import fused_decoder
 from planish.engines.requests import ModelRef
+from planish.engines.stops import StopTable, stop_table
 from planish.engines.weights import FolderWeights, WeightSource
 from planish.errors import EngineError
 from planish.models.policy import load_policy
@@ -36,6 +37,10 @@ class ServedModel:
     """Weights by canonical name; tied ones once."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
+    stop_strings: tuple[str, ...]
+    """Texts that end a response."""
+    token_bytes: Callable[[], list[bytes]]
+    """Gives what each token adds to the text; called only where there are stop strings."""
     version: int
     """Policy version."""
     pin: str
@@ -50,6 +55,18 @@ class ServedModel:
         if head is None and self.modules is not None:
             head = self.modules.get_output_embeddings().weight
         return int((self.tensors["model.embed_tokens.weight"] if head is None else head).shape[0])
+
+    def stop_table(self) -> StopTable | None:
+        """Return what finds the stop strings among tokens; None where there are none.
+
+        Raises:
+            ConfigError: the tokenizer does not say what its tokens add to the text.
+        """
+        if not self.stop_strings:
+            return None
+        texts = self.token_bytes()[: self.vocab_size]
+        texts += [b""] * (self.vocab_size - len(texts))
+        return stop_table(self.stop_strings, texts)
 
     def fits_fused(self) -> bool:
         """Return whether the fused decoder computes this model."""
@@ -100,7 +117,9 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         type(modules).__name__,
         modules.config.to_dict(),
         {name: parameter.data for name, parameter in modules.named_parameters()},
-        tuple(policy.tokenizer.eos_token_ids),
+        policy.tokenizer.eos_token_ids,
+        policy.tokenizer.stop_strings,
+        policy.tokenizer.token_bytes,
         int(policy.version),
         model.pin,
         modules,
@@ -116,11 +135,14 @@ def _from_files(pin: str, device: torch.device) -> ServedModel:
     tensors = {name: weights.read(name).to(device, copy=True) for name in weights.names()}
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
+    tokenizer = load_tokenizer(folder)
     return ServedModel(
         str(names[0]),
         config,
         tensors,
-        load_tokenizer(folder).eos_token_ids,
+        tokenizer.eos_token_ids,
+        tokenizer.stop_strings,
+        tokenizer.token_bytes,
         int(read_manifest(uri, sha256=digest).attributes["policy_version"]),
         pin,
     )

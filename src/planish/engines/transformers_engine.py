@@ -35,6 +35,7 @@ from planish.engines.requests import (
 from planish.engines.rows import Row, Rows
 from planish.engines.sampling import choose
 from planish.engines.served_model import ServedModel, open_model
+from planish.engines.stop_states import StopStates
 from planish.engines.weights import WeightSource
 from planish.errors import ConfigError, EngineError
 from planish.logprobs import TokenScorer
@@ -101,7 +102,9 @@ class TransformersEngine(BaseEngine):
         self._max_model_len = min(self._max_model_len or limit, limit)
         self._eos = frozenset(served.eos_token_ids)
         self._vocab_size = served.vocab_size
-        self._rows = Rows(self._max_rows, self._vocab_size, self._device)
+        table = served.stop_table()
+        strings = StopStates(table, self._max_rows, self._device) if table is not None else None
+        self._rows = Rows(self._max_rows, self._vocab_size, self._device, strings)
         self._cache = KeyValueCache(self._max_rows, self._device)
         self._served = served
         self._decoder = self._choose_decoder(served)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from planish.config import Section
+from planish.tokens import check_stop_strings
 
 NUM_SPECIAL_TOKENS = 4
 """pad, bos, eos and unk come before the alphabet."""
@@ -21,6 +28,9 @@ class ModelConfig(Section):
     """Branch, tag or commit on the hub; only for a hub id."""
     chat_template: str = ""
     """Jinja chat template for a pretrained tokenizer that has none; empty keeps its own."""
+    stop_strings: list[str] = Field(default_factory=list)
+    """Texts that end a response with the token that completes them, beside the end tokens; every
+    export of the policy names them in its generation_config.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights as saved and as rollout engines run them."""
     num_layers: int = Field(default=2, ge=1)
@@ -52,6 +62,18 @@ class ModelConfig(Section):
                 f"(repeated: {twice}); remove the repeats"
             )
         return alphabet
+
+    @field_validator("stop_strings")
+    @classmethod
+    def _usable(cls, stop_strings: list[str]) -> list[str]:
+        check_stop_strings(stop_strings)
+        return stop_strings
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is off: runs without it keep their digest."""
+        table: dict[str, Any] = handler(self)
+        return {k: v for k, v in table.items() if k != "stop_strings" or self.stop_strings}
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

@@ -54,7 +54,7 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = character_tokenizer(config.alphabet)
+    tokenizer = character_tokenizer(config.alphabet, stop_strings=config.stop_strings)
     model_config = Qwen3Config(
         vocab_size=tokenizer.vocab_size,
         hidden_size=config.hidden_size,
@@ -214,9 +214,11 @@ def save_policy(
         policy.model.config.architectures = [type(policy.model).__name__]
         policy.model.config.dtype = policy.model.dtype
         policy.model.config.save_pretrained(folder)
-        if policy.model.generation_config is not None:
-            policy.model.generation_config.eos_token_id = list(policy.tokenizer.eos_token_ids)
-            policy.model.generation_config.save_pretrained(folder)
+        generation = policy.model.generation_config
+        if generation is not None:
+            generation.eos_token_id = list(policy.tokenizer.eos_token_ids)
+            generation.stop_strings = list(policy.tokenizer.stop_strings) or None
+            generation.save_pretrained(folder)
         policy.tokenizer.save(folder)
         return _write(uri, folder, policy.model.state_dict(), version, parents, attributes)
 

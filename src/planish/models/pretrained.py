@@ -6,6 +6,7 @@ It downloads nothing but configuration, tokenizer and safetensors files, and nev
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -29,6 +30,7 @@ def load_pretrained(
     *,
     revision: str = "main",
     chat_template: str = "",
+    stop_strings: Sequence[str] = (),
     dtype: torch.dtype | None = None,
 ) -> Policy:
     """Load a pretrained causal language model and its tokenizer.
@@ -37,6 +39,7 @@ def load_pretrained(
         path: folder (absolute, or beginning with `./`, `~/`, `file://`, or existing) or hub id.
         revision: branch, tag or commit on the hub.
         chat_template: used only when the tokenizer has none.
+        stop_strings: texts that end a response, beside those of its generation config.
         dtype: of the weights in memory; None keeps the saved one.
 
     Raises:
@@ -45,7 +48,7 @@ def load_pretrained(
     folder = find_folder(path, revision=revision)
     check_folder(folder)
     model = load_model(folder, dtype=dtype)
-    tokenizer = load_tokenizer(folder, chat_template=chat_template)
+    tokenizer = load_tokenizer(folder, chat_template=chat_template, stop_strings=stop_strings)
     return Policy(model=model, tokenizer=tokenizer, version=0, folder=folder)
 
 

@@ -119,6 +119,7 @@ def _first_policy(model_config: ModelConfig, config: SftConfig, seed: int) -> Po
         model_config.path,
         revision=model_config.revision,
         chat_template=model_config.chat_template,
+        stop_strings=model_config.stop_strings,
     )
 
 

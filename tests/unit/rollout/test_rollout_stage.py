@@ -17,6 +17,7 @@ from planish.rollout import stage
 from planish.stage import is_stopped, stage_parser
 from planish.store import open_store
 from planish.store.documents import write_json
+from planish.tokens import Tokenizer
 from tests.unit.rollout.stage_run import after_iteration, easy_policy
 
 
@@ -206,6 +207,24 @@ def test_a_policy_that_fails_on_a_prompt_loses_that_group_only(new_run, caplog):
     assert metrics["group_dropped_incomplete"] >= 1
     assert "must be finite" in caplog.text
     assert np.isfinite(rollouts.rollout_logprobs.values).all()
+
+
+def test_a_stop_string_ends_a_response_as_an_end_token_does(new_run):
+    run = new_run()
+    policy = easy_policy()
+    policy.tokenizer = Tokenizer(policy.tokenizer.backend, stop_strings=["2"])
+    uri = layout.policy(run.root, 1)
+    run.policy_pin = save_policy(uri, policy, version=1, parents={}, attributes={}).pin()
+    ref, _ = run.call()
+    rollouts = read_set(RolloutSet, ref.uri)
+    ended = [row for row, text in enumerate(rollouts.response) if "2" in text]
+    assert ended
+    for row in ended:
+        tokens = rollouts.response_tokens.row(row).tolist()
+        assert tokens[-1] == policy.tokenizer.encode_response("2")[0]
+        assert rollouts.response[row].endswith("2")
+        assert rollouts.finish[row] == FinishReason.STOP
+    assert len(ended) < rollouts.num_rows
 
 
 def test_surplus_groups_fill_the_next_batch_first(new_run):

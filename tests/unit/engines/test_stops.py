@@ -1,0 +1,175 @@
+"""Stop strings: the automaton over tokens, and responses that end by it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from planish.engines.requests import FinishReason, Request, Sampling
+from planish.engines.stops import stop_table
+from planish.engines.transformers_engine import TransformersEngine
+from planish.errors import ConfigError
+from planish.models.policy import Policy, save_policy
+from planish.tokens import MAX_STOP_BYTES, Tokenizer
+from tests.unit.engines.tiny import family_policy, prompt, qwen3_policy, start
+
+LETTERS = st.text("abc", min_size=1, max_size=4)
+
+
+@given(
+    strings=st.lists(LETTERS, min_size=1, max_size=4),
+    vocabulary=st.lists(st.text("abc", max_size=5), min_size=1, max_size=8),
+    data=st.data(),
+)
+@example(strings=["abab", "ba"], vocabulary=["ab", "a", "b"], data=None)
+@settings(max_examples=300, deadline=None)
+def test_a_string_is_found_at_the_token_that_completes_it(strings, vocabulary, data):
+    table = stop_table(strings, [text.encode() for text in vocabulary])
+    picks = [0, 1, 2, 0, 0] if data is None else data.draw(
+        st.lists(st.integers(0, len(vocabulary) - 1), max_size=12)
+    )  # fmt: skip
+    state, text = 0, ""
+    for token in picks:
+        state = table.advance(state, [token])
+        text += vocabulary[token]
+        whole = table.string_at(state)
+        assert (whole is not None) == any(s in text for s in strings)
+        if whole is not None:
+            ends = {s: text.find(s) + len(s) for s in strings if s in text}
+            assert ends[whole] == min(ends.values())
+            return
+
+
+def test_a_string_may_be_cut_within_a_character():
+    euro = "\u20ac".encode()
+    table = stop_table(["\u20ac"], [euro[:1], euro[1:], b"x"])
+    assert table.string_at(table.advance(0, [0, 1])) == "\u20ac"
+    assert table.string_at(table.advance(0, [0, 2, 1])) is None
+
+
+def test_tokens_without_text_change_nothing():
+    table = stop_table(["ab"], [b"a", b"b", b""])
+    assert table.string_at(table.advance(0, [0, 2, 2, 1])) == "ab"
+    assert table.advance(0, [99]) == 0
+
+
+def test_tokens_that_do_the_same_share_a_class():
+    table = stop_table(["ab"], [b"a", b"xa", b"b", b"xyz", b"q"])
+    assert table.token_class[0] == table.token_class[1]
+    assert table.token_class[3] == table.token_class[4]
+    assert table.next_state.shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "strings", [["a", ""], ["a" * (MAX_STOP_BYTES + 1)], ["a" * 200, "b" * 57]]
+)
+def test_strings_that_can_not_be_used_are_refused(strings):
+    with pytest.raises(ConfigError, match="must not be empty and have at most 256 bytes"):
+        stop_table(strings, [b"a"])
+
+
+def stopping(policy: Policy, *strings: str) -> Policy:
+    return Policy(policy.model, Tokenizer(policy.tokenizer.backend, stop_strings=strings))
+
+
+def requests(count: int, max_new_tokens: int = 40, **sampling) -> list[Request]:
+    return [
+        Request(f"r{i}", f"g{i}", prompt(i), Sampling(max_new_tokens, seed=70 + i, **sampling))
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return qwen3_policy()
+
+
+def cut_by_text(policy: Policy, ids, strings) -> int:
+    """Tokens up to the one whose text completes a string, found by decoding every beginning."""
+    for count in range(1, len(ids) + 1):
+        text = policy.tokenizer.decode(ids[:count])
+        if any(string in text for string in strings):
+            return count
+    return len(ids)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
+def test_responses_end_with_the_string_whatever_the_decoder(policy, family):
+    served = policy if family == "Qwen3" else family_policy(family)
+    whole = start(served).generate(requests(64))
+    texts = [served.tokenizer.decode(o.token_ids) for o in whole]
+    strings = (texts[3][4:6], texts[10][7:9])
+    outputs = start(stopping(served, *strings)).generate(requests(64))
+    ended = 0
+    for output, plain in zip(outputs, whole, strict=True):
+        cut = cut_by_text(served, plain.token_ids, strings)
+        assert output.token_ids == plain.token_ids[:cut]
+        np.testing.assert_allclose(output.logprobs, plain.logprobs[:cut], atol=2e-5)
+        text = served.tokenizer.decode(output.token_ids)
+        if output.stop_string is not None:
+            ended += 1
+            assert text.endswith(output.stop_string)
+            assert output.finish_reason is FinishReason.STOP
+        else:
+            assert not any(string in text for string in strings)
+            assert output.finish_reason is plain.finish_reason
+            assert output.stop_token_id == plain.stop_token_id
+    assert ended >= 2
+
+
+def test_a_string_is_found_across_windows(policy):
+    whole = start(policy).generate(requests(32))
+    longest = max(range(32), key=lambda row: whole[row].num_tokens)
+    target = policy.tokenizer.decode(whole[longest].token_ids)[6:10]
+    engine = start(stopping(policy, target))
+    expected = engine.generate(requests(32))
+    assert expected[longest].stop_string == target
+    for one, result in zip(requests(32), expected, strict=True):
+        prefix: tuple[int, ...] = ()
+        reason = FinishReason.LENGTH
+        while reason is FinishReason.LENGTH and len(prefix) < 40:
+            budget = Sampling(min(3, 40 - len(prefix)), seed=one.sampling.seed)
+            window = Request("w", "w", one.prompt_ids, budget, prefix)
+            (output,) = engine.generate([window])
+            prefix += tuple(output.token_ids)
+            reason = output.finish_reason
+        assert list(prefix) == result.token_ids
+        assert reason is result.finish_reason
+
+
+def test_a_minimum_length_forbids_the_token_that_would_complete_a_string(policy):
+    whole = start(policy).generate(requests(8, ignore_eos=True))
+    target = policy.tokenizer.decode(whole[2].token_ids)[2:4]
+    outputs = start(stopping(policy, target)).generate(requests(8, min_new_tokens=20))
+    for output in outputs:
+        text = policy.tokenizer.decode(output.token_ids[:19])
+        assert target not in text
+        assert output.num_tokens >= 20
+    free = start(stopping(policy, target)).generate(requests(8, ignore_eos=True))
+    assert [o.token_ids for o in free] == [o.token_ids for o in whole]
+    assert {o.stop_string for o in free} == {None}
+
+
+def test_rows_that_change_places_keep_their_states(policy):
+    whole = start(policy, max_rows=64).generate(requests(48))
+    target = policy.tokenizer.decode(whole[7].token_ids)[5:8]
+    many = start(stopping(policy, target), max_rows=64).generate(requests(48))
+    few = start(stopping(policy, target), max_rows=3).generate(requests(48))
+    assert many[7].stop_string == target
+    assert [o.num_tokens for o in many] == [o.num_tokens for o in few]
+    assert [o.stop_string for o in many] == [o.stop_string for o in few]
+
+
+def test_an_export_names_its_strings_and_an_engine_of_it_keeps_them(tmp_path, policy):
+    whole = start(policy).generate(requests(8))
+    target = policy.tokenizer.decode(whole[1].token_ids)[3:5]
+    ref = save_policy(
+        f"file://{tmp_path}/p", stopping(policy, target), version=0, parents={}, attributes={}
+    )
+    from planish.engines.requests import ModelRef
+
+    engine = TransformersEngine(max_rows=8)
+    engine.start(ModelRef(pin=ref.pin()))
+    assert engine.generate(requests(8))[1].stop_string == target
