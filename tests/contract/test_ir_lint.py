@@ -308,6 +308,7 @@ def test_an_order_of_keys_and_whole_floats_change_nothing(documents):
     assert lint(text) == []
 
 
+@pytest.mark.slow
 def test_a_release_takes_digests_only(documents):
     images = {n: f"example.org/{n}@sha256:{'a' * 64}" for n in ("core", "rollout", "train")}
     text = compile_text(profile_named("cpu-tiny", num_iterations=1), images)
@@ -318,6 +319,7 @@ def test_a_release_takes_digests_only(documents):
     assert {fault.rule for fault in lint(text, images=moving)} == {6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_pods_are_counted_as_the_back_end_makes_them(iterations):
     text = compile_text(profile_named("cpu-tiny", num_iterations=iterations))

@@ -66,6 +66,7 @@ def test_another_sdk_version_is_no_drift():
     assert normalised(text) == "a: 1\nb: 2\n"
 
 
+@pytest.mark.slow
 def test_check_fails_on_a_stale_file_and_says_where(tmp_path, capsys):
     arguments = ["--pipeline", "post-train", "--profile", "cpu-tiny"]
     arguments += ["--iterations", "1", "--out", str(tmp_path)]
@@ -81,6 +82,7 @@ def test_check_fails_on_a_stale_file_and_says_where(tmp_path, capsys):
     assert "failed post-train-cpu-tiny.yaml" in told
 
 
+@pytest.mark.slow
 def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
     options = ["--profile", "gpu-1x8", "--iterations", "1", "--out", str(tmp_path)]
     options += ["--monitor", "s3://b/minder.toml"]
@@ -134,6 +136,7 @@ def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
         assert settings == "s3://b/minder.toml"
 
 
+@pytest.mark.slow
 def test_restarts_keep_every_pod_away_from_the_nodes_that_prepare_names():
     profile = profile_named("gpu-1x8", num_iterations=2)
     text = compile_text(profile, monitor=Monitor("s3://b/minder.toml", max_restarts=3))
@@ -165,6 +168,7 @@ def test_restarts_keep_every_pod_away_from_the_nodes_that_prepare_names():
     assert [one["runtimeValue"]["constant"] for one in inputs] == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_without_restarts_no_pod_has_an_affinity():
     profile = profile_named("cpu-tiny", num_iterations=1)
     for monitor in (None, Monitor("s3://b/minder.toml")):

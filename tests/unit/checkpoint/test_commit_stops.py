@@ -169,6 +169,7 @@ def test_a_collection_with_grace_disturbs_no_save(kind):
         assert check_all(storage) == old_and_new(kind)[1]
 
 
+@pytest.mark.slow
 def test_a_collection_that_stops_anywhere_under_a_paused_save_never_breaks_what_is_visible():
     for request in range(2, num_requests(NEW) + 1):
         for stop in range(1, 40):

@@ -112,6 +112,7 @@ def in_ranks(hosts, scenario):
     return results, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 1, 1, 2], list(range(12))])
 def test_collectives_deliver_every_ranks_bytes_and_leave_nothing_in_the_store(hosts):
     def scenario(control):

@@ -46,6 +46,7 @@ def typed(value):
     return type(value), repr(value)
 
 
+@pytest.mark.slow
 @given(values)
 @settings(max_examples=500, deadline=None)
 def test_plain_data_come_back_with_their_types_and_order(value):

@@ -92,6 +92,7 @@ def test_a_moved_box_keeps_its_lengths():
     assert shift(Box((1, 0), (2, 3)), (4, 5)) == Box((5, 5), (2, 3))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=2500, deadline=None)
 def test_any_tiling_is_filled_bitwise_from_any_other(seed):

@@ -83,6 +83,7 @@ specs = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(specs, max_size=8, unique_by=lambda s: (s.role, s.kind, s.fqn)), st.data())
 @settings(max_examples=300, deadline=None)
 def test_columns_come_back_equal_from_bytes(tensors, data):

@@ -127,6 +127,7 @@ def test_values_that_can_not_be_stored_are_refused_before_any_request(engine, ro
     engine.save(state_of(0, 1), SaveOptions(f"{root}/x")).result(30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffers", ["fail", "lost"])
 @pytest.mark.parametrize("is_async", [True, False])
 def test_whichever_request_fails_the_checkpoint_is_whole_or_absent(engine, root, is_async, suffers):

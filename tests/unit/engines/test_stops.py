@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -126,17 +128,27 @@ def test_a_string_is_found_across_windows(policy):
     engine = start(stopping(policy, target))
     expected = engine.generate(requests(32))
     assert expected[longest].stop_string == target
-    for one, result in zip(requests(32), expected, strict=True):
-        prefix: tuple[int, ...] = ()
-        reason = FinishReason.LENGTH
-        while reason is FinishReason.LENGTH and len(prefix) < 40:
-            budget = Sampling(min(3, 40 - len(prefix)), seed=one.sampling.seed)
-            window = Request("w", "w", one.prompt_ids, budget, prefix)
-            (output,) = engine.generate([window])
-            prefix += tuple(output.token_ids)
-            reason = output.finish_reason
-        assert list(prefix) == result.token_ids
-        assert reason is result.finish_reason
+    prefixes: dict[str, tuple[int, ...]] = {one.request_id: () for one in requests(32)}
+    reasons: dict[str, FinishReason] = {}
+    while len(reasons) < 32:
+        going = [
+            replace(
+                one,
+                sampling=replace(one.sampling, max_new_tokens=min(7, 40 - len(prefix))),
+                response_prefix=prefix,
+            )
+            for one in requests(32)
+            for prefix in [prefixes[one.request_id]]
+            if one.request_id not in reasons
+        ]
+        for output in engine.generate(going):
+            prefixes[output.request_id] += tuple(output.token_ids)
+            is_whole = len(prefixes[output.request_id]) == 40
+            if is_whole or output.finish_reason is not FinishReason.LENGTH:
+                reasons[output.request_id] = output.finish_reason
+    for result in expected:
+        assert list(prefixes[result.request_id]) == result.token_ids
+        assert reasons[result.request_id] is result.finish_reason
 
 
 def test_a_minimum_length_forbids_the_token_that_would_complete_a_string(policy):

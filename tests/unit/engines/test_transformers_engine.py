@@ -85,6 +85,7 @@ def test_prefill_in_small_batches_gives_the_same_tokens(policy):
     assert ids_of(small) == ids_of(start(policy).generate(requests))
 
 
+@pytest.mark.slow
 def test_rows_grow_beyond_the_first_allocation():
     policy = qwen3_policy(max_model_tokens=4096)
     engine = start(policy, max_rows=2)
@@ -98,6 +99,7 @@ def test_rows_grow_beyond_the_first_allocation():
     assert again.token_ids == outputs[0].token_ids[1090:]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
@@ -138,6 +140,7 @@ def test_an_engine_opens_from_a_pinned_policy(saved, policy):
     assert engine.layout() == []
 
 
+@pytest.mark.slow
 def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
     code = (
         "import sys\nfrom planish.engines import open_engine\n"

@@ -75,6 +75,7 @@ def test_wrong_arguments_are_bad_input_not_a_fault(capsys):
     assert (code, "--bogus" in shown.err) == (3, True)
 
 
+@pytest.mark.slow
 def test_train_writes_models_that_replay_takes(tmp_path, capsys):
     metrics = ("--metrics", "cpu_usage,gpu_duty_cycle")
     code, shown = run(

@@ -11,6 +11,7 @@ from tests.unit.minder.command import run
 FEW = ("--faults", "1", "--normal", "1")
 
 
+@pytest.mark.slow
 def test_evaluate_prints_a_table_and_writes_every_figure(tmp_path, capsys):
     path = tmp_path / "figures.json"
     settings = tmp_path / "minder.toml"

@@ -139,6 +139,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}]
 )
@@ -154,6 +155,7 @@ def test_hub_id_without_a_network_fails_at_once_and_says_what_to_do(tmp_path, en
     assert time.monotonic() - start < 60.0
 
 
+@pytest.mark.slow
 def test_cached_hub_id_opens_without_a_network(model_folder, tmp_path):
     cache = tmp_path / "hf" / "hub" / "models--someone--model"
     commit = "a" * 40

@@ -191,6 +191,7 @@ def test_any_flipped_byte_of_a_shard_is_refused(written):
     assert read_set(RolloutSet, ref.uri) == random_rollouts()
 
 
+@pytest.mark.slow
 def test_any_flipped_byte_of_a_manifest_is_refused_under_its_pin(written):
     ref, store, _ = written
     data = store.read(f"{ref.uri}/manifest.json")
