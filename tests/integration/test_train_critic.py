@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -16,7 +17,8 @@ import torch
 from planish.checkpoint import train_state as api
 from planish.checkpoint_stage.stage import run as run_checkpoint
 from planish.config import config_sha256
-from planish.models.policy import load_policy
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy, load_policy
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
@@ -206,6 +208,31 @@ def test_a_reward_model_that_is_not_there_is_a_wrong_configuration(file_root, tm
     code, error = failing(tiny, 1, "", add_iteration(tiny, 1), tmp_path / "1")
     assert code == 2
     assert "`critic.path`" in error
+
+
+@pytest.mark.parametrize("init", ["model", "state"])
+def test_where_a_critic_came_from_is_read_once(init, tmp_path):
+    source = tmp_path / "source"
+    if init == "model":
+        # another size than the policy's: the train state alone knows it later
+        build_policy(
+            ModelConfig(num_layers=1, hidden_size=24, head_dim=8), seed=8
+        ).model.save_pretrained(source)
+        path = str(source)
+    else:
+        donor = start_run(source.as_uri(), critic_config())
+        (path,) = train_all(donor, tmp_path / "donor", (1,))
+    pins = []
+    for name in ("kept", "removed"):
+        config = critic_config(init=init, path=path, pretrain_iterations=1)
+        tiny = start_run(f"file://{tmp_path}/{name}", config)
+        (first,) = train_all(tiny, tmp_path / f"{name}-out", (1,))
+        if name == "removed":
+            shutil.rmtree(source)
+        rewards = add_iteration(tiny, 2)
+        pins.append((first, train_once(tiny, 2, first, rewards, tmp_path / f"{name}-out" / "2")))
+    kept, removed = ([parse_pin(pin)[1] for pin in row] for row in pins)
+    assert kept == removed
 
 
 def test_a_finished_task_with_a_critic_is_free(file_root, tmp_path):

@@ -9,17 +9,21 @@ Source: VAPO, arXiv 2504.05118, section 4.1 (where a value model starts from, an
 from __future__ import annotations
 
 import copy
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planish.errors import ConfigError
+from planish.errors import CheckpointError, ConfigError
 from planish.models.policy import load_model
 from planish.models.pretrained import check_folder, find_folder
 
 _HEADS = ("ForSequenceClassification", "ForCausalLM")
+_BODY = re.compile(r"[A-Za-z0-9]+Model")
 
 
 class Critic(nn.Module):
@@ -81,6 +85,41 @@ def load_critic_model(path: str, *, seed: int, head_std: float, vocab_size: int)
     if type(model).__name__.endswith("ForCausalLM"):
         return Critic(body, _new_head(body, seed, head_std)).eval()
     return Critic(body, _reward_head(model, path)).eval()
+
+
+def describe_critic(critic: Critic) -> dict[str, Any]:
+    """Return as JSON what `blank_critic` needs: class and configuration of the backbone."""
+    raw = json.loads(critic.body.config.to_json_string(use_diff=False))
+    # names that begin so are private to a session of transformers, a local path among them
+    config = {name: value for name, value in raw.items() if not name.startswith("_")}
+    return {"architecture": type(critic.body).__name__, "config": config}
+
+
+def blank_critic(description: Mapping[str, Any]) -> Critic:
+    """Build a critic whose weights are still to be loaded; where it once came from is not read.
+
+    Args:
+        description: what `describe_critic` returned.
+
+    Raises:
+        CheckpointError: this version of transformers has no such model.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    name, config = description.get("architecture"), description.get("config")
+    known = isinstance(name, str) and _BODY.fullmatch(name) and isinstance(config, dict)
+    body_class = getattr(transformers, str(name), None) if known else None
+    if not isinstance(body_class, type) or not issubclass(body_class, transformers.PreTrainedModel):
+        raise CheckpointError(
+            "a train state must name the backbone of its critic and its configuration, such as "
+            f"'Qwen3Model', got {name!r}, which transformers {transformers.__version__} does not "
+            "know; go on with the version that saved it"
+        )
+    made: Any = body_class
+    with no_init_weights():
+        body = made(made.config_class.from_dict(config))
+    return Critic(body.float(), _blank_head(int(body.config.hidden_size))).eval()
 
 
 def _body(model: Any) -> Any:

@@ -18,7 +18,14 @@ from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.checkpoint import train_state as checkpoint
 from planish.errors import LayoutMismatch
 from planish.logprobs import TokenScorer, ValueScorer
-from planish.models.critic import Critic, critic_from_policy, load_critic_model, random_critic
+from planish.models.critic import (
+    Critic,
+    blank_critic,
+    critic_from_policy,
+    describe_critic,
+    load_critic_model,
+    random_critic,
+)
 from planish.models.policy import load_policy
 from planish.parallel import Ranks
 from planish.train.config import CriticConfig, TrainConfig
@@ -40,6 +47,7 @@ class Fsdp2Trainer:
         ranks: Ranks,
         device: torch.device,
         critic: CriticConfig | None = None,
+        critic_shape: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the policy in float32, build its critic, shard both and build their optimizers."""
         self.ranks = ranks
@@ -51,10 +59,14 @@ class Fsdp2Trainer:
         shared: dict[str, Any] = {"config": config, "ranks": ranks, "device": device}
         model = load_policy(policy_pin, dtype=torch.float32).model
         self.critic: ShardedModel | None = None
+        self._critic_shape: dict[str, Any] = {}
         if critic is not None:
-            made = build_critic(critic, model, seed=seed)
+            known = bool(critic_shape)
+            made = blank_critic(critic_shape or {}) if known else build_critic(critic, model, seed)
+            # sharding gives the classes of modules other names
+            self._critic_shape = describe_critic(made)
             self.critic = ShardedModel(ValueScorer(made), made, made.body, **shared)
-            if critic.init == "state":
+            if critic.init == "state" and not known:
                 self._load_critic(critic.path)
         body = getattr(model, model.base_model_prefix)
         self.policy = ShardedModel(TokenScorer(model), model, body, **shared)
@@ -151,6 +163,10 @@ class Fsdp2Trainer:
             state["critic_optimizer"] = self.critic.moments()
         return state
 
+    def critic_shape(self) -> dict[str, Any]:
+        """Return what the critic is built from before its weights are loaded; empty without one."""
+        return self._critic_shape
+
     def close(self) -> None:
         """Let go of models and moments."""
         self.policy.close()
@@ -158,7 +174,7 @@ class Fsdp2Trainer:
             self.critic.close()
 
 
-def build_critic(config: CriticConfig, policy: Any, *, seed: int) -> Critic:
+def build_critic(config: CriticConfig, policy: Any, seed: int) -> Critic:
     """Build the critic that a run starts with; every rank builds the same.
 
     Args:

@@ -65,6 +65,9 @@ class Trainer(Protocol):
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the parts of the train state that are tensors: this rank's shards."""
 
+    def critic_shape(self) -> dict[str, Any]:
+        """Return as JSON what the critic's frame is built from; empty without one."""
+
     def close(self) -> None:
         """Free what the trainer holds."""
 
@@ -78,6 +81,7 @@ def open_trainer(
     ranks: Ranks,
     device: torch.device,
     critic: CriticConfig | None = None,
+    critic_shape: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """Build the trainer that `config.trainer` names, with the weights of a policy.
 
@@ -89,6 +93,8 @@ def open_trainer(
         ranks: this process among the training processes.
         device: of this rank.
         critic: how to build a critic; None for algorithms without one.
+        critic_shape: of the critic in a train state that is loaded next: only its frame is built,
+            and what `critic` names is not read again. Empty or None builds by `critic`.
 
     Raises:
         ConfigError: no such trainer, or no such critic.
@@ -107,5 +113,6 @@ def open_trainer(
         ranks=ranks,
         device=device,
         critic=critic,
+        critic_shape=critic_shape,
     )
     return trainer

@@ -54,6 +54,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         ranks=ranks,
         device=device,
         critic=job.critic if algorithm.needs_values else None,
+        critic_shape=info.get("critic") if algorithm.needs_values else None,
     )
     if job.state_pin:
         trainer.load(job.state_pin)
@@ -77,9 +78,12 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
             stream = _write_values(job, inputs, batch, result)
         report = UpdateReport(result.scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
+    extra = _extra(job, result, stream, ranks, device.type)
+    if shape := trainer.critic_shape():
+        extra["critic"] = shape
     state = checkpoint.save(
         layout.state(job.root, result.progress.step),
-        {**trainer.state(), "extra": _extra(job, result, stream, ranks, device.type)},
+        {**trainer.state(), "extra": extra},
         parents=job.parents(),
         attributes=attributes,
         ranks=ranks,

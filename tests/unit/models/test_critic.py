@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
 
-from planish.errors import ConfigError
+from planish.errors import CheckpointError, ConfigError
 from planish.logprobs import ValueScorer
 from planish.models.config import ModelConfig
-from planish.models.critic import critic_from_policy, load_critic_model, random_critic
+from planish.models.critic import (
+    blank_critic,
+    critic_from_policy,
+    describe_critic,
+    load_critic_model,
+    random_critic,
+)
 from planish.models.policy import build_policy, save_policy
 
 SIZES = {
@@ -152,3 +160,38 @@ def test_a_reward_model_without_its_head_is_refused(tmp_path):
 def test_a_folder_that_is_not_there_is_named_by_the_key_of_the_critic(tmp_path):
     with pytest.raises(ConfigError, match=r"`critic\.path` must be an existing folder"):
         load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_a_critic_is_built_again_from_its_description_alone(tmp_path, family):
+    changes = {} if family == "Qwen3" else {"max_position_embeddings": 64, "rope_theta": 5000.0}
+    reward_model(tmp_path, family, **changes)
+    first = load(tmp_path)
+    text = json.dumps(describe_critic(first))
+    again = blank_critic(json.loads(text))
+    shapes = {name: x.shape for name, x in first.state_dict().items()}
+    assert {name: x.shape for name, x in again.state_dict().items()} == shapes
+    again.load_state_dict(first.state_dict())
+    ids = torch.arange(1, 41).view(2, 20)
+    select = (torch.arange(20) > 0).expand(2, 20)
+    with torch.inference_mode():
+        values = [ValueScorer(critic)(ids, None, select) for critic in (first, again)]
+    assert torch.equal(*values)
+    assert not again.training
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {},
+        {"architecture": "Qwen3Model"},
+        {"architecture": "os.Model", "config": {}},
+        {"architecture": "NoSuchModel", "config": {}},
+        {"architecture": "AutoModel", "config": {}},
+        {"architecture": 3, "config": {}},
+    ],
+)
+def test_a_description_that_names_no_backbone_is_refused(description):
+    with pytest.raises(CheckpointError, match="must name the backbone of its critic"):
+        blank_critic(description)
