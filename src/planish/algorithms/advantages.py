@@ -170,6 +170,16 @@ def scaled_advantages(
     return scaled if clip is None else scaled.clamp(-clip, clip)
 
 
+def whiten_metrics(mask: Tensor, *, whiten: bool) -> dict[str, float]:
+    """Tell whether `scaled_advantages` finds nothing to scale by, for a mask [B, S].
+
+    Returns:
+        `whiten_undefined`, 1 where the mask has fewer than two tokens, so that every advantage
+        becomes 0; nothing where advantages are not whitened.
+    """
+    return {"whiten_undefined": float(int((mask != 0).sum()) < 2)} if whiten else {}
+
+
 def advantage_metrics(advantages: Tensor, mask: Tensor, decay: Tensor) -> dict[str, float]:
     """Describe advantages before they are scaled, and the decay of their rows.
 

@@ -26,6 +26,7 @@ from planish.algorithms.advantages import (
     gae,
     last_value,
     terminal_rewards,
+    whiten_metrics,
 )
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.losses import Aggregation
@@ -97,8 +98,11 @@ class Tppo:
         """Measure decay, advantages before whitening, and how many tokens the filter leaves out."""
         advantages, decay = self._estimates(batch)
         trained = trained_tokens(batch, self.config.ignored_tail_tokens)
-        metrics = advantage_metrics(advantages, trained, decay)
-        return {**metrics, "num_ignored_tokens": float((batch.policy_mask & ~trained).sum())}
+        return {
+            **advantage_metrics(advantages, trained, decay),
+            **whiten_metrics(trained, whiten=self.config.whiten_advantages),
+            "num_ignored_tokens": float((batch.policy_mask & ~trained).sum()),
+        }
 
     def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return the advantages of the window's tokens, [B, S], and the decay of each row."""

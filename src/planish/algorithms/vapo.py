@@ -30,6 +30,7 @@ from planish.algorithms.advantages import (
     return_targets,
     scaled_advantages,
     terminal_rewards,
+    whiten_metrics,
 )
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.clipped_policy import (
@@ -126,9 +127,9 @@ class Vapo:
     def describe(self, batch: TrainBatch) -> dict[str, float]:
         """Measure decay and advantages before whitening; `batch` is as `advantages` gets it."""
         advantages, decay = self._estimates(batch)
-        return advantage_metrics(
-            advantages, of_finished(batch, batch.policy_mask), decay[batch.is_finished]
-        )
+        mask = of_finished(batch, batch.policy_mask)
+        metrics = advantage_metrics(advantages, mask, decay[batch.is_finished])
+        return metrics | whiten_metrics(mask, whiten=self.config.whiten_advantages)
 
     def _estimates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return the policy's advantages, [B, S], and the decay of each row."""

@@ -55,6 +55,19 @@ def group_metrics(batch: TrainBatch) -> dict[str, float]:
     }
 
 
+def mask_metrics(batch: TrainBatch, *, has_values: bool) -> dict[str, float]:
+    """Count the loss masks of a rollout batch that hold no token at all.
+
+    A mean over such a mask is left out of the metrics, or is 0 where a number is needed.
+
+    Args:
+        batch: as the algorithm's `advantages` returned it.
+        has_values: the value mask counts too, not only the policy mask.
+    """
+    masks = [batch.policy_mask, batch.value_mask] if has_values else [batch.policy_mask]
+    return {"empty_mask": float(sum(not bool(mask.any()) for mask in masks))}
+
+
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
     """Compare the critic before the iteration with its targets, over `value_mask`.
 

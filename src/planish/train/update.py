@@ -21,7 +21,13 @@ from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import mismatch_metrics
 from planish.train.batching import Rows, rows_with_gradient, split_minibatches
 from planish.train.config import CriticConfig, TrainConfig
-from planish.train.metrics import batch_metrics, group_metrics, step_summary, value_metrics
+from planish.train.metrics import (
+    batch_metrics,
+    group_metrics,
+    mask_metrics,
+    step_summary,
+    value_metrics,
+)
 from planish.train.pretraining import critic_learning_rate, judge
 from planish.train.progress import Progress
 from planish.train.trainer import Trainer
@@ -102,7 +108,7 @@ def run_update(
         batch = batch.updated(values=values)
         scalars |= cast(ActorCritic, algorithm).describe(batch) | missing
     batch = algorithm.advantages(batch)
-    scalars |= group_metrics(batch)
+    scalars |= group_metrics(batch) | mask_metrics(batch, has_values=algorithm.needs_values)
     rates = _Rates(learning_rate(config, progress.iterations), None)
     passes = config.num_passes
     if algorithm.needs_values:

@@ -223,6 +223,39 @@ def test_responses_shorter_than_the_ignored_tail_make_no_policy_step():
     assert result.progress.step == 1
 
 
+@pytest.mark.parametrize(
+    ("finished", "tail", "empty", "undefined"),
+    [
+        ([True, True], 4, 0.0, 0.0),
+        ([False, False], 0, 1.0, 0.0),  # no target for the critic
+        ([False, False], 4, 2.0, 1.0),  # and no token that trains the policy
+        ([True, False], 4, 0.0, 1.0),  # one token alone: its advantage is 0
+    ],
+)
+def test_empty_masks_and_whitening_of_fewer_than_two_tokens_are_counted(
+    finished, tail, empty, undefined
+):
+    algorithm = Tppo(TppoConfig(window_tokens=8, ignored_tail_tokens=tail))
+    lengths = [1, 4] if undefined and any(finished) else [4, 4]
+    batch = make_batch(ragged_mask(lengths, 4), reward=[1.0, 0.0], group=[0, 0], finished=finished)
+    result = update(TableTrainer(4), batch, algorithm=algorithm)
+    scalars = result.scalars
+    assert (scalars["empty_mask"], scalars["whiten_undefined"]) == (empty, undefined)
+    assert all(math.isfinite(value) for value in scalars.values())
+    plain = Tppo(TppoConfig(window_tokens=8, ignored_tail_tokens=tail, whiten_advantages=False))
+    assert "whiten_undefined" not in update(TableTrainer(4), batch, algorithm=plain).scalars
+
+
+def test_one_trained_token_alone_has_no_advantage_and_leaves_the_policy():
+    batch = make_batch(ragged_mask([1], 2), reward=[1.0], group=[0])
+    trainer = TableTrainer(2)
+    plain = VapoConfig(positive_coefficient=0.0)
+    result = update(trainer, batch, algorithm=Vapo(plain))
+    assert result.scalars["whiten_undefined"] == 1.0
+    assert trainer.table.tolist() == [-1.0, -1.0]
+    assert trainer.value_table.tolist() != [0.0, 0.0]
+
+
 def test_stored_values_stand_in_for_fresh_ones_and_missing_ones_are_counted():
     window = torch.tensor([[0, 0, 1], [0, 1, 1]]).bool()
     response = torch.tensor([[1, 1, 1], [1, 1, 1]]).bool()

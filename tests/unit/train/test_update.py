@@ -125,6 +125,19 @@ def test_groups_without_signal_and_groups_that_differ_by_length_are_counted():
     assert (scalars["zero_advantage_groups"], scalars["length_only_groups"]) == (1.0, 1.0)
 
 
+def test_a_batch_whose_policy_mask_is_empty_is_counted():
+    filtered = Dapo(DapoConfig(overlong_filtering=True))
+    counts = []
+    for truncated in ([False] * 4, [True] * 4):
+        batch = batch_of(truncated=truncated)
+        result = run_update(
+            TableTrainer(3), filtered, batch, config=table_config(), progress=Progress(), seed=(0,)
+        )
+        counts.append(result.scalars["empty_mask"])
+        assert "whiten_undefined" not in result.scalars
+    assert counts == [0.0, 1.0]
+
+
 def test_the_entropy_of_an_iteration_covers_rows_that_train_nothing_too():
     batch = batch_of()
     batch = batch.updated(reward=torch.tensor([1.0, 1.0, 1.0, -1.0]))
