@@ -70,6 +70,23 @@ def _minibatch_fits(parsed: Parsed) -> list[str]:
     return []
 
 
+def _selection_can_leave_out(parsed: Parsed) -> list[str]:
+    values = _values(
+        parsed, "train.max_groups", "rollout.prompts_per_iteration", "rollout.group_size"
+    )
+    if values is None:
+        return []
+    limit, prompts, group_size = values
+    # with windows a group may be down to the one response that goes on
+    most = prompts * group_size if _value(parsed, "rollout.window_tokens") else prompts
+    if limit < most:
+        return []
+    return [
+        f"`train.max_groups` must be below the {most} groups that an iteration may have, got "
+        f"{limit}; `train.selection = 'all'` trains on every group"
+    ]
+
+
 def _windows_agree(parsed: Parsed) -> list[str]:
     values = _values(parsed, "algorithm.window_tokens", "rollout.window_tokens")
     if values is None:
@@ -140,6 +157,7 @@ CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
     _buffer_fits,
     _relaxing_needs_uniform_groups,
     _minibatch_fits,
+    _selection_can_leave_out,
     _windows_agree,
     _windows_keep_groups,
     _held_responses_fit_the_algorithm,

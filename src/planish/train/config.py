@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from planish.config import Section
 
@@ -40,6 +40,14 @@ class TrainConfig(Section):
     """Rollouts of one optimizer step, over all ranks (DAPO section 4.1: 16 steps a batch)."""
     num_passes: int = Field(default=1, ge=1)
     """How often each rollout is trained on; 1 as published."""
+    selection: Literal["all", "mixed_first"] = "all"
+    """Which groups of an iteration train the policy, and with it the positive part of its loss:
+    `mixed_first` prefers those with right and wrong responses, then those of which many responses
+    go on, up to `max_groups`, as in the public code of T-PPO's authors. What is left out keeps its
+    slot and trains the critic; mini-batches count all rollouts."""
+    max_groups: int | None = Field(default=None, ge=1)
+    """Groups of an iteration that train the policy; None is no limit. Needed by `mixed_first`; the
+    public code of T-PPO's authors: 510 of 1536."""
     tokens_per_microbatch: int = Field(default=24_576, ge=1)
     """Padded tokens of one forward pass on one rank; a longer sequence goes alone."""
     activation_checkpointing: bool = False
@@ -50,6 +58,22 @@ class TrainConfig(Section):
     """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
     timeout_seconds: float = Field(default=1800.0, gt=0.0)
     """How long a rank waits for its peers."""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is off: runs without it keep their digest."""
+        table: dict[str, Any] = handler(self)
+        off = [] if self.selection != "all" else ["selection", "max_groups"]
+        return {name: value for name, value in table.items() if name not in off}
+
+    @model_validator(mode="after")
+    def _has_its_limit(self) -> TrainConfig:
+        if (self.selection == "all") != (self.max_groups is None):
+            raise ValueError(
+                "`max_groups` must be given for selection 'mixed_first' and for no other, got "
+                f"{self.max_groups!r} for {self.selection!r}"
+            )
+        return self
 
 
 class CriticConfig(Section):

@@ -6,7 +6,7 @@ Imports no torch, so that a finished task costs nothing and a launcher stays sma
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -135,6 +135,9 @@ class Inputs:
     """Where prompts, surplus and carry stand afterwards; its values are still to be written."""
     ordinals: list[int] | None
     """Of each group; None where responses are not cut by windows."""
+    places: list[int]
+    """Of each group among those of the iteration, in the order of the stream of prompts, whatever
+    the number of shards."""
     values: ValueSet
     """Values of the tokens that earlier iterations sampled; none where nothing was stored."""
 
@@ -170,13 +173,28 @@ def read_inputs(job: TrainJob) -> Inputs:
             ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
     # The sets that the state before names are used up: the rollouts took over all their groups.
     before = parse_data(job.info().get("data", fresh_cursor()))
+    places = ordinals if carry else draw_order([part.num_groups for part in sets])
     return Inputs(
         rollouts=RolloutSet.concat(sets),
         rewards=rewards,
         stream=StreamState(advance(before.cursor, consumed), surplus, carry),
         ordinals=ordinals if carry else None,
+        places=places,
         values=_stored_values(job, before.values),
     )
+
+
+def draw_order(counts: Sequence[int]) -> list[int]:
+    """Return the place of each group, shard after shard, where the shards draw in turns.
+
+    Args:
+        counts: groups of each shard.
+
+    Example:
+        >>> draw_order([3, 2])
+        [0, 2, 4, 1, 3]
+    """
+    return [k * len(counts) + shard for shard, count in enumerate(counts) for k in range(count)]
 
 
 def _stored_values(job: TrainJob, pin: str) -> ValueSet:

@@ -30,6 +30,7 @@ from planish.train.metrics import (
 )
 from planish.train.pretraining import critic_learning_rate, judge
 from planish.train.progress import Progress
+from planish.train.selection import Selection, select_groups
 from planish.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def run_update(
     config: TrainConfig,
     progress: Progress,
     seed: Sequence[int],
+    group_places: Sequence[int] | None = None,
     critic: CriticConfig | None = None,
     earlier_values: Tensor | None = None,
 ) -> UpdateResult:
@@ -91,6 +93,7 @@ def run_update(
         config: of the train stage.
         progress: counters before the iteration.
         seed: what the order of the mini-batches depends on.
+        group_places: of each group index in the stream of prompts; the index itself when None.
         critic: of an algorithm with values; the defaults when None.
         earlier_values: [B, S] float32, values of tokens that earlier iterations sampled, NaN for
             all others; None where there are none.
@@ -99,16 +102,10 @@ def run_update(
     start = progress
     if len(batch) == 0:
         return _without_rollouts(algorithm, progress, critic)
-    scalars = batch_metrics(batch)
-    batch, mismatch = _score_old_policy(trainer, algorithm, batch, config, seed)
-    scalars |= mismatch
-    values: Tensor | None = None
-    if algorithm.needs_values:
-        values, missing = _old_values(trainer, batch, earlier_values)
-        batch = batch.updated(values=values)
-        scalars |= cast(ActorCritic, algorithm).describe(batch) | missing
-    batch = algorithm.advantages(batch)
-    scalars |= group_metrics(batch) | mask_metrics(batch, has_values=algorithm.needs_values)
+    selection = select_groups(batch, config, group_places)
+    batch, values, scalars = _estimate(
+        trainer, algorithm, batch, selection, config=config, seed=seed, earlier=earlier_values
+    )
     rates = _Rates(learning_rate(config, progress.iterations), None)
     passes = config.num_passes
     if algorithm.needs_values:
@@ -139,6 +136,37 @@ def _without_rollouts(
         progress, step=progress.step + 1, iterations=progress.iterations + int(trains)
     )
     return UpdateResult({"num_rollouts": 0.0, "empty_minibatches": 1.0}, [], progress)
+
+
+def _estimate(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    selection: Selection,
+    *,
+    config: TrainConfig,
+    seed: Sequence[int],
+    earlier: Tensor | None,
+) -> tuple[TrainBatch, Tensor | None, dict[str, float]]:
+    """Fill in what the steps need: old log-probabilities, values, advantages and masks.
+
+    Groups that are left out are not scored, and move no mean of advantages; they have values.
+
+    Returns:
+        The batch, the values as in `UpdateResult`, and metrics.
+    """
+    scalars = batch_metrics(batch) | selection.metrics(batch)
+    whole, values = batch, None
+    batch, mismatch = _score_old_policy(trainer, algorithm, selection.apply(batch), config, seed)
+    scalars |= mismatch
+    if algorithm.needs_values:
+        values, missing = _old_values(trainer, whole, earlier)
+        batch = batch.updated(values=values)
+        scalars |= cast(ActorCritic, algorithm).describe(batch) | missing
+    batch = selection.apply(algorithm.advantages(batch))
+    scalars |= group_metrics(selection.rows(batch))
+    scalars |= mask_metrics(batch, has_values=algorithm.needs_values)
+    return batch, values, scalars
 
 
 def _score_old_policy(

@@ -67,6 +67,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         config=config,
         progress=Progress.from_json(info) if info else Progress(),
         seed=(job.seed, job.iteration),
+        group_places=inputs.places,
         critic=job.critic,
         earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
     )

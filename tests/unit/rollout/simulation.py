@@ -63,17 +63,21 @@ class Simulation:
     drawn: dict[int, int] = field(default_factory=dict)
     """Ordinal to the iteration in which it was drawn."""
     num_generated: int = 0
+    given: list[tuple[RolloutSet, list[int]]] = field(default_factory=list)
+    """Rollout set and ordinals of its groups, of each shard of the newest iteration."""
 
     def iterate(self, num_shards: int) -> list[dict[str, float]]:
         """Run all shards; returns their metrics."""
         self.number += 1
         consumed: list[int] = []
         self.carried = {}
+        self.given = []
         metrics, carry = [], []
         for shard in range(num_shards):
             task = self.task(shard, num_shards)
             sampled = sample_windows(task, self.prompts)
             sampled.rollouts.validate()
+            self.given.append((sampled.rollouts, sampled.attributes["ordinals"]))
             self.collect(sampled.rollouts, sampled.attributes)
             consumed += sampled.attributes["consumed"]
             uri = layout.carry(self.root, self.number, shard)
