@@ -16,7 +16,7 @@ import planish.store
 from planish.__main__ import parser
 from planish.algorithms import ALGORITHMS
 from planish.config import SECTIONS, section_class
-from planish.records import PromptSet, RewardSet, RolloutSet, TraceSet, ValueSet
+from planish.records import PromptSet, RewardSet, RolloutSet, TraceSet, ValueSet, WaitingSet
 from planish.telemetry import METRICS
 
 FOLDER = Path(__file__).parent / "surface"
@@ -51,7 +51,7 @@ def columns() -> str:
     """One line per column of every record."""
     return "".join(
         f"{cls.SCHEMA} {column.name}: {column.kind}\n"
-        for cls in (PromptSet, RewardSet, RolloutSet, TraceSet, ValueSet)
+        for cls in (PromptSet, RewardSet, RolloutSet, TraceSet, ValueSet, WaitingSet)
         for column in cls.COLUMNS
     )
 

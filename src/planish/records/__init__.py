@@ -16,6 +16,7 @@ from planish.records.reports import EvalReport, UpdateReport, read_report, write
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.values import ValueSet
+from planish.records.waiting import WaitingSet
 
 __all__ = [
     "EvalReport",
@@ -29,6 +30,7 @@ __all__ = [
     "TraceSet",
     "UpdateReport",
     "ValueSet",
+    "WaitingSet",
     "fetch_files",
     "finished",
     "parse_pin",

@@ -98,6 +98,11 @@ def values(root: str, number: int) -> str:
     return f"{iteration(root, number)}/values"
 
 
+def waiting(root: str, number: int) -> str:
+    """Finished responses that the critic is trained on in a later iteration."""
+    return f"{iteration(root, number)}/waiting"
+
+
 def carry(root: str, number: int, shard: int) -> str:
     """Responses of a shard that go on in the next iteration."""
     return f"{iteration(root, number)}/carry/{shard:02d}"

@@ -20,6 +20,9 @@ from planish.errors import RecordError
 from planish.records import layout
 from planish.records.refs import parse_pin
 
+_PARTS = ("surplus", "carry", "values", "waiting")
+"""What a train state may name beside the cursor."""
+
 _STATES = layout.state("", 0).rpartition("/")[0] + "/"
 
 
@@ -85,10 +88,12 @@ class StreamState:
     from one iteration to the next."""
     values: str = ""
     """Values of the tokens of unfinished responses; "" for none."""
+    waiting: str = ""
+    """Finished responses that the critic has still to be trained on; "" for none."""
 
     def to_data(self) -> dict[str, Any]:
         """Return what `parse_data` reads; parts that hold nothing are left out."""
-        parts = {"surplus": self.surplus, "carry": self.carry, "values": self.values}
+        parts = {name: getattr(self, name) for name in _PARTS}
         return {**self.cursor, **{name: part for name, part in parts.items() if part}}
 
 
@@ -104,17 +109,14 @@ def parse_data(raw: object) -> StreamState:
     """
     if not isinstance(raw, Mapping):
         return StreamState(parse_cursor(raw))
-    others = ("surplus", "carry", "values")
-    cursor = parse_cursor({name: part for name, part in raw.items() if name not in others})
-    values = raw.get("values", "")
-    if not isinstance(values, str):
-        raise RecordError(
-            f"`values` of a train state must be a pin, got {str(values)[:200]}; the train state "
-            "that holds it is damaged"
-        )
-    if values:
-        parse_pin(values)
-    return StreamState(cursor, _pins(raw, "surplus"), _pins(raw, "carry"), values)
+    cursor = parse_cursor({name: part for name, part in raw.items() if name not in _PARTS})
+    return StreamState(
+        cursor,
+        _pins(raw, "surplus"),
+        _pins(raw, "carry"),
+        _pin(raw, "values"),
+        _pin(raw, "waiting"),
+    )
 
 
 def state_root(state_pin: str) -> str:
@@ -127,6 +129,18 @@ def state_root(state_pin: str) -> str:
         'file:///runs/a'
     """
     return parse_pin(state_pin)[0].rpartition(_STATES)[0]
+
+
+def _pin(raw: Mapping[str, object], name: str) -> str:
+    pin = raw.get(name, "")
+    if not isinstance(pin, str):
+        raise RecordError(
+            f"`{name}` of a train state must be a pin, got {str(pin)[:200]}; the train state that "
+            "holds it is damaged"
+        )
+    if pin:
+        parse_pin(pin)
+    return pin
 
 
 def _pins(raw: Mapping[str, object], name: str) -> list[str]:

@@ -17,6 +17,7 @@ from planish.records import (
     RolloutSet,
     TraceSet,
     ValueSet,
+    WaitingSet,
     read_set,
 )
 from planish.records.manifest import Manifest
@@ -25,7 +26,7 @@ from planish.show.text import bytes_text, table
 from planish.store import open_store
 
 RECORDS: dict[str, type[Record]] = {
-    cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet)
+    cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet, WaitingSet)
 }
 """Schemas whose rows can be printed."""
 

@@ -95,6 +95,10 @@ class CriticConfig(Section):
     """Constant after warm-up (VAPO section 5.1)."""
     warmup_iterations: int = Field(default=20, ge=0)
     """Linear warm-up over this many rollout batches that train the critic; 0 is none."""
+    min_finished: int = Field(default=1, ge=1)
+    """Fewest finished responses of a critic step. An iteration that comes to fewer, with those
+    that wait, leaves them all to the next; 1 steps on the finished responses of each mini-batch,
+    as published."""
     pretrain_iterations: int = Field(default=50, ge=0)
     """Rollout batches that train the critic alone, before the policy's first update (VAPO section
     5.1: 50 steps); 0 is none."""
@@ -109,6 +113,13 @@ class CriticConfig(Section):
     pretrain_patience: int = Field(default=1, ge=1)
     """Rollout batches in a row on which every given rule must hold, each before it is trained on;
     the last of them trains the policy already."""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is off: runs without it keep their digest."""
+        table: dict[str, Any] = handler(self)
+        off = [] if self.min_finished > 1 else ["min_finished"]
+        return {name: value for name, value in table.items() if name not in off}
 
     @model_validator(mode="after")
     def _has_its_path(self) -> CriticConfig:

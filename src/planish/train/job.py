@@ -19,8 +19,10 @@ from planish.records.manifest import Manifest
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
+from planish.records.schema import RecordT
 from planish.records.stream import StreamState, advance, fresh_cursor, parse_data, state_root
 from planish.records.values import ValueSet
+from planish.records.waiting import WaitingSet
 from planish.store import open_store
 from planish.train.config import CriticConfig, TrainConfig
 
@@ -140,6 +142,8 @@ class Inputs:
     the number of shards."""
     values: ValueSet
     """Values of the tokens that earlier iterations sampled; none where nothing was stored."""
+    waiting: WaitingSet
+    """Finished responses that the critic has still to be trained on."""
 
 
 def read_inputs(job: TrainJob) -> Inputs:
@@ -180,7 +184,8 @@ def read_inputs(job: TrainJob) -> Inputs:
         stream=StreamState(advance(before.cursor, consumed), surplus, carry),
         ordinals=ordinals if carry else None,
         places=places,
-        values=_stored_values(job, before.values),
+        values=_stored(job, ValueSet, before.values) or ValueSet.from_rows({}),
+        waiting=_stored(job, WaitingSet, before.waiting) or WaitingSet.empty(),
     )
 
 
@@ -197,11 +202,12 @@ def draw_order(counts: Sequence[int]) -> list[int]:
     return [k * len(counts) + shard for shard, count in enumerate(counts) for k in range(count)]
 
 
-def _stored_values(job: TrainJob, pin: str) -> ValueSet:
+def _stored(job: TrainJob, record: type[RecordT], pin: str) -> RecordT | None:
+    """Read a set that the state before the iteration names; None for ""."""
     if not pin:
-        return ValueSet.from_rows({})
+        return None
     path, digest = parse_pin(pin)
-    return read_set(ValueSet, f"{state_root(job.state_pin)}/{path}", sha256=digest)
+    return read_set(record, f"{state_root(job.state_pin)}/{path}", sha256=digest)
 
 
 def relative_pin(job: TrainJob, place: str, digest: str) -> str:

@@ -19,7 +19,8 @@ from planish import telemetry
 from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
 from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import mismatch_metrics
-from planish.train.batching import Rows, rows_with_gradient, split_minibatches
+from planish.records.waiting import WaitingSet
+from planish.train.batching import rows_with_gradient, split_minibatches
 from planish.train.config import CriticConfig, TrainConfig
 from planish.train.metrics import (
     batch_metrics,
@@ -32,6 +33,7 @@ from planish.train.pretraining import critic_learning_rate, judge
 from planish.train.progress import Progress
 from planish.train.selection import Selection, select_groups
 from planish.train.trainer import Trainer
+from planish.train.waiting import StepPlan, plan_steps
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class UpdateResult:
     """Counters after the iteration."""
     values: Tensor | None = None
     """[B, S] float32 of the critic before the iteration; None without a critic or a rollout."""
+    waiting: WaitingSet | None = None
+    """Finished responses that the critic has still to be trained on; None where none ever wait."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def run_update(
     group_places: Sequence[int] | None = None,
     critic: CriticConfig | None = None,
     earlier_values: Tensor | None = None,
+    waiting: WaitingSet | None = None,
 ) -> UpdateResult:
     """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
 
@@ -97,11 +102,11 @@ def run_update(
         critic: of an algorithm with values; the defaults when None.
         earlier_values: [B, S] float32, values of tokens that earlier iterations sampled, NaN for
             all others; None where there are none.
+        waiting: finished responses that the critic has still to be trained on; None for none.
     """
     critic = critic or CriticConfig()
-    start = progress
     if len(batch) == 0:
-        return _without_rollouts(algorithm, progress, critic)
+        return _without_rollouts(algorithm, progress, critic, waiting)
     selection = select_groups(batch, config, group_places)
     batch, values, scalars = _estimate(
         trainer, algorithm, batch, selection, config=config, seed=seed, earlier=earlier_values
@@ -116,18 +121,23 @@ def run_update(
             rates, passes = replace(rates, policy=None), critic.pretrain_passes
         scalars["pretraining"] = float(not progress.pretrain_done)
     parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
-    minibatches, progress = _run_steps(trainer, algorithm, batch, parts, rates, config, progress)
-    progress = _after_iteration(start, progress, num_steps(len(batch), config), rates, scalars)
-    scalars = step_summary(minibatches) | scalars
-    scalars |= {"learning_rate": rates.policy or 0.0}
+    least = critic.min_finished if algorithm.needs_values else 1
+    plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
+    minibatches, progress = _run_steps(trainer, algorithm, batch, plan, rates, config, progress)
+    scalars = step_summary(minibatches) | scalars | plan.metrics() | _counters(rates, progress)
+    return UpdateResult(scalars, minibatches, progress, values, plan.waiting)
+
+
+def _counters(rates: _Rates, progress: Progress) -> dict[str, float]:
+    """Return the learning rates of the iteration, and the counters after it."""
+    found = {"learning_rate": rates.policy or 0.0}
     if rates.critic is not None:
-        scalars["critic_learning_rate"] = rates.critic
-    scalars |= {name: float(count) for name, count in progress.to_json().items()}
-    return UpdateResult(scalars, minibatches, progress, values)
+        found["critic_learning_rate"] = rates.critic
+    return found | {name: float(count) for name, count in progress.to_json().items()}
 
 
 def _without_rollouts(
-    algorithm: Algorithm, progress: Progress, critic: CriticConfig
+    algorithm: Algorithm, progress: Progress, critic: CriticConfig, waiting: WaitingSet | None
 ) -> UpdateResult:
     """Advance the counters of an iteration that has nothing to train on."""
     logger.warning("no rollouts to train on step=%d", progress.step)
@@ -135,7 +145,10 @@ def _without_rollouts(
     progress = replace(
         progress, step=progress.step + 1, iterations=progress.iterations + int(trains)
     )
-    return UpdateResult({"num_rollouts": 0.0, "empty_minibatches": 1.0}, [], progress)
+    scalars = {"num_rollouts": 0.0, "empty_minibatches": 1.0}
+    if waiting is not None and waiting.num_rows:
+        scalars["num_waiting_responses"] = float(waiting.num_rows)
+    return UpdateResult(scalars, [], progress, waiting=waiting)
 
 
 def _estimate(
@@ -216,10 +229,10 @@ def _after_iteration(
     progress: Progress,
     steps: int,
     rates: _Rates,
-    scalars: dict[str, float],
+    plan: StepPlan,
 ) -> Progress:
     """Count the iteration: for the policy, for the critic, or for value pretraining."""
-    values = int(rates.critic is not None and scalars.get("num_value_tokens", 0.0) > 0)
+    values = int(rates.critic is not None and plan.has_targets)
     return replace(
         progress,
         step=start.step + steps,
@@ -233,30 +246,34 @@ def _run_steps(
     trainer: Trainer,
     algorithm: Algorithm,
     batch: TrainBatch,
-    parts: Sequence[Rows],
+    plan: StepPlan,
     rates: _Rates,
     config: TrainConfig,
     progress: Progress,
 ) -> tuple[list[Step], Progress]:
     """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
-    whole = algorithm.counts(batch)
+    start, whole = progress, algorithm.counts(batch)
     critic = cast(ActorCritic, algorithm) if rates.critic is not None else None
-    whole_values = critic.value_counts(batch) if critic is not None else {}
+    whole_values = critic.value_counts(plan.values) if critic is not None else {}
     results: list[Step] = []
-    for rows in parts:
+    for rows, value_rows in zip(plan.parts, plan.value_parts, strict=True):
         minibatch = batch.take(torch.from_numpy(rows))
         progress = replace(progress, step=progress.step + 1)
         step: Step = {}
         if critic is not None and rates.critic is not None:
-            counts = Denominators(critic.value_counts(minibatch), whole_values, len(parts))
-            found = _value_step(trainer, critic, minibatch, counts, rates.critic)
+            targets = minibatch
+            if plan.values is not batch:
+                targets = plan.values.take(torch.from_numpy(value_rows))
+            numbers = critic.value_counts(targets)
+            counts = Denominators(numbers, whole_values, plan.num_value_steps)
+            found = _value_step(trainer, critic, targets, counts, rates.critic)
             if found:
                 progress = progress.after_critic_step(
                     skipped=found["value_skipped"] > 0, alarm_after=config.alarm_after_skipped
                 )
             step |= found
         if rates.policy is not None:
-            counts = Denominators(algorithm.counts(minibatch), whole, len(parts))
+            counts = Denominators(algorithm.counts(minibatch), whole, len(plan.parts))
             found = _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
             if found:
                 progress = progress.after_policy_step(
@@ -269,7 +286,7 @@ def _run_steps(
         results.append(step)
         _show(step)
         logger.debug("step=%d loss=%.6f", progress.step, step.get("loss", 0.0))
-    return results, progress
+    return results, _after_iteration(start, progress, num_steps(len(batch), config), rates, plan)
 
 
 def _show(step: Step) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from planish.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.records import layout
 from planish.records.io import write_set
 from planish.records.reports import UpdateReport, write_report
+from planish.records.schema import Record
 from planish.records.stream import StreamState
 from planish.stage_metrics import StageMetrics
 from planish.train.batching import train_batch
@@ -70,13 +72,14 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         group_places=inputs.places,
         critic=job.critic,
         earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
+        waiting=inputs.waiting if algorithm.needs_values else None,
     )
     seconds = time.perf_counter() - started
     attributes = _attributes(job, result, ranks)
     stream = inputs.stream
     if ranks.is_first:
         if algorithm.needs_values:
-            stream = _write_values(job, inputs, batch, result)
+            stream = _write_waiting(job, result, _write_values(job, inputs, batch, result))
         report = UpdateReport(result.scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
     extra = _extra(job, result, stream, ranks, device.type)
@@ -110,10 +113,22 @@ def _write_values(
     values = values_to_store(
         batch, result.values, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values
     )
-    place = layout.values(job.root, job.iteration)
+    return replace(inputs.stream, values=_write(job, layout.values, values))
+
+
+def _write_waiting(job: TrainJob, result: UpdateResult, stream: StreamState) -> StreamState:
+    """Write the finished responses that the critic has still to be trained on, if there are any."""
+    if result.waiting is None or result.waiting.num_rows == 0:
+        return stream
+    return replace(stream, waiting=_write(job, layout.waiting, result.waiting))
+
+
+def _write(job: TrainJob, at: Callable[[str, int], str], record: Record) -> str:
+    """Write a set for the next iteration; returns its pin, relative to the root."""
+    place = at(job.root, job.iteration)
     facts = {"config_sha256": job.config_sha256, "iteration": job.iteration}
-    ref = write_set(place, values, parents=job.parents(), attributes=facts)
-    return replace(inputs.stream, values=relative_pin(job, place, ref.manifest_sha256))
+    ref = write_set(place, record, parents=job.parents(), attributes=facts)
+    return relative_pin(job, place, ref.manifest_sha256)
 
 
 def _extra(

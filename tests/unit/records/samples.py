@@ -14,6 +14,7 @@ from planish.records import (
     RolloutSet,
     TraceSet,
     ValueSet,
+    WaitingSet,
 )
 from planish.records.parquet import encode, row_group_bounds
 from planish.records.prompts import prompt_id
@@ -109,12 +110,27 @@ def random_values(seed: int = 0, *, rows: int = 8) -> ValueSet:
     )
 
 
+def random_waiting(seed: int = 0, *, rows: int = 6) -> WaitingSet:
+    """Finished responses of 1 to 12 tokens."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, 13, rows)
+    return WaitingSet(
+        prompt_tokens=Ragged.from_lists([generator.integers(0, 50, 3) for _ in lengths], np.int32),
+        response_tokens=Ragged.from_lists(
+            [generator.integers(0, 50, n) for n in lengths], np.int32
+        ),
+        values=Ragged.from_lists([generator.normal(size=n) for n in lengths], np.float32),
+        returns=Ragged.from_lists([[1.0] * n for n in lengths], np.float32),
+    )
+
+
 SAMPLES = {
     "prompts": random_prompts,
     "traces": random_traces,
     "rollouts": random_rollouts,
     "rewards": random_rewards,
     "values": random_values,
+    "waiting": random_waiting,
 }
 
 

@@ -119,16 +119,17 @@ def test_data_of_a_state_is_the_cursor_and_pins_below_the_root():
     pin = f"iterations/00003/surplus/00#sha256={'0' * 64}"
     assert parse_data(cursor) == StreamState(cursor)
     assert parse_data({**cursor, "surplus": [pin]}) == StreamState(cursor, [pin])
-    whole = StreamState(cursor, [pin], [pin, pin], pin)
+    whole = StreamState(cursor, [pin], [pin, pin], pin, pin)
     assert parse_data(whole.to_data()) == whole
     assert StreamState(cursor).to_data() == cursor
     for name in ("surplus", "carry"):
         for bad in ("x", [1], ["iterations/00003/surplus/00"], {}):
             with pytest.raises(RecordError, match=r"list of pins|pinned URI"):
                 parse_data({**cursor, name: bad})
-    for bad in ([pin], 3, "iterations/00003/values"):
-        with pytest.raises(RecordError, match=r"must be a pin|pinned URI"):
-            parse_data({**cursor, "values": bad})
+    for name in ("values", "waiting"):
+        for bad in ([pin], 3, "iterations/00003/values"):
+            with pytest.raises(RecordError, match=r"must be a pin|pinned URI"):
+                parse_data({**cursor, name: bad})
     for bad in (None, {"next": 4}, {**cursor, "other": []}):
         with pytest.raises(RecordError, match="prompt cursor"):
             parse_data(bad)

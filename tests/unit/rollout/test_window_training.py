@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.values import ValueSet
+from planish.records.waiting import WaitingSet
 from planish.train.batching import train_batch
 from planish.train.config import CriticConfig
 from planish.train.progress import Progress
@@ -26,6 +28,7 @@ from tests.unit.rollout.test_window_property import place as place
 from tests.unit.train.tables import TableTrainer, table_config
 
 SHARDS = st.lists(st.integers(1, 3), min_size=3, max_size=5)
+WIDEST = 64
 CRITIC = {"warmup_iterations": 0, "learning_rate": 0.1, "pretrain_iterations": 0}
 
 
@@ -35,17 +38,23 @@ def scripted(monkeypatch):
 
 
 class Watched(TableTrainer):
-    """Keeps the responses that a critic step has been made on."""
+    """Keeps the responses that a critic step has been made on; its critic takes any width."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
+        self.value_table = torch.zeros(WIDEST, requires_grad=True)
         self.responses: list[tuple[int, ...]] = []
+
+    def values(self, batch):
+        width = batch.value_mask.shape[1]
+        return self.value_table.detach()[:width] * batch.value_mask
 
     def value_step(self, minibatch, loss_fn, *, learning_rate):
         for row in minibatch.value_mask.any(1).nonzero().flatten().tolist():
             mask = minibatch.value_mask[row]
             self.responses.append(tuple(minibatch.input_ids[row, mask].tolist()))
-        return super().value_step(minibatch, loss_fn, learning_rate=learning_rate)
+        values = self.value_table[: minibatch.value_mask.shape[1]] * minibatch.value_mask
+        return self.descend(self.value_table, loss_fn(values, minibatch), learning_rate, None)
 
 
 @dataclass
@@ -53,7 +62,9 @@ class Training:
     """Trains on every iteration of a simulation."""
 
     run: Simulation
-    train: dict
+    train: dict = field(default_factory=dict)
+    critic: dict = field(default_factory=dict)
+    waiting: WaitingSet | None = None
     progress: Progress = field(default_factory=Progress)
     values: ValueSet = field(default_factory=lambda: ValueSet.from_rows({}))
     finished: Counter = field(default_factory=Counter)
@@ -76,11 +87,12 @@ class Training:
             progress=self.progress,
             seed=(0, self.run.number),
             group_places=ordinals,
-            critic=CriticConfig(**CRITIC),
+            critic=CriticConfig(**CRITIC, **self.critic),
+            waiting=self.waiting,
             earlier_values=earlier_values(batch, joined, rewards, ordinals, self.values),
         )
         self.values = values_to_store(batch, result.values, joined, rewards, ordinals, self.values)
-        self.progress = result.progress
+        self.progress, self.waiting = result.progress, result.waiting
         self.learned.update(trainer.responses)
         for row in np.flatnonzero(joined.finish != FinishReason.WINDOW):
             self.finished[tuple(joined.response_tokens.row(row).tolist())] += 1
@@ -128,3 +140,23 @@ def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
         # what the critic learns from does not depend on what was selected
         assert training.learned == training.finished
     assert set(training.values.to_rows()) == {key for key, t in run.carried.items() if t}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(options=RUNS, shards=SHARDS, min_finished=st.integers(2, 12))
+def test_every_finished_response_enters_exactly_one_critic_update_or_still_waits(
+    place, options, shards, min_finished
+):
+    run = begin(place, **options)
+    training = Training(run, critic={"min_finished": min_finished})
+    for num_shards in shards:
+        run.iterate(num_shards)
+        before = training.learned.total()
+        result = training.update()
+        waiting = training.waiting or WaitingSet.empty()
+        assert waiting.num_rows < min_finished
+        assert result.scalars.get("num_waiting_responses", 0.0) == waiting.num_rows
+        left = Counter(tuple(tokens) for tokens in waiting.response_tokens.to_lists())
+        assert training.learned + left == training.finished
+        # all or none: what an iteration leaves, it has not trained on
+        assert training.learned.total() == before or waiting.num_rows == 0

@@ -1,0 +1,85 @@
+"""Waiting responses: finished ones that the critic has not been trained on yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from planish.records.ragged import Ragged
+from planish.records.schema import Column, Record
+
+
+@dataclass(frozen=True, eq=False)
+class WaitingSet(Record):
+    """One row per response, those that have waited longest first.
+
+    It holds all that a step of the critic needs, so that no set of an earlier iteration has to be
+    kept for it.
+
+    Example:
+        >>> waiting = WaitingSet(
+        ...     prompt_tokens=Ragged.from_lists([[5, 6]], np.int32),
+        ...     response_tokens=Ragged.from_lists([[7, 1]], np.int32),
+        ...     values=Ragged.from_lists([[0.25, 0.5]], np.float32),
+        ...     returns=Ragged.from_lists([[1.0, 1.0]], np.float32))
+        >>> waiting.validate(), waiting.num_rows
+        (None, 1)
+    """
+
+    SCHEMA: ClassVar[str] = "waiting/1"
+    REMEDY: ClassVar[str] = "the train stage writes this set"
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column("prompt_tokens", "list<int32>", "prompt after the chat template"),
+        Column("response_tokens", "list<int32>", "response tokens of all windows"),
+        Column("values", "list<float32>", "of the state before each token, when it was sampled"),
+        Column("returns", "list<float32>", "what the critic is to say of each token"),
+    )
+
+    prompt_tokens: Ragged
+    """[R] rows of int32, prompt after the chat template."""
+    response_tokens: Ragged
+    """[R] rows of int32, response tokens of all windows."""
+    values: Ragged
+    """[R] rows of float32, of the state before each response token, when it was sampled."""
+    returns: Ragged
+    """[R] rows of float32, target of the critic at each response token."""
+
+    @classmethod
+    def empty(cls) -> WaitingSet:
+        """Return a set of no rows."""
+        tokens, numbers = Ragged.empty(np.int32), Ragged.empty(np.float32)
+        return cls(tokens, tokens, numbers, numbers)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of responses R."""
+        return len(self.response_tokens)
+
+    def value_faults(self) -> list[str]:
+        """Return what is wrong with values of the right form."""
+        faults = []
+        for name in ("prompt_tokens", "response_tokens"):
+            tokens: Ragged = getattr(self, name)
+            short = np.flatnonzero(tokens.lengths == 0)
+            if len(short):
+                faults.append(f"`{name}` must have at least one token, got 0 in row {short[0]}")
+            if (lowest := tokens.values.min(initial=0)) < 0:
+                faults.append(f"`{name}` must be token ids, got {lowest}")
+        for name in ("values", "returns"):
+            numbers: Ragged = getattr(self, name)
+            wrong = np.flatnonzero(numbers.lengths != self.response_tokens.lengths)
+            if len(wrong):
+                faults.append(
+                    f"`{name}` must have one number per response token, got "
+                    f"{numbers.lengths[wrong[0]]} for {self.response_tokens.lengths[wrong[0]]} in "
+                    f"row {wrong[0]}"
+                )
+            strange = ~np.isfinite(numbers.values)
+            if strange.any():
+                faults.append(
+                    f"`{name}` must be finite, got {numbers.values[strange][0]} "
+                    f"({strange.sum()} values)"
+                )
+        return faults
