@@ -66,6 +66,7 @@ def make_batch(shape: str, seed: int) -> TrainBatch:
         positive_mask=torch.zeros(real.shape, dtype=torch.bool),
         rollout_logprobs=old,
         old_logprobs=old,
+        reference_logprobs=zeros,
         values=zeros,
         advantages=zeros,
         returns=zeros,

@@ -45,6 +45,8 @@ class TrainBatch:
     """[B, S] float32, from the engine that sampled; 0 outside responses."""
     old_logprobs: Tensor
     """[B, S] float32, from the trainer at the start of the iteration."""
+    reference_logprobs: Tensor
+    """[B, S] float32, of the reference policy of a KL penalty; 0 without one."""
     values: Tensor
     """[B, S] float32, of the state before each token; 0 outside the masks."""
     advantages: Tensor
@@ -152,6 +154,13 @@ class Algorithm(Protocol):
     @property
     def needs_old_logprobs(self) -> bool:
         """False where the policy ratio is taken to the engine's own log-probabilities."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True where the loss holds the policy near a reference policy.
+
+        Every token in `policy_mask` then has a gradient, whatever its advantage.
+        """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Return the whole rollout batch with masks, advantages and returns filled in."""

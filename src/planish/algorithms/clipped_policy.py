@@ -1,18 +1,28 @@
 """The clipped policy loss that all recipes share, with its metrics and its constants.
 
-Advantages come from elsewhere: whether a group or a critic made them makes no difference here.
+Advantages come from elsewhere: whether a group or a critic made them makes no difference here. A
+penalty on the divergence from a reference policy can be added to the loss of any recipe; it is off
+by default, since none of DAPO, VAPO and T-PPO has one.
 
-Source: PPO, arXiv 1707.06347, section 3; DAPO, arXiv 2503.14476, section 3.1.
+Source: PPO, arXiv 1707.06347, section 3; DAPO, arXiv 2503.14476, section 3.1; the penalty is that
+of GRPO, arXiv 2402.03300, equations 3 and 4.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from planish.algorithms.base import Denominators, LossOutput, TrainBatch
-from planish.algorithms.losses import Aggregation, aggregate, clipped_surrogate, policy_ratio
+from planish.algorithms.losses import (
+    Aggregation,
+    KlEstimator,
+    aggregate,
+    clipped_surrogate,
+    kl_estimate,
+    policy_ratio,
+)
 from planish.algorithms.masked import hidden
 from planish.algorithms.mismatch import Correction, correction_weights
 from planish.config import Section
@@ -41,6 +51,19 @@ class ClippedPolicyConfig(Section):
     """Lower end of the band of the two mask modes."""
     correction_max: float = Field(default=2.0, gt=0.0)
     """Cap, or upper end of the band."""
+    kl_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the divergence from the reference policy, which is added to the loss with the same
+    aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
+    `train.reference_policy` says which policy is the reference."""
+    kl_estimator: KlEstimator = "k3"
+    """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4)."""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a penalty that is off: runs without it keep their digest."""
+        table: dict[str, Any] = handler(self)
+        off = [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
+        return {name: value for name, value in table.items() if name not in off}
 
     @model_validator(mode="after")
     def _complete(self) -> ClippedPolicyConfig:
@@ -73,7 +96,8 @@ def clipped_policy_loss(
     Args:
         logprobs: [B, S] float32 under the current policy.
         entropy: [B, S] float32.
-        batch: the micro-batch, old log-probabilities and advantages filled in.
+        batch: the micro-batch; old log-probabilities, advantages and, with a penalty, those of
+            the reference policy filled in.
         denominators: of the optimizer step.
         config: constants of the algorithm.
     """
@@ -102,6 +126,12 @@ def clipped_policy_loss(
         losses = losses * weights
         metrics["correction_weight"] = (hidden(weights, mask).sum(), count)
     loss = aggregate(losses, mask, config.aggregation, denominators, norm_tokens=config.norm_tokens)
+    if config.kl_coefficient:
+        divergence = kl_estimate(new, hidden(batch.reference_logprobs, mask), config.kl_estimator)
+        loss = loss + config.kl_coefficient * aggregate(
+            divergence, mask, config.aggregation, denominators, norm_tokens=config.norm_tokens
+        )
+        metrics["reference_kl"] = (divergence.detach().sum(), count)
     metrics["entropy"] = (hidden(entropy.detach(), mask).sum(), count)
     metrics["approx_kl"] = ((old - new.detach()).sum(), count)
     error = hidden((ratio.detach() - 1).abs(), mask).max()

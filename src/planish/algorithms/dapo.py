@@ -62,6 +62,11 @@ class Dapo:
         """False under `correction = "bypass"`."""
         return self.config.correction != "bypass"
 
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.config.kl_coefficient > 0
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Give every token of a response its reward relative to the group's (section 2.3)."""
         config = self.config

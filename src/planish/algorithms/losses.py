@@ -4,7 +4,7 @@ Deliberately without models: inputs are log-probabilities, advantages and masks.
 
 Source: PPO arXiv 1707.06347 equation 7; DAPO arXiv 2503.14476 section 3.1 (asymmetric clip) and
 3.3 (token-level loss); dual clip arXiv 1912.09729 equation 5; the estimators of KL divergence are
-J. Schulman's "Approximating KL divergence" (2020).
+J. Schulman's "Approximating KL divergence" (2020), k3 as GRPO arXiv 2402.03300 equation 4 has it.
 """
 
 from __future__ import annotations
@@ -109,11 +109,22 @@ def _denominator(mode: Aggregation, denominators: Denominators, norm_tokens: int
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
     """Estimate KL(policy || reference) per token from tokens that the policy sampled.
 
+    As a loss each pulls in its own way. With d = logprobs - reference the gradient of a token is
+    that of its log-probability times 1 (`k1`, whose mean over the policy's own tokens is 0: noise
+    alone), times d (`k2`, whose mean is the gradient of the divergence itself), or times
+    1 - exp(-d) (`k3`, which is d near the reference and 0 where the cuts bite).
+
     Args:
-        logprobs: log-probabilities under the policy.
+        logprobs: log-probabilities under the policy, any shape, nats.
         reference: under the reference policy, same shape.
         estimator: `k1` plain difference, `k2` half its square, `k3` exp(-d) + d - 1 (unbiased and
-            never negative; cut to +-10).
+            never negative; d is cut to +-20 and the result to 10).
+
+    Returns:
+        Nats, same shape; k1 alone can be negative.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv 2402.03300,
+        equation 4.
     """
     difference = logprobs - reference
     if estimator == "k1":

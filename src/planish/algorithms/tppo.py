@@ -89,6 +89,11 @@ class Tppo:
         """False under `correction = "bypass"`."""
         return self.config.correction != "bypass"
 
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.config.kl_coefficient > 0
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages of the window and returns of finished responses."""
         mask = trained_tokens(batch, self.config.ignored_tail_tokens)

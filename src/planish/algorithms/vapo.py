@@ -119,6 +119,11 @@ class Vapo:
         """False under `correction = "bypass"`."""
         return self.config.correction != "bypass"
 
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.config.kl_coefficient > 0
+
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages with the policy's decay and returns with the critic's."""
         mask = of_finished(batch, batch.policy_mask)

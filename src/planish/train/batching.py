@@ -33,8 +33,8 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         rewards: row `r` scores row `r` of `rollouts`.
 
     Returns:
-        B sequences of S columns, S the longest; old log-probabilities, values, advantages and
-        returns are 0 until they are computed.
+        B sequences of S columns, S the longest; old and reference log-probabilities, values,
+        advantages and returns are 0 until they are computed.
 
     Raises:
         RecordError: the sets do not belong together, or a kept rollout is empty.
@@ -60,8 +60,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     input_ids[in_response] = responses.values
     logprobs = np.zeros(shape, np.float32)
     logprobs[in_response] = rollouts.rollout_logprobs.take(rows).values
-    finish = rollouts.finish[rows]
-    truncated = finish == FinishReason.LENGTH
+    truncated = rollouts.finish[rows] == FinishReason.LENGTH
     zeros = torch.zeros(shape, dtype=torch.float32)
     return TrainBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -73,6 +72,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         positive_mask=torch.zeros(shape, dtype=torch.bool),
         rollout_logprobs=torch.from_numpy(logprobs),
         old_logprobs=zeros,
+        reference_logprobs=zeros,
         values=zeros,
         advantages=zeros,
         returns=zeros,
@@ -80,7 +80,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         accuracy=torch.from_numpy(rewards.accuracy[rows]),
         group_index=torch.from_numpy(groups),
         is_truncated=torch.from_numpy(truncated),
-        is_finished=torch.from_numpy(truncated | (finish == FinishReason.STOP)),
+        is_finished=torch.from_numpy(truncated | (rollouts.finish[rows] == FinishReason.STOP)),
     )
 
 
@@ -125,14 +125,21 @@ def split_minibatches(
     return parts
 
 
-def rows_with_gradient(minibatch: TrainBatch) -> TrainBatch:
+def rows_with_gradient(minibatch: TrainBatch, *, has_penalty: bool = False) -> TrainBatch:
     """Return the rows that the policy loss has a gradient on; all rows where it has none at all.
 
     The clipped policy loss of a token is a multiple of its advantage. A row whose advantages are
     all 0, as those of a group with equal rewards, would cost a forward and a backward pass and
     change nothing; its tokens still count in the denominators, which are made before.
+
+    Args:
+        minibatch: masks and advantages filled in.
+        has_penalty: every token in the policy loss has a gradient: a KL penalty pulls at it.
     """
-    rows = ((minibatch.policy_mask & (minibatch.advantages != 0)) | minibatch.positive_mask).any(1)
+    moved = minibatch.policy_mask
+    if not has_penalty:
+        moved = moved & (minibatch.advantages != 0)
+    rows = (moved | minibatch.positive_mask).any(1)
     # A step without any gradient is a step all the same: the optimizer's momentum moves on.
     return minibatch.take(rows.nonzero().flatten()) if bool(rows.any()) else minibatch
 

@@ -10,8 +10,8 @@ from planish.algorithms.base import Denominators, TrainBatch
 def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, group=None, **more):
     """A batch with the given mask; everything that is not named is 0.
 
-    `more` names `truncated`, `finished`, `accuracy`, `values`, `returns`, and `response`: all
-    response tokens, where `mask` holds those of this window only.
+    `more` names `truncated`, `finished`, `accuracy`, `values`, `returns`, `reference`, and
+    `response`: all response tokens, where `mask` holds those of this window only.
     """
     mask = torch.as_tensor(mask).bool()
     rows = mask.shape[0]
@@ -31,6 +31,7 @@ def make_batch(mask, *, old=None, rollout=None, advantages=None, reward=None, gr
         positive_mask=torch.zeros_like(mask),
         rollout_logprobs=old_logprobs if rollout is None else tokens(rollout),
         old_logprobs=old_logprobs,
+        reference_logprobs=tokens(more.get("reference")),
         values=tokens(more.get("values")),
         advantages=tokens(advantages),
         returns=tokens(more.get("returns")),

@@ -28,6 +28,7 @@ class LeaveOneOut:
 
     needs_values = False
     needs_old_logprobs = True
+    needs_reference = False
 
     def __init__(self, config):
         self.config = config

@@ -19,6 +19,7 @@ from planish.algorithms.base import Denominators
 from planish.algorithms.losses import (
     aggregate,
     clipped_surrogate,
+    kl_estimate,
     loss_counts,
     policy_ratio,
 )
@@ -117,6 +118,15 @@ def test_clipped_surrogate_gives_the_golden_loss(case):
         dual_clip=case["dual_clip"],
     )
     close(loss, case["loss"])
+
+
+@pytest.mark.parametrize("case", golden("kl"))
+def test_the_estimators_of_kl_give_the_golden_numbers(case):
+    policy, reference = torch.tensor(case["logprob"]), torch.tensor(case["reference"])
+    for estimator in ("k1", "k2", "k3"):
+        # The squares go up to 450, where float32 has four decimals.
+        wanted = case[estimator]
+        close(kl_estimate(policy, reference, estimator), wanted, 1.5e-6 * max(1.0, abs(wanted)))
 
 
 def microbatch():

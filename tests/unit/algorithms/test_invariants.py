@@ -43,6 +43,7 @@ def random_batch(seed, rows=6, width=7):
         group=[0] * (rows // 2) + [1] * (rows - rows // 2),
         values=torch.rand(rows, width, generator=g),
         finished=(torch.rand(rows, generator=g) < 0.7).tolist(),
+        reference=old + torch.randn(rows, width, generator=g) * 0.4,
     )
     return batch, new
 
@@ -76,10 +77,17 @@ def check_split_order_and_padding(loss, batch, new, step, seed):
 
 
 TPPO = Tppo(TppoConfig(window_tokens=7, ignored_tail_tokens=1))
+PENALISED = [
+    Dapo(GrpoConfig(kl_coefficient=0.5, kl_estimator="k1")),
+    Dapo(DapoConfig(kl_coefficient=0.5, kl_estimator="k2", correction="token_truncate")),
+    Dapo(GrpoConfig(kl_coefficient=0.5)),
+    Vapo(VapoConfig(kl_coefficient=0.5)),
+    Tppo(TppoConfig(window_tokens=7, ignored_tail_tokens=1, kl_coefficient=0.5)),
+]
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Dapo(DapoConfig()), Dapo(GrpoConfig()), Vapo(VapoConfig()), TPPO]
+    "algorithm", [Dapo(DapoConfig()), Dapo(GrpoConfig()), Vapo(VapoConfig()), TPPO, *PENALISED]
 )
 @given(seed=SEEDS)
 @FAST

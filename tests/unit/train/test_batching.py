@@ -170,3 +170,12 @@ def test_rows_with_gradient_have_an_advantage_or_a_positive_token():
 def test_a_minibatch_without_any_gradient_keeps_its_rows():
     batch = make_batch([[1, 1], [1, 1]], reward=[1, 2])
     assert rows_with_gradient(batch).reward.tolist() == [1, 2]
+
+
+def test_a_penalty_gives_every_row_with_a_token_in_the_policy_loss_a_gradient():
+    mask = [[1, 1], [0, 0], [1, 0], [0, 1]]
+    batch = make_batch(mask, advantages=[[0, 0], [0, 2], [0, 5], [0, -1]], reward=[0, 1, 2, 3])
+    assert rows_with_gradient(batch, has_penalty=True).reward.tolist() == [0, 2, 3]
+    positive = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0]]).bool()
+    imitated = batch.updated(positive_mask=positive)
+    assert rows_with_gradient(imitated, has_penalty=True).reward.tolist() == [0, 1, 2, 3]
