@@ -32,6 +32,7 @@ DECAY = {"lambda_alpha": 0.5, "lambda_min": 0.5}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo": {"name": "dapo"},
     "grpo": {"name": "grpo"},
+    "grpo_penalty": {"name": "grpo", "kl_coefficient": 0.5},
     "vapo": {"name": "vapo", **DECAY},
     "tppo": {
         "name": "tppo",
@@ -91,6 +92,7 @@ def golden_losses(algorithm: str, root: str) -> str:
         seed=(7, 1),
         critic=critic,
         earlier_values=earlier if built.needs_values else None,
+        reference_pin=tiny.policy_pin,
     )
     trainer.close()
     names = [n for n in COLUMNS if n in result.minibatches[0]]

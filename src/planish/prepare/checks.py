@@ -152,6 +152,16 @@ def _held_responses_fit_the_algorithm(parsed: Parsed) -> list[str]:
     return faults
 
 
+def _reference_needs_a_penalty(parsed: Parsed) -> list[str]:
+    pin = _value(parsed, "train.reference_policy")
+    if not pin or _value(parsed, "algorithm.kl_coefficient"):
+        return []
+    return [
+        "`algorithm.kl_coefficient` must be above 0 with `train.reference_policy`, got 0 and "
+        f"{pin!r}; without a penalty no reference is used"
+    ]
+
+
 CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
     _response_limits_agree,
     _buffer_fits,
@@ -161,6 +171,7 @@ CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
     _windows_agree,
     _windows_keep_groups,
     _held_responses_fit_the_algorithm,
+    _reference_needs_a_penalty,
 )
 
 

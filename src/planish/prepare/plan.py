@@ -56,6 +56,9 @@ def _sizes(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[tup
             rows.append(
                 ("updates", f"{-(-prompts * group // minibatch)} optimizer steps an iteration")
             )
+    if algorithm.get("kl_coefficient"):
+        near = train.get("reference_policy") or "the policy that training began with"
+        rows.append(("penalty", f"{algorithm['kl_coefficient']:g} x KL to {near}"))
     rows.append(("rollout shards", str(num_shards)))
     return rows
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planish.avoid import avoided, node_affinity
+from planish.checkpoint.train_state import read_state_info
 from planish.config import config_sha256
 from planish.errors import ConfigError
 from planish.lock import Holder, acquire, current_holder, is_alive
@@ -23,6 +24,8 @@ from planish.prepare.cluster import (
 )
 from planish.prepare.plan import Plan, render
 from planish.prepare.run_file import (
+    Config,
+    Start,
     newest_version,
     open_run_file,
     start_after,
@@ -30,6 +33,7 @@ from planish.prepare.run_file import (
 )
 from planish.prepare.settings import build_config
 from planish.records import layout
+from planish.records.reference import find_reference
 from planish.stage import Artifact, Outcome, execute
 from planish.store import open_store
 
@@ -171,6 +175,27 @@ def _check(
     return config, findings.warnings
 
 
+def check_reference(config: Config, start: Start) -> None:
+    """Look for the reference policy of a KL penalty, where the configuration has one.
+
+    Args:
+        config: resolved configuration.
+        start: what the present run begins with; the train state names the reference.
+
+    Raises:
+        ConfigError: there is none, or it is gone.
+    """
+    pinned = config.get("train", {}).get("reference_policy", "")
+    # A training that has yet to begin takes its own first policy.
+    if config.get("algorithm", {}).get("kl_coefficient") and (pinned or start.policy):
+        find_reference(
+            pinned,
+            policy_pin=start.policy,
+            state_pin=start.state,
+            info=read_state_info(start.state) if start.state and not pinned else {},
+        )
+
+
 def nodes_to_avoid(root: str, wish: Wish) -> list[str]:
     """Return the nodes named first, on this root and on the one that this run starts from."""
     if wish.max_avoided_nodes < 0:
@@ -215,6 +240,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     link = find_link(root, wish.chain_index, wish.num_iterations)
     if link.offset:
         run_file = replace(run_file, initial=start_after(root, link.offset))
+    check_reference(config, run_file.initial)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = Plan(

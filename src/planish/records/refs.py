@@ -72,6 +72,11 @@ class Ref:
         return f"{self.uri}#sha256={self.manifest_sha256}"
 
 
+def is_pin(text: str) -> bool:
+    """Tell whether a text reads `<uri>#sha256=<64 hex digits>`."""
+    return _PIN.match(text) is not None
+
+
 def parse_pin(pin: str) -> tuple[str, str]:
     """Split a pinned URI into (uri, manifest sha256).
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from planish.config import Section
+from planish.records.refs import is_pin
 
 
 class TrainConfig(Section):
@@ -58,6 +59,26 @@ class TrainConfig(Section):
     """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
     timeout_seconds: float = Field(default=1800.0, gt=0.0)
     """How long a rank waits for its peers."""
+    reference_policy: str = ""
+    """Pin (`<uri>#sha256=<digest>`) of the policy that `algorithm.kl_coefficient` holds the policy
+    near; empty is the one that training began with, after the supervised start: its train states
+    name it, so chained and forked runs keep it."""
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what is off: runs without it keep their digest."""
+        table: dict[str, Any] = handler(self)
+        off = [] if self.reference_policy else ["reference_policy"]
+        return {name: value for name, value in table.items() if name not in off}
+
+    @model_validator(mode="after")
+    def _is_pinned(self) -> TrainConfig:
+        if self.reference_policy and not is_pin(self.reference_policy):
+            raise ValueError(
+                "`reference_policy` must read `<uri>#sha256=<64 hex digits>`, got "
+                f"{self.reference_policy!r}; the report of a run names its policies like that"
+            )
+        return self
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -6,6 +6,7 @@ scored, and their parts of the train state.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.checkpoint import train_state as checkpoint
-from planish.errors import LayoutMismatch
+from planish.errors import ConfigError, LayoutMismatch
 from planish.logprobs import TokenScorer, ValueScorer
 from planish.models.critic import (
     Critic,
@@ -50,6 +51,7 @@ class Fsdp2Trainer:
         critic_shape: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the policy in float32, build its critic, shard both and build their optimizers."""
+        self.config = config
         self.ranks = ranks
         self.device = device
         self.temperature = temperature
@@ -57,7 +59,8 @@ class Fsdp2Trainer:
         set_up_torch(config, device)
         torch.manual_seed(_stream_seed(seed, ranks.rank))
         shared: dict[str, Any] = {"config": config, "ranks": ranks, "device": device}
-        model = load_policy(policy_pin, dtype=torch.float32).model
+        loaded = load_policy(policy_pin, dtype=torch.float32)
+        model, self.tokenizer = loaded.model, loaded.tokenizer
         self.critic: ShardedModel | None = None
         self._critic_shape: dict[str, Any] = {}
         if critic is not None:
@@ -113,6 +116,39 @@ class Fsdp2Trainer:
         """Score the tokens in `policy_mask`; log-probabilities and entropies."""
         found = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
         return found[0], found[1]
+
+    def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:
+        """Score the tokens in `policy_mask` under a policy that is loaded for this call alone."""
+        reference = self._load_reference(pin)
+
+        def score(micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
+            return (reference.scorer(micro.input_ids, None, select, self.temperature, False)[0],)
+
+        found = reference.compute(batch, batch.policy_mask, score)[0]
+        reference.close()
+        # Sharded modules refer to each other in circles; the first step needs their memory.
+        gc.collect()
+        return found
+
+    def _load_reference(self, pin: str) -> ShardedModel:
+        loaded = load_policy(pin, dtype=torch.float32)
+        theirs, ours = (x.backend.get_vocab() for x in (loaded.tokenizer, self.tokenizer))
+        if theirs != ours:
+            raise ConfigError(
+                "the reference policy must have the tokens of the policy in training "
+                f"({len(ours)}), got {len(theirs)}, {len(theirs.items() - ours.items())} of them "
+                f"others, in {pin!r}; pin a policy of the same tokenizer by "
+                "`train.reference_policy`"
+            )
+        return ShardedModel(
+            TokenScorer(loaded.model),
+            loaded.model,
+            getattr(loaded.model, loaded.model.base_model_prefix),
+            config=self.config,
+            ranks=self.ranks,
+            device=self.device,
+            is_frozen=True,
+        )
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Return the values of the tokens in `value_mask`, [B, S] float32 on CPU."""

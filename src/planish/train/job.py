@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from planish.algorithms import build_algorithm
 from planish.checkpoint.train_state import STATE_SCHEMA, read_state_info
 from planish.config import parse_section
 from planish.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set
 from planish.records.manifest import Manifest
+from planish.records.reference import find_reference
 from planish.records.refs import Ref, parse_pin
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
@@ -98,11 +100,27 @@ class TrainJob:
     def parents(self) -> dict[str, str]:
         """Return the digests of the inputs by name."""
         pins = {"policy": self.policy_pin, "rewards": self.rewards_pin, "state": self.state_pin}
+        pins["reference"] = self.reference_pin()
         return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
 
     def info(self) -> dict[str, Any]:
         """Return the JSON part of the state before the iteration; empty before the first."""
         return read_state_info(self.state_pin) if self.state_pin else {}
+
+    def reference_pin(self) -> str:
+        """Return the pin of the reference policy; empty for an algorithm without one.
+
+        Raises:
+            ConfigError: there is none, or it is gone.
+        """
+        if not build_algorithm(self.config.get("algorithm", {})).needs_reference:
+            return ""
+        return find_reference(
+            self.train.reference_policy,
+            policy_pin=self.policy_pin,
+            state_pin=self.state_pin,
+            info=self.info(),
+        )
 
 
 @dataclass(frozen=True)

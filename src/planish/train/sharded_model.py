@@ -36,6 +36,8 @@ Score = Callable[[TrainBatch, Tensor], tuple[Tensor, ...]]
 class ShardedModel:
     """A scorer, the optimizer of its parameters and the loop over micro-batches.
 
+    A frozen one only computes: it has neither optimizer nor moments.
+
     Rows without a selected token are not computed, nor are the columns behind the last one.
     """
 
@@ -48,6 +50,7 @@ class ShardedModel:
         config: TrainConfig,
         ranks: Ranks,
         device: torch.device,
+        is_frozen: bool = False,
     ) -> None:
         """Shard a model and build its optimizer.
 
@@ -58,18 +61,23 @@ class ShardedModel:
             config: of the train stage.
             ranks: this process among the training processes.
             device: of this rank.
+            is_frozen: the model is never trained.
         """
         self.config = config
         self.ranks = ranks
         self.device = device
-        if config.activation_checkpointing:
+        if config.activation_checkpointing and not is_frozen:
             _checkpoint_layers(body)
         self.scorer = scorer.to(device)
         if ranks.size > 1:
             self._shard(body)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.buffers = _persistent_buffers(model)
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = None if is_frozen else self._build_optimizer()
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        config = self.config
+        optimizer = torch.optim.AdamW(
             list(self.parameters.values()),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -79,11 +87,12 @@ class ShardedModel:
         )
         # Moments exist from the start, so that a load always finds tensors to fill.
         for parameter in self.parameters.values():
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+        return optimizer
 
     def _shard(self, body: Any) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -141,6 +150,7 @@ class ShardedModel:
             loss_fn: takes the results, [B, S] each and 0 outside the mask, and the micro-batch.
             learning_rate: of this step.
         """
+        assert self.optimizer is not None, "a frozen model makes no step"
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         tally = Tally()
@@ -197,6 +207,7 @@ class ShardedModel:
 
     def moments(self) -> dict[str, Tensor]:
         """Return the optimizer's moments by parameter name: this rank's shards."""
+        assert self.optimizer is not None, "a frozen model has no moments"
         return {
             f"{name}.{key}": value
             for name, parameter in self.parameters.items()
@@ -205,7 +216,8 @@ class ShardedModel:
 
     def close(self) -> None:
         """Let go of model and moments."""
-        self.optimizer.state.clear()
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
         self.parameters.clear()
         del self.scorer
 

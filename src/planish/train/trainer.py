@@ -44,6 +44,22 @@ class Trainer(Protocol):
             Two of [B, S] float32 on CPU, 0 outside the mask.
         """
 
+    def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:
+        """Return log-probabilities of the tokens in `policy_mask` under another policy.
+
+        That policy is in memory during the call only.
+
+        Args:
+            batch: as for `logprobs`.
+            pin: pinned URI of the policy.
+
+        Returns:
+            [B, S] float32 on CPU, 0 outside the mask.
+
+        Raises:
+            ConfigError: its tokens are not those of the policy in training.
+        """
+
     def values(self, batch: TrainBatch) -> Tensor:
         """Return the critic's values of the tokens in `value_mask`, [B, S] float32 on CPU."""
 

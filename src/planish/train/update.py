@@ -1,4 +1,4 @@
-"""One iteration of training: old log-probabilities and values, advantages, optimizer steps.
+"""One iteration of training: log-probabilities and values before it, advantages, optimizer steps.
 
 Knows neither the algorithm's name nor the trainer's; both are protocols.
 
@@ -88,6 +88,7 @@ def run_update(
     critic: CriticConfig | None = None,
     earlier_values: Tensor | None = None,
     waiting: WaitingSet | None = None,
+    reference_pin: str = "",
 ) -> UpdateResult:
     """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
 
@@ -103,6 +104,7 @@ def run_update(
         earlier_values: [B, S] float32, values of tokens that earlier iterations sampled, NaN for
             all others; None where there are none.
         waiting: finished responses that the critic has still to be trained on; None for none.
+        reference_pin: pinned URI of the reference policy, for algorithms that need one.
     """
     critic = critic or CriticConfig()
     if len(batch) == 0:
@@ -120,6 +122,9 @@ def run_update(
         if not progress.pretrain_done:
             rates, passes = replace(rates, policy=None), critic.pretrain_passes
         scalars["pretraining"] = float(not progress.pretrain_done)
+    # While the critic alone is trained, no loss asks for the reference.
+    if algorithm.needs_reference and rates.policy is not None:
+        batch = batch.updated(reference_logprobs=trainer.reference_logprobs(batch, reference_pin))
     parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
     least = critic.min_finished if algorithm.needs_values else 1
     plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
@@ -316,7 +321,8 @@ def _policy_step(
     def loss_fn(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         return algorithm.loss(logprobs, entropy, batch, denominators)
 
-    metrics = trainer.step(rows_with_gradient(minibatch), loss_fn, learning_rate=rate)
+    rows = rows_with_gradient(minibatch, has_penalty=algorithm.needs_reference)
+    metrics = trainer.step(rows, loss_fn, learning_rate=rate)
     return metrics | {"num_tokens": float(minibatch.policy_mask.sum())}
 
 

@@ -21,6 +21,8 @@ from planish.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.records import layout
 from planish.records.io import write_set
+from planish.records.reference import KEY as REFERENCE
+from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
 from planish.records.stream import StreamState
@@ -47,6 +49,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     inputs = read_inputs(job)
     info = job.info()
     algorithm = build_algorithm(job.config.get("algorithm", {}))
+    reference_pin = job.reference_pin()
     device = pick_device(config.device, ranks.rank)
     trainer = open_trainer(
         config,
@@ -73,6 +76,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         critic=job.critic,
         earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
         waiting=inputs.waiting if algorithm.needs_values else None,
+        reference_pin=reference_pin,
     )
     seconds = time.perf_counter() - started
     attributes = _attributes(job, result, ranks)
@@ -135,7 +139,9 @@ def _extra(
     job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks, device: str
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
+    pin = job.reference_pin()
     return {
+        **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
         **result.progress.to_json(),
         "data": stream.to_data(),
         "policy_version": job.iteration,

@@ -13,7 +13,7 @@ from tests.unit.algorithms.batches import make_batch, ragged_mask
 class TableTrainer:
     """A policy and a critic with one free number per column; plain gradient descent."""
 
-    def __init__(self, width, norms=None, value_norms=None, value=0.0):
+    def __init__(self, width, norms=None, value_norms=None, value=0.0, reference=-1.0):
         self.table = torch.full((width,), -1.0, requires_grad=True)
         self.value_table = torch.full((width,), value, requires_grad=True)
         self.norms = norms
@@ -22,11 +22,18 @@ class TableTrainer:
         self.value_rates = []
         self.order = []
         self.scored = []
+        self.reference = reference
+        self.referred = []
 
     def logprobs(self, batch):
         self.scored.append(len(batch))
         logprobs = (self.table.detach() * batch.policy_mask).float()
         return logprobs, torch.full_like(logprobs, 0.5) * batch.policy_mask
+
+    def reference_logprobs(self, batch, pin):
+        self.referred.append((len(batch), pin))
+        self.order.append("reference")
+        return torch.full(batch.policy_mask.shape, self.reference) * batch.policy_mask
 
     def values(self, batch):
         return (self.value_table.detach() * batch.value_mask).float()

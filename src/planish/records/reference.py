@@ -1,0 +1,66 @@
+"""Which policy is the reference of a KL penalty, from the first iteration to the last.
+
+It is the policy that the training began with, after the supervised start, unless the configuration
+pins another. The first train state names it and every later one passes the name on: iterations,
+chained runs and forks, which all go on with a state, keep the reference of the first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planish.errors import ConfigError, ObjectMissing, RecordError
+from planish.records.manifest import read_manifest
+from planish.records.refs import parse_pin
+from planish.records.stream import state_root
+
+KEY = "reference"
+"""Where a train state names the reference: a pin, relative to the root of its run if it lies there,
+so that equal runs have equal states."""
+
+_SCHEMA = "policy/1"
+_REMEDY = "pin the policy to stay near by `train.reference_policy` (`<uri>#sha256=<digest>`)"
+
+
+def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mapping[str, Any]) -> str:
+    """Return the pinned URI of the reference policy; it is there.
+
+    Args:
+        pinned: `train.reference_policy`; wins unless it is empty.
+        policy_pin: policy before the iteration; the reference of the first.
+        state_pin: train state before the iteration; empty before the first.
+        info: JSON part of that state.
+
+    Raises:
+        ConfigError: the training began without a penalty, or the policy is gone.
+        StoreUnavailable: the store does not answer.
+    """
+    pin = pinned or policy_pin
+    if state_pin and not pinned:
+        pin = _named(state_pin, info)
+    uri, digest = parse_pin(pin)
+    try:
+        schema = read_manifest(uri, sha256=digest).schema
+    except (ObjectMissing, RecordError) as error:
+        raise ConfigError(
+            f"the reference policy of the KL penalty must be at {pin!r}, got: {error}; restore it, "
+            f"or {_REMEDY}"
+        ) from None
+    if schema != _SCHEMA:
+        raise ConfigError(
+            f"the reference policy of the KL penalty must be a {_SCHEMA}, got {schema} at {uri!r}; "
+            f"{_REMEDY}"
+        )
+    return pin
+
+
+def _named(state_pin: str, info: Mapping[str, Any]) -> str:
+    named = info.get(KEY)
+    if not isinstance(named, str) or not named:
+        raise ConfigError(
+            "the train state before an iteration with a KL penalty must name the reference policy, "
+            f"got {named!r} in {state_pin!r}; its training began without a penalty: {_REMEDY}, or "
+            "set `algorithm.kl_coefficient` to 0"
+        )
+    return named if "://" in named else f"{state_root(state_pin)}/{named}"

@@ -1,0 +1,216 @@
+"""A KL penalty on real files: its reference from the first iteration through chains and forks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from planish.checkpoint import train_state as api
+from planish.config import config_sha256
+from planish.logprobs import TokenScorer
+from planish.models.policy import load_policy
+from planish.records import layout
+from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
+from planish.records.reports import UpdateReport, read_report
+from planish.store import open_store
+from tests.integration.test_train_processes import do, job_of, largest_difference
+from tests.integration.test_train_stage import failing, train_all
+from tests.unit.train.runs import add_iteration, random_rollouts, start_run, tiny_config, train_once
+
+TOLERANCE = 1e-6
+
+
+def penalised(coefficient=0.5, algorithm="grpo", **train):
+    config = tiny_config(algorithm, **train)
+    if coefficient:
+        config["algorithm"]["kl_coefficient"] = coefficient
+    return config
+
+
+def reconfigured(tiny, config):
+    """The same run under another configuration, as with `allow_config_change`."""
+    document = json.dumps({"config": config}).encode()
+    open_store(tiny.root).write(layout.run_file(tiny.root), document)
+    return replace(tiny, config=config, digest=config_sha256(config))
+
+
+def report_of(tiny, iteration):
+    return read_report(UpdateReport, layout.update(tiny.root, iteration))
+
+
+def reference_of(pin):
+    return api.read_state_info(pin).get("reference")
+
+
+def test_a_fresh_run_is_at_its_reference_and_then_moves_away_from_it(file_root, tmp_path):
+    tiny = start_run(file_root, penalised())
+    first, second = train_all(tiny, tmp_path, (1, 2))
+    steps = [step["reference_kl"] for k in (1, 2) for step in report_of(tiny, k).minibatches]
+    assert abs(steps[0]) < 1e-6
+    assert min(steps[1:]) > 1e-5
+    # Every mini-batch of the second iteration is farther away than the first two were.
+    assert min(steps[4:]) > max(steps[:2])
+    metrics = json.loads((tmp_path / "2" / "metrics").read_text())
+    assert metrics["reference_kl"] == pytest.approx(sum(steps[4:]) / 4)
+    assert reference_of(first) == reference_of(second)
+    assert f"{file_root}/{reference_of(second)}" == tiny.policy_pin
+    parents = read_manifest(parse_pin(second)[0]).parents
+    assert parents["reference"] == parse_pin(tiny.policy_pin)[1]
+
+
+def test_equal_runs_have_equal_states_and_runs_without_a_penalty_name_no_reference(tmp_path):
+    digests, plain = [], []
+    for name in ("a", "b"):
+        tiny = start_run(f"file://{tmp_path}/{name}", penalised())
+        digests.append([parse_pin(p)[1] for p in train_all(tiny, tmp_path / f"{name}-out", (1, 2))])
+        plain = start_run(f"file://{tmp_path}/{name}-plain", penalised(0.0))
+    assert digests[0] == digests[1]
+    (pin,) = train_all(plain, tmp_path / "plain", (1,))
+    assert reference_of(pin) is None
+    assert "reference" not in read_manifest(parse_pin(pin)[0]).parents
+    assert "reference_kl" not in report_of(plain, 1).scalars
+
+
+def test_later_iterations_keep_the_first_policy_whatever_policy_sampled(file_root, tmp_path):
+    tiny = start_run(file_root, penalised())
+    (first,) = train_all(tiny, tmp_path, (1,))
+    # As in a run, the policy of iteration 2 is not that of iteration 1.
+    ref = api.export_hf(
+        first,
+        layout.policy(file_root, 1),
+        source=tiny.policy_pin,
+        parents={},
+        attributes={"policy_version": 1},
+    )
+    moved = replace(tiny, policy_pin=ref.pin())
+    rewards = add_iteration(tiny, 2)
+    second = train_once(moved, 2, first, rewards, tmp_path / "2")
+    assert reference_of(second) == reference_of(first)
+    assert report_of(tiny, 2).minibatches[0]["reference_kl"] > 1e-5
+
+
+def test_a_fork_keeps_the_reference_of_the_other_root_and_passes_it_on(tmp_path):
+    old = start_run(f"file://{tmp_path}/old", penalised())
+    state, going_on = train_all(old, tmp_path / "old-out", (1, 2))
+    fork = start_run(f"file://{tmp_path}/fork", penalised())
+    # It goes on where the other was after one iteration; prompts are numbered on.
+    forked = train_all(replace(fork, policy_pin=old.policy_pin), tmp_path / "out", (2, 3), state)
+    assert [reference_of(pin) for pin in forked] == [old.policy_pin] * 2
+    assert reference_of(going_on) == old.policy_pin.removeprefix(f"{old.root}/")
+    assert report_of(fork, 2).minibatches == report_of(old, 2).minibatches
+
+
+def test_a_pinned_reference_is_used_and_named_by_the_state(file_root, tmp_path):
+    other = start_run(f"{file_root}-other", penalised(0.0))
+    (pin,) = train_all(other, tmp_path / "other", (1,))
+    ref = api.export_hf(
+        pin,
+        layout.policy(other.root, 1),
+        source=other.policy_pin,
+        parents={},
+        attributes={"policy_version": 1},
+    )
+    tiny = start_run(file_root, penalised(reference_policy=ref.pin()))
+    (state,) = train_all(tiny, tmp_path, (1,))
+    assert reference_of(state) == ref.pin()
+    assert report_of(tiny, 1).minibatches[0]["reference_kl"] > 1e-5
+
+
+def test_a_penalty_after_iterations_without_one_needs_a_pinned_reference(file_root, tmp_path):
+    tiny = start_run(file_root, penalised(0.0))
+    (state,) = train_all(tiny, tmp_path, (1,))
+    rewards = add_iteration(tiny, 2)
+    late = reconfigured(tiny, penalised())
+    code, error = failing(late, 2, state, rewards, tmp_path / "2")
+    assert code == 2
+    assert "must name the reference policy" in error
+    assert "`train.reference_policy`" in error
+    told = reconfigured(tiny, penalised(reference_policy=tiny.policy_pin))
+    pin = train_once(told, 2, state, rewards, tmp_path / "3")
+    assert f"{file_root}/{reference_of(pin)}" == tiny.policy_pin
+
+
+def test_a_reference_that_is_gone_ends_the_task_with_a_fault_of_configuration(file_root, tmp_path):
+    tiny = start_run(file_root, penalised())
+    (state,) = train_all(tiny, tmp_path, (1,))
+    ref = api.export_hf(
+        state,
+        layout.policy(file_root, 1),
+        source=tiny.policy_pin,
+        parents={},
+        attributes={"policy_version": 1},
+    )
+    open_store(file_root).delete(f"{layout.policy(file_root, 0)}/manifest.json")
+    moved = replace(tiny, policy_pin=ref.pin())
+    code, error = failing(moved, 2, state, add_iteration(tiny, 2), tmp_path / "2")
+    assert code == 2
+    assert "restore it, or pin the policy" in error
+
+
+def drift(tiny, state_pin, folder):
+    """Mean k3 of the trained policy against the first one on responses that neither has seen."""
+    uri = f"{tiny.root}/{folder}"
+    ref = api.export_hf(
+        state_pin, uri, source=tiny.policy_pin, parents={}, attributes={"policy_version": 9}
+    )
+    trained = TokenScorer(load_policy(ref.pin()).model)
+    first = TokenScorer(tiny.policy.model)
+    rollouts = random_rollouts(tiny.policy, 77)
+    total, count = 0.0, 0
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_tokens.row(rollouts.group_index[row])
+        ids = torch.tensor([*prompt, *rollouts.response_tokens.row(row)]).long()[None]
+        select = torch.arange(ids.shape[1])[None] >= len(prompt)
+        with torch.no_grad():
+            d = trained(ids, None, select, 1.0)[0] - first(ids, None, select, 1.0)[0]
+        total += float((d.neg().exp() + d - 1).sum())
+        count += len(d)
+    return total / count
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_large_coefficient_holds_the_policy_near_the_reference(tmp_path, estimator):
+    drifts = {}
+    for coefficient in (0.0, 50.0):
+        config = penalised(coefficient)
+        if coefficient:
+            config["algorithm"]["kl_estimator"] = estimator
+        tiny = start_run(f"file://{tmp_path}/{coefficient}", config)
+        pins = train_all(tiny, tmp_path / f"{coefficient}-out", range(1, 5))
+        drifts[coefficient] = drift(tiny, pins[-1], "last")
+    print(f"k3 to the first policy after 16 steps {drifts}")
+    assert drifts[0.0] > 1e-3
+    assert drifts[50.0] < drifts[0.0] / 5
+
+
+@pytest.fixture(scope="module")
+def one_and_two(tmp_path_factory):
+    """Two iterations with a penalty, trained by one process and by two."""
+    results = {}
+    for processes in (1, 2):
+        folder = tmp_path_factory.mktemp(f"penalised{processes}")
+        tiny = start_run(f"file://{folder}/root", penalised(tokens_per_microbatch=96))
+        state_pin, steps = "", []
+        for iteration in (1, 2):
+            add_iteration(tiny, iteration)
+            state_pin, report, tensors = do(job_of(tiny, iteration, state_pin, processes))
+            steps += report.minibatches
+        results[processes] = (state_pin, steps, tensors)
+    return results
+
+
+def test_two_processes_have_losses_divergence_and_weights_of_one(one_and_two):
+    (pin, steps, tensors), (other_pin, others, moved) = (one_and_two[k] for k in (1, 2))
+    for one, two in zip(steps, others, strict=True):
+        assert one.keys() == two.keys()
+        for name in ("loss", "grad_norm", "entropy", "approx_kl", "reference_kl"):
+            assert two[name] == pytest.approx(one[name], abs=TOLERANCE, rel=TOLERANCE), name
+    assert abs(others[0]["reference_kl"]) < TOLERANCE < others[-1]["reference_kl"]
+    difference = largest_difference(tensors, moved)
+    print(f"largest difference of weights and moments with a penalty {difference:.2e}")
+    assert difference < TOLERANCE
+    assert reference_of(pin) == reference_of(other_pin)
