@@ -51,6 +51,13 @@ PANELS: tuple[Panel, ...] = (
         (Curve("approximate KL", "teal", (update("approx_kl"),)),),
     ),
     Panel(
+        "Distance from the reference",
+        "estimated KL (nats per token)",
+        "How far the policy is from the reference that the penalty holds it near. It levels off "
+        "where the penalty weighs as much as the reward; a smaller coefficient lets it go further.",
+        (Curve("KL to the reference", "teal", (update("reference_kl"),)),),
+    ),
+    Panel(
         "Gradient norm",
         "global norm before clipping",
         "Size of the gradient before it is limited. Steady is good; growth over several "

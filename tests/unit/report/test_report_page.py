@@ -254,3 +254,12 @@ def test_metrics_are_the_known_scalars(healthy_facts):
     assert metrics["num_failed_tasks"] == 0.0
     empty = RunFacts("file:///r")
     assert "accuracy_after" not in as_metrics(as_summary(empty, key_numbers(empty, "FAILED")))
+
+
+def test_the_distance_from_a_reference_is_drawn_for_runs_with_a_penalty_only():
+    plain = RunFacts("file:///r", updates={k: {"approx_kl": 0.01 * k} for k in (1, 2)})
+    assert "Distance from the reference" not in pages(plain)[0]
+    facts = RunFacts("file:///r", updates={k: {"reference_kl": 0.01 * k} for k in (1, 2)})
+    html = pages(facts)[0]
+    assert "Distance from the reference" in html
+    assert "estimated KL (nats per token)" in html
