@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from planish.checkpoint.train_state import read_state_info
+from planish.records import layout
+from planish.records.io import read_manifest
 from tests.integration import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -58,3 +60,18 @@ def test_a_run_can_start_from_the_end_of_another_root(four: str, tmp_path: Path)
     assert manifest["attributes"]["cursor"] == {
         name: before["data"][name] for name in ("next", "pending")
     }
+
+
+def test_chained_and_forked_runs_keep_the_reference_of_the_first(tmp_path: Path) -> None:
+    root, fork, log = (tmp_path / "run").as_uri(), (tmp_path / "fork").as_uri(), tmp_path / "log"
+    penalty = {"overrides": "algorithm.kl_coefficient=0.04"}
+    runs.run(root, log, iterations=1, **penalty)
+    runs.run(root, log, iterations=1, chain_index=1, **penalty)
+    runs.run(fork, log, iterations=1, resume_from=root, **penalty)
+    first = read_manifest(layout.policy(root, 0)).sha256
+    assert read_state_info(runs.newest_state(root))["reference"] == f"policies/00000#sha256={first}"
+    named = read_state_info(runs.newest_state(fork))["reference"]
+    assert named == f"{layout.policy(root, 0)}#sha256={first}"
+    for place, count in ((root, 2), (fork, 1)):
+        states = runs.manifests(place, "/states/")
+        assert [m["parents"]["reference"] for m in states.values()] == [first] * count

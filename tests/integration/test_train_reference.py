@@ -17,6 +17,7 @@ from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.store import open_store
+from tests.integration.test_train_critic import critic_config, train_windows
 from tests.integration.test_train_processes import do, job_of, largest_difference
 from tests.integration.test_train_stage import failing, train_all
 from tests.unit.train.runs import add_iteration, random_rollouts, start_run, tiny_config, train_once
@@ -149,6 +150,22 @@ def test_a_reference_that_is_gone_ends_the_task_with_a_fault_of_configuration(fi
     code, error = failing(moved, 2, state, add_iteration(tiny, 2), tmp_path / "2")
     assert code == 2
     assert "restore it, or pin the policy" in error
+
+
+def test_value_pretraining_only_names_the_reference_and_windows_are_held_near_it(
+    file_root, tmp_path
+):
+    config = critic_config("tppo", pretrain_iterations=1)
+    config["algorithm"]["kl_coefficient"] = 0.5
+    tiny = start_run(file_root, config)
+    first, second = train_windows(tiny, tmp_path, (1, 2))
+    assert f"{file_root}/{reference_of(first)}" == tiny.policy_pin
+    assert reference_of(second) == reference_of(first)
+    assert all("reference_kl" not in step for step in report_of(tiny, 1).minibatches)
+    steps = [step["reference_kl"] for step in report_of(tiny, 2).minibatches]
+    # The policy has stood still so far.
+    assert abs(steps[0]) < 1e-6
+    assert min(steps[1:]) > 1e-5
 
 
 def drift(tiny, state_pin, folder):

@@ -56,7 +56,8 @@ class ClippedPolicyConfig(Section):
     aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
     `train.reference_policy` says which policy is the reference."""
     kl_estimator: KlEstimator = "k3"
-    """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4)."""
+    """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4),
+    `k2` has the gradient of the divergence, `k1` pulls nowhere on average."""
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from planish.algorithms import build_algorithm
@@ -100,15 +101,16 @@ class TrainJob:
     def parents(self) -> dict[str, str]:
         """Return the digests of the inputs by name."""
         pins = {"policy": self.policy_pin, "rewards": self.rewards_pin, "state": self.state_pin}
-        pins["reference"] = self.reference_pin()
+        pins |= {"reference": self.reference_pin}
         return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
 
     def info(self) -> dict[str, Any]:
         """Return the JSON part of the state before the iteration; empty before the first."""
         return read_state_info(self.state_pin) if self.state_pin else {}
 
+    @cached_property
     def reference_pin(self) -> str:
-        """Return the pin of the reference policy; empty for an algorithm without one.
+        """Pin of the reference policy; empty for an algorithm without one.
 
         Raises:
             ConfigError: there is none, or it is gone.

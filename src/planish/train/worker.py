@@ -49,7 +49,6 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     inputs = read_inputs(job)
     info = job.info()
     algorithm = build_algorithm(job.config.get("algorithm", {}))
-    reference_pin = job.reference_pin()
     device = pick_device(config.device, ranks.rank)
     trainer = open_trainer(
         config,
@@ -76,7 +75,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         critic=job.critic,
         earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
         waiting=inputs.waiting if algorithm.needs_values else None,
-        reference_pin=reference_pin,
+        reference_pin=job.reference_pin,
     )
     seconds = time.perf_counter() - started
     attributes = _attributes(job, result, ranks)
@@ -139,7 +138,7 @@ def _extra(
     job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks, device: str
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
-    pin = job.reference_pin()
+    pin = job.reference_pin
     return {
         **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
         **result.progress.to_json(),

@@ -191,17 +191,17 @@ def job_of(tiny, **changes):
 
 def test_a_job_names_the_reference_as_an_input_where_it_has_one(tiny):
     job = job_of(tiny)
-    assert job.reference_pin() == ""
+    assert job.reference_pin == ""
     assert job.parents().keys() == {"policy", "rewards"}
     config = tiny_config("grpo")
     config["algorithm"]["kl_coefficient"] = 0.04
     job = replace(job, config=config)
-    assert job.reference_pin() == tiny.policy_pin
+    assert job.reference_pin == tiny.policy_pin
     assert job.parents()["reference"] == tiny.policy_pin[-64:]
     wide = build_policy(ModelConfig(num_layers=1, hidden_size=48, head_dim=16), seed=0)
     pin = saved(tiny, "pinned", wide)
     pinned = replace(job, config={**config, "train": {**TINY, "reference_policy": pin}})
-    assert pinned.reference_pin() == pin
+    assert pinned.reference_pin == pin
 
 
 def test_a_pinned_reference_must_be_a_pin_and_needs_a_penalty():
