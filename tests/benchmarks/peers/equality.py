@@ -26,12 +26,11 @@ from torch import Tensor
 
 from planish.algorithms.advantages import gae, group_advantages, terminal_rewards
 from planish.algorithms.base import Denominators
+from planish.algorithms.clipped_policy import ClippedPolicyConfig, clipped_policy_loss
 from planish.algorithms.losses import (
     aggregate,
-    clipped_surrogate,
     kl_estimate,
     loss_counts,
-    policy_ratio,
     value_losses,
 )
 from planish.algorithms.masked import masked_whiten
@@ -42,6 +41,7 @@ from planish.models.policy import build_policy
 from planish.shaping import overlong_penalty
 from tests.benchmarks.facts import write_result
 from tests.benchmarks.peers.exchange import Case, Tensors, ask
+from tests.unit.algorithms.batches import make_batch
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-6
@@ -77,7 +77,7 @@ BY_DESIGN = {
         "loss_type dapo divides by the tokens of the whole generation batch: `batch-token` here; "
         "the paper's and our default is the mini-batch (`token-mean`), loss_type bnpo there",
         "group advantages are not a function there; they divide by std + 1e-4, here + 1e-6",
-        "the log ratio is cut to +-20 here, not there",
+        "the log ratio is cut to +-20 here, not there, nor are the estimates of KL to +-10",
         "a sequence without a trained token counts in the averages over sequences there, not here",
         "no dynamic sampling, value model or GAE in version 1.16",
     ],
@@ -133,24 +133,45 @@ def with_gradient(loss: Tensor, leaf: Tensor) -> Tensors:
     return {"loss": loss.detach(), "gradient": gradient}
 
 
-def our_policy_loss(
-    x: Tensors,
-    mode: str,
-    dual_clip: float | None,
-    *,
-    weights: Tensor | None = None,
-    beta: float = 0.0,
-) -> Tensors:
+def our_loss(x: Tensors, mode: str, *, weights: bool = False, **changes: Any) -> Tensors:
+    """The loss that recipes train on, with a penalty where `changes` asks for one."""
     logprobs = x["logprobs"].clone().requires_grad_(True)
-    ratio = policy_ratio(logprobs, x["old_logprobs"])
-    losses = clipped_surrogate(ratio, x["advantages"], dual_clip=dual_clip, **CLIP)
-    if weights is not None:
-        losses = losses * weights
-    if beta:
-        losses = losses + beta * kl_estimate(logprobs, x["reference"], "k3")
-    counts = denominators(x["mask"])
-    loss = aggregate(losses, x["mask"] != 0, mode, counts, norm_tokens=COLUMNS)
-    return with_gradient(loss, logprobs)
+    names = ("old_logprobs", "rollout_logprobs", "advantages")
+    batch = make_batch(x["mask"] != 0).updated(**pick(x, *names), reference_logprobs=x["reference"])
+    config = ClippedPolicyConfig(
+        aggregation=mode, norm_tokens=COLUMNS, **CLIP, **changes,
+        correction="token_truncate" if weights else "off",
+    )  # fmt: skip
+    entropy = torch.zeros_like(logprobs)
+    output = clipped_policy_loss(logprobs, entropy, batch, denominators(x["mask"]), config)
+    found = with_gradient(output.loss, logprobs)
+    if config.kl_coefficient:
+        total, count = output.means["reference_kl"]
+        found["reference_kl"] = total / count
+    return found
+
+
+def verl_penalties(x: Tensors, info: dict[str, dict[str, Any]]) -> dict[str, Comparison]:
+    found = {}
+    names = ("old_logprobs", "logprobs", "advantages", "mask", "reference")
+    weights = correction_weights(
+        x["old_logprobs"], x["rollout_logprobs"], x["mask"] != 0, mode="token_truncate"
+    )
+    for mode, theirs in VERL_MODES.items():
+        for estimator in ("k1", "k2", "k3"):
+            settings = {
+                "mode": theirs, "dual_clip": None, **CLIP, "kl_coefficient": 0.04,
+                "kl_estimator": estimator, "global_batch_info": info.get(mode, {}),
+            }  # fmt: skip
+            for weighted in (False, True):
+                inputs = pick(x, *names) | ({"weights": weights} if weighted else {})
+                ours = our_loss(x, mode, weights=weighted, kl_coefficient=0.04,
+                                kl_estimator=estimator)  # fmt: skip
+                name = f"policy loss, {mode}, {estimator} penalty 0.04"
+                found[name + (", importance weights" if weighted else "")] = Comparison(
+                    Case("policy_loss", inputs, settings), ours
+                )
+    return found
 
 
 def verl_policy_losses(x: Tensors) -> dict[str, Comparison]:
@@ -164,7 +185,7 @@ def verl_policy_losses(x: Tensors) -> dict[str, Comparison]:
             settings = {"mode": theirs, "dual_clip": dual_clip, **CLIP,
                         "global_batch_info": info.get(mode, {})}  # fmt: skip
             found[f"policy loss, {mode}, dual clip {dual_clip}"] = Comparison(
-                Case("policy_loss", inputs, settings), our_policy_loss(x, mode, dual_clip)
+                Case("policy_loss", inputs, settings), our_loss(x, mode, dual_clip=dual_clip)
             )
     weights = correction_weights(
         x["old_logprobs"], x["rollout_logprobs"], x["mask"] != 0, mode="token_truncate"
@@ -172,9 +193,9 @@ def verl_policy_losses(x: Tensors) -> dict[str, Comparison]:
     settings = {"mode": "token-mean", "dual_clip": None, **CLIP, "global_batch_info": {}}
     found["policy loss, token-mean, truncated importance weights"] = Comparison(
         Case("policy_loss", {**inputs, "weights": weights}, settings),
-        our_policy_loss(x, "token-mean", None, weights=weights),
+        our_loss(x, "token-mean", weights=True),
     )
-    return found
+    return {**found, **verl_penalties(x, info)}
 
 
 def value_comparisons(x: Tensors) -> dict[str, Comparison]:
@@ -283,7 +304,7 @@ def trl_comparisons(seed: int, dtype: torch.dtype) -> dict[str, Comparison]:
     counts = denominators(x["mask"])
     found = {}
     for mode, loss_type in TRL_MODES.items():
-        for dual_clip, beta in ((None, 0.0), (3.0, 0.0), (None, 0.04)):
+        for dual_clip, beta in ((None, 0.0), (3.0, 0.0), (None, 0.04), (3.0, 0.5)):
             settings = {
                 "loss_type": loss_type, "dual_clip": dual_clip, "beta": beta, "steps": STEPS,
                 "norm_tokens": COLUMNS, "batch_tokens": counts.batch["tokens"], **CLIP,
@@ -291,7 +312,7 @@ def trl_comparisons(seed: int, dtype: torch.dtype) -> dict[str, Comparison]:
             name = f"policy loss, {mode} (loss_type {loss_type}), dual clip {dual_clip}"
             found[f"{name}, k3 penalty {beta}"] = Comparison(
                 Case("policy_loss", inputs, settings),
-                our_policy_loss(x, mode, dual_clip, beta=beta),
+                our_loss(x, mode, dual_clip=dual_clip, kl_coefficient=beta),
             )
     return found
 

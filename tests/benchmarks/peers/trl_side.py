@@ -84,7 +84,10 @@ def policy_loss(x: Tensors, s: dict[str, Any]) -> Tensors:
         inputs["ref_per_token_logps"] = x["reference"]
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     loss.backward()
-    return {"loss": loss.detach(), "gradient": given.grad}
+    found = {"loss": loss.detach(), "gradient": given.grad}
+    if s["beta"]:
+        found["reference_kl"] = given.new_tensor(trainer._metrics["train"]["kl"][0])
+    return found
 
 
 FUNCTIONS = {f.__name__: f for f in (logprobs, overlong, policy_loss)}

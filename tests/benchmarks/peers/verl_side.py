@@ -64,8 +64,15 @@ def policy_loss(x: Tensors, s: dict[str, Any]) -> Tensors:
         config=config,
         rollout_is_weights=weights,
     )
+    found = {}
+    if s.get("kl_coefficient"):
+        # As `ppo_loss` of verl's workers adds it.
+        divergence = core_algos.kl_penalty(logprobs, x["reference"], s["kl_estimator"])
+        penalty = core_algos.agg_loss(divergence, x["mask"], s["mode"], **config.global_batch_info)
+        loss = loss + s["kl_coefficient"] * penalty
+        found["reference_kl"] = core_algos.agg_loss(divergence.detach(), x["mask"], "token-mean")
     loss.backward()
-    return {"loss": loss.detach(), "gradient": logprobs.grad}
+    return {**found, "loss": loss.detach(), "gradient": logprobs.grad}
 
 
 def value_loss(x: Tensors, s: dict[str, Any]) -> Tensors:
