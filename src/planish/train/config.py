@@ -64,13 +64,6 @@ class TrainConfig(Section):
     near; empty is the one that training began with, after the supervised start: its train states
     name it, so chained and forked runs keep it."""
 
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off: runs without it keep their digest."""
-        table: dict[str, Any] = handler(self)
-        off = [] if self.reference_policy else ["reference_policy"]
-        return {name: value for name, value in table.items() if name not in off}
-
     @model_validator(mode="after")
     def _is_pinned(self) -> TrainConfig:
         if self.reference_policy and not is_pin(self.reference_policy):
@@ -85,6 +78,7 @@ class TrainConfig(Section):
         """Leave out what is off: runs without it keep their digest."""
         table: dict[str, Any] = handler(self)
         off = [] if self.selection != "all" else ["selection", "max_groups"]
+        off += [] if self.reference_policy else ["reference_policy"]
         return {name: value for name, value in table.items() if name not in off}
 
     @model_validator(mode="after")
