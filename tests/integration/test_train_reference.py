@@ -135,6 +135,17 @@ def test_a_penalty_after_iterations_without_one_needs_a_pinned_reference(file_ro
     assert f"{file_root}/{reference_of(pin)}" == tiny.policy_pin
 
 
+def test_an_iteration_without_a_penalty_passes_the_reference_on(file_root, tmp_path):
+    tiny = start_run(file_root, penalised())
+    (first,) = train_all(tiny, tmp_path, (1,))
+    (second,) = train_all(reconfigured(tiny, penalised(0.0)), tmp_path / "off", (2,), first)
+    (third,) = train_all(reconfigured(tiny, penalised()), tmp_path / "on", (3,), second)
+    assert reference_of(first) == reference_of(second) == reference_of(third)
+    assert "reference" not in read_manifest(parse_pin(second)[0]).parents
+    assert "reference_kl" not in report_of(tiny, 2).scalars
+    assert "reference_kl" in report_of(tiny, 3).scalars
+
+
 def test_a_reference_that_is_gone_ends_the_task_with_a_fault_of_configuration(file_root, tmp_path):
     tiny = start_run(file_root, penalised())
     (state,) = train_all(tiny, tmp_path, (1,))

@@ -55,12 +55,20 @@ def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mappin
     return pin
 
 
-def _named(state_pin: str, info: Mapping[str, Any]) -> str:
+def named_reference(state_pin: str, info: Mapping[str, Any]) -> str:
+    """Return the whole pin that a train state names; empty where it names none."""
     named = info.get(KEY)
     if not isinstance(named, str) or not named:
+        return ""
+    return named if "://" in named else f"{state_root(state_pin)}/{named}"
+
+
+def _named(state_pin: str, info: Mapping[str, Any]) -> str:
+    pin = named_reference(state_pin, info)
+    if not pin:
         raise ConfigError(
             "the train state before an iteration with a KL penalty must name the reference policy, "
-            f"got {named!r} in {state_pin!r}; its training began without a penalty: {_REMEDY}, or "
-            "set `algorithm.kl_coefficient` to 0"
+            f"got {info.get(KEY)!r} in {state_pin!r}; its training began without a penalty: "
+            f"{_REMEDY}, or set `algorithm.kl_coefficient` to 0"
         )
-    return named if "://" in named else f"{state_root(state_pin)}/{named}"
+    return pin

@@ -22,6 +22,7 @@ from planish.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.records import layout
 from planish.records.io import write_set
 from planish.records.reference import KEY as REFERENCE
+from planish.records.reference import named_reference
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
@@ -138,7 +139,8 @@ def _extra(
     job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks, device: str
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
-    pin = job.reference_pin
+    # A run without a penalty passes the name on to one that has it again.
+    pin = job.reference_pin or named_reference(job.state_pin, job.info())
     return {
         **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
         **result.progress.to_json(),
