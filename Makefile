@@ -48,7 +48,7 @@ check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a fe
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
 
 servers:  ## build the test servers from their Go modules into .cache/bin
 	tests/servers/build.sh minio etcd kubernetes

@@ -115,6 +115,7 @@ def judged(rollouts: RolloutSet, ordinals: list[int]) -> RewardSet:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(options=RUNS, shards=SHARDS, max_groups=st.integers(1, 6))
 def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
@@ -142,6 +143,7 @@ def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
     assert set(training.values.to_rows()) == {key for key, t in run.carried.items() if t}
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(options=RUNS, shards=SHARDS, min_finished=st.integers(2, 12))
 def test_every_finished_response_enters_exactly_one_critic_update_or_still_waits(
