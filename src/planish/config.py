@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from planish.errors import ConfigError
 
@@ -43,6 +50,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )
+
+    def _off(self) -> list[str]:
+        """Return the settings that a dump leaves out: runs without them keep their digest."""
+        return []
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        table: dict[str, Any] = handler(self)
+        off = self._off()
+        return {name: value for name, value in table.items() if name not in off}
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -10,9 +10,9 @@ of GRPO, arXiv 2402.03300, equations 3 and 4.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from planish.algorithms.base import Denominators, LossOutput, TrainBatch
 from planish.algorithms.losses import (
@@ -59,12 +59,8 @@ class ClippedPolicyConfig(Section):
     """How the divergence of a token is estimated; `k3` is GRPO's (arXiv 2402.03300, equation 4),
     `k2` has the gradient of the divergence, `k1` pulls nowhere on average."""
 
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a penalty that is off: runs without it keep their digest."""
-        table: dict[str, Any] = handler(self)
-        off = [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
-        return {name: value for name, value in table.items() if name not in off}
+    def _off(self) -> list[str]:
+        return [] if self.kl_coefficient else ["kl_coefficient", "kl_estimator"]
 
     @model_validator(mode="after")
     def _complete(self) -> ClippedPolicyConfig:

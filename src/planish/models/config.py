@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from planish.config import Section
 from planish.tokens import check_stop_strings
@@ -69,11 +63,8 @@ class ModelConfig(Section):
         check_stop_strings(stop_strings)
         return stop_strings
 
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off: runs without it keep their digest."""
-        table: dict[str, Any] = handler(self)
-        return {k: v for k, v in table.items() if k != "stop_strings" or self.stop_strings}
+    def _off(self) -> list[str]:
+        return [] if self.stop_strings else ["stop_strings"]
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

@@ -5,9 +5,9 @@ Source: DAPO, arXiv 2503.14476, sections 3.2 and 4.1, and its public training sc
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from planish.config import Section
 from planish.engines import ENGINES
@@ -68,13 +68,9 @@ class RolloutConfig(Section):
     threads: int = Field(default=1, ge=1)
     """Torch threads of the process."""
 
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off: runs without it keep their digest."""
-        table: dict[str, Any] = handler(self)
+    def _off(self) -> list[str]:
         off = [] if self.max_staleness else ["max_staleness"]
-        off += [] if self.window_tokens else ["window_tokens", "unfinished"]
-        return {name: value for name, value in table.items() if name not in off}
+        return off + ([] if self.window_tokens else ["window_tokens", "unfinished"])
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from planish.config import Section
 from planish.records.refs import is_pin
@@ -73,13 +73,9 @@ class TrainConfig(Section):
             )
         return self
 
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off: runs without it keep their digest."""
-        table: dict[str, Any] = handler(self)
+    def _off(self) -> list[str]:
         off = [] if self.selection != "all" else ["selection", "max_groups"]
-        off += [] if self.reference_policy else ["reference_policy"]
-        return {name: value for name, value in table.items() if name not in off}
+        return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")
     def _has_its_limit(self) -> TrainConfig:
@@ -129,12 +125,8 @@ class CriticConfig(Section):
     """Rollout batches in a row on which every given rule must hold, each before it is trained on;
     the last of them trains the policy already."""
 
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off: runs without it keep their digest."""
-        table: dict[str, Any] = handler(self)
-        off = [] if self.min_finished > 1 else ["min_finished"]
-        return {name: value for name, value in table.items() if name not in off}
+    def _off(self) -> list[str]:
+        return [] if self.min_finished > 1 else ["min_finished"]
 
     @model_validator(mode="after")
     def _has_its_path(self) -> CriticConfig:
