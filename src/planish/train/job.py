@@ -104,6 +104,7 @@ class TrainJob:
         pins |= {"reference": self.reference_pin}
         return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
 
+    @cached_property
     def info(self) -> dict[str, Any]:
         """Return the JSON part of the state before the iteration; empty before the first."""
         return read_state_info(self.state_pin) if self.state_pin else {}
@@ -121,7 +122,7 @@ class TrainJob:
             self.train.reference_policy,
             policy_pin=self.policy_pin,
             state_pin=self.state_pin,
-            info=self.info(),
+            info=self.info,
         )
 
 
@@ -196,7 +197,7 @@ def read_inputs(job: TrainJob) -> Inputs:
         if carried:
             ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
     # The sets that the state before names are used up: the rollouts took over all their groups.
-    before = parse_data(job.info().get("data", fresh_cursor()))
+    before = parse_data(job.info.get("data", fresh_cursor()))
     places = ordinals if carry else draw_order([part.num_groups for part in sets])
     return Inputs(
         rollouts=RolloutSet.concat(sets),

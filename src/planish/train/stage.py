@@ -117,7 +117,7 @@ def _next_step(job: TrainJob) -> int:
         ConfigError: the state belongs to another iteration of this run; the state of another run
             may be of any.
     """
-    info = job.info()
+    info = job.info
     own = bool(info) and state_root(job.state_pin) == job.root
     if own and info["policy_version"] >= job.iteration:
         raise ConfigError(

@@ -48,7 +48,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     """
     config = job.train
     inputs = read_inputs(job)
-    info = job.info()
+    info = job.info
     algorithm = build_algorithm(job.config.get("algorithm", {}))
     device = pick_device(config.device, ranks.rank)
     trainer = open_trainer(
@@ -140,7 +140,7 @@ def _extra(
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
     # A run without a penalty passes the name on to one that has it again.
-    pin = job.reference_pin or named_reference(job.state_pin, job.info())
+    pin = job.reference_pin or named_reference(job.state_pin, job.info)
     return {
         **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
         **result.progress.to_json(),
