@@ -49,23 +49,18 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     prompts = rollouts.prompt_tokens.take(groups)
     responses = rollouts.response_tokens.take(rows)
     _refuse_empty(rows, prompts, responses, rollouts)
-    starts, ends = prompts.lengths, prompts.lengths + responses.lengths
-    shape = (len(rows), int(ends.max()) if len(rows) else 1)
-    column = np.arange(shape[1])
-    real = column < ends[:, None]
-    in_response = real & (column >= starts[:, None])
-    trained = real & (column >= (starts + rollouts.window_start[rows])[:, None])
-    input_ids = np.zeros(shape, np.int64)
-    input_ids[real & ~in_response] = prompts.values
-    input_ids[in_response] = responses.values
+    lengths = prompts.lengths + responses.lengths
+    shape = (len(rows), int(lengths.max()) if len(rows) else 1)
+    input_ids, real, in_response = join_tokens(prompts, responses, shape[1])
+    starts = prompts.lengths + rollouts.window_start[rows]
+    trained = real & (np.arange(shape[1]) >= starts[:, None])
     logprobs = np.zeros(shape, np.float32)
     logprobs[in_response] = rollouts.rollout_logprobs.take(rows).values
     truncated = rollouts.finish[rows] == FinishReason.LENGTH
     zeros = torch.zeros(shape, dtype=torch.float32)
     return TrainBatch(
         input_ids=torch.from_numpy(input_ids),
-        # Positions run on over padding: one that starts again at 0 would begin a packed sequence.
-        position_ids=torch.from_numpy(np.tile(column, (shape[0], 1)).astype(np.int64)),
+        position_ids=row_positions(*shape),
         attention_mask=torch.from_numpy(real),
         policy_mask=torch.from_numpy(trained),
         value_mask=torch.from_numpy(in_response),
@@ -82,6 +77,37 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         is_truncated=torch.from_numpy(truncated),
         is_finished=torch.from_numpy(truncated | (rollouts.finish[rows] == FinishReason.STOP)),
     )
+
+
+def join_tokens(
+    prompts: Ragged, responses: Ragged, num_columns: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Put each prompt and its response side by side, from column 0, padded on the right.
+
+    Args:
+        prompts: B rows of tokens.
+        responses: B rows of tokens.
+        num_columns: S, at least the tokens of the longest row.
+
+    Returns:
+        Token ids [B, S] with 0 in padding, then [B, S] bool of real tokens and of responses.
+    """
+    starts = prompts.lengths[:, None]
+    column = np.arange(num_columns)
+    real = column < starts + responses.lengths[:, None]
+    in_response = real & (column >= starts)
+    ids = np.zeros(real.shape, np.int64)
+    ids[real & ~in_response] = prompts.values
+    ids[in_response] = responses.values
+    return ids, real, in_response
+
+
+def row_positions(num_rows: int, num_columns: int) -> Tensor:
+    """Return [B, S] int64, 0 to S - 1 in each row.
+
+    They run on over padding: one that starts again at 0 would begin a packed sequence.
+    """
+    return torch.arange(num_columns).repeat(num_rows, 1)
 
 
 def _refuse_empty(rows: Rows, prompts: Ragged, responses: Ragged, rollouts: RolloutSet) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from planish.algorithms.base import TrainBatch
 from planish.records.ragged import Ragged
 from planish.records.waiting import WaitingSet
-from planish.train.batching import Rows
+from planish.train.batching import Rows, join_tokens, row_positions
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,9 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
         batch: any rows; may be none.
         waiting: what earlier iterations left.
     """
-    starts = waiting.prompt_tokens.lengths[:, None]
-    ends = starts + waiting.response_tokens.lengths[:, None]
-    width = max(batch.input_ids.shape[1], int(ends.max(initial=0)))
-    column = np.arange(width)
-    real = column < ends
-    response = real & (column >= starts)
-    ids = np.zeros(real.shape, np.int64)
-    ids[real & ~response] = waiting.prompt_tokens.values
-    ids[response] = waiting.response_tokens.values
+    lengths = waiting.prompt_tokens.lengths + waiting.response_tokens.lengths
+    width = max(batch.input_ids.shape[1], int(lengths.max(initial=0)))
+    ids, real, response = join_tokens(waiting.prompt_tokens, waiting.response_tokens, width)
     numbers = {name: np.zeros(real.shape, np.float32) for name in ("values", "returns")}
     for name, found in numbers.items():
         found[response] = getattr(waiting, name).values
@@ -137,8 +131,7 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
         blank = own.new_zeros((len(ids), *own.shape[1:]))
         earlier = torch.from_numpy(known[name]) if name in known else blank
         joined[name] = torch.cat([earlier, own])
-    # Positions run on over padding: one that starts again at 0 would begin a packed sequence.
-    joined["position_ids"] = torch.arange(width).expand(joined["input_ids"].shape)
+    joined["position_ids"] = row_positions(*joined["input_ids"].shape)
     return TrainBatch(**joined)
 
 
