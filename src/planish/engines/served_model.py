@@ -7,7 +7,7 @@ served from the files alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from planish.errors import EngineError
 from planish.models.policy import load_policy
 from planish.records.io import fetch_files, read_manifest
 from planish.records.refs import parse_pin
-from planish.tokens import load_tokenizer
+from planish.tokens import Tokenizer, load_tokenizer
 
 
 @dataclass
@@ -35,12 +35,8 @@ class ServedModel:
     """Its config.json, or the same as a dictionary."""
     tensors: dict[str, Tensor]
     """Weights by canonical name; tied ones once."""
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end a response."""
-    stop_strings: tuple[str, ...]
-    """Texts that end a response."""
-    token_bytes: Callable[[], list[bytes]]
-    """Gives what each token adds to the text; called only where there are stop strings."""
+    tokenizer: Tokenizer
+    """Knows what ends a response."""
     version: int
     """Policy version."""
     pin: str
@@ -62,11 +58,11 @@ class ServedModel:
         Raises:
             ConfigError: the tokenizer does not say what its tokens add to the text.
         """
-        if not self.stop_strings:
+        if not self.tokenizer.stop_strings:
             return None
-        texts = self.token_bytes()[: self.vocab_size]
+        texts = self.tokenizer.token_bytes()[: self.vocab_size]
         texts += [b""] * (self.vocab_size - len(texts))
-        return stop_table(self.stop_strings, texts)
+        return stop_table(self.tokenizer.stop_strings, texts)
 
     def fits_fused(self) -> bool:
         """Return whether the fused decoder computes this model."""
@@ -117,9 +113,7 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         type(modules).__name__,
         modules.config.to_dict(),
         {name: parameter.data for name, parameter in modules.named_parameters()},
-        policy.tokenizer.eos_token_ids,
-        policy.tokenizer.stop_strings,
-        policy.tokenizer.token_bytes,
+        policy.tokenizer,
         int(policy.version),
         model.pin,
         modules,
@@ -135,14 +129,11 @@ def _from_files(pin: str, device: torch.device) -> ServedModel:
     tensors = {name: weights.read(name).to(device, copy=True) for name in weights.names()}
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
-    tokenizer = load_tokenizer(folder)
     return ServedModel(
         str(names[0]),
         config,
         tensors,
-        tokenizer.eos_token_ids,
-        tokenizer.stop_strings,
-        tokenizer.token_bytes,
+        load_tokenizer(folder),
         int(read_manifest(uri, sha256=digest).attributes["policy_version"]),
         pin,
     )

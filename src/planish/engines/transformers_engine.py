@@ -100,7 +100,7 @@ class TransformersEngine(BaseEngine):
             served.write(source)
         limit = int(served.config.get("max_position_embeddings") or 1 << 20)
         self._max_model_len = min(self._max_model_len or limit, limit)
-        self._eos = frozenset(served.eos_token_ids)
+        self._eos = frozenset(served.tokenizer.eos_token_ids)
         self._vocab_size = served.vocab_size
         table = served.stop_table()
         strings = StopStates(table, self._max_rows, self._device) if table is not None else None

@@ -64,12 +64,11 @@ class Fsdp2Trainer:
         self.critic: ShardedModel | None = None
         self._critic_shape: dict[str, Any] = {}
         if critic is not None:
-            known = bool(critic_shape)
-            made = blank_critic(critic_shape or {}) if known else build_critic(critic, model, seed)
+            made = blank_critic(critic_shape) if critic_shape else build_critic(critic, model, seed)
             # sharding gives the classes of modules other names
             self._critic_shape = describe_critic(made)
             self.critic = ShardedModel(ValueScorer(made), made, made.body, **shared)
-            if critic.init == "state" and not known:
+            if critic.init == "state" and not critic_shape:
                 self._load_critic(critic.path)
         body = getattr(model, model.base_model_prefix)
         self.policy = ShardedModel(TokenScorer(model), model, body, **shared)
