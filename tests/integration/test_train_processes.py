@@ -59,13 +59,12 @@ def largest_difference(left, right):
     return max((left[n] - right[n]).abs().max().item() for n in left)
 
 
-@pytest.fixture(scope="module")
-def one_and_two(tmp_path_factory):
-    """The same two iterations, trained by one process and by two."""
+def trained_by_one_and_two(tmp_path_factory, name, config):
+    """Two iterations, trained by one process and by two: run, last state, steps and tensors."""
     results = {}
     for processes in (1, 2):
-        folder = tmp_path_factory.mktemp(f"processes{processes}")
-        tiny = start_run(f"file://{folder}/root", tiny_config(tokens_per_microbatch=96))
+        folder = tmp_path_factory.mktemp(f"{name}{processes}")
+        tiny = start_run(f"file://{folder}/root", config)
         state_pin, steps = "", []
         for iteration in (1, 2):
             add_iteration(tiny, iteration)
@@ -73,6 +72,12 @@ def one_and_two(tmp_path_factory):
             steps += report.minibatches
         results[processes] = (tiny, state_pin, steps, tensors)
     return results
+
+
+@pytest.fixture(scope="module")
+def one_and_two(tmp_path_factory):
+    config = tiny_config(tokens_per_microbatch=96)
+    return trained_by_one_and_two(tmp_path_factory, "processes", config)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.store import open_store
 from tests.integration.test_train_critic import critic_config, train_windows
-from tests.integration.test_train_processes import do, job_of, largest_difference
+from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
 from tests.integration.test_train_stage import failing, train_all
 from tests.unit.train.runs import add_iteration, random_rollouts, start_run, tiny_config, train_once
 
@@ -41,6 +41,12 @@ def reconfigured(tiny, config):
 
 def report_of(tiny, iteration):
     return read_report(UpdateReport, layout.update(tiny.root, iteration))
+
+
+def export(tiny, state_pin):
+    """Export the policy after the first iteration, as the checkpoint stage does."""
+    place, facts = layout.policy(tiny.root, 1), {"policy_version": 1}
+    return api.export_hf(state_pin, place, source=tiny.policy_pin, parents={}, attributes=facts)
 
 
 def reference_of(pin):
@@ -80,13 +86,7 @@ def test_later_iterations_keep_the_first_policy_whatever_policy_sampled(file_roo
     tiny = start_run(file_root, penalised())
     (first,) = train_all(tiny, tmp_path, (1,))
     # As in a run, the policy of iteration 2 is not that of iteration 1.
-    ref = api.export_hf(
-        first,
-        layout.policy(file_root, 1),
-        source=tiny.policy_pin,
-        parents={},
-        attributes={"policy_version": 1},
-    )
+    ref = export(tiny, first)
     moved = replace(tiny, policy_pin=ref.pin())
     rewards = add_iteration(tiny, 2)
     second = train_once(moved, 2, first, rewards, tmp_path / "2")
@@ -108,13 +108,7 @@ def test_a_fork_keeps_the_reference_of_the_other_root_and_passes_it_on(tmp_path)
 def test_a_pinned_reference_is_used_and_named_by_the_state(file_root, tmp_path):
     other = start_run(f"{file_root}-other", penalised(0.0))
     (pin,) = train_all(other, tmp_path / "other", (1,))
-    ref = api.export_hf(
-        pin,
-        layout.policy(other.root, 1),
-        source=other.policy_pin,
-        parents={},
-        attributes={"policy_version": 1},
-    )
+    ref = export(other, pin)
     tiny = start_run(file_root, penalised(reference_policy=ref.pin()))
     (state,) = train_all(tiny, tmp_path, (1,))
     assert reference_of(state) == ref.pin()
@@ -149,13 +143,7 @@ def test_an_iteration_without_a_penalty_passes_the_reference_on(file_root, tmp_p
 def test_a_reference_that_is_gone_ends_the_task_with_a_fault_of_configuration(file_root, tmp_path):
     tiny = start_run(file_root, penalised())
     (state,) = train_all(tiny, tmp_path, (1,))
-    ref = api.export_hf(
-        state,
-        layout.policy(file_root, 1),
-        source=tiny.policy_pin,
-        parents={},
-        attributes={"policy_version": 1},
-    )
+    ref = export(tiny, state)
     open_store(file_root).delete(f"{layout.policy(file_root, 0)}/manifest.json")
     moved = replace(tiny, policy_pin=ref.pin())
     code, error = failing(moved, 2, state, add_iteration(tiny, 2), tmp_path / "2")
@@ -218,21 +206,12 @@ def test_a_large_coefficient_holds_the_policy_near_the_reference(tmp_path, estim
 @pytest.fixture(scope="module")
 def one_and_two(tmp_path_factory):
     """Two iterations with a penalty, trained by one process and by two."""
-    results = {}
-    for processes in (1, 2):
-        folder = tmp_path_factory.mktemp(f"penalised{processes}")
-        tiny = start_run(f"file://{folder}/root", penalised(tokens_per_microbatch=96))
-        state_pin, steps = "", []
-        for iteration in (1, 2):
-            add_iteration(tiny, iteration)
-            state_pin, report, tensors = do(job_of(tiny, iteration, state_pin, processes))
-            steps += report.minibatches
-        results[processes] = (state_pin, steps, tensors)
-    return results
+    config = penalised(tokens_per_microbatch=96)
+    return trained_by_one_and_two(tmp_path_factory, "penalised", config)
 
 
 def test_two_processes_have_losses_divergence_and_weights_of_one(one_and_two):
-    (pin, steps, tensors), (other_pin, others, moved) = (one_and_two[k] for k in (1, 2))
+    (_, pin, steps, tensors), (_, other_pin, others, moved) = (one_and_two[k] for k in (1, 2))
     for one, two in zip(steps, others, strict=True):
         assert one.keys() == two.keys()
         for name in ("loss", "grad_norm", "entropy", "approx_kl", "reference_kl"):
