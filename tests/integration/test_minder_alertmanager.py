@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planish.minder.alertmanager import AlertContext, Alertmanager
+from planish.errors import BackendUnavailable
+from planish.minder.alertmanager import AlertContext, Alertmanager, labels_of
 from planish.minder.alerts import Alert
 from planish.minder.http_client import Deadline
 from planish.minder.service_config import AlertmanagerConfig
@@ -107,12 +108,24 @@ def test_an_event_of_the_whole_job_inhibits_the_alerts_of_its_machines(running):
 
 def test_a_silence_of_people_is_found_before_acting_and_its_end_too(running):
     one, mine = manager(running), alert()
-    send(one, mine)
-    assert one.silence(mine, CONTEXT, Deadline.after(5)) == ""
+    with pytest.raises(BackendUnavailable, match="must have the alert"):
+        one.silence(mine, Deadline.after(5))
+    other = alert("node-33")
+    send(one, mine, other)
+    assert one.silence(mine, Deadline.after(5)) == ""
     number = running.silence(
         [{"name": "node", "value": "node-[0-9]", "isRegex": True, "isEqual": True}], seconds=6
     )
-    assert one.silence(mine, CONTEXT, Deadline.after(5)) == number
-    assert one.silence(alert("node-33"), CONTEXT, Deadline.after(5)) == ""
-    wait_for(lambda: running.alerts()[0]["status"]["silencedBy"] == [number], 5)
-    wait_for(lambda: one.silence(mine, CONTEXT, Deadline.after(5)) == "", 10)
+    assert wait_for(lambda: one.silence(mine, Deadline.after(5)), 5) == number
+    assert one.silence(other, Deadline.after(5)) == ""
+    wait_for(lambda: one.silence(mine, Deadline.after(5)) == "", 10)
+
+
+def test_a_silence_by_a_label_that_only_prometheus_adds_is_found(running):
+    mine = alert('node-"3"')
+    labels = labels_of(mine, CONTEXT, AlertmanagerConfig())
+    added = {"cluster": "production", "prometheus": "monitoring/k8s"}
+    running.ask("/api/v2/alerts", [{"labels": {**labels, **added}}])
+    number = running.silence([{"name": "cluster", "value": "production", "isRegex": False}])
+    one = Alertmanager(AlertmanagerConfig(url=running.url))
+    assert wait_for(lambda: one.silence(mine, Deadline.after(5)), 5) == number

@@ -60,6 +60,9 @@ port = {port}
 state_file = "{state}"
 discovery_seconds = 1
 
+[alertmanager]
+url = "{alertmanager}"
+
 [kubernetes]
 kubeconfig = "{kubeconfig}"
 namespaces = ["{namespace}"]
@@ -201,6 +204,7 @@ def servers(prometheus, alertmanager, cluster, tmp_path):
         found = Monitor(
             tmp_path / name,
             prometheus=prometheus.url,
+            alertmanager=alertmanager.url,
             port=port,
             kubeconfig=cluster.plane.kubeconfig,
             namespace=cluster.namespace,

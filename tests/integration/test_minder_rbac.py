@@ -94,6 +94,8 @@ def test_the_settings_that_ship_are_valid_and_fit_the_roles():
     shipped, state = yaml.safe_load_all(path.read_text())
     settings = service_settings(tomllib.loads(shipped["data"]["minder.toml"]))
     assert (settings.act.mode, settings.act.dry_run) == ("observe", True)
+    # The rules tell people; what is sent besides would tell them again under other labels.
+    assert (bool(settings.alertmanager.url), settings.alertmanager.send) == (True, False)
     assert settings.server.leader_election
     assert settings.kubernetes.state_config_map == state["metadata"]["name"]
     assert settings.kubernetes.own_namespace == "planish"

@@ -74,8 +74,10 @@ def test_a_fault_becomes_an_alert_outlives_a_restart_and_is_resolved(
         tmp_path,
         scraped.url,
         fleet.machines,
-        alertmanager={"url": alertmanager.url, "cluster": "c1", "resend_seconds": 2},
-    )
+        alertmanager={
+            "url": alertmanager.url, "send": True, "cluster": "c1", "resend_seconds": 2,
+        },
+    )  # fmt: skip
     served = serving(tmp_path, raw)
     ended.append(served)
     wait_for(lambda: served.get("/readyz")[0] == 200, 20, lambda: served.log)

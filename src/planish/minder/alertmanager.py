@@ -1,20 +1,20 @@
-"""Alerts sent straight to Alertmanager, and its silences.
+"""Alerts sent straight to Alertmanager, and whether it holds one under a silence.
 
-The usual way is a rule of Prometheus over the metrics of the monitor; this one needs no rule. An
-alert that is not sent again ends by itself after four times `resend_seconds`.
+The usual way is a rule of Prometheus over the metrics of the monitor; sending needs no rule, and is
+off unless asked for. An alert that is not sent again ends after four times `resend_seconds`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from planish.errors import BackendUnavailable
+from planish.minder.act_types import ActedAlert
 from planish.minder.alerts import Alert, alert_name
 from planish.minder.http_client import Deadline, HttpClient
 from planish.minder.service_config import AlertmanagerConfig
@@ -44,19 +44,7 @@ class AlertContext:
     is_dry_run: bool = True
 
 
-class Labelled(Protocol):
-    """What the labels of an alert are made of."""
-
-    @property
-    def machine(self) -> str:
-        """Node name; empty for an event of the whole job."""
-
-    @property
-    def kind(self) -> str:
-        """dissimilar, silent, job_wide, outage or broken."""
-
-
-def labels_of(alert: Labelled, context: AlertContext, config: AlertmanagerConfig) -> dict[str, str]:
+def labels_of(alert: Alert, context: AlertContext, config: AlertmanagerConfig) -> dict[str, str]:
     """Return the identity of an alert: the same as long as it lives, and few values each."""
     found = {
         **config.labels,
@@ -106,7 +94,7 @@ def annotations_of(
 
 
 class Alertmanager:
-    """Sends alerts to one Alertmanager and asks for its silences."""
+    """Sends alerts to one Alertmanager, and asks it which of them people have silenced."""
 
     def __init__(self, config: AlertmanagerConfig) -> None:
         """Connect at the first request.
@@ -186,38 +174,42 @@ class Alertmanager:
                 code=str(status),
             )
 
-    def silence(self, alert: Labelled, context: AlertContext, deadline: Deadline) -> str:
-        """Return the id of an active silence that matches an alert; empty when there is none.
+    def silence(self, alert: ActedAlert, deadline: Deadline) -> str:
+        """Return the id of a silence under which Alertmanager holds an alert; empty for none.
+
+        Only Alertmanager knows which labels the alert has there: Prometheus adds its own to those
+        of a rule. So the alert is looked for by what all senders name alike.
 
         Raises:
-            BackendUnavailable: not known; then nothing must be done about the alert.
+            BackendUnavailable: not known, also where Alertmanager does not have the alert; then
+                nothing must be done about it.
         """
+        labels = {"alertname": alert_name(alert.kind), "job_name": alert.job, "node": alert.machine}
+        if self.config.cluster:
+            labels["cluster"] = self.config.cluster
+        filters = [f"{name}={json.dumps(value)}" for name, value in labels.items()]
+        query = urllib.parse.urlencode({"filter": filters}, doseq=True)
         status, body = self._http.request(
-            *("GET", "/api/v2/silences?active=true"),
+            *("GET", f"/api/v2/alerts?{query}"),
             deadline=deadline.sooner(self.config.timeout_seconds),
         )
         try:
             if status != 200:
                 raise ValueError(f"status {status}")
-            found = json.loads(body)
-            labels = labels_of(alert, context, self.config)
-            for silence in found:
-                active = silence["status"]["state"] == "active"
-                if active and all(_matches(one, labels) for one in silence["matchers"]):
-                    return str(silence["id"])
-        except (ValueError, KeyError, TypeError, RecursionError, re.error) as error:
+            held = [list(map(str, one["status"]["silencedBy"])) for one in json.loads(body)]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BackendUnavailable(
-                f"Alertmanager at `{self.config.url}` must tell its silences, got {error!r:.120}",
+                f"Alertmanager at `{self.config.url}` must tell its alerts, got {error!r:.120}",
                 code=str(status) if status != 200 else "invalid",
             ) from None
-        return ""
-
-
-def _matches(matcher: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Tell whether one matcher of a silence holds; an absent label is an empty one."""
-    value, wanted = labels.get(matcher["name"], ""), matcher["value"]
-    same = bool(re.fullmatch(wanted, value)) if matcher.get("isRegex") else value == wanted
-    return same == bool(matcher.get("isEqual", True))
+        if not held:
+            raise BackendUnavailable(
+                f"Alertmanager at `{self.config.url}` must have the alert {', '.join(filters)}, "
+                "got none; load monitoring/rules/minder.yaml into Prometheus, or set "
+                "`alertmanager.send`",
+                code="unknown",
+            )
+        return next((number for numbers in held for number in numbers), "")
 
 
 def _utc(seconds: float) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import ConfigError
-from planish.minder.alertmanager import AlertContext, Alertmanager
+from planish.minder.alertmanager import Alertmanager
 from planish.minder.artefacts import default_models, load_models, read_facts
 from planish.minder.detect import Models
 from planish.minder.frame import Frame
@@ -150,12 +150,12 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
     models, metrics = models_of(settings), OwnMetrics()
     _tell_models(settings, models, metrics)
     prometheus = Prometheus(settings.prometheus)
-    notifier = Alertmanager(settings.alertmanager) if settings.alertmanager.url else None
+    alertmanager = Alertmanager(settings.alertmanager) if settings.alertmanager.url else None
     around = Surroundings(
         settings.minder,
         models,
         metrics,
-        notifier=notifier,
+        notifier=alertmanager if settings.alertmanager.send else None,
         is_dry_run=bool(settings.act.dry_run) or settings.act.mode == "observe",
         min_backoff_seconds=settings.server.min_backoff_seconds,
         max_backoff_seconds=settings.server.max_backoff_seconds,
@@ -175,13 +175,13 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
     }
     if settings.kubernetes is None:
         return Service(settings, around, jobs=lambda: static_jobs(settings), **parts)
-    return _in_cluster(settings, around, notifier, parts)
+    return _in_cluster(settings, around, alertmanager, parts)
 
 
 def _in_cluster(
     settings: ServiceSettings,
     around: Surroundings,
-    notifier: Alertmanager | None,
+    alertmanager: Alertmanager | None,
     parts: dict[str, Any],
 ) -> Service:
     """Return the service with jobs of Kubernetes, an actor and, if wanted, an election."""
@@ -199,7 +199,7 @@ def _in_cluster(
         cluster,
         settings.act,
         is_leader=lease.is_leader if lease else lambda: True,
-        is_silenced=_silences(settings, around, notifier),
+        is_silenced=_silences(settings, around, alertmanager),
     )
     around.actor = actor
 
@@ -210,15 +210,14 @@ def _in_cluster(
 
 
 def _silences(
-    settings: ServiceSettings, around: Surroundings, notifier: Alertmanager | None
+    settings: ServiceSettings, around: Surroundings, alertmanager: Alertmanager | None
 ) -> Callable[[ActedAlert], bool]:
     """Return what asks Alertmanager whether people have silenced an alert."""
 
     def is_silenced(alert: ActedAlert) -> bool:
-        if notifier is None or not settings.alertmanager.honour_silences:
+        if alertmanager is None or not settings.alertmanager.honour_silences:
             return False
-        context = AlertContext(alert.job.partition("/")[0], alert.job, around.is_dry_run)
-        found = notifier.silence(alert, context, Deadline.after(10.0, around.stop))
+        found = alertmanager.silence(alert, Deadline.after(10.0, around.stop))
         if found:
             logger.info("silenced alert=%s silence=%s", alert.id, found)
         return bool(found)

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from planish.config import Section, nearest, parse_section
 from planish.errors import ConfigError
-from planish.minder.act_config import ActConfig
+from planish.minder.act_config import ActConfig, Mode
 from planish.minder.config import MinderConfig, minder_config
 from planish.minder.http_client import AccessConfig
 from planish.minder.kube_config import KubernetesConfig
@@ -32,14 +32,17 @@ from planish.minder.prometheus_query import Source, check_source
 
 
 class AlertmanagerConfig(AccessConfig):
-    """Where alerts are sent directly, beside the rules of Prometheus; no `url`: nowhere."""
+    """Where people are told and silence alerts; no `url`: nobody is asked."""
 
+    send: bool = False
+    """Send alerts directly, in place of the rules in `monitoring/rules/minder.yaml`; with both,
+    people are told twice."""
     resend_seconds: int = Field(default=60, ge=1)
     """A firing alert is sent again after so long; it ends by itself after four times that."""
     timeout_seconds: float = Field(default=10.0, gt=0.0)
     """For one request."""
     cluster: str = ""
-    """Label `cluster` of every alert."""
+    """Label `cluster` of every alert; empty where Alertmanager serves one cluster only."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Further labels of every alert, the same for all."""
     runbook_url: str = ""
@@ -47,7 +50,7 @@ class AlertmanagerConfig(AccessConfig):
     dashboard_url: str = ""
     """Dashboard of the monitor; job and node are added as variables."""
     honour_silences: bool = True
-    """A silenced alert leads to no action, and neither does one whose silences are not known."""
+    """A silenced alert leads to no action, and neither does one that Alertmanager does not have."""
 
 
 class ServerConfig(Section):
@@ -194,12 +197,30 @@ def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
         raise ConfigError("`prometheus.url` must be given, as http://prometheus:9090")
     if parsed["server"].leader_election and "kubernetes" not in parsed:
         raise ConfigError("`server.leader_election` needs a table `kubernetes`, got none")
+    _check_alertmanager(parsed["alertmanager"], parsed["act"].mode)
     return ServiceSettings(
         minder=minder,
         sources=_sources(minder, raw.get("metrics", {})),
         jobs=_jobs(raw.get("jobs", [])),
         **parsed,
     )
+
+
+def _check_alertmanager(alertmanager: AlertmanagerConfig, mode: Mode) -> None:
+    """Refuse settings that need an Alertmanager where none is given.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if alertmanager.url:
+        return
+    if alertmanager.send:
+        raise ConfigError("`alertmanager.url` must be given where `alertmanager.send` is on")
+    if mode != "observe" and alertmanager.honour_silences:
+        raise ConfigError(
+            f"`alertmanager.url` must be given where `act.mode` is {mode!r}, since nobody else "
+            "knows the silences; to act without it set `alertmanager.honour_silences = false`"
+        )
 
 
 def _jobs(raw: Any) -> tuple[StaticJob, ...]:

@@ -1,8 +1,9 @@
-"""What is sent to Alertmanager, when, and which silences hold."""
+"""What is sent to Alertmanager, when, and what its answers mean for actions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -10,7 +11,9 @@ from planish.errors import BackendUnavailable
 from planish.minder.alertmanager import AlertContext, Alertmanager, annotations_of, labels_of
 from planish.minder.alerts import Alert
 from planish.minder.http_client import Deadline
-from planish.minder.service_config import AlertmanagerConfig
+from planish.minder.service_build import build
+from planish.minder.service_config import AlertmanagerConfig, service_settings
+from tests.integration.minder_service import raw_settings
 from tests.servers.scripted_http import Reply, ScriptedServer
 
 ALERT = Alert(
@@ -102,40 +105,43 @@ def test_what_could_not_be_sent_stays_due_also_the_end(scripted, reply):
     assert one.send(1330, [], CONTEXT, soon()) == 0
 
 
-def silence(*matchers, state="active"):
-    keys = ("name", "value", "isRegex", "isEqual")
-    return {"id": "s1", "status": {"state": state},
-            "matchers": [dict(zip(keys, one, strict=False)) for one in matchers]}  # fmt: skip
+def held(*silences):
+    """Return an alert as Alertmanager lists it."""
+    return {"labels": MINE, "status": {"silencedBy": list(silences), "state": "active"}}
 
 
 @pytest.mark.parametrize(
     ("found", "expected"),
-    [
-        ([], ""),
-        ([silence(("node", "node-3", False, True))], "s1"),
-        ([silence(("node", "node-4", False, True))], ""),
-        ([silence(("node", "node-[0-9]+", True, True))], "s1"),
-        ([silence(("node", "node", True, True))], ""),
-        ([silence(("node", "node-3", False, False))], ""),
-        ([silence(("node", "node-4", False, False))], "s1"),
-        ([silence(("kind", "dissimilar", False), ("cluster", "c1", False))], "s1"),
-        ([silence(("kind", "dissimilar", False), ("cluster", "c2", False))], ""),
-        ([silence(("absent", "", False, True))], "s1"),
-        ([silence(("node", "node-3", False, True), state="expired")], ""),
-        ([silence(("node", "x", False)), silence(("node", "node-3", False))], "s1"),
-    ],
+    [([held()], ""), ([held("s1", "s2")], "s1"), ([held(), held("s3")], "s3")],
 )
-def test_a_silence_holds_when_all_its_matchers_do(scripted, found, expected):
+def test_alertmanager_says_which_silence_holds_an_alert(scripted, found, expected):
     scripted.answer = lambda request: Reply.of(found)
-    assert manager(scripted).silence(ALERT, CONTEXT, soon()) == expected
+    assert manager(scripted).silence(ALERT, soon()) == expected
+    (request,) = scripted.requests
+    asked = [value for name, value in parse_qsl(urlsplit(request.path).query) if name == "filter"]
+    assert asked == [
+        'alertname="MinderFaultyMachine"', 'job_name="team/job"', 'node="node-3"', 'cluster="c1"',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("send", [False, True])
+def test_alerts_are_sent_directly_only_where_that_is_asked_for(tmp_path, send):
+    where = {"url": "http://127.0.0.1:9", "send": send}
+    raw = raw_settings(tmp_path, "http://127.0.0.1:9", ["a"], alertmanager=where)
+    assert bool(build(service_settings(raw)).around.notifier) is send
+
+
+def test_an_alert_that_alertmanager_does_not_have_may_be_silenced(scripted):
+    with pytest.raises(BackendUnavailable, match=r"must have the alert .* got none; load"):
+        manager(scripted).silence(ALERT, soon())
 
 
 @pytest.mark.parametrize(
     "reply",
     [Reply(500), Reply(body=b"no"), Reply.of([{"id": 1}]), Reply.of({}, status=403),
-     Reply.of([silence(("node", "(", True))])],
+     Reply.of([{"status": {"silencedBy": None}}])],
 )  # fmt: skip
 def test_silences_that_can_not_be_told_are_an_error_and_not_none(scripted, reply):
     scripted.answer = lambda request: reply
     with pytest.raises(BackendUnavailable):
-        manager(scripted).silence(ALERT, CONTEXT, soon())
+        manager(scripted).silence(ALERT, soon())
