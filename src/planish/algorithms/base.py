@@ -104,7 +104,7 @@ class Denominators:
     batch: Mapping[str, float]
     """The same of the whole rollout batch."""
     num_minibatches: int
-    """Optimizer steps that share the rollout batch."""
+    """Optimizer steps that share the rollout batch in one pass over it."""
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,21 @@ class ActorCritic(Algorithm, Protocol):
         """
 
     def value_loss(
-        self, values: Tensor, batch: TrainBatch, denominators: Denominators
+        self,
+        values: Tensor,
+        batch: TrainBatch,
+        denominators: Denominators,
+        *,
+        is_pretraining: bool = False,
     ) -> LossOutput:
-        """Return one micro-batch's part of the value loss; see `ValueLossFn`."""
+        """Return one micro-batch's part of the value loss; see `ValueLossFn`.
+
+        Args:
+            values: as `ValueLossFn` gets them.
+            batch: the micro-batch.
+            denominators: of the optimizer step.
+            is_pretraining: the policy stands still; nothing then limits how far a value may move.
+        """
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,15 @@ class Tppo:
         return self.losses.value_counts(batch)
 
     def value_loss(
-        self, values: Tensor, batch: TrainBatch, denominators: Denominators
+        self,
+        values: Tensor,
+        batch: TrainBatch,
+        denominators: Denominators,
+        *,
+        is_pretraining: bool = False,
     ) -> LossOutput:
         """Return one micro-batch's part of the squared error, clipped where so configured."""
-        return self.losses.value_loss(values, batch, denominators)
+        return self.losses.value_loss(values, batch, denominators, is_pretraining=is_pretraining)
 
 
 def boundary_values(batch: TrainBatch) -> Tensor:

@@ -81,7 +81,8 @@ class ActorCriticConfig(ClippedPolicyConfig):
     advantage_clip: float | None = Field(default=None, gt=0.0)
     """Advantages are kept in [-advantage_clip, advantage_clip] after whitening; None is off."""
     value_clip_low: float | None = Field(default=None, gt=0.0)
-    """How far below its old value a value may go in the value loss; None is any distance."""
+    """How far below its old value a value may go in the value loss once the policy trains; None is
+    any distance."""
     value_clip_high: float | None = Field(default=None, gt=0.0)
     """How far above its old value; None is any distance."""
     value_aggregation: Aggregation = "token-mean"
@@ -172,16 +173,26 @@ class Vapo:
         return loss_counts(batch.value_mask)
 
     def value_loss(
-        self, values: Tensor, batch: TrainBatch, denominators: Denominators
+        self,
+        values: Tensor,
+        batch: TrainBatch,
+        denominators: Denominators,
+        *,
+        is_pretraining: bool = False,
     ) -> LossOutput:
-        """Return one micro-batch's part of the squared error, clipped where so configured."""
+        """Return one micro-batch's part of the squared error, clipped where so configured.
+
+        Value pretraining is never clipped: a new critic has far to go from its old values.
+        """
         config, mask = self.config, batch.value_mask
         new, old = hidden(values, mask), hidden(batch.values, mask)
         returns = hidden(batch.returns, mask)
         free = value_losses(new, old, returns)
-        losses = value_losses(
-            new, old, returns, clip_low=config.value_clip_low, clip_high=config.value_clip_high
-        )
+        losses = free
+        if not is_pretraining:
+            losses = value_losses(
+                new, old, returns, clip_low=config.value_clip_low, clip_high=config.value_clip_high
+            )
         loss = aggregate(
             losses, mask, config.value_aggregation, denominators, norm_tokens=config.norm_tokens
         )

@@ -271,14 +271,16 @@ def _run_steps(
                 targets = plan.values.take(torch.from_numpy(value_rows))
             numbers = critic.value_counts(targets)
             counts = Denominators(numbers, whole_values, plan.num_value_steps)
-            found = _value_step(trainer, critic, targets, counts, rates.critic)
+            found = _value_step(
+                trainer, critic, targets, counts, rates.critic, is_pretraining=rates.policy is None
+            )
             if found:
                 progress = progress.after_critic_step(
                     skipped=found["value_skipped"] > 0, alarm_after=config.alarm_after_skipped
                 )
             step |= found
         if rates.policy is not None:
-            counts = Denominators(algorithm.counts(minibatch), whole, len(plan.parts))
+            counts = Denominators(algorithm.counts(minibatch), whole, plan.num_policy_steps)
             found = _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
             if found:
                 progress = progress.after_policy_step(
@@ -332,13 +334,15 @@ def _value_step(
     minibatch: TrainBatch,
     denominators: Denominators,
     rate: float,
+    *,
+    is_pretraining: bool,
 ) -> Step:
     """Step the critic; nothing is done and returned for a mini-batch without a target."""
     if not any(denominators.minibatch.values()):
         return {}
 
     def loss_fn(values: Tensor, batch: TrainBatch) -> LossOutput:
-        return algorithm.value_loss(values, batch, denominators)
+        return algorithm.value_loss(values, batch, denominators, is_pretraining=is_pretraining)
 
     metrics = trainer.value_step(minibatch, loss_fn, learning_rate=rate)
     own = ("loss", "grad_norm", "skipped")

@@ -33,8 +33,10 @@ class StepPlan:
     """What the critic trains on; the rollout batch itself where nothing is pooled."""
     value_parts: Sequence[Rows]
     """Rows of `values`, per mini-batch; a mini-batch without any makes no critic step."""
+    num_policy_steps: int
+    """Mini-batches of one pass over the rollout batch."""
     num_value_steps: int
-    """Critic steps that share `values`."""
+    """Critic steps of one pass over `values`."""
     waiting: WaitingSet | None = None
     """Responses that are left for later iterations; None where nothing is pooled."""
 
@@ -69,16 +71,16 @@ def plan_steps(
         num_passes: how often each row is in `parts`.
         seed: what the order of pooled responses depends on.
     """
+    minibatches = len(parts) // num_passes
     if min_finished == 1 and (waiting is None or waiting.num_rows == 0):
-        return StepPlan(parts, batch, parts, len(parts))
+        return StepPlan(parts, batch, parts, minibatches, minibatches)
     pool = batch.take(batch.value_mask.any(1).nonzero().flatten())
     if waiting is not None:
         pool = with_waiting(pool, waiting)
-    steps = pooled_parts(
-        len(pool), len(parts) // num_passes, num_passes, min_finished=min_finished, seed=seed
-    )
-    count = sum(len(rows) > 0 for rows in steps)
-    return StepPlan(parts, pool, steps, count, WaitingSet.empty() if count else as_waiting(pool))
+    steps = pooled_parts(len(pool), minibatches, num_passes, min_finished=min_finished, seed=seed)
+    count = sum(len(rows) > 0 for rows in steps[:minibatches])
+    left = WaitingSet.empty() if count else as_waiting(pool)
+    return StepPlan(parts, pool, steps, minibatches, count, left)
 
 
 def pooled_parts(

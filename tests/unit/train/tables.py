@@ -70,7 +70,10 @@ def table_config(**changes):
 
 
 def batch_of(rows=4, **more):
-    """Return groups of two: one right response of three tokens, one wrong of two."""
-    reward = [1.0, -1.0] * (rows // 2)
+    """Return groups of two: one right response of three tokens, one wrong of two.
+
+    `more` may name other rewards; the rest is as for `make_batch`.
+    """
+    reward = more.pop("reward", [1.0, -1.0] * (rows // 2))
     group = [k // 2 for k in range(rows)]
     return make_batch(ragged_mask([3, 2] * (rows // 2), 3), reward=reward, group=group, **more)

@@ -160,6 +160,38 @@ def test_patience_counts_batches_in_a_row_and_batches_without_targets_are_not_ju
         assert progress.pretrain_done == int(number == done_after)
 
 
+@pytest.mark.parametrize("min_finished", [1, 2])
+@pytest.mark.parametrize("num_passes", [1, 2, 4])
+def test_the_value_loss_over_the_tokens_of_the_batch_does_not_grow_with_the_passes(
+    num_passes, min_finished
+):
+    algorithm = Vapo(VapoConfig(value_aggregation="batch-token"))
+    config = table_config(rollouts_per_minibatch=4, num_passes=num_passes)
+    critic = critic_config(min_finished=min_finished)
+    result = update(TableTrainer(3), batch_of(), critic=critic, algorithm=algorithm, config=config)
+    assert result.minibatches[0]["value_loss"] == 0.5
+
+
+def test_value_pretraining_is_not_clipped_and_joint_training_is():
+    algorithm = Tppo(TppoConfig(window_tokens=3, ignored_tail_tokens=0))
+    batch = batch_of(4, reward=[1.0] * 4)
+    ends = {}
+    for pretrain_iterations in (0, 1):
+        trainer = TableTrainer(3)
+        critic = critic_config(
+            learning_rate=0.5, pretrain_iterations=pretrain_iterations, pretrain_passes=40
+        )
+        config = table_config(rollouts_per_minibatch=4, num_passes=40)
+        result = update(trainer, batch, critic=critic, algorithm=algorithm, config=config)
+        ends[pretrain_iterations] = (trainer.value_table[0].item(), result.scalars)
+    # Each step takes the values of column 0 from 0 a sixth nearer to the return of 1.
+    assert ends[1][0] == pytest.approx(1.0, abs=1e-2)
+    assert ends[1][1]["value_clipfrac"] == 0.0
+    # Beyond 0.6 above the old value the clipped error has no gradient.
+    assert 0.6 < ends[0][0] < 0.8
+    assert ends[0][1]["value_clipfrac"] > 0.0
+
+
 def test_every_given_rule_must_hold():
     config = critic_config(
         pretrain_iterations=5, pretrain_explained_variance=0.5, pretrain_value_loss=0.1

@@ -73,6 +73,17 @@ def test_denominators_count_the_whole_minibatch_not_the_group():
     assert result.minibatches[0]["loss"] == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.parametrize("num_passes", [1, 2, 4])
+def test_the_loss_over_the_tokens_of_the_batch_does_not_grow_with_the_passes(num_passes):
+    algorithm = Dapo(DapoConfig(aggregation="batch-token"))
+    cfg = table_config(rollouts_per_minibatch=4, num_passes=num_passes)
+    result = run_update(
+        TableTrainer(3), algorithm, batch_of(), config=cfg, progress=Progress(), seed=(0, 1)
+    )
+    # One mini-batch holds all 10 tokens: as in the token-mean above, whatever follows it.
+    assert result.minibatches[0]["loss"] == pytest.approx(-math.sqrt(2) / 10, abs=1e-6)
+
+
 def test_no_rollouts_leave_the_policy_and_advance_the_step():
     trainer = TableTrainer(3)
     empty = batch_of().take(torch.zeros(0, dtype=torch.int64))
