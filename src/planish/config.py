@@ -13,7 +13,9 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any, TypeVar
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -22,6 +24,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
+    model_validator,
 )
 
 from planish.errors import ConfigError
@@ -43,13 +46,30 @@ SECTIONS: dict[str, str] = {
 CHECKS: tuple[str, ...] = ("planish.prepare.checks:check_config",)
 """`module:function` of checks that look across sections; each returns a list of faults."""
 
+_MAX_DEPTH = 16
+"""Most tables and lists inside each other; settings need three."""
+
 
 class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, docstrings as descriptions."""
+    """Base of every section: frozen, strict, no unknown keys, numbers that are finite.
+
+    TOML has no null: the text `none` stands for None in every number or table that may be None.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {key: None if _is_none(cls, key, value) else value for key, value in raw.items()}
 
     def _off(self) -> list[str]:
         """Return the settings that a dump leaves out: runs without them keep their digest."""
@@ -60,6 +80,14 @@ class Section(BaseModel):
         table: dict[str, Any] = handler(self)
         off = self._off()
         return {name: value for name, value in table.items() if name not in off}
+
+
+def _is_none(cls: type[BaseModel], key: str, value: object) -> bool:
+    if value != "none" or key not in cls.model_fields:
+        return False
+    kinds = get_args(cls.model_fields[key].annotation)
+    has_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
+    return NoneType in kinds and not has_text
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -88,11 +116,17 @@ def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
             f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
             f"{nearest(section, SECTIONS)}"
         )
+    _check_table(section, raw)
     found = _resolve(SECTIONS[section])
     if isinstance(found, type):
         return found
     picker: Callable[[Mapping[str, Any]], type[Section]] = found
     return picker(raw)
+
+
+def _check_table(section: str, raw: object) -> None:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"`{section}` must be a table of settings, got {raw!r:.200}")
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
@@ -107,6 +141,7 @@ def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) 
     Raises:
         ConfigError: names each key, the value seen and the nearest valid key.
     """
+    _check_table(section, raw)
     try:
         return cls.model_validate(dict(raw))
     except ValidationError as error:
@@ -116,33 +151,79 @@ def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) 
 
 def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
     path = ".".join([section, *(str(part) for part in item["loc"])])
-    value = item.get("input")
+    value = f"{item.get('input')!r:.200}"
     if item["type"] == "extra_forbidden":
         hint = nearest(str(item["loc"][-1]), cls.model_fields) or (
             f"; valid keys are {sorted(cls.model_fields)}"
         )
-        return f"`{path}` is not a known key, got {value!r}{hint}"
+        return f"`{path}` is not a known key, got {value}{hint}"
     if item["type"] == "value_error":
         return f"`{path}`: {item['ctx']['error']}"
-    return f"`{path}`: {item['msg']}, got {value!r}"
+    return f"`{path}`: {item['msg']}, got {value}"
 
 
-def parse_toml(text: str, *, name: str) -> dict[str, dict[str, Any]]:
+def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
     """Parse TOML made of tables only.
 
     Raises:
         ConfigError: not TOML, or a key outside a table.
     """
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"`{name}` must be valid TOML: {error}") from None
+    tables = load_toml(text, name=name)
     for key, value in tables.items():
         if not isinstance(value, dict):
             raise ConfigError(
-                f"`{name}` must hold tables only, got `{key} = {value!r}` outside a table"
+                f"`{name}` must hold tables only, got `{key} = {value!r:.200}` outside a table"
             )
     return tables
+
+
+def load_toml(text: str | bytes, *, name: str) -> dict[str, Any]:
+    """Parse TOML whose values every later step can hold and print.
+
+    Raises:
+        ConfigError: not TOML in UTF-8, nested too deeply, or an integer beyond 64 bits.
+    """
+    try:
+        return _loads(text if isinstance(text, str) else text.decode("utf-8"), name)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{name}` must be valid TOML in UTF-8: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of this machine.
+
+    Raises:
+        ConfigError: no such file, or as `load_toml`.
+    """
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`{path}` must be a readable TOML file, got {error}") from None
+    return load_toml(data, name=str(path))
+
+
+def _loads(text: str, name: str) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        # Integers of thousands of digits, and brackets without end.
+        raise ConfigError(f"`{name}` must be TOML of usual size, got {error}") from None
+    level: list[Any] = [tables]
+    for _ in range(_MAX_DEPTH):
+        level = [item for value in level for item in _children(value)]
+        if any(type(item) is int and not -(2**63) <= item < 2**63 for item in level):
+            raise ConfigError(f"`{name}` must hold integers of at most 64 bits, got a longer one")
+    if level:
+        raise ConfigError(f"`{name}` must be nested at most {_MAX_DEPTH} deep, got more")
+    return tables
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def preset_names() -> list[str]:
@@ -173,12 +254,16 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     """
     path, equals, value = text.strip().removeprefix("--").partition("=")
     section, dot, key = path.partition(".")
-    if not (equals and dot and key):
-        raise ConfigError(f"an override must read `section.key=value`, got {text!r}")
+    if not (equals and dot and key and key.count(".") < _MAX_DEPTH):
+        raise ConfigError(f"an override must read `section.key=value`, got {text!r:.200}")
+    if text != text.encode(errors="ignore").decode():
+        raise ConfigError(f"an override must be valid Unicode, got {text!r:.200}")
     try:
-        return section, key, tomllib.loads(f"v = {value}")["v"]
+        tables = _loads(f"v = {value}", path)
     except tomllib.TOMLDecodeError:
         return section, key, value
+    # More keys: text of several lines that looks like TOML.
+    return section, key, tables["v"] if len(tables) == 1 else value
 
 
 def merge(
@@ -197,7 +282,13 @@ def merge(
         target = merged.setdefault(section, {})
         *path, last = key.split(".")
         for part in path:
-            nested = dict(target.get(part, {}))
+            above = target.get(part, {})
+            if not isinstance(above, Mapping):
+                raise ConfigError(
+                    f"an override must name a setting, got {text!r:.200} below `{part}`, which "
+                    f"is {above!r:.200} and no table"
+                )
+            nested = dict(above)
             target[part] = nested
             target = nested
         target[last] = value

@@ -36,9 +36,9 @@ def algorithm_recipe(raw: Mapping[str, Any]) -> Recipe:
         ConfigError: no such algorithm; the nearest name is given.
     """
     name = raw.get("name", DEFAULT_ALGORITHM)
-    if name not in ALGORITHMS:
+    if not isinstance(name, str) or name not in ALGORITHMS:
         raise ConfigError(
-            f"`algorithm.name` must be one of {sorted(ALGORITHMS)}, got {name!r}"
+            f"`algorithm.name` must be one of {sorted(ALGORITHMS)}, got {name!r:.200}"
             f"{nearest(str(name), ALGORITHMS)}"
         )
     module, _, attribute = ALGORITHMS[name].partition(":")

@@ -51,7 +51,7 @@ class ClippedPolicyConfig(Section):
     """Lower end of the band of the two mask modes."""
     correction_max: float = Field(default=2.0, gt=0.0)
     """Cap, or upper end of the band."""
-    kl_coefficient: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence from the reference policy, which is added to the loss with the same
     aggregation; 0 is off and loads no reference. GRPO, arXiv 2402.03300, section 4.2: 0.04.
     `train.reference_policy` says which policy is the reference."""

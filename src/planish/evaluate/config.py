@@ -17,7 +17,7 @@ class EvaluateConfig(Section):
 
     num_samples: int = Field(default=32, ge=1, le=999)
     """Responses to each prompt, n. DAPO, section 4.1: 32."""
-    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, gt=0.0)
     """Of the sampled responses. DAPO, section 4.1: 1."""
     top_p: float = Field(default=0.7, gt=0.0, le=1.0)
     """Nucleus of the sampled responses. DAPO, section 4.1: 0.7."""

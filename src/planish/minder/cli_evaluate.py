@@ -80,13 +80,10 @@ def _plan(options: argparse.Namespace, variants: tuple[str, ...]) -> Plan:
 
 def _tables(path: Path) -> dict[str, Any]:
     """Return the tables of a file that a detector knows."""
-    from planish.config import parse_toml
+    from planish.config import read_toml
     from planish.minder.config import MinderConfig
 
-    try:
-        tables = parse_toml(path.read_text("utf-8"), name=str(path))
-    except OSError as error:
-        raise ConfigError(f"`{path}` must be a TOML file, got {error}") from None
+    tables = read_toml(path)
     return {name: table for name, table in tables.items() if name in MinderConfig.model_fields}
 
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,19 +78,16 @@ def settings(options: argparse.Namespace) -> MinderConfig:
     Raises:
         ConfigError: the file can not be read, or its settings can not be.
     """
+    from planish.config import read_toml
     from planish.minder.config import MinderConfig, minder_config
 
-    raw: dict[str, Any] = {}
-    if options.config:
-        try:
-            raw = tomllib.loads(options.config.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"`{options.config}` must be a TOML file, got {error}") from None
+    raw = read_toml(options.config) if options.config else {}
     # A service's file has sections that matter to it alone.
     raw = {name: table for name, table in raw.items() if name in MinderConfig.model_fields}
     if options.profile:
         raw["profile"] = options.profile
     if options.metrics:
+        minder_config(raw)  # `detect` is a table from here on
         raw["detect"] = {**raw.get("detect", {}), "metrics": options.metrics.split(",")}
     return minder_config(raw)
 

@@ -12,7 +12,6 @@ profile = "default"
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from planish.config import Section, nearest, parse_section
+from planish.config import Section, nearest, parse_section, read_toml
 from planish.errors import ConfigError
 from planish.minder.act_config import ActConfig, Mode
 from planish.minder.config import MinderConfig, minder_config
@@ -157,13 +156,7 @@ def load_service_config(path: Path) -> ServiceSettings:
     Raises:
         ConfigError: no such file, no TOML, an unknown key or a value that can not be.
     """
-    try:
-        raw = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{path}` must be a readable file, got {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"`{path}` must be valid TOML: {error}") from None
-    return service_settings(raw)
+    return service_settings(read_toml(path))
 
 
 def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from planish.avoid import AvoidedNode, avoid, is_node_name
-from planish.errors import ConfigError
+from planish.config import load_toml
 from planish.minder.result import Result
 from planish.records import layout
 from planish.stage import Artifact, Context, Outcome, execute, is_stopped
@@ -96,10 +95,7 @@ def _write_down(root: str, iteration: int, machine: str) -> None:
 def _read_settings(uri: str) -> dict[str, Any]:
     if not uri:
         return {}
-    try:
-        return tomllib.loads(open_store(uri).read(uri).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`settings` must be TOML, got {uri!r}: {error}") from None
+    return load_toml(open_store(uri).read(uri), name=uri)
 
 
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:

@@ -39,11 +39,7 @@ def read_config_file(place: str) -> dict[str, dict[str, Any]]:
             f"`config` must have the sha256 {digest}, got {seen} of {place!r}; the file changed "
             "after the run was set up: upload it again or drop the pin"
         )
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"`config` must be TOML in UTF-8, got {place!r} ({error})") from None
-    return parse_toml(text, name=place)
+    return parse_toml(data, name=place)
 
 
 def _read(place: str) -> bytes:
@@ -53,10 +49,10 @@ def _read(place: str) -> bytes:
         return Path(place).read_bytes()
     except ObjectMissing:
         reason = "nothing there"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if "://" in place:
             raise
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
     raise ConfigError(
         f"`config` must be the URI or path of a TOML file, got {place!r} ({reason}); upload it "
         "first, a pod sees no file of your machine"

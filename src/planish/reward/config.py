@@ -14,16 +14,16 @@ from planish.shaping import check_overlong
 class RewardConfig(Section):
     """How a verdict and a length become the scalar that trains."""
 
-    reward_correct: float = Field(default=1.0, allow_inf_nan=False)
+    reward_correct: float = Field(default=1.0)
     """Outcome of a right response. DAPO, section 2.4: 1."""
-    reward_wrong: float = Field(default=-1.0, allow_inf_nan=False)
+    reward_wrong: float = Field(default=-1.0)
     """Outcome of any other response. DAPO, section 2.4: -1."""
     max_response_tokens: int = Field(default=20480, ge=1)
     """Longest response that rollout generates, in tokens. DAPO, section 4.1: 16384 + 4096."""
     overlong_buffer_tokens: int = Field(default=4096, ge=0)
     """Width of the soft overlong punishment before that limit, in tokens; 0: only beyond it.
     DAPO, section 4.1: 4096."""
-    overlong_penalty_factor: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    overlong_penalty_factor: float = Field(default=1.0, ge=0.0)
     """Weight of the overlong punishment; 0 turns it off."""
     keep_uniform_groups: bool = False
     """Train on groups that are all right or all wrong too: true for GRPO, for algorithms with a

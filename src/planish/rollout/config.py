@@ -26,7 +26,7 @@ class RolloutConfig(Section):
     """Longest response in tokens. DAPO, section 4.1: 16384 + 4096."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Prompts with more tokens are dropped and counted. DAPO's script: 2048."""
-    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, gt=0.0)
     """Divides the logits. DAPO's script: 1."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of probability that is sampled from. DAPO's script: 1."""

@@ -24,8 +24,8 @@ class SftConfig(Section):
     """Decay of AdamW's second moment."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay on every parameter."""
-    grad_clip: float = Field(default=1.0, gt=0.0)
-    """Largest global gradient norm of an optimizer step."""
+    grad_clip: float | None = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm of an optimizer step; None is no limit."""
     traces_per_minibatch: int = Field(default=32, ge=1)
     """Traces of one optimizer step, of similar length."""
     max_traces: int = Field(default=0, ge=0)

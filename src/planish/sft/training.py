@@ -88,7 +88,7 @@ def train_steps(
         logprobs, _ = scorer(ids, None, select, temperature=1.0, with_entropy=False)
         loss = -logprobs.mean()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
         step = Step(number, loss.item(), norm.item(), len(logprobs), False)
         if math.isfinite(step.loss) and math.isfinite(step.grad_norm):
             optimizer.step()

@@ -35,8 +35,8 @@ class TrainConfig(Section):
     """Added to the root of AdamW's second moment."""
     weight_decay: float = Field(default=0.1, ge=0.0)
     """Decoupled weight decay on every parameter."""
-    grad_clip: float = Field(default=1.0, gt=0.0)
-    """Largest global gradient norm of an optimizer step."""
+    grad_clip: float | None = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm of an optimizer step; None is no limit."""
     rollouts_per_minibatch: int = Field(default=512, ge=1)
     """Rollouts of one optimizer step, over all ranks (DAPO section 4.1: 16 steps a batch)."""
     num_passes: int = Field(default=1, ge=1)

@@ -197,7 +197,7 @@ class ShardedModel:
 
     def _clip(self) -> float:
         norm: Any = torch.nn.utils.clip_grad_norm_(
-            list(self.parameters.values()), self.config.grad_clip
+            list(self.parameters.values()), self.config.grad_clip or math.inf
         )
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 

@@ -59,6 +59,15 @@ def test_loss_falls_and_equal_seeds_give_equal_bits():
         assert torch.equal(a, b)
 
 
+def test_clipping_of_gradients_can_be_switched_off():
+    losses = []
+    for clip in (None, 1e9, 1e-6):
+        policy, traces = prepared()
+        config = CONFIG.model_copy(update={"grad_clip": clip})
+        losses.append([step.loss for step in take(policy, traces, 4, config=config)])
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_first_step_of_the_warm_up_moves_weights_by_its_share_of_the_learning_rate():
     # AdamW's first step has the size of the learning rate wherever the gradient is not tiny.
     policy, traces = prepared()

@@ -95,6 +95,9 @@ def test_gradient_norm_is_clipped_before_the_step(tiny, batch):
 
     scale = second_moment(tight) / second_moment(loose)
     assert scale == pytest.approx((0.01 / norm) ** 2, rel=1e-3)
+    off = trainer_of(tiny, grad_clip=None)
+    assert one_step(off, batch)["grad_norm"] == pytest.approx(norm, rel=1e-6)
+    assert second_moment(off) == pytest.approx(second_moment(loose), rel=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(tiny, batch):
