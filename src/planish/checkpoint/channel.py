@@ -6,12 +6,17 @@
     sizes    u64 for each blob
     JSON, then the blobs
 
-Both ends are ours; what arrives is trusted.
+Both ends are ours; what arrives is trusted. A thread of the channel writes, because a signal that
+interrupts the caller would leave half a message, and the other end would take the next one for
+the rest of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import queue
 import select
 import socket
 import struct
@@ -45,7 +50,10 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._sending = threading.Lock()
+        self._outgoing: queue.SimpleQueue[tuple[list[bytes], list[int]] | None]
+        self._outgoing = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="channel", daemon=True)
+        self._sender.start()
 
     def fileno(self) -> int:
         """Return the descriptor of this end."""
@@ -54,22 +62,14 @@ class Channel:
     def send(
         self, fields: Mapping[str, Any], blobs: Sequence[bytes] = (), fds: Sequence[int] = ()
     ) -> None:
-        """Send a message as a whole.
+        """Send a message as a whole, in the background; none arrives once the other end is gone.
 
-        Raises:
-            OSError: the other end is gone.
+        Descriptors are duplicated, so the caller may close its own.
         """
         body = json.dumps(fields).encode()
         head = _HEAD.pack(len(body), len(blobs))
         sizes = struct.pack(f"<{len(blobs)}Q", *map(len, blobs))
-        with self._sending:
-            if fds:
-                socket.send_fds(self._socket, [head], fds)
-            else:
-                self._socket.sendall(head)
-            self._socket.sendall(sizes + body)
-            for blob in blobs:
-                self._socket.sendall(blob)
+        self._outgoing.put(([head, sizes + body, *blobs], [os.dup(fd) for fd in fds]))
 
     def receive(self, timeout_s: float) -> Message | None:
         """Return the next message, None if none begins within `timeout_s`.
@@ -93,8 +93,25 @@ class Channel:
         return Message(fields, blobs, list(fds))
 
     def close(self) -> None:
-        """Close this end; the other one sees it."""
+        """Close this end, whether or not all is sent; the other one sees it."""
+        self._outgoing.put(None)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._sender.join()
         self._socket.close()
+
+    def _send_all(self) -> None:
+        while (message := self._outgoing.get()) is not None:
+            (head, *rest), fds = message
+            with contextlib.suppress(OSError):
+                if fds:
+                    socket.send_fds(self._socket, [head], fds)
+                else:
+                    self._socket.sendall(head)
+                for part in rest:
+                    self._socket.sendall(part)
+            for fd in fds:
+                os.close(fd)
 
     def _exactly(self, size: int) -> bytes:
         data = bytearray(size)

@@ -129,8 +129,10 @@ class SaveEngine:
         self._number += 1
         handle = save.handle
         if options.is_async:
-            self._start(save, storage, is_written_in_step)
-            self._enqueue(save)
+            try:
+                self._start(save, storage, is_written_in_step)
+            finally:
+                self._enqueue(save)
             handle.stall_seconds = time.perf_counter() - began
             telemetry.observe("planish_checkpoint_stall_seconds", handle.stall_seconds)
         else:
@@ -241,25 +243,27 @@ class SaveEngine:
         return self._storages.setdefault((root, timeout_s), found[0]), found[1]
 
     def _start(self, save: Pending, storage: Storage | None, written: Written) -> None:
-        """Hand the upload over and stage; an error becomes the outcome of the save."""
+        """Hand the upload over and stage; an error becomes the outcome of the save.
+
+        An interrupt does too, so that the save gives back what it holds, and is raised as well.
+        """
         number, agreed = self._number, save.agreed
         layout = agreed.prepared.layout
         inline = storage is not None or save.options.uri.startswith("mem://")
-        uploader: ProcessUploader | ThreadUploader
+        small = inline or layout.size < INLINE_BYTES
+        uploader = ThreadUploader(save.storage) if small else self.uploader
         try:
             job = self._job(save, number)
             buffer = self.pool.acquire(layout.size, save.call.remaining_s)
             if buffer is None:
                 raise SaveFailed("a staging buffer must become free within `timeout_s`")
             save.release = lambda: self.pool.release(buffer)
-            if inline or layout.size < INLINE_BYTES:
-                threads = uploader = ThreadUploader(save.storage)
-                threads.submit(job, buffer.view)
-            else:
-                self.uploader.start()
-                uploader = self.uploader
-                self.uploader.submit(job, buffer)
             save.give_up = lambda: uploader.give_up(number)
+            if isinstance(uploader, ThreadUploader):
+                uploader.submit(job, buffer.view)
+            else:
+                uploader.start()
+                uploader.submit(job, buffer)
             began = time.monotonic()
 
             def progress(value: int) -> None:
@@ -268,9 +272,11 @@ class SaveEngine:
                 uploader.staged(number, value, min(self._patience_s, 2 * spent))
 
             self._stage(save, buffer, written, progress)
-        except Exception as error:
+        except BaseException as error:
             failure = error
             save.upload = lambda: _raise(failure)
+            if not isinstance(error, Exception):
+                raise
             return
         deadline = time.monotonic() + save.call.remaining_s
         save.upload = lambda: self._await(save, uploader, number, deadline)
@@ -378,7 +384,7 @@ class SaveEngine:
         self.uploader.drop(buffer)
 
 
-def _raise(error: Exception) -> UploadResult:
+def _raise(error: BaseException) -> UploadResult:
     raise error
 
 

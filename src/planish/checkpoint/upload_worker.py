@@ -7,7 +7,6 @@ threads, and ends when the trainer does, having dropped its unfinished uploads.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import mmap
 import os
@@ -106,8 +105,7 @@ class Worker:
             answer = {"error": control_errors.encode({job.rank: error}).decode()}
         del source
         self._jobs.pop(job.number, None)
-        with contextlib.suppress(OSError):
-            self._channel.send({"job": job.number, **answer})
+        self._channel.send({"job": job.number, **answer})
 
     def _storage(self, job: UploadJob) -> Storage:
         # The storage is that of the part of the URI before the checkpoint's key.

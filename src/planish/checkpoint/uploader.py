@@ -88,8 +88,8 @@ class ProcessUploader:
                         "OMP_NUM_THREADS": "1",
                     },
                 )
-            self._channel, self._settings = Channel(ours), settings
             self._generation += 1
+            self._channel, self._settings = Channel(ours), settings
 
     def submit(self, job: UploadJob, buffer: SharedBuffer | None) -> None:
         """Begin a job; if the process is gone, `wait` says so."""
@@ -176,9 +176,8 @@ class ProcessUploader:
 
     def _send(self, fields: dict[str, Any], blobs: Any = (), fds: Any = ()) -> None:
         # A process that is gone is noticed by whoever waits for its answer.
-        with contextlib.suppress(OSError):
-            if self._channel is not None:
-                self._channel.send(fields, blobs, fds)
+        if self._channel is not None:
+            self._channel.send(fields, blobs, fds)
 
     def _receive(self, number: int) -> None:
         channel = self._channel

@@ -188,6 +188,28 @@ def test_the_uploading_process_serves_large_states_and_is_replaced_when_killed(e
     assert engine.uploader.pid not in (0, first)
 
 
+def test_saves_that_are_interrupted_while_they_stage_give_their_memory_back(engine, file_root):
+    class Interrupt(BaseException):
+        pass
+
+    def interrupted(item):
+        raise Interrupt
+
+    lazy = {"snapshot": "lazy", "timeout_s": 20}
+    for number in range(3):
+        with pytest.raises(Interrupt):
+            engine.save(
+                state_of(0, 1, **BIG),
+                SaveOptions(f"{file_root}/{number}", **lazy),
+                is_written_in_step=interrupted,
+            )
+    assert engine.wait(10)
+    info = engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/9", **lazy)).result(15)
+    assert_holds(info.uri, **BIG)
+    assert engine.pool.num_buffers <= 2
+    assert attempts(f"{file_root}/0") == ([], False)
+
+
 @pytest.mark.parametrize("options", WAYS, ids=["waiting", "copy", "lazy"])
 def test_a_save_that_has_ended_keeps_no_tensor_alive(engine, root, options):
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -11,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from planish.checkpoint.channel import Channel
 from planish.checkpoint.host_memory import SharedBuffer
 from planish.checkpoint.integrity import block_crcs
 from planish.checkpoint.journal import new_attempt
@@ -166,6 +168,50 @@ def test_an_error_of_the_store_comes_back_with_its_kind(uploader, tmp_path):
     uploader.staged(8, 4096)
     with pytest.raises(StoreError, match="file"):
         uploader.wait(8, time.monotonic() + 30, lambda: None)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def test_an_interrupt_while_a_message_is_sent_leaves_all_messages_whole():
+    def interrupted(*_):
+        raise Interrupt
+
+    def send_and_sleep():
+        # Much more than a socket holds while nobody reads.
+        sender.send({"number": 1}, [bytes(range(256)) * (8 << 12)])
+        time.sleep(5)
+
+    here, there = socket.socketpair()
+    there.settimeout(10)
+    sender, receiver = Channel(here), Channel(there)
+    before = signal.signal(signal.SIGALRM, interrupted)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(Interrupt):
+            send_and_sleep()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    sender.send({"number": 2}, [b"second"])
+    first, second = receiver.receive(10), receiver.receive(10)
+    assert (first.fields, first.blobs) == ({"number": 1}, [bytes(range(256)) * (8 << 12)])
+    assert (second.fields, second.blobs) == ({"number": 2}, [b"second"])
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive(10)
+    receiver.close()
+
+
+def test_closing_ends_a_message_that_nobody_reads():
+    sender, receiver = map(Channel, socket.socketpair())
+    sender.send({}, [bytes(32 << 20)])
+    begin = time.monotonic()
+    sender.close()
+    assert time.monotonic() - begin < 5
+    sender.send({})
+    receiver.close()
 
 
 def test_buffers_given_back_are_unmapped_there_too(uploader, file_root):
