@@ -125,8 +125,7 @@ def test_two_replicas_that_take_a_free_place_at_once_do_not_both_get_it(fleet):
 
 
 def test_the_state_is_saved_whole_and_a_reset_is_asked_for_once(fleet):
-    settings = {"own_namespace": fleet.namespace, "state_config_map": "state"}
-    state = ConfigMapState(fleet.cluster(**settings))
+    state = ConfigMapState(fleet.cluster(own_namespace=fleet.namespace), "state")
     with pytest.raises(ClusterError, match="must exist, but does not; apply manifests"):
         state.load()
     fleet.call(

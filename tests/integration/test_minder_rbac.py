@@ -91,13 +91,14 @@ def test_no_role_has_more_than_the_list_allows():
 
 def test_the_settings_that_ship_are_valid_and_fit_the_roles():
     path = REPOSITORY / "manifests/base/minder/settings.yaml"
-    shipped, state = yaml.safe_load_all(path.read_text())
+    shipped, *states = yaml.safe_load_all(path.read_text())
+    kept = [state["metadata"]["name"] for state in states]
     settings = service_settings(tomllib.loads(shipped["data"]["minder.toml"]))
     assert (settings.act.mode, settings.act.dry_run) == ("observe", True)
     # The rules tell people; what is sent besides would tell them again under other labels.
     assert (bool(settings.alertmanager.url), settings.alertmanager.send) == (True, False)
     assert settings.server.leader_election
-    assert settings.kubernetes.state_config_map == state["metadata"]["name"]
+    assert kept == [settings.kubernetes.state_config_map, settings.kubernetes.actor_config_map]
     assert settings.kubernetes.own_namespace == "planish"
     rules = next(
         item["rules"]
@@ -105,7 +106,7 @@ def test_the_settings_that_ship_are_valid_and_fit_the_roles():
         if (item["kind"], item["metadata"]["name"]) == ("Role", "minder")
     )
     named = [rule["resourceNames"] for rule in rules if "resourceNames" in rule]
-    assert named == [[settings.kubernetes.lease], [state["metadata"]["name"]]]
+    assert named == [[settings.kubernetes.lease], kept]
     deployment = next(
         yaml.safe_load_all((REPOSITORY / "manifests/base/minder/deployment.yaml").read_text())
     )
@@ -158,9 +159,10 @@ def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_
     lease = Lease(cluster, "me")
     assert lease.renew()
     assert lease.renew()
-    state = ConfigMapState(cluster)
-    state.save({"x": 1})
-    assert state.load() == {"x": 1}
+    for name in ("minder-state", "minder-actor"):
+        state = ConfigMapState(cluster, name)
+        state.save({"x": 1})
+        assert state.load() == {"x": 1}
     assert actor.undo(fleet.name(0)).result == "done"
     core, namespace = cluster.core, fleet.namespace
     for function, arguments in (

@@ -55,7 +55,9 @@ GONE = 404
 KEEP_SECONDS = 86_400
 """How long what was done is remembered."""
 LOST_SECONDS = 3600
-"""An alert of which nobody has spoken for so long is no more."""
+"""Seconds after which an alert that no call repeats is dropped."""
+MAX_SAVED = 500
+"""Alerts that outlive a restart; of another one, annotations of its node tell what was done."""
 
 
 class Actor:
@@ -181,12 +183,13 @@ class Actor:
         self.breaker.close(now)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what must outlive a restart."""
+        """Return what must outlive a restart, in well under the size of a ConfigMap."""
+        newest = sorted(self._memory.items(), key=lambda item: (item[1].handled, item[0]))
         return {
             "breaker": self.breaker.to_json(),
             "taken": [asdict(entry) for entry in self.ledger.entries],
             "events": self.events.to_json(),
-            "alerts": {key: asdict(memory) for key, memory in self._memory.items()},
+            "alerts": {key: asdict(memory) for key, memory in newest[-MAX_SAVED:]},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -28,7 +28,9 @@ class KubernetesConfig(Section):
     lease_seconds: int = Field(default=15, ge=3)
     """A leader that has not renewed for so long has lost its place."""
     state_config_map: str = "minder-state"
-    """ConfigMap that holds the state between restarts."""
+    """ConfigMap that holds the state of the jobs between restarts."""
+    actor_config_map: str = "minder-actor"
+    """ConfigMap that holds what was done to machines, and the breaker."""
     request_timeout_seconds: float = Field(default=10.0, gt=0.0)
     """For one request to the API server."""
     page_size: int = Field(default=500, ge=1)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 COMPONENT = "minder"
 MAX_MESSAGE = 1024
 """Bytes that the API server takes."""
+MAX_SAVED = 1000
+"""Series that outlive a restart; one that does not is begun anew at the server."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,9 @@ class EventBook:
         self._series = {k: s for k, s in self._series.items() if s.written >= before}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what must outlive a restart."""
-        return {key: vars(series) for key, series in self._series.items()}
+        """Return what must outlive a restart: the series that were written last."""
+        newest = sorted(self._series.items(), key=lambda item: (item[1].written, item[0]))
+        return {key: vars(series) for key, series in newest[-MAX_SAVED:]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what was saved."""

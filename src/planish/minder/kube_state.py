@@ -1,4 +1,4 @@
-"""The state of the monitor between restarts, in one ConfigMap that the manifests create."""
+"""The state of the monitor between restarts, in ConfigMaps that the manifests create."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ MAX_BYTES = 900_000
 class ConfigMapState:
     """Loads and saves; each save is one patch, so readers see the old state or the new."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        """Use the ConfigMap of the configuration."""
-        self._cluster = cluster
-        self._name = cluster.config.state_config_map
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        """Use the ConfigMap of that name in the monitor's own namespace."""
+        self._cluster, self._name = cluster, name
         self._namespace = cluster.own_namespace
 
     def _data(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from planish.minder.kube_objects import JobInfo
 from planish.minder.service_config import ServiceSettings
 from planish.minder.service_job import FrameSource, JobWatch, Surroundings
 from planish.minder.service_schedule import Schedule
-from planish.minder.service_state import StateStore, load_state
+from planish.minder.service_state import StateStore, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Service:
         source_of: Callable[[JobInfo], FrameSource],
         probe: Callable[[Deadline], object] = lambda deadline: None,
         state: StateStore | None = None,
+        actor_state: StateStore | None = None,
         leader: Leader | None = None,
         keeper: Keeper | None = None,
     ) -> None:
@@ -88,13 +89,15 @@ class Service:
             jobs: which jobs there are now; may raise `PlanishError`.
             source_of: where the frames of a job come from.
             probe: one successful query makes the service ready; raises `PlanishError` otherwise.
-            state: where the state is kept, if anywhere.
+            state: where the state of the jobs is kept, if anywhere.
+            actor_state: the same for the actor.
             leader: chooses one of several replicas; None: this is the only one.
             keeper: the actor, if there is one.
         """
         self.settings, self.around = settings, around
         self._jobs, self._source_of, self._probe = jobs, source_of, probe
-        self._state, self._leader, self._keeper = state, leader, keeper
+        self._state, self._actor_state = state, actor_state
+        self._leader, self._keeper = leader, keeper
         self.calls = Schedule(around.clock)
         self.control = Schedule(around.clock)
         self.watches: dict[str, JobWatch] = {}
@@ -213,14 +216,14 @@ class Service:
         return pause
 
     def _load(self) -> dict[str, Any]:
-        """Return what an earlier process knew of its jobs."""
-        state = load_state(self._state)
-        if self._keeper is not None and state.get("actor"):
+        """Return what an earlier process knew of its jobs; the actor goes on from its own state."""
+        actor = load_state(self._actor_state)
+        if self._keeper is not None and actor:
             try:
-                self._keeper.load(state["actor"])
+                self._keeper.load(actor)
             except (PlanishError, KeyError, TypeError, ValueError, AttributeError) as error:
                 logger.warning("state_of_actor_lost reason=%r", str(error)[:200])
-        return dict(state.get("jobs", {}))
+        return dict(load_state(self._state).get("jobs", {}))
 
     def _watch(self, info: JobInfo, state: Mapping[str, Any] | None) -> None:
         """Begin to watch a job, not all at the same second."""
@@ -288,22 +291,13 @@ class Service:
     def _save(self) -> None:
         """Write the state; what fails is tried again with the next save."""
         self._last_save = self.around.clock()
-        if self._state is None or self._earlier is None:
+        if self._earlier is None:
             return
-        watches = dict(self.watches)
-        state: dict[str, Any] = {
-            # A job that has not been found again yet keeps what is known of it.
-            "jobs": {
-                **self._earlier,
-                **{key: watch.to_json() for key, watch in watches.items()},
-            }
-        }
         if self._keeper is not None:
-            state["actor"] = self._keeper.to_json()
-        try:
-            self._state.save(state)
-        except PlanishError as error:
-            logger.warning("state_not_saved reason=%r", str(error)[:200])
-            return
-        for watch in watches.values():
-            watch.is_changed = False
+            save_state(self._actor_state, self._keeper.to_json())
+        watches = dict(self.watches)
+        # A job that has not been found again yet keeps what is known of it.
+        jobs = {**self._earlier, **{key: watch.to_json() for key, watch in watches.items()}}
+        if save_state(self._state, {"jobs": jobs}):
+            for watch in watches.values():
+                watch.is_changed = False

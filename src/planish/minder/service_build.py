@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planish.errors import ConfigError
 from planish.minder.alertmanager import Alertmanager
@@ -129,15 +129,20 @@ def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) ->
     return monitor.call(frame, started=job.started, stages=dict(job.stages))
 
 
-def state_of(settings: ServiceSettings) -> StateStore | None:
-    """Return where the state is kept: a file, else a ConfigMap, else nowhere."""
+def state_of(
+    settings: ServiceSettings, part: Literal["jobs", "actor"] = "jobs"
+) -> StateStore | None:
+    """Return where a part of the state is kept: a file, else a ConfigMap, else nowhere."""
     if settings.server.state_file:
-        return FileState(Path(settings.server.state_file))
+        path = Path(settings.server.state_file)
+        return FileState(path if part == "jobs" else path.with_name(f"{path.name}.actor"))
     if settings.kubernetes is not None:
         from planish.minder.kube import Cluster
         from planish.minder.kube_state import ConfigMapState
 
-        return ConfigMapState(Cluster.connect(settings.kubernetes))
+        config = settings.kubernetes
+        name = config.state_config_map if part == "jobs" else config.actor_config_map
+        return ConfigMapState(Cluster.connect(config), name)
     return None
 
 
@@ -172,6 +177,7 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
         "source_of": source_of,
         "probe": prometheus.now,
         "state": state_of(settings),
+        "actor_state": state_of(settings, "actor"),
     }
     if settings.kubernetes is None:
         return Service(settings, around, jobs=lambda: static_jobs(settings), **parts)

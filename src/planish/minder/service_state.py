@@ -1,7 +1,8 @@
-"""What the service remembers over a restart: one JSON document, replaced as a whole.
+"""What the service remembers over a restart: JSON documents, each replaced as a whole.
 
-Everything in it can be found again from the metrics and from annotations of the nodes, so a
-document that is lost or damaged costs some minutes and no safety.
+That of the jobs can be found again from the metrics, so losing it costs some minutes and no safety.
+The document of the actor, which holds the breaker, is one of its own: it stays small, and is saved
+however large the other has become.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateStore(Protocol):
-    """Where the document lies: a file, or a ConfigMap of Kubernetes."""
+    """Where a document lies: a file, or a ConfigMap of Kubernetes."""
 
     def load(self) -> dict[str, Any]:
         """Return what was saved last; empty for none or a damaged one.
@@ -129,3 +130,15 @@ def load_state(store: StateStore | None) -> dict[str, Any]:
     except PlanishError as error:
         logger.warning("state_lost reason=%r", str(error)[:200])
         return {}
+
+
+def save_state(store: StateStore | None, state: dict[str, Any]) -> bool:
+    """Save the state, and return whether it is saved; what fails is tried again the next time."""
+    if store is None:
+        return False
+    try:
+        store.save(state)
+    except PlanishError as error:
+        logger.warning("state_not_saved keys=%s reason=%r", ",".join(state), str(error)[:200])
+        return False
+    return True

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
+from kubernetes.client import ApiClient
 
 from planish.errors import BackendUnavailable, ClusterError
+from planish.minder.act import Actor
+from planish.minder.act_config import ActConfig
 from planish.minder.act_types import Outcome
+from planish.minder.kube import Cluster
+from planish.minder.kube_config import KubernetesConfig
 from planish.minder.kube_objects import JobInfo, PodInfo
+from planish.minder.kube_state import MAX_BYTES
 from planish.minder.service import Service
 from planish.minder.service_config import service_settings
 from planish.minder.service_job import JobWatch, Surroundings
@@ -182,10 +189,10 @@ def settings(**server):
                              "detect": {"metrics": list(day_of.METRICS)}})  # fmt: skip
 
 
-def service_of(jobs, clock, state=None, *, leader=None, **changes):
+def service_of(jobs, clock, state=None, *, notifier=None, **parts):
     day = day_of.Day(clock, 3)
-    around = surroundings(clock, **changes)
-    return Service(settings(), around, jobs=jobs, state=state, leader=leader,
+    around = surroundings(clock, notifier=notifier)
+    return Service(settings(), around, jobs=jobs, state=state, **parts,
                    source_of=lambda job: day_of.DaySource(day, job.key))  # fmt: skip
 
 
@@ -263,6 +270,52 @@ def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(t
     assert [(state, a.machine) for _, state, a in heard.told] == [
         ("firing", "a-0"), ("resolved", "a-0"),
     ]  # fmt: skip
+
+
+def actor():
+    return Actor(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
+
+
+def test_the_breaker_outlives_a_restart_where_the_state_of_the_jobs_can_not_be_saved(tmp_path):
+    clock = day_of.FastClock()
+    day = day_of.Day(clock, 3)
+    jobs, kept = FileState(tmp_path / "jobs"), FileState(tmp_path / "actor")
+    jobs.path.mkdir()
+    first, second = actor(), actor()
+    before = service_of(day.jobs, clock, jobs, keeper=first, actor_state=kept)
+    before.prepare()
+    play(before, clock, T0 + 100)
+    first.breaker.open("too many machines", T0 + 100.0)
+    before.stop()
+    after = service_of(day.jobs, clock, jobs, keeper=second, actor_state=kept)
+    after.prepare()
+    play(after, clock, T0 + 200)
+    assert (second.breaker.reason, second.breaker.opened) == ("too many machines", T0 + 100.0)
+
+
+def test_the_state_of_the_actor_is_bounded_and_keeps_the_breaker_and_the_newest(tmp_path):
+    number = 5000
+    detail = "whether a silence matches the alert can not be told: " + "x" * 200
+    outcome = {"action": "evict", "result": "refused", "detail": detail, "has_changed": True}
+    evictions = {"attempts": {}, "given_up": [f"{n:036d}" for n in range(8)], "num_evicted": 8}
+    memory = {"first_end": T0, "state": "firing", "last": outcome, "is_finished": True,
+              "has_opened": False, "evictions": evictions}  # fmt: skip
+    series = {"name": "n" * 200, "namespace": "default", "count": 3, "pending": 0}
+    one = actor()
+    one.load(
+        {
+            "breaker": {"reason": "too many machines", "opened": T0},
+            "taken": [{"time": T0, "job": "team/job", "node": "n1"}],
+            "alerts": {f"{n:016x}": {**memory, "handled": T0 + n} for n in range(number)},
+            "events": {f"Node//node-{n}/u/R": {**series, "written": T0 + n} for n in range(number)},
+        }
+    )
+    saved = one.to_json()
+    assert len(json.dumps(saved)) < MAX_BYTES
+    assert saved["breaker"]["reason"] == "too many machines"
+    assert saved["taken"] == [{"time": T0, "job": "team/job", "node": "n1"}]
+    assert f"{number - 1:016x}" in saved["alerts"]
+    assert f"Node//node-{number - 1}/u/R" in saved["events"]
 
 
 class Election:
