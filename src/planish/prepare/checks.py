@@ -152,6 +152,16 @@ def _held_responses_fit_the_algorithm(parsed: Parsed) -> list[str]:
     return faults
 
 
+def _training_samples_the_whole_distribution(parsed: Parsed) -> list[str]:
+    """The trainer scores tokens under the whole distribution: no other may sample them."""
+    return [
+        f"`rollout.{name}` must be {off}, which samples from the whole distribution, got {seen}; "
+        "the trainer does not score tokens under a truncated one. `[evaluate]` may truncate"
+        for name, off in (("top_p", 1.0), ("top_k", 0))
+        if (seen := _value(parsed, f"rollout.{name}")) not in (None, off)
+    ]
+
+
 def _reference_needs_a_penalty(parsed: Parsed) -> list[str]:
     pin = _value(parsed, "train.reference_policy")
     if not pin or _value(parsed, "algorithm.kl_coefficient"):
@@ -171,6 +181,7 @@ CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
     _windows_agree,
     _windows_keep_groups,
     _held_responses_fit_the_algorithm,
+    _training_samples_the_whole_distribution,
     _reference_needs_a_penalty,
 )
 

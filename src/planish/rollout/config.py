@@ -29,9 +29,11 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0.0)
     """Divides the logits. DAPO's script: 1."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of probability that is sampled from. DAPO's script: 1."""
+    """Share of probability that is sampled from; runs that train refuse others. DAPO's script:
+    1."""
     top_k: int = Field(default=0, ge=0)
-    """Number of tokens that is sampled from; 0 is off. DAPO's script: off."""
+    """Number of tokens that is sampled from; 0 is off, runs that train refuse others. DAPO's
+    script: off."""
     dynamic_sampling: bool = True
     """Keep only groups with right and wrong responses, and draw until the batch is full. DAPO,
     section 3.2."""

@@ -27,6 +27,16 @@ def test_impossible_combinations_are_told(overrides, words):
         build_config(**BASE, overrides=overrides)
 
 
+def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluations_are_not():
+    with pytest.raises(ConfigError) as caught:
+        build_config(**BASE, overrides="rollout.top_p=0.9 rollout.top_k=20")
+    told = str(caught.value)
+    assert "`rollout.top_p` must be 1.0, which samples from the whole distribution, got 0.9" in told
+    assert "`rollout.top_k` must be 0, which samples from the whole distribution, got 20" in told
+    assert "the trainer does not score tokens under a truncated one" in told
+    assert build_config(**BASE, overrides="evaluate.top_p=0.5")["evaluate"]["top_p"] == 0.5
+
+
 WINDOWS = "rollout.window_tokens=16 rollout.dynamic_sampling=false "
 WHOLE_GROUPS = WINDOWS + "rollout.unfinished=hold_group "
 KEEP = "reward.keep_uniform_groups=true "
