@@ -33,7 +33,8 @@ def sampling_error(accuracy: Table) -> float:
     """Return the standard error of avg@n with the prompts held fixed.
 
     Args:
-        accuracy: [P, n] float64.
+        accuracy: [P, n] float64; or the differences of two policies whose samples share their
+            seeds, for the error of the difference.
 
     Returns:
         sqrt(sum_p var_p / n) / P with the sample variance of each prompt; NaN for n = 1.

@@ -37,6 +37,10 @@ class Judged:
         flat = np.array([v.accuracy for v in self.verdicts], dtype=np.float64)
         return flat.reshape(-1, self.num_samples)
 
+    def marks(self) -> list[str]:
+        """Return one text a prompt, with a 1 for each right sample and a 0 for each other."""
+        return ["".join("1" if x > 0 else "0" for x in row) for row in self.accuracy()]
+
     def answers(self) -> list[list[str | None]]:
         """Return [P] lists of n extracted answers; None is invalid."""
         found = [None if v.invalid or v.error else v.extracted for v in self.verdicts]
@@ -82,6 +86,24 @@ def scalars(
     if greedy is not None:
         found["greedy"] = metrics.average(greedy.accuracy()[rows])
     return found
+
+
+def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
+    """Return the standard error of the rise of avg@n between two policies, prompts held fixed.
+
+    Sample k of a prompt has the same seed under both, so that much of their noise is common: the
+    error is that of the differences, sample by sample.
+
+    Args:
+        before: what `Judged.marks` returned of the first policy.
+        after: the same of the second, on the same prompts.
+
+    Example:
+        >>> rise_error(["01", "11"], ["01", "11"])
+        0.0
+    """
+    tables = [np.array([[float(mark) for mark in row] for row in rows]) for rows in (before, after)]
+    return metrics.sampling_error(tables[1] - tables[0])
 
 
 def _response_facts(sampled: Judged, rows: Sequence[int]) -> Scalars:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from planish.errors import ObjectMissing, RecordError
 from planish.evaluate.config import EvaluateConfig
-from planish.evaluate.score import Judged, rows_by_source, scalars
+from planish.evaluate.score import Judged, rise_error, rows_by_source, scalars
 from planish.records import layout
 from planish.records.io import fetch_files, finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
@@ -18,6 +19,8 @@ from planish.stage import Artifact, Context, Outcome, execute
 
 logger = logging.getLogger(__name__)
 
+MARKS = "marks"
+"""Attribute of a report: `Judged.marks` of its sampled rollouts."""
 SAMPLED, GREEDY = "rollouts", "temperature-0"
 """Folders below an evaluation: its sampled and its greedy rollouts."""
 
@@ -80,7 +83,7 @@ def _work(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
         fresh = fresh or is_new
         refs.append(ref)
         reports.append(report)
-    found = compare(reports[0].scalars, reports[-1].scalars)
+    found = compare(reports[0], reports[-1])
     return Outcome(refs={"evaluation": refs[-1]}, metrics=found, already_done=not fresh)
 
 
@@ -99,23 +102,25 @@ def _read_prompts(context: Context, config: EvaluateConfig) -> tuple[PromptSet, 
     return prompts, manifest.sha256
 
 
-def compare(before: Scalars, after: Scalars) -> Scalars:
+def compare(before: EvalReport, after: EvalReport) -> Scalars:
     """Return the scores before and after, and the rise of avg@n with its standard error.
 
+    The error is left out where there is a single sample a prompt.
+
     Example:
-        >>> compare({"accuracy": 0.25}, {"accuracy": 0.5})
+        >>> compare(EvalReport({"accuracy": 0.25}), EvalReport({"accuracy": 0.5}))
         {'accuracy_before': 0.25, 'accuracy_after': 0.5, 'accuracy_rise': 0.25}
     """
+    old, new = before.scalars, after.scalars
     found: Scalars = {}
-    for name in sorted(set(before) & set(after)):
+    for name in sorted(set(old) & set(new)):
         if name.startswith(("accuracy", "greedy", "pass@", "cons@", "response_length_mean")):
             plain = name.replace("@", "_at_")
-            found[f"{plain}_before"], found[f"{plain}_after"] = before[name], after[name]
-    found["accuracy_rise"] = after["accuracy"] - before["accuracy"]
-    name = "accuracy_standard_error"
-    if name in before and name in after:
-        # The noise of the samples is independent; the prompts are the same.
-        found[f"accuracy_rise{name[8:]}"] = (before[name] ** 2 + after[name] ** 2) ** 0.5
+            found[f"{plain}_before"], found[f"{plain}_after"] = old[name], new[name]
+    found["accuracy_rise"] = new["accuracy"] - old["accuracy"]
+    marks: list[Any] = [report.attributes.get(MARKS) for report in (before, after)]
+    if all(marks) and "accuracy_standard_error" in new:
+        found["accuracy_rise_standard_error"] = rise_error(marks[0], marks[1])
     return found
 
 
@@ -130,7 +135,7 @@ def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
     }
     try:
         report = read_report(EvalReport, uri)
-        is_new = report.attributes != attributes
+        is_new = report.attributes != attributes | {MARKS: report.attributes.get(MARKS)}
     except ObjectMissing:
         is_new = True
     if is_new:
@@ -170,7 +175,8 @@ def _score(task: _Task, attributes: dict[str, object]) -> EvalReport:
         source: scalars(sampled, greedy, rows, config, seed)
         for source, rows in rows_by_source(task.prompts.source).items()
     }
-    return EvalReport(scalars(sampled, greedy, everything, config, seed), sources, attributes)
+    found = scalars(sampled, greedy, everything, config, seed)
+    return EvalReport(found, sources, attributes | {MARKS: sampled.marks()})
 
 
 def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:

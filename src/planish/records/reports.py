@@ -57,7 +57,7 @@ class EvalReport:
     sources: dict[str, Scalars] = field(default_factory=dict)
     """Source of the prompts to its own scalars."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """JSON values: policy_version, seed, config_sha256 ..."""
+    """JSON values: policy_version, seed, config_sha256, marks of all samples ..."""
 
 
 ReportT = TypeVar("ReportT", UpdateReport, EvalReport)

@@ -35,6 +35,8 @@ class Keys:
     """The starting policy."""
     after: Score | None
     """The newest evaluated policy, when it is another one."""
+    gain_error: float | None
+    """Standard error of the rise between the two, as the evaluation measured it."""
     iterations: int
     """Finished updates."""
     seconds: float
@@ -66,25 +68,18 @@ class Keys:
             return None
         return self.after.accuracy - self.before.accuracy
 
-    @property
-    def gain_error(self) -> float | None:
-        """Standard error of the rise, both scores taken as independent."""
-        if self.before is None or self.after is None:
-            return None
-        if self.before.error is None or self.after.error is None:
-            return None
-        return float((self.before.error**2 + self.after.error**2) ** 0.5)
-
 
 def key_numbers(facts: RunFacts, state: str) -> Keys:
     """Work out the key numbers of a run."""
     scores = [score(evaluation) for evaluation in facts.evaluations]
     begin = [task.start_seconds for task in facts.tasks if task.start_seconds > 0]
     end = [task.end_seconds for task in facts.tasks if task.start_seconds > 0]
+    rises = [task.metrics for task in facts.tasks if task.stage == "evaluate"]
     return Keys(
         state=state.upper() or "UNKNOWN",
         before=scores[0] if scores else None,
         after=scores[-1] if len(scores) > 1 else None,
+        gain_error=rises[-1].get("accuracy_rise_standard_error") if rises else None,
         iterations=len(facts.updates),
         seconds=max(end) - min(begin) if begin else 0.0,
         busy_seconds=busy_seconds(facts.tasks),

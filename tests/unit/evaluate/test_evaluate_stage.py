@@ -81,6 +81,8 @@ def test_equal_pins_are_evaluated_once(file_root, tmp_path, ready):
     _, metrics = evaluate(file_root, tmp_path, ready, pin, pin)
     assert metrics["accuracy_before"] == metrics["accuracy_after"]
     assert metrics["accuracy_rise"] == 0.0
+    # the same samples twice: nothing can differ
+    assert metrics["accuracy_rise_standard_error"] == 0.0
 
 
 def test_second_run_computes_nothing_and_gives_the_same_reference(
@@ -155,10 +157,23 @@ def test_no_held_out_prompts_is_an_error_that_says_so(file_root, tmp_path, caplo
     assert "an evaluation needs at least one prompt, got none" in caplog.text
 
 
-def test_rise_has_the_joint_error_of_both_measurements():
-    before = {"accuracy": 0.2, "accuracy_standard_error": 0.03, "greedy": 0.1}
-    after = {"accuracy": 0.5, "accuracy_standard_error": 0.04, "pass@8": 0.7}
-    found = compare(before, after)
-    assert found["accuracy_rise"] == pytest.approx(0.3)
-    assert found["accuracy_rise_standard_error"] == pytest.approx(0.05)
+def test_the_error_of_the_rise_is_that_of_differences_under_equal_seeds():
+    before = {"accuracy": 0.5, "accuracy_standard_error": 0.25, "greedy": 0.1}
+    after = {"accuracy": 0.75, "accuracy_standard_error": 0.25, "pass@8": 0.7}
+    found = compare(
+        EvalReport(before, {}, {"marks": ["1100", "1010"]}),
+        EvalReport(after, {}, {"marks": ["1100", "1111"]}),
+    )
+    assert found["accuracy_rise"] == pytest.approx(0.25)
+    # Differences 0, 0, 0, 0 and 0, 1, 0, 1, whose sample variances are 0 and 1/3.
+    assert found["accuracy_rise_standard_error"] == pytest.approx((1 / 3 / 4) ** 0.5 / 2)
     assert "greedy_before" not in found
+
+
+def test_a_single_sample_a_prompt_tells_no_error_of_the_rise(file_root, tmp_path):
+    write_data(file_root)
+    digest = make_run(file_root, evaluate={"num_samples": 1, "pass_at": [1]})
+    pins = save_version(file_root, 0, seed=1), save_version(file_root, 1, seed=2)
+    _, metrics = evaluate(file_root, tmp_path, digest, *pins)
+    assert "accuracy_rise" in metrics
+    assert "accuracy_rise_standard_error" not in metrics

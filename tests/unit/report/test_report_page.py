@@ -54,13 +54,13 @@ def test_the_page_shows_the_numbers_of_the_run(healthy_pages):
     html, markdown = healthy_pages
     text = " ".join(Elements(html).text.split())
     for shown in (
-        "27.8 % → 48.3 %", "+20.5 points ± 0.8", "33.6 % → 50.2 %", "68.8 % → 76.2 %",
+        "27.8 % → 48.3 %", "+20.5 points ± 0.5", "33.6 % → 50.2 %", "68.8 % → 76.2 %",
         "362,400", "20,133 / s", "27.8 ± 0.6 %", "24.9 to 30.8 %",
         "400 held-out prompts, 8 samples each",
         "dapo-tiny", "17,390 steps", "-12,379", "mean entropy (nats per token)",
     ):  # fmt: skip
         assert shown in text, shown
-    assert "27.8 % -> 48.3 % | +20.5 points ± 0.8" in markdown
+    assert "27.8 % -> 48.3 % | +20.5 points ± 0.5" in markdown
     assert "| avg@8 (mean accuracy over samples) | 27.8 ± 0.6 % | 48.3 ± 0.6 % |" in markdown
 
 
