@@ -124,8 +124,9 @@ class Actor:
             return replace(memory.last, has_changed=False)
         job: JobInfo | None = None
         try:
-            jobs = group_jobs(pods := self.cluster.pods())
-            self.table.update(jobs, now)
+            namespace = alert.job.partition("/")[0]
+            jobs = group_jobs(pods := self.cluster.pods(namespace))
+            self.table.update(jobs, now, namespace)
             job = next((job for job in jobs if job.key == alert.job), None)
             outcome = self._step(alert, result, now, memory, job, pods)
         except ClusterError as error:

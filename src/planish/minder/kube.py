@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from planish.minder.kube_parse import ENDED, Raw, parse_node, parse_pod, request
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DRY_RUN_ALL = "All"
 """What the API server takes for: check it, and change nothing."""
+LIVE = ",".join(f"status.phase!={phase}" for phase in ENDED)
+"""Field selector: workflows leave many pods that have ended."""
 
 Listener = Callable[[bool], None]
 """Called after every request with whether the API server did its part."""
@@ -119,9 +121,11 @@ class Cluster:
         self.listener(True)
         return found
 
-    def _pages(self, function: Callable[..., Any], *arguments: Any) -> Iterator[Raw]:
+    def _pages(
+        self, function: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Iterator[Raw]:
         """Yield the items of a list, page by page."""
-        options: dict[str, Any] = {"limit": self.config.page_size}
+        options["limit"] = self.config.page_size
         while True:
             page = self.call(function, *arguments, **options)
             yield from page.get("items") or ()
@@ -129,17 +133,30 @@ class Cluster:
             if not options["_continue"]:
                 return
 
-    def _raw_pods(self, *, everywhere: bool = False) -> Iterator[Raw]:
-        if everywhere or not self.config.namespaces:
-            yield from self._pages(self.core.list_pod_for_all_namespaces)
-            return
-        for namespace in self.config.namespaces:
-            yield from self._pages(self.core.list_namespaced_pod, namespace)
+    def _live_pods(self, namespaces: Sequence[str] = (), label: str = "") -> Iterator[Raw]:
+        """Yield the pods that have not ended, in some namespaces (none: in all), with a label."""
+        options = {"field_selector": LIVE, **({"label_selector": label} if label else {})}
+        if not namespaces:
+            yield from self._pages(self.core.list_pod_for_all_namespaces, **options)
+        for namespace in namespaces:
+            yield from self._pages(self.core.list_namespaced_pod, namespace, **options)
 
-    def pods(self) -> list[PodInfo]:
-        """Return the pods of all jobs, in any phase."""
-        found = (parse_pod(raw, self.config) for raw in self._raw_pods())
-        return [pod for pod in found if pod is not None]
+    def pods(self, namespace: str = "") -> list[PodInfo]:
+        """Return the pods of jobs that have not ended, of one namespace or of all that count.
+
+        The server picks them by the labels that name jobs: most pods of a cluster are of none.
+        """
+        allowed = self.config.namespaces
+        if namespace and allowed and namespace not in allowed:
+            return []
+        namespaces = (namespace,) if namespace else allowed
+        found: dict[str, PodInfo] = {}
+        for label in self.config.job_labels:
+            for raw in self._live_pods(namespaces, label):
+                pod = parse_pod(raw, self.config)
+                if pod is not None:
+                    found[pod.uid] = pod
+        return list(found.values())
 
     def jobs(self) -> list[JobInfo]:
         """Return all jobs that run now, one for each role, by key."""
@@ -148,9 +165,9 @@ class Cluster:
     def used(self) -> dict[str, dict[str, float]]:
         """Return what the pods of each node ask for together: node to resource to amount."""
         total: dict[str, dict[str, float]] = {}
-        for raw in self._raw_pods(everywhere=True):
+        for raw in self._live_pods():
             node = raw.get("spec", {}).get("nodeName")
-            if not node or raw.get("status", {}).get("phase") in ENDED:
+            if not node:
                 continue
             of_node = total.setdefault(node, {})
             for name, amount in requests_of(raw["spec"]).items():

@@ -54,11 +54,11 @@ class RunTable:
         self._keep_seconds = config.history_seconds
         self._rows: dict[str, Row] = {}
 
-    def update(self, jobs: Iterable[JobInfo], now: int) -> None:
-        """Take in what runs now; everything else that ran has ended."""
+    def update(self, jobs: Iterable[JobInfo], now: int, namespace: str = "") -> None:
+        """Take in what runs now, in one namespace or in all; what ran there else has ended."""
         running = {pod.uid: pod for job in jobs for pod in job.pods}
         for uid, row in list(self._rows.items()):
-            if uid not in running and not row.end:
+            if uid not in running and not row.end and namespace in ("", row.namespace):
                 self._rows[uid] = replace(row, end=now)
             elif row.end and row.end < now - self._keep_seconds:
                 del self._rows[uid]

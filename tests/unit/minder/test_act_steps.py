@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -167,6 +168,20 @@ def test_a_server_that_fails_opens_the_breaker_and_one_that_refuses_does_not(fak
     assert {outcome.result for outcome in outcomes} == {"failed"}
     assert [outcome.has_changed for outcome in outcomes] == [True] + [False] * 11
     assert "requests to the API server failed in 300 s" in actor.breaker.reason
+
+
+def test_only_pods_that_belong_to_a_job_and_live_are_asked_for(fake):
+    fake.cluster.pods()
+    fake.cluster.pods("team")
+    asked = [urlsplit(path) for _, path, _ in fake.requests]
+    every = ["/api/v1/pods"] * len(names.JOB_LABELS)
+    assert [url.path for url in asked] == [*every, *["/api/v1/namespaces/team/pods"] * len(every)]
+    queries = [parse_qs(url.query) for url in asked]
+    assert [query.get("labelSelector") for query in queries] == [
+        [label] for label in names.JOB_LABELS * 2
+    ]
+    live = "status.phase!=Succeeded,status.phase!=Failed"
+    assert {tuple(query.get("fieldSelector", ())) for query in queries} == {(live,)}
 
 
 def test_an_answer_that_is_no_json_and_a_server_that_is_gone_are_failures(fake):
