@@ -124,7 +124,7 @@ def _s3() -> Finding:
     except ConfigError as error:
         return Finding("s3 server", "absent", str(error))
     try:
-        S3Store(attempts=1).list("s3://planish-doctor")
+        S3Store(retry_seconds=0.0).list("s3://planish-doctor")
     except ConfigError as error:
         # No such bucket: the server answers and takes the keys.
         if "bucket" not in str(error):

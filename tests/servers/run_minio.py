@@ -45,6 +45,7 @@ class Minio:
             "MINIO_ACCESS_KEY": self.access_key,
             "MINIO_SECRET_KEY": self.secret_key,
             "MINIO_SECURE": "0",
+            "MINIO_RETRY_SECONDS": "10",
         }
 
     def start(self) -> None:

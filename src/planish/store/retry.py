@@ -7,6 +7,7 @@ alone. Nothing here knows S3 operations.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import tenacity
@@ -23,8 +24,8 @@ from planish import telemetry
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 8
-"""Tries of one request, the first included."""
+RETRY_SECONDS = 60.0
+"""A request is sent again until so much was waited between its tries: a server may restart."""
 FIRST_WAIT_SECONDS = 0.1
 """Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**k)."""
 LONGEST_WAIT_SECONDS = 10.0
@@ -32,11 +33,15 @@ LONGEST_WAIT_SECONDS = 10.0
 TRANSIENT_ERRORS = (NewConnectionError, ProtocolError, ProxyError, TimeoutError)
 """No connection, a broken one, no answer in time. Certificate errors are not among them."""
 TRANSIENT_STATUSES = frozenset({500, 502, 503, 504})
-_TRANSIENT_CODES = (
-    b"<Code>RequestTimeout<",
-    b"<Code>SlowDown",
-    b"<Code>ConditionalRequestConflict<",
+TRANSIENT_CODES = frozenset(
+    {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestTimeout", "InternalError"}
+    | {"ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
+    | {"XMinioServerNotInitialized", "XMinioIAMNotInitialized"}
 )
+"""Codes of S3 that pass, whatever their status."""
+FULL_CODES = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
+"""Codes of S3 that do not pass, whatever their status."""
+_CODE = re.compile(rb"<Code>([^<]*)</Code>")
 
 
 class TransientAnswer(Exception):
@@ -47,14 +52,15 @@ class TransientAnswer(Exception):
         self.response = response
 
 
-def policy(attempts: int, *errors: type[Exception]) -> tenacity.Retrying:
+def policy(retry_seconds: float, *errors: type[Exception]) -> tenacity.Retrying:
     """Return a policy that tries again after `errors`: full-jitter exponential waits.
 
-    The last error is raised as it is.
+    Only waits count against `retry_seconds`, since a try may carry gigabytes before it fails; 0
+    is one try. The last error is raised as it is.
     """
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(errors),
-        stop=tenacity.stop_after_attempt(attempts),
+        stop=lambda state: state.idle_for >= retry_seconds,
         wait=tenacity.wait_random_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
         before_sleep=_tell,
         reraise=True,
@@ -75,9 +81,9 @@ def _tell(state: tenacity.RetryCallState) -> None:
 class RetryingPool(urllib3.PoolManager):
     """A pool of connections that sends a request again when that may help."""
 
-    def __init__(self, *, attempts: int = ATTEMPTS, **options: Any):
+    def __init__(self, *, retry_seconds: float = RETRY_SECONDS, **options: Any):
         super().__init__(retries=False, **options)
-        self._attempts = attempts
+        self._retry_seconds = retry_seconds
 
     def urlopen(  # type: ignore[override]  # the base class allows any keyword
         self, method: str, url: str, redirect: bool = True, **options: Any
@@ -87,12 +93,11 @@ class RetryingPool(urllib3.PoolManager):
 
     def send(self, method: str, url: str, **options: Any) -> tuple[BaseHTTPResponse, int]:
         """Send a request and return the answer and how often it was sent."""
-        tries = policy(self._attempts, *TRANSIENT_ERRORS, TransientAnswer)
+        tries = policy(self._retry_seconds, *TRANSIENT_ERRORS, TransientAnswer)
 
         def once() -> BaseHTTPResponse:
             response = super(RetryingPool, self).urlopen(method, url, **options)
             if _is_transient(response):
-                response.read(cache_content=True)
                 raise TransientAnswer(response)
             return response
 
@@ -104,9 +109,18 @@ class RetryingPool(urllib3.PoolManager):
 
 
 def _is_transient(response: BaseHTTPResponse) -> bool:
-    if response.status in TRANSIENT_STATUSES:
-        return True
-    if response.status not in {400, 409}:
+    if response.status not in TRANSIENT_STATUSES | {400, 409}:
         return False
     response.read(cache_content=True)
-    return any(code in response.data for code in _TRANSIENT_CODES)
+    found = _CODE.search(response.data or b"")
+    return passes(response.status, found[1].decode("utf-8", "replace") if found else "")
+
+
+def passes(status: int, code: str) -> bool:
+    """Tell whether an error answer may be another one later.
+
+    Args:
+        status: of HTTP.
+        code: of the error document; empty where there is none.
+    """
+    return code not in FULL_CODES and (status in TRANSIENT_STATUSES or code in TRANSIENT_CODES)

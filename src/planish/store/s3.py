@@ -1,8 +1,8 @@
 """Objects in buckets of MinIO or any other S3 server.
 
 The only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_KEY`,
-`MINIO_SESSION_TOKEN` (of temporary keys), `MINIO_SECURE` (0 for a server without TLS) and
-`MINIO_REGION`.
+`MINIO_SESSION_TOKEN` (of temporary keys), `MINIO_SECURE` (0 for a server without TLS),
+`MINIO_REGION` and `MINIO_RETRY_SECONDS` (for how long a request that fails is sent again).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import io
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from urllib3.response import BaseHTTPResponse
 from planish import telemetry
 from planish.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
 from planish.store.base import Address, parse_uri
-from planish.store.retry import ATTEMPTS, TRANSIENT_ERRORS, RetryingPool, policy
+from planish.store.retry import RETRY_SECONDS, TRANSIENT_ERRORS, RetryingPool, policy
 from planish.store.s3_errors import told
 
 CONNECT_SECONDS = 5.0
@@ -36,6 +36,7 @@ PART_BYTES = 16 << 20
 _MAX_PARTS = 10_000
 _PARALLEL_PARTS = 3
 _READ_BYTES = 1 << 20
+_LONGEST_RETRY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Settings:
     region: str
     session_token: str = field(default="", repr=False)
     """Of temporary keys that a security token service has given."""
+    retry_seconds: float = RETRY_SECONDS
+    """A request that fails is sent again until so much was waited; 0 for one try."""
 
 
 def read_settings() -> Settings:
@@ -77,7 +80,23 @@ def read_settings() -> Settings:
         )
     region = os.environ.get("MINIO_REGION", "us-east-1")
     token = os.environ.get("MINIO_SESSION_TOKEN", "")
-    return Settings(endpoint, access_key, secret_key, secure == "1", region, token)
+    return Settings(
+        endpoint, access_key, secret_key, secure == "1", region, token, _read_retry_seconds()
+    )
+
+
+def _read_retry_seconds() -> float:
+    text = os.environ.get("MINIO_RETRY_SECONDS", str(RETRY_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _LONGEST_RETRY_SECONDS:
+        raise ConfigError(
+            f"`MINIO_RETRY_SECONDS` must be a number from 0 to {_LONGEST_RETRY_SECONDS}, got "
+            f"{text!r}"
+        )
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -85,16 +104,16 @@ class _Connection:
     client: Minio
     pool: RetryingPool
     endpoint: str
-    attempts: int
+    retry_seconds: float
     seen: set[str] = field(default_factory=set)
     """Buckets that are known to exist."""
 
 
 @functools.lru_cache(maxsize=8)
-def _connect(settings: Settings, attempts: int, _process: int) -> _Connection:
+def _connect(settings: Settings, _process: int) -> _Connection:
     """One client per process: connections must not be shared across a fork."""
     pool = RetryingPool(
-        attempts=attempts,
+        retry_seconds=settings.retry_seconds,
         timeout=Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
         maxsize=10,
         cert_reqs="CERT_REQUIRED",
@@ -114,14 +133,15 @@ def _connect(settings: Settings, attempts: int, _process: int) -> _Connection:
         raise ConfigError(
             f"`MINIO_ENDPOINT` must be `host:port`, got {settings.endpoint!r} ({error})"
         ) from None
-    return _Connection(client, pool, settings.endpoint, attempts)
+    return _Connection(client, pool, settings.endpoint, settings.retry_seconds)
 
 
 class S3Store:
     """`s3://bucket/key`."""
 
-    def __init__(self, *, attempts: int = ATTEMPTS):
-        self._attempts = attempts
+    def __init__(self, *, retry_seconds: float | None = None):
+        """Take `retry_seconds` in place of what the environment says."""
+        self._retry_seconds = retry_seconds
 
     def read(self, uri: str, start: int = 0, length: int | None = None) -> bytes:
         """Return at most `length` bytes from byte `start`."""
@@ -215,7 +235,10 @@ class S3Store:
         address = parse_uri(uri)
         if address.scheme != "s3" or (needs_key and not address.key):
             raise ConfigError(f"an S3 object must read `s3://bucket/key`, got {uri!r}")
-        connection = _connect(read_settings(), self._attempts, os.getpid())
+        settings = read_settings()
+        if self._retry_seconds is not None:
+            settings = replace(settings, retry_seconds=self._retry_seconds)
+        connection = _connect(settings, os.getpid())
         with told(uri, address.bucket, connection.endpoint):
             yield connection, address
 
@@ -244,7 +267,7 @@ class S3Store:
         with self._use(uri) as (connection, address):
             reader = _Reader(connection.client, address, start, length, sink)
             try:
-                policy(connection.attempts, _Broken)(reader.go_on)
+                policy(connection.retry_seconds, _Broken)(reader.go_on)
             except _Broken as broken:
                 raise broken.reason from None
             except S3Error as error:

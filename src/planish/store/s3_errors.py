@@ -21,16 +21,8 @@ from planish.errors import (
     StoreError,
     StoreUnavailable,
 )
-from planish.store.retry import TRANSIENT_ERRORS
+from planish.store.retry import FULL_CODES, TRANSIENT_ERRORS, passes
 
-_UNAVAILABLE = {
-    "SlowDown",
-    "InternalError",
-    "ServiceUnavailable",
-    "RequestTimeout",
-    "XMinioServerNotInitialized",
-}
-_FULL = {"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"}
 BAD_TOKEN = {"ExpiredToken", "InvalidToken", "InvalidTokenId"}
 """Said of temporary keys; a missing token is said so too."""
 _SIGNED_AT_ANOTHER_TIME = {"Request has expired", "Request is not valid yet"}
@@ -93,9 +85,9 @@ def from_code(error: S3Error, uri: str, bucket: str) -> PlanishError:
         )
     if code == "PreconditionFailed":
         return ObjectExists(f"`{uri}` must not exist yet; another process has created it")
-    if code in _FULL:
+    if code in FULL_CODES:
         return StoreError(f"`{uri}` can not be written: the server is full ({code}); make room")
-    if code in _UNAVAILABLE:
+    if passes(error.response.status, code):
         return StoreUnavailable(f"`{uri}`: the server keeps answering {code}; try again later")
     return StoreError(f"`{uri}`: the server answers {code}: {error.message}")
 

@@ -29,12 +29,12 @@ def failing(times, result="done", *, sent=True):
     return once
 
 
-def tries(waits, deadline=1e9):
-    return Tries(Counters(), time.monotonic() + deadline, sleep=waits.append)
+def tries(waits, deadline=1e9, **options):
+    return Tries(Counters(), time.monotonic() + deadline, sleep=waits.append, **options)
 
 
 @pytest.mark.parametrize("times", range(8))
-def test_up_to_seven_failures_are_outlived(times):
+def test_failures_within_the_retry_seconds_are_outlived(times):
     waits = []
     used = tries(waits)
     assert used.run(failing(times)) == "done"
@@ -44,11 +44,15 @@ def test_up_to_seven_failures_are_outlived(times):
     assert used.is_ambiguous == (times > 0)
 
 
-def test_the_eighth_failure_is_the_last():
-    waits = []
-    with pytest.raises(Transient, match="busy"):
-        tries(waits).run(failing(8))
-    assert len(waits) == 7
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 60.0])
+def test_tries_go_on_for_the_retry_seconds_and_one_wait_at_most(seconds):
+    for seed in range(50):
+        waits = []
+        used = tries(waits, retry_seconds=seconds)
+        used._random = random.Random(seed)
+        with pytest.raises(Transient, match="busy"):
+            used.run(failing(10**6))
+        assert seconds <= sum(waits) <= seconds + longest_wait(used.count)
 
 
 def test_waits_are_uniform_below_a_doubling_limit_of_ten_seconds():

@@ -17,22 +17,9 @@ from typing import TypeVar
 
 from planish import telemetry
 from planish.checkpoint.storage.base import Counters
+from planish.store.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RETRY_SECONDS
 
 logger = logging.getLogger(__name__)
-
-TRIES = 8
-FIRST_WAIT_SECONDS = 0.1
-"""Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**k)."""
-LONGEST_WAIT_SECONDS = 10.0
-
-TRANSIENT_STATUSES = frozenset({500, 502, 503, 504})
-TRANSIENT_CODES = frozenset(
-    {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestTimeout", "InternalError"}
-    | {"ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
-    | {"XMinioServerNotInitialized"}
-)
-FINAL_CODES = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
-"""Never retried, whatever their status."""
 
 T = TypeVar("T")
 
@@ -61,7 +48,8 @@ class Tries:
     counters: Counters
     deadline: float
     """Monotonic seconds; no try and no wait goes beyond."""
-    limit: int = TRIES
+    retry_seconds: float = RETRY_SECONDS
+    """The waits may come to so much and one wait more; 0 for one try."""
     sleep: Callable[[float], None] = time.sleep
     count: int = 0
     is_ambiguous: bool = False
@@ -70,6 +58,7 @@ class Tries:
 
     def run(self, once: Callable[[], T]) -> T:
         """Call `once` until it returns; the last `Transient` is raised as it is."""
+        waited = 0.0
         while True:
             self.count += 1
             try:
@@ -77,8 +66,9 @@ class Tries:
             except Transient as error:
                 self.is_ambiguous |= error.sent
                 wait = self._random.uniform(0.0, longest_wait(self.count))
-                if self.count >= self.limit or time.monotonic() + wait >= self.deadline:
+                if waited >= self.retry_seconds or time.monotonic() + wait >= self.deadline:
                     raise
+                waited += wait
                 self.counters.retried(error.reason)
                 facts = telemetry.event(
                     "retrying", tries=self.count, reason=error.reason, wait_seconds=wait

@@ -17,9 +17,6 @@ from urllib.parse import quote
 
 from planish.checkpoint.storage.base import Counters
 from planish.checkpoint.storage.retries import (
-    FINAL_CODES,
-    TRANSIENT_CODES,
-    TRANSIENT_STATUSES,
     Transient,
     Tries,
     reason,
@@ -34,6 +31,7 @@ from planish.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
+from planish.store.retry import FULL_CODES, passes
 from planish.store.s3 import Settings
 from planish.store.s3_errors import BAD_TOKEN, bad_token
 
@@ -129,7 +127,8 @@ class Client:
 
     def tries(self) -> Tries:
         """Return tries for one request."""
-        return Tries(self.counters, time.monotonic() + self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        return Tries(self.counters, deadline, self._settings.retry_seconds)
 
     def place(self, key: str) -> str:
         """Return a key as messages name it."""
@@ -140,7 +139,7 @@ class Client:
         place, code = self.place(key), refused.code
         if refused.status == 404 and code in {"", "NoSuchKey", "NoSuchVersion", "NoSuchUpload"}:
             return ObjectMissing(f"{place} must be there, but is not ({code or 'HTTP 404'})")
-        if code in FINAL_CODES or refused.status == 507:
+        if code in FULL_CODES or refused.status == 507:
             return StoreError(f"{place} can not be written: the server is full ({code}); make room")
         return StoreError(f"{place}: the server answers {refused}")
 
@@ -206,8 +205,7 @@ class Client:
         code = _tag(data, "Code") or answer.headers.get("x-minio-error-code", "")
         message = _tag(data, "Message")
         status, endpoint, bucket = answer.status, self.endpoint, self.bucket
-        passes = status in TRANSIENT_STATUSES or code in TRANSIENT_CODES or code in _DAMAGED
-        if passes and code not in FINAL_CODES:
+        if passes(status, code) or code in _DAMAGED:
             return Transient(code or str(status), f"HTTP {status} {code}")
         if code == "NoSuchBucket":
             return StoreMisconfigured(

@@ -12,10 +12,11 @@ import google_crc32c
 import numpy as np
 
 from planish.checkpoint.storage.base import Buffer, Stat
-from planish.checkpoint.storage.retries import TRANSIENT_CODES, Transient
+from planish.checkpoint.storage.retries import Transient
 from planish.checkpoint.storage.s3_client import Client, Refused
 from planish.checkpoint.storage.wire import Answer, Line
 from planish.errors import StoreError
+from planish.store.retry import passes
 
 _PAGE_BYTES = 16 << 20
 HAS_CRC32C = google_crc32c.implementation == "c"
@@ -95,7 +96,7 @@ def document(line: Line, answer: Answer, deadline: float) -> ElementTree.Element
     if failed is not None:
         # Some answers begin with HTTP 200 before the server knows how they end.
         code = failed.findtext("Code") or ""
-        if code in TRANSIENT_CODES:
+        if passes(200, code):
             raise Transient(code, f"the server answers {code}")
         raise Refused(200, code, failed.findtext("Message") or "", "")
     return root
