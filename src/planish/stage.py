@@ -75,6 +75,8 @@ class Outcome:
     """Output parameters by name."""
     already_done: bool = False
     """The output stood there finished, nothing was computed."""
+    failure: PlanishError | None = None
+    """Raised when the outputs are written: they help people although the task has failed."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,8 @@ def _attempt(
         shown.publish(outcome.metrics)
         outcome.metrics = finite_metrics(outcome.metrics)
         _write_outputs(outcome, outputs)
+        if outcome.failure:
+            raise outcome.failure
         log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
         return outcome
     except PlanishError as error:

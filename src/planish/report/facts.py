@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.avoid import AvoidedNode
+from planish.errors import PlanishError
 
 WEIGHT = "num_generated_groups"
 """Metric of a shard that weighs its means."""
@@ -173,6 +174,8 @@ class RunFacts:
     """Sample rollouts."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, in words."""
+    failure: PlanishError | None = None
+    """Why nothing more could be read; None where the store answered to the end."""
     is_stopped: bool = False
     """An operator ended the run through the stop file."""
 

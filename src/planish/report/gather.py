@@ -41,6 +41,7 @@ def gather(root: str) -> RunFacts:
     facts.avoided = _avoided(reader)
     facts.comparisons = sample_comparisons(reader, facts)
     facts.missing = reader.missing
+    facts.failure = reader.failure
     return facts
 
 

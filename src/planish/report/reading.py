@@ -28,7 +28,8 @@ class Reader:
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self.missing: list[str] = []
-        self._is_down = False
+        self.failure: PlanishError | None = None
+        """Why the store is not asked any more; None while it answers."""
 
     def attempt(self, what: str, read: Callable[[], ResultT], default: ResultT) -> ResultT:
         """Return what `read` returns, or note the fault and return `default`.
@@ -36,14 +37,14 @@ class Reader:
         After the store has once refused or failed to answer it is not asked again, since each
         call would wait for its whole retry policy.
         """
-        if self._is_down:
+        if self.failure:
             return default
         try:
             return read()
         except ObjectMissing:
             self.missing.append(f"{what}: not written")
         except (StoreUnavailable, AccessRefused) as error:
-            self._is_down = True
+            self.failure = error
             self.missing.append(f"everything under the run root: {one_line(str(error))}")
         except (PlanishError, OSError) as error:
             self.missing.append(f"{what}: {one_line(str(error))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 
 from planish.errors import PlanishError
 from planish.records import layout
@@ -83,15 +84,21 @@ def _work(
     numbers = as_summary(facts, keys)
     text = json.dumps(numbers, sort_keys=True, indent=1, allow_nan=False)
     folder = layout.report(context.root)
-    for name, content in (("report.html", html), ("report.md", markdown), ("summary.json", text)):
-        _store(f"{folder}/{name}", content)
+    files = {"report.html": html, "report.md": markdown, "summary.json": text}
+    failure = facts.failure or _store(folder, files)
     post(webhook, {**numbers, "report": f"{folder}/report.html"})
-    return Outcome(documents={"report": html, "summary": markdown}, metrics=as_metrics(numbers))
+    return Outcome(
+        documents={"report": html, "summary": markdown},
+        metrics=as_metrics(numbers),
+        failure=failure,
+    )
 
 
-def _store(uri: str, text: str) -> None:
-    """Write beside the run; the artifacts hold the same text when the store is down."""
+def _store(folder: str, files: Mapping[str, str]) -> PlanishError | None:
+    """Write files below a folder of the run; returns why one could not be written."""
     try:
-        open_store(uri).write(uri, text.encode())
-    except (PlanishError, OSError) as error:
-        logger.warning("report not stored uri=%s error=%s", uri, error)
+        for name, text in files.items():
+            open_store(folder).write(f"{folder}/{name}", text.encode())
+    except PlanishError as error:
+        return error
+    return None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from planish.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_TRANSIENT
 from planish.records import layout
 from planish.report.stage import run
 from planish.stage import PathArtifact, stage_main
@@ -57,9 +58,33 @@ def test_a_root_without_anything_still_gives_a_report(tmp_path, artifacts):
     assert json.loads(written["metrics"])["iterations"] == 0.0
 
 
+def failed(root, artifacts):
+    """Report on a root that can not be written; returns the exit code and the page."""
+    with pytest.raises(SystemExit) as ended:
+        report(root, artifacts, state="FAILED")
+    return ended.value.code, Path(artifacts["report"].path).read_text()
+
+
 def test_a_root_that_can_not_be_still_gives_a_report(artifacts):
-    written = report("file:///a/../b", artifacts, state="FAILED")
-    assert "What this report could not read" in written["report"]
+    code, page = failed("file:///a/../b", artifacts)
+    assert code == EXIT_CONFIG
+    assert "What this report could not read" in page
+
+
+def test_a_store_that_is_down_at_the_end_fails_the_stage_as_transient(artifacts, monkeypatch):
+    settings = {"ENDPOINT": "127.0.0.1:1", "ACCESS_KEY": "key", "SECRET_KEY": "secret"}
+    for name, value in {**settings, "RETRY_SECONDS": "0"}.items():
+        monkeypatch.setenv(f"MINIO_{name}", value)
+    code, page = failed("s3://bucket/run", artifacts)
+    assert code == EXIT_TRANSIENT
+    assert "everything under the run root" in page
+
+
+def test_a_page_that_can_not_be_stored_fails_the_stage(short_root, artifacts):
+    open_store(short_root).write(layout.report(short_root), b"a file where the folder goes")
+    code, page = failed(short_root, artifacts)
+    assert code == EXIT_FAILED
+    assert "<svg" in page
 
 
 def test_a_webhook_that_fails_does_not_fail_the_stage(short_root, artifacts):
