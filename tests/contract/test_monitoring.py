@@ -201,7 +201,7 @@ def test_a_dashboard_refers_only_to_what_there_is(path):
     for expression in [*expressions, *notes]:
         assert unknown(expression) == [], expression
     for variable in dashboard["templating"]["list"]:
-        series = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"])
+        series = re.fullmatch(r"label_values\(([\w:]+)(\{.+\})?, \w+\)", variable["definition"])
         assert series is not None
         assert series[1] in exported() | RECORDS
 
