@@ -43,7 +43,8 @@ def watch(
 ) -> Watched:
     """Look at a job in the interval of the configuration.
 
-    A server that does not answer is no reason to fail: what is watched goes on without.
+    A server that does not answer is no reason to fail: what is watched goes on without. Neither is
+    a job with too few machines to compare, which is said once; others may still join it.
 
     Args:
         settings: of the service.
@@ -61,12 +62,21 @@ def watch(
     monitors: dict[str, JobMonitor] = {}
     watched, begun = Watched(), time.monotonic()
     interval = settings.minder.service.interval_seconds
+    has_said = False
     while True:
         watched.num_calls += 1
         try:
             found = find(settings, job)
-            monitor = monitors.setdefault(found.key, _monitor(found, models, settings))
-            watched.result = _look(settings, found, monitor)
+            watched.result = _too_few(settings, found)
+            if watched.result is None:
+                monitor = monitors.setdefault(found.key, _monitor(found, models, settings))
+                watched.result = _look(settings, found, monitor)
+            elif not has_said:
+                has_said = True
+                logger.warning(
+                    "nothing to compare job=%s machines=%d least=%d",
+                    *(found.key, len(found.machines), settings.minder.detect.min_machines),
+                )
         except (BackendUnavailable, ClusterError) as error:
             watched.num_failed += 1
             logger.warning("call failed job=%s error=%s", job, error)
@@ -104,6 +114,16 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
     if not run_id or not ours:
         raise ClusterError(f"no pod of the run {run_id!r} works yet")
     return max(ours, key=lambda one: (len(one.machines), one.key))
+
+
+def _too_few(settings: ServiceSettings, job: JobInfo) -> Result | None:
+    """Return the result for a job that has too few machines; None for one that has enough."""
+    rules, count = settings.minder.detect, len(job.machines)
+    if count >= rules.min_machines:
+        return None
+    return Result(
+        *(job.key, "too_few_machines", 0, 0, count, settings.minder.profile, 0.0, rules.distance)
+    )
 
 
 def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMonitor:

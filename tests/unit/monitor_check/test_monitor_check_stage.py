@@ -132,8 +132,8 @@ def test_wrong_settings_end_the_task_for_good(file_root, tmp_path, recorded):
     assert error.value.code == 2
 
 
-def settings_of(port, *names):
-    jobs = [{"name": name, "machines": ["a", "b", "c", "d"]} for name in names]
+def settings_of(port, *names, machines=("a", "b", "c", "d")):
+    jobs = [{"name": name, "machines": list(machines)} for name in names]
     return service_settings(
         {
             "prometheus": {"url": f"http://127.0.0.1:{port}"},
@@ -162,6 +162,20 @@ def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
     )
     assert pauses == [60, 60]
     assert (watched.result, watched.num_calls, watched.num_failed) == (None, 3, 3)
+
+
+def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(free_port, caplog):
+    pauses = []
+    watched = watch(
+        settings_of(free_port, "train", machines=["a"]),
+        "train",
+        seconds=1000.0,
+        is_over=lambda: len(pauses) == 3,
+        sleep=pauses.append,
+    )
+    assert (watched.result.status, watched.result.n_machines) == ("too_few_machines", 1)
+    assert (watched.num_calls, watched.num_failed) == (4, 0)
+    assert caplog.messages == ["nothing to compare job=train machines=1 least=4"]
 
 
 def test_without_a_name_there_must_be_one_job(free_port):
