@@ -106,6 +106,24 @@ def test_missing_sections_are_not_checked():
     assert check_config({}) == []
 
 
+def test_a_tiny_preset_shapes_rewards_and_keeps_groups_as_the_published_form_does():
+    def of(name, form):
+        config = build_config(**{**BASE, "preset": f"{name}-{form}"}, overrides="")
+        reward = config["reward"]
+        return {
+            "punishes long responses": reward["overlong_penalty_factor"] > 0,
+            "filters long responses": config["algorithm"].get("overlong_filtering"),
+            "rewards": (reward["reward_correct"], reward["reward_wrong"]),
+            "keeps groups without a signal": reward["keep_uniform_groups"],
+            "draws until the batch is full": config["rollout"]["dynamic_sampling"],
+        }
+
+    names = {name.rpartition("-")[0] for name in preset_names()}
+    assert names >= {"grpo", "dapo", "ppo", "vc_ppo", "vapo", "tppo"}
+    for name in names:
+        assert of(name, "tiny") == of(name, "paper"), name
+
+
 @pytest.mark.parametrize(("shards", "faults"), [(1, 0), (128, 0), (129, 1), (0, 1)])
 def test_shards_must_not_outnumber_the_groups(shards, faults):
     assert len(check_run({"rollout": {"prompts_per_iteration": 128}}, shards)) == faults
