@@ -157,10 +157,9 @@ class ValueScorer(nn.Module):
             RecordError: column 0 is selected.
         """
         hidden = hidden_before(self.critic.body, input_ids, position_ids, select)
-        head = self.critic.head
         # Values are subtracted from each other: half precision would drown small advantages.
         with torch.autocast(hidden.device.type, enabled=False):
-            scores = nn.functional.linear(hidden.float(), head.weight.float(), head.bias.float())
+            scores: Tensor = self.critic.head(hidden.float())
         return scores.squeeze(-1)
 
 

@@ -67,7 +67,9 @@ class Fsdp2Trainer:
             made = blank_critic(critic_shape) if critic_shape else build_critic(critic, model, seed)
             # sharding gives the classes of modules other names
             self._critic_shape = describe_critic(made)
-            self.critic = ShardedModel(ValueScorer(made), made, made.body, **shared)
+            self.critic = ShardedModel(
+                ValueScorer(made), made, made.body, **shared, exact=made.head
+            )
             if critic.init == "state" and not critic_shape:
                 self._load_critic(critic.path)
         body = getattr(model, model.base_model_prefix)

@@ -51,6 +51,7 @@ class ShardedModel:
         ranks: Ranks,
         device: torch.device,
         is_frozen: bool = False,
+        exact: nn.Module | None = None,
     ) -> None:
         """Shard a model and build its optimizer.
 
@@ -62,6 +63,7 @@ class ShardedModel:
             ranks: this process among the training processes.
             device: of this rank.
             is_frozen: the model is never trained.
+            exact: a part that stays in float32 whatever `compute_dtype` says; None is none.
         """
         self.config = config
         self.ranks = ranks
@@ -70,7 +72,7 @@ class ShardedModel:
             _checkpoint_layers(body)
         self.scorer = scorer.to(device)
         if ranks.size > 1:
-            self._shard(body)
+            self._shard(body, exact)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         self.buffers = _persistent_buffers(model)
         self.optimizer = None if is_frozen else self._build_optimizer()
@@ -94,10 +96,12 @@ class ShardedModel:
             }
         return optimizer
 
-    def _shard(self, body: Any) -> None:
+    def _shard(self, body: Any, exact: nn.Module | None) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         options: dict[str, Any] = {"mesh": data_mesh(self.ranks, self.device)}
+        if exact is not None:
+            fully_shard(exact, **options)
         if self.config.compute_dtype == "bfloat16":
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
