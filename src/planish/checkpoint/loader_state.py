@@ -281,16 +281,21 @@ def sources(saved_dp_size: int, dp_rank: int, dp_size: int) -> range:
     return range(saved_dp_size)
 
 
-def runs(count: int, parts: int) -> list[slice]:
+def runs(count: int, parts: int, first: int = 0) -> list[slice]:
     """Cut `count` samples into consecutive runs whose lengths differ by at most one.
 
+    Args:
+        count: Samples.
+        parts: Runs.
+        first: The longer runs begin at this part, modulo `parts`.
+
     Example:
-        >>> runs(5, 2)
-        [slice(0, 3, None), slice(3, 5, None)]
+        >>> runs(5, 2), runs(5, 2, first=1)
+        ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2, None), slice(2, 5, None)])
     """
     small, longer = divmod(count, parts)
-    edges = [k * small + min(k, longer) for k in range(parts + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+    lengths = (small + ((part - first) % parts < longer) for part in range(parts))
+    return [slice(a, b) for a, b in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
 
 
 def reshard(saved: LoaderState, wanted: LoaderState, *, policy: str = "exact") -> LoaderState:
@@ -361,12 +366,16 @@ def _buffers(saved: LoaderState, wanted: LoaderState) -> list[list[Any]]:
     if any(shard.num_samples > len(shard.buffer) for shard in chosen):
         raise AssertionError("buffers that a rank needs must have been read")
     if saved.num_readers == readers and not _odd(saved, size):
-        streams = [[s for s in chosen if s.reader == reader] for reader in range(readers)]
-        samples = [[x for shard in stream for x in shard.buffer] for stream in streams]
-        return [stream[runs(len(stream), spread)[place]] for stream in samples]
+        found, before = [], 0
+        for reader in range(readers):
+            stream = [x for shard in chosen if shard.reader == reader for x in shard.buffer]
+            # One reader's longer runs follow on those of the last, so that ranks get equally many.
+            found.append(stream[runs(len(stream), spread, before)[place]])
+            before += len(stream)
+        return found
     flat = [x for shard in chosen for x in shard.buffer]
-    cuts = runs(len(flat), spread * readers)
-    return [flat[cuts[place * readers + reader]] for reader in range(readers)]
+    mine = flat[runs(len(flat), spread)[place]]
+    return [mine[cut] for cut in runs(len(mine), readers)]
 
 
 def _odd(saved: LoaderState, size: int) -> bool:

@@ -147,6 +147,26 @@ def test_buffers_are_dealt_in_order_and_evenly(old, new, count):
     if new_size % size and size % new_size:
         lengths = [len(shard.buffer) for shard in dealt]
         assert max(lengths) - min(lengths) <= 1
+    if (size, readers) == (new_size, new_readers):
+        return
+    totals = {}
+    for d, state in enumerate(found):
+        total = sum(len(shard.buffer) for shard in state.shards)
+        totals.setdefault(sources(size, d, new_size), []).append(total)
+    # Ranks that share the samples of the same saved ranks hold equally many.
+    assert all(max(held) - min(held) <= 1 for held in totals.values())
+
+
+@pytest.mark.parametrize(("new_size", "expected"), [(3, [16] * 3), (4, [8, 7, 17, 16]), (1, [48])])
+def test_ranks_hold_equally_many_samples_however_many_readers_they_have(new_size, expected):
+    counts = {(d, r): 3 if d == 0 else 6 + (r < 3) for d in range(2) for r in range(5)}
+    shards = [LoaderShard(d, r, buffer=[0] * count) for (d, r), count in counts.items()]
+    saved = LoaderState({}, shards, dp_size=2, num_readers=5)
+    held = [
+        reshard(saved, LoaderState(dp_rank=d, dp_size=new_size, num_readers=5)).shards
+        for d in range(new_size)
+    ]
+    assert [sum(len(shard.buffer) for shard in shards) for shards in held] == expected
 
 
 def test_two_ranks_become_four_and_one_as_in_the_paper():

@@ -183,9 +183,10 @@ def test_an_interrupt_while_a_message_is_sent_leaves_all_messages_whole():
         sender.send({"number": 1}, [bytes(range(256)) * (8 << 12)])
         time.sleep(5)
 
-    here, there = socket.socketpair()
-    there.settimeout(10)
-    sender, receiver = Channel(here), Channel(there)
+    ends = socket.socketpair()
+    for end in ends:
+        end.settimeout(10)
+    sender, receiver = map(Channel, ends)
     before = signal.signal(signal.SIGALRM, interrupted)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
