@@ -39,10 +39,14 @@ A message reads: what must be what, the value seen, who must change what.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class PlanishError(Exception):
     """Root of the tree; catch it to catch everything that is ours."""
+
+    per_rank: Mapping[int, str] = MappingProxyType({})
+    """What each rank failed with, where an error of some ranks is raised on all of them."""
 
 
 class ConfigError(PlanishError, ValueError):

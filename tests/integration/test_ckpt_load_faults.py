@@ -53,7 +53,7 @@ def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout
             options["strict"] = False
     opened = open_on_all(place, control, storage=storage)
     began = time.monotonic()
-    found = {"error": "", "text": "", "block": None, "modified": None}
+    found = {"error": "", "text": "", "block": None, "modified": None, "ranks": []}
     try:
         load_state(opened, {"main": Collected(items)}, control, LoadOptions(**options))
     except Exception as error:
@@ -62,6 +62,7 @@ def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout
             "text": str(error),
             "block": getattr(error, "block", None),
             "modified": getattr(error, "target_modified", None),
+            "ranks": sorted(error.per_rank),
         }
     found["seconds"] = time.monotonic() - began
     found["touched"] = any(bool(raw_of(item).any()) for item in items)
@@ -108,7 +109,8 @@ def assert_all(found, error, text):
 
 
 def test_a_store_that_fails_for_one_rank_is_raised_by_all(outcomes):
-    assert_all(outcomes["store"], "StoreUnavailable", "")
+    assert_all(outcomes["store"], "StoreUnavailable", "rank 2: ")
+    assert [one["ranks"] for one in outcomes["store"]] == [[2]] * 3
 
 
 def test_a_flipped_bit_is_raised_by_all_with_file_and_block(outcomes):
@@ -118,7 +120,8 @@ def test_a_flipped_bit_is_raised_by_all_with_file_and_block(outcomes):
 
 def test_a_wrong_shape_on_one_rank_is_raised_by_all_and_nothing_is_touched(outcomes):
     found = outcomes["shape"]
-    assert_all(found, "ShapeMismatch", "must have the shape [3, 3], got [700, 512]")
+    assert_all(found, "ShapeMismatch", "must have the shape [3, 3], got [700, 512] (on rank 1)")
+    assert [one["ranks"] for one in found] == [[1]] * 3
     assert not any(one["touched"] or one["modified"] for one in found)
 
 

@@ -190,16 +190,20 @@ def refused(rank, size, folder, root):
         try:
             uri = f"{root}/{options.pop('place', name)}"
             engine.save(roles, SaveOptions(uri, timeout_s=timeout_s, **options)).result(60)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             raised[name] = [*told(error), time.monotonic() - begin]
 
     def explode():
         raise TypeError("`extra.loss` must be a number, got a function")
 
+    def interrupt():
+        raise KeyboardInterrupt
+
     good = state_of(rank, size)
     hole = {"main": Collected(sharded(rank, size)[: 2 if rank == 1 else 3])}
     other = LocalItem(TensorSpec("main", "model", "layer.0", "I64", (8, 6)), ())
     attempt("collect", explode if rank == 1 else good)
+    attempt("interrupt", interrupt if rank == 1 else good)
     attempt("hole", hole)
     attempt("dtype", {"main": Collected([other])} if rank == 1 else good)
     attempt("arguments", good, step=5 + rank)
@@ -217,19 +221,24 @@ def refused(rank, size, folder, root):
 def test_what_one_rank_must_not_save_is_refused_on_all(store_root, tmp_path):
     found = run_ranks(f"{HERE}:refused", 3, tmp_path / "ranks", root=store_root)
     expected = {
-        "collect": (TypeError, "extra.loss"),
+        "collect": (TypeError, "rank 1: `extra.loss`"),
         "hole": (LayoutMismatch, "layer.2"),
         "dtype": (LayoutMismatch, "I64"),
         "arguments": (PlanMismatch, "`step`: 5 on ranks [0], 6 on ranks [1]"),
         "again": (CheckpointExists, "must be free"),
     }
     for rank, raised in enumerate(found):
-        kinds = expected | ({} if rank == 1 else {"absent": (PlanMismatch, "rank 1 must answer")})
+        kinds = expected | {"interrupt": (KeyboardInterrupt, "")}
+        if rank != 1:
+            kinds["interrupt"] = (SaveFailed, "rank 1: KeyboardInterrupt()")
+            kinds["absent"] = (PlanMismatch, "rank 1 must answer")
         assert raised.keys() == kinds.keys()
         for name, (kind, part) in kinds.items():
             assert raised[name][0] == kind.__name__, raised[name]
             assert part in raised[name][1]
             assert raised[name][3] < 15
+            if name in ("collect", "absent"):
+                assert list(raised[name][2]) == ["1"]
     for name in expected.keys() - {"again"}:
         assert attempts(f"{store_root}/{name}") == ([], False)
     assert_holds(f"{store_root}/fine")

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from planish import telemetry
+from planish.checkpoint import control_errors
 from planish.checkpoint.coordination import Control
 from planish.checkpoint.integrity import block_crcs
 from planish.checkpoint.model import LocalItem
@@ -44,7 +45,7 @@ def compare_replicas(call: Control, items: Sequence[LocalItem]) -> None:
                 + (f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
                 + "; has a rank missed an update, or was a buffer never synchronised?"
             )
-    call.settle(error, "replicas.verdict")
+    call.settle(error, "replicas.verdict", whose=control_errors.EVERYONE)
 
 
 def checksums(items: Sequence[LocalItem]) -> dict[str, str]:

@@ -176,7 +176,8 @@ class Line:
         key = f"{scope}/abort"
         if self._call("check", [key]):
             self.put(f"{scope}/heard/{self.rank}", b"")
-            raise control_errors.joined(control_errors.decode(self._call("get", key)))
+            found = control_errors.decode(self._call("get", key))
+            raise control_errors.joined(found, len(self.peers))
 
     def see_heard(self, scope: str, missed: int, seconds: float) -> None:
         """Wait until every rank that lives, but `missed`, has heard why an operation ended.

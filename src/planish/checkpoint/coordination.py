@@ -28,7 +28,7 @@ from planish.checkpoint.control_store import (
     unpack,
 )
 from planish.checkpoint.tree import Tree, plan_tree
-from planish.errors import PeerLost, PlanMismatch, SaveFailed
+from planish.errors import PeerLost, PlanishError, PlanMismatch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -59,7 +59,7 @@ class Control:
         self._line = line
         self._scope, self._deadline = "root", time.monotonic() + CONNECT_SECONDS
         self._subject = ""
-        self._missing: type[Exception] = PlanMismatch
+        self._missing: type[PlanishError] = PlanMismatch
         self._uses: dict[str, itertools.count[int]] = {}
         self._said: dict[str, str] = {}
 
@@ -94,7 +94,7 @@ class Control:
         return cls(line, rank, plan_tree(hosts))
 
     def call(
-        self, subject: str, timeout_s: float, *, missing: type[Exception] = PlanMismatch
+        self, subject: str, timeout_s: float, *, missing: type[PlanishError] = PlanMismatch
     ) -> Control:
         """Open the next operation; every rank calls this in the same order.
 
@@ -112,7 +112,7 @@ class Control:
             self._line.note(f"began {subject}")
         return opened
 
-    def twin(self, *, missing: type[Exception]) -> Control:
+    def twin(self, *, missing: type[PlanishError]) -> Control:
         """Return the same operation over a connection of its own, for another thread."""
         other = Control(self._line.twin() if self._line else None, self.rank, self.tree)
         other._scope, other._subject, other._missing = self._scope, self._subject, missing
@@ -179,13 +179,19 @@ class Control:
         self.gather(b"", f"{tag}.up")
         self.broadcast(b"", f"{tag}.down")
 
-    def settle(self, error: Exception | None, tag: str) -> None:
+    def settle(self, error: Exception | None, tag: str, *, whose: int | None = None) -> None:
         """Raise on every rank if any rank brings an error; of several, the first rank's kind.
+
+        Args:
+            error: What this rank brings.
+            tag: Of the messages.
+            whose: `EVERYONE` if rank 0 brings it for all; this rank's own without it.
 
         Raises:
             Exception: the kind that was brought, naming every rank that failed.
         """
-        brought = self.gather(control_errors.encode({self.rank: error} if error else {}), tag)
+        rank = self.rank if whose is None else whose
+        brought = self.gather(control_errors.encode({rank: error} if error else {}), tag)
         reply = b""
         if brought is not None:
             found = {k: v for part in brought for k, v in control_errors.decode(part).items()}
@@ -193,7 +199,7 @@ class Control:
         found = control_errors.decode(self.broadcast(reply, f"{tag}.reply"))
         if found:
             self.see_off()
-            raise control_errors.joined(found) from error
+            raise control_errors.joined(found, self.size) from error
 
     def serial(self, name: str) -> int:
         """Return how often this rank has asked for the name: equal on ranks that do the same."""
@@ -282,8 +288,7 @@ class Control:
             f"(rank {self.rank} waits for {what})"
         )
         error = self._missing(text)
-        if isinstance(error, SaveFailed):
-            error.per_rank[rank] = text
+        error.per_rank = {rank: text}
         line.abort(self._scope, control_errors.encode({rank: error}))
         line.forget(self._scope, self._subject)
         if self.rank == 0:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from planish.checkpoint.control_errors import told_ranks
 from planish.checkpoint.load_records import PARTS, LoadOptions
 from planish.checkpoint.model import LocalItem, Metadata
 from planish.checkpoint.tables import TensorSpec
@@ -26,6 +27,8 @@ Key = tuple[str, str, str]
 MIN_HOST_BYTES = 80 << 20
 """One thread's request, a ring of two, and a message in each direction: 16 MiB each."""
 _COMPLEX = ("C64", "C128")
+_NAMED = 8
+"""Faults of one rank that `per_rank` lists."""
 
 
 @dataclass
@@ -200,29 +203,48 @@ def judge(
         and key[1] != "extra"
     )
     unexpected = tuple(told(*key) for key in left)
-    found = {
-        name: list(dict.fromkeys(text for fact in facts for text in fact["faults"][name]))
-        for name in ("missing", "shape", "dtype")
-    }
-    _refuse(found, unexpected if options.strict else (), strict=options.strict)
+    found: dict[str, dict[str, list[int]]] = {"missing": {}, "shape": {}, "dtype": {}}
+    for name, holders in found.items():
+        for rank, fact in enumerate(facts):
+            for text in fact["faults"][name]:
+                holders.setdefault(text, []).append(rank)
+    _refuse(found, unexpected if options.strict else (), len(facts), strict=options.strict)
     absent = dict.fromkeys(text for fact in facts for text in fact["absent"])
     limits = min(fact["max_host_bytes"] for fact in facts)
     return Verdict((*found["missing"], *absent), unexpected, limits)
 
 
-def _refuse(found: Mapping[str, Sequence[str]], unexpected: Sequence[str], *, strict: bool) -> None:
+def _refuse(
+    found: Mapping[str, Mapping[str, Sequence[int]]],
+    unexpected: Sequence[str],
+    size: int,
+    *,
+    strict: bool,
+) -> None:
+    """Refuse what ranks have found: fault to the ranks that have it, named if not all do."""
+    kinds = [name for name in found if strict or name != "missing"]
+    per_rank: dict[int, list[str]] = {}
+    texts: dict[str, list[str]] = {name: [] for name in found}
+    for name in kinds:
+        for text, ranks in found[name].items():
+            some = len(ranks) < size
+            texts[name].append(f"{text} (on {told_ranks(ranks)})" if some else text)
+            for rank in ranks if some else ():
+                per_rank.setdefault(rank, []).append(f"{name}: {text}")
     faults: list[tuple[type[LayoutMismatch], str]] = []
-    if found["missing"] and strict:
-        faults.append((MissingKeys, f"the checkpoint lacks {', '.join(found['missing'])}"))
+    if texts["missing"]:
+        faults.append((MissingKeys, f"the checkpoint lacks {', '.join(texts['missing'])}"))
     if unexpected:
         faults.append((UnexpectedKeys, f"nothing asks for {', '.join(unexpected)}"))
-    if found["shape"]:
-        faults.append((ShapeMismatch, "; ".join(found["shape"])))
-    if found["dtype"]:
-        faults.append((DtypeMismatch, "; ".join(found["dtype"])))
+    if texts["shape"]:
+        faults.append((ShapeMismatch, "; ".join(texts["shape"])))
+    if texts["dtype"]:
+        faults.append((DtypeMismatch, "; ".join(texts["dtype"])))
     if faults:
         kind = faults[0][0] if len(faults) == 1 else LayoutMismatch
-        raise kind(
+        error = kind(
             f"a checkpoint must fit the state that loads it, but {'; '.join(t for _, t in faults)};"
             " no tensor has been touched (see `strict`, `parts`, `map_fqn`, `dtype_policy`)"
         )
+        error.per_rank = {rank: "; ".join(own[:_NAMED]) for rank, own in per_rank.items()}
+        raise error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planish.checkpoint import load_rates
+from planish.checkpoint import control_errors, load_rates
 from planish.checkpoint.geometry import volumes
 from planish.checkpoint.load_fit import Fit, Key, Verdict, encode_fit, judge
 from planish.checkpoint.load_rates import Order, Rates, Sharing
@@ -23,7 +23,7 @@ from planish.checkpoint.plan.load import match
 from planish.checkpoint.plan.reads import LocalReads, RankReads
 from planish.checkpoint.plan.share import SharedReads, rank_reads, share_reads
 from planish.checkpoint.reader import Opened, check_objects
-from planish.errors import CheckpointIncomplete, PeerLost
+from planish.errors import CheckpointIncomplete, LayoutMismatch, PeerLost, PlanMismatch
 
 if TYPE_CHECKING:
     from planish.checkpoint.coordination import Control
@@ -87,7 +87,8 @@ def plan_job(
             heads, wires = planner.plan()
         except Exception as found:
             error = found
-    call.settle(error or lost, "plan")
+    judged = isinstance(error, (LayoutMismatch, PlanMismatch))
+    call.settle(error or lost, "plan", whose=control_errors.EVERYONE if judged else None)
     head = json.loads(call.scatter(heads or None, "plan.head"))
     wire = call.scatter(wires or None, "plan.reads")
     return _job(opened, head, wire, match(opened.metadata, columns))

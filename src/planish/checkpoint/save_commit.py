@@ -141,7 +141,7 @@ def _run(save: Pending) -> CheckpointInfo:
         return _look(save, error)
     found = json.loads(reply)
     if found["errors"]:
-        raise control_errors.joined(control_errors.decode(found["errors"].encode()))
+        raise control_errors.joined(control_errors.decode(found["errors"].encode()), save.call.size)
     return CheckpointInfo(**_fields(found["info"]), timings=timeline)
 
 
@@ -171,7 +171,7 @@ def _blame(call: Control, error: BaseException) -> Exception:
         call.check()
     except Exception as found:
         return found
-    reason = _reason(call.rank, error)
+    reason = control_errors.joined({call.rank: _reason(call.rank, error)}, call.size)
     with contextlib.suppress(PeerLost):
         call.abort(reason)
     return reason
@@ -182,7 +182,8 @@ def _reason(rank: int, error: BaseException) -> Exception:
         return error
     if isinstance(error, Cancelled):
         error = SaveFailed("the save was cancelled")
-    told = f"{type(error).__name__}: {error}" if not isinstance(error, SaveFailed) else str(error)
+    kind = "" if isinstance(error, SaveFailed) else f"{type(error).__name__}: "
+    told = f"{kind}{error}".removesuffix(": ")
     return SaveFailed(f"rank {rank} could not do its part: {told}", per_rank={rank: told})
 
 
@@ -225,7 +226,7 @@ def _commit(save: Pending, gathered: Sequence[bytes]) -> tuple[bytes, Timeline]:
         _after(save, commit, timeline)
     except Exception as error:
         reason = error if isinstance(error, CheckpointError) else _reason(0, error)
-        told = control_errors.encode({0: reason}).decode()
+        told = control_errors.encode({control_errors.EVERYONE: reason}).decode()
         return json.dumps({"errors": told, "info": {}}).encode(), timeline
     info = _info(save, commit)
     del info["timings"], info["facts"]

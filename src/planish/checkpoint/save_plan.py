@@ -155,13 +155,18 @@ class Planner:
             local = bring()
         except Exception as found:
             error = found
+        except BaseException as interrupt:
+            # Or the other ranks would wait for this one until the time limit.
+            call.abort(control_errors.joined({call.rank: SaveFailed(repr(interrupt))}, call.size))
+            raise
         facts = self._facts(local, options, busy)
         message = pack({0: json.dumps(facts).encode(), 1: _error_bytes(call.rank, error)})
         gathered = call.gather(message, "facts")
         reply = self._decide(gathered, call, options) if gathered is not None else None
         verdict = json.loads(call.broadcast(_dumps(reply), "verdict"))
         if verdict["errors"]:
-            raised = control_errors.joined(control_errors.decode(verdict["errors"].encode()))
+            brought = control_errors.decode(verdict["errors"].encode())
+            raised = control_errors.joined(brought, call.size)
             call.see_off()
             raise raised from error
         if verdict["skip"]:
@@ -217,7 +222,7 @@ class Planner:
                 writers = choose_writers(claims)
                 self._warn(differing(claims))
             except (PlanMismatch, LayoutMismatch) as error:
-                errors = {0: error}
+                errors = {control_errors.EVERYONE: error}
         busy = [rank for rank, fact in enumerate(facts) if fact["busy"]]
         told = f"ranks {busy} still write earlier saves" if busy and not errors else ""
         if told and options.inflight == "raise":
@@ -257,11 +262,13 @@ class Planner:
                 whole = plan_save(columns, split_bytes=self._split_bytes, hosts=call.hosts)
                 replies = [b"P" + whole.wire(rank) for rank in range(call.size)]
             except Exception as error:
-                replies = [b"E" + control_errors.encode({0: error})] * call.size
+                judged = isinstance(error, (LayoutMismatch, PlanMismatch))
+                whose = control_errors.EVERYONE if judged else 0
+                replies = [b"E" + control_errors.encode({whose: error})] * call.size
         reply = call.scatter(replies, "plan")
         if reply[:1] == b"E":
             call.see_off()
-            raise control_errors.joined(control_errors.decode(reply[1:]))
+            raise control_errors.joined(control_errors.decode(reply[1:]), call.size)
         plan = RankPlan.decode(reply[1:], local.columns)
         return Prepared(plan, BufferLayout.of([file.size for file in plan.files]), whole)
 

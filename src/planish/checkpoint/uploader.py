@@ -150,7 +150,7 @@ class ProcessUploader:
         if "cancelled" in answer:
             raise Cancelled
         if "error" in answer:
-            raise control_errors.joined(control_errors.decode(answer["error"].encode()))
+            raise control_errors.joined(control_errors.decode(answer["error"].encode()), 1)
         return UploadResult(
             tuple(
                 FileResult(k, size, name, tuple(crcs)) for k, size, name, crcs in answer["files"]

@@ -20,6 +20,7 @@ from planish.errors import (
     PlanMismatch,
     SaveFailed,
     ShapeMismatch,
+    StoreUnavailable,
 )
 
 
@@ -66,10 +67,32 @@ def test_errors_keep_their_kind_and_facts_on_the_way():
     assert "KeyError" in str(back[4])
 
 
-def test_many_errors_become_one_with_every_message_once():
-    joined = control_errors.joined({r: LayoutMismatch("hole in `w`") for r in (0, 2, 5)})
-    assert str(joined) == "ranks [0, 2, 5]: hole in `w`"
+def test_many_errors_become_one_with_every_message_once_and_by_rank():
+    found = {r: LayoutMismatch("hole in `w`") for r in (0, 2, 5)}
+    joined = control_errors.joined({**found, 3: StoreUnavailable("down")}, 6)
+    assert str(joined) == "ranks 0, 2, 5: hole in `w`; rank 3: down"
     assert type(joined) is LayoutMismatch
+    assert joined.per_rank == {0: "hole in `w`", 2: "hole in `w`", 3: "down", 5: "hole in `w`"}
+
+
+def test_an_error_names_its_rank_once_on_its_way_through_several_operations():
+    told = {}
+    for error in (StoreUnavailable("down"), TypeError("key `x`"), CheckpointCorrupt("bad")):
+        first = control_errors.joined({4: error}, 6)
+        again = control_errors.joined(control_errors.decode(control_errors.encode({4: first})), 6)
+        told[type(again)] = str(again), again.per_rank
+    assert told == {
+        StoreUnavailable: ("rank 4: down", {4: "down"}),
+        TypeError: ("rank 4: key `x`", {4: "key `x`"}),
+        CheckpointCorrupt: ("rank 4: bad", {4: "bad"}),
+    }
+
+
+def test_a_job_of_one_process_names_no_rank_and_a_judgement_on_all_ranks_none_either():
+    error = LayoutMismatch("hole in `w`")
+    assert str(control_errors.joined({0: error}, 1)) == "hole in `w`"
+    joined = control_errors.joined({control_errors.EVERYONE: error}, 4)
+    assert (str(joined), joined.per_rank) == ("hole in `w`", {})
 
 
 def test_one_process_answers_itself_without_a_store():
@@ -142,6 +165,8 @@ def test_an_error_of_one_rank_is_raised_on_all():
 
     results, _ = in_ranks([0] * 4, scenario)
     assert [type(result) for result in results] == [ShapeMismatch] * 4
+    assert {str(result) for result in results} == {"rank 2: `w` is [2] here"}
+    assert [result.per_rank for result in results] == [{2: "`w` is [2] here"}] * 4
 
 
 def test_an_abort_ends_the_wait_of_the_others_long_before_the_time_limit():
@@ -190,6 +215,7 @@ def test_a_late_rank_learns_that_its_operation_was_given_up():
     results, _ = in_ranks([0, 0], scenario)
     assert [type(result) for result in results] == [PlanMismatch] * 2
     assert "rank 1 must answer" in str(results[1])
+    assert [list(result.per_rank) for result in results] == [[1], [1]]
 
 
 def test_the_end_of_the_store_is_an_error_that_says_so():

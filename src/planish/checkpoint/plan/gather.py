@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planish.checkpoint.columns_codec import decode_columns
+from planish.checkpoint.control_errors import told_ranks
 from planish.checkpoint.geometry import I64, MAX_ELEMENTS, Box, volumes
 from planish.checkpoint.model import Columns
 from planish.checkpoint.plan.ordering import before, fresh, ranges, run_sums, strides_of
@@ -229,13 +230,6 @@ class _Names:
             + "\n  ".join(lines)
             + "\ngive the ranks one model and one precision"
         )
-
-
-def told_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks for an error: the first few, and how many there are."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f", ... ({len(ranks)} in all)" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _refuse_outside(gathered: Gathered) -> None:
