@@ -53,6 +53,35 @@ def test_jobs_are_found_by_their_labels_page_by_page(fleet):
     assert [pod.rank for pod in run.pods] == [0, 1, 2]
 
 
+def test_jobs_of_other_controllers_are_found_and_single_jobs_are_not(control_plane):
+    fleet = Fleet(control_plane)
+    fleet.add_nodes(3)
+    batch, index = names.BATCH_LABEL, names.RANK_LABEL
+    jobset = {names.JOBSET_LABEL: "rl", batch: "rl-0"}
+    role = "jobset.sigs.k8s.io/replicatedjob-name"
+    labelled = {
+        "rl-t0": {**jobset, role: "trainer", index: "0"},
+        "rl-t1": {**jobset, role: "trainer", index: "1"},
+        "rl-r0": {**jobset, role: "rollout", index: "0"},
+        "gang-0": {batch: "gang", index: "0"},
+        "gang-1": {batch: "gang", index: "1"},
+        "single": {batch: "backup"},
+        "ray-0": {names.RAY_LABEL: "ray", "ray.io/group": "headgroup"},
+        "none": {"app": "web"},
+    }
+    for number, (name, labels) in enumerate(labelled.items()):
+        fleet.add_pod(name, fleet.name(number % 3), job="", labels=labels, gpus=0)
+    found = {job.key: [pod.name for pod in job.pods] for job in fleet.cluster(page_size=1).jobs()}
+    assert {key: sorted(pods) for key, pods in found.items()} == {
+        f"{fleet.namespace}/gang": ["gang-0", "gang-1"],
+        f"{fleet.namespace}/ray/headgroup": ["ray-0"],
+        f"{fleet.namespace}/rl/rollout": ["rl-r0"],
+        f"{fleet.namespace}/rl/trainer": ["rl-t0", "rl-t1"],
+    }
+    assert fleet.cluster().pods("elsewhere") == []
+    fleet.remove()
+
+
 def test_what_pods_ask_for_counts_against_their_node(fleet):
     fleet.add_pod("big", fleet.name(3), gpus=3)
     fleet.add_pod("small", fleet.name(3), gpus=2)

@@ -18,7 +18,7 @@ from planish.minder.act_config import Mode
 from planish.minder.kube_config import KubernetesConfig
 from planish.minder.kube_jobs import group_jobs
 from planish.minder.kube_objects import JobInfo, NodeInfo, PodInfo
-from planish.minder.kube_parse import ENDED, Raw, parse_node, parse_pod, requests_of
+from planish.minder.kube_parse import ENDED, Raw, parse_node, parse_pod, requests_of, selector
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DRY_RUN_ALL = "All"
@@ -152,7 +152,7 @@ class Cluster:
         namespaces = (namespace,) if namespace else allowed
         found: dict[str, PodInfo] = {}
         for label in self.config.job_labels:
-            for raw in self._live_pods(namespaces, label):
+            for raw in self._live_pods(namespaces, selector(label)):
                 pod = parse_pod(raw, self.config)
                 if pod is not None:
                     found[pod.uid] = pod

@@ -5,16 +5,49 @@ Plain strings; imports nothing, so that every other module may use it.
 
 from __future__ import annotations
 
+TRAINING_LABEL = "training.kubeflow.org/job-name"
+"""Of the Kubeflow training operator (PyTorchJob, TFJob, MPIJob v1) and mpi-operator (MPIJob v2)."""
+JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
+"""Of JobSet, and so of TrainJob of Kubeflow Trainer v2."""
+WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
+"""Of Argo Workflows, and so of Kubeflow Pipelines."""
+RAY_LABEL = "ray.io/cluster"
+"""Of KubeRay: RayCluster, RayJob, RayService."""
+VOLCANO_LABEL = "volcano.sh/job-name"
+LEADER_WORKER_LABEL = "leaderworkerset.sigs.k8s.io/name"
+BATCH_LABEL = "batch.kubernetes.io/job-name"
+"""Of every Job of Kubernetes; only Indexed Jobs count, whose pods are ranks."""
+
 JOB_LABELS = (
-    "training.kubeflow.org/job-name",
-    "jobset.sigs.k8s.io/jobset-name",
-    "workflows.argoproj.io/workflow",
+    TRAINING_LABEL,
+    JOBSET_LABEL,
+    WORKFLOW_LABEL,
+    RAY_LABEL,
+    VOLCANO_LABEL,
+    LEADER_WORKER_LABEL,
+    BATCH_LABEL,
 )
 """Label that names the job of a pod; the first one that a pod has counts."""
 
-WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
-RUN_ID_LABEL = "pipeline/runid"
 STAGE_LABEL = "planish/stage"
+ROLE_LABELS = {
+    TRAINING_LABEL: ("training.kubeflow.org/replica-type", "training.kubeflow.org/job-role"),
+    JOBSET_LABEL: ("jobset.sigs.k8s.io/replicatedjob-name",),
+    WORKFLOW_LABEL: (STAGE_LABEL,),
+    RAY_LABEL: ("ray.io/group",),
+    VOLCANO_LABEL: ("volcano.sh/task-spec",),
+}
+"""Label of the job to those that tell its roles apart; the first one that a pod has counts."""
+RANK_ROLES = ("master", "chief", "worker")
+"""Roles of the training operators and of Volcano that are ranks of one gang: master is rank 0."""
+LAUNCHER_ROLES = ("launcher", "mpimaster")
+"""Roles of the same that start the ranks from outside and compute nothing."""
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Label of a pod of a LeaderWorkerSet; 0 is the leader."""
+NODE_NAME = "workflows.argoproj.io/node-name"
+"""Annotation of a pod of a workflow: `<workflow>.root.<task>.executor(0)` in Kubeflow Pipelines."""
+
+RUN_ID_LABEL = "pipeline/runid"
 ITERATION_LABEL = "planish/iteration"
 RANK_LABEL = "batch.kubernetes.io/job-completion-index"
 RUN_ROOT = "planish/run-root"

@@ -6,6 +6,7 @@ A field that is missing or of another type is as if it were not there: labels ar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +19,7 @@ Raw = Mapping[str, Any]
 
 RUNNING = "Running"
 ENDED = ("Succeeded", "Failed")
+_GANGS = (names.TRAINING_LABEL, names.VOLCANO_LABEL)
 MAX_ROOT = 1024
 """Longer values are no URI of a run."""
 
@@ -51,11 +53,13 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
     """Return a pod; None for one that belongs to no job."""
     metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
     labels, annotations = _part(metadata, "labels"), _part(metadata, "annotations")
-    by = next((key for key in config.job_labels if labels.get(key)), "")
+    by = next((key for key in config.job_labels if _names_job(labels, key)), "")
     if not by:
         return None
-    # Stages of one workflow do different work: without a role of its own each is a group.
-    otherwise = labels.get(names.STAGE_LABEL, "") if by == names.WORKFLOW_LABEL else ""
+    role = _role(by, labels, annotations)
+    is_launcher = by in _GANGS and role in names.LAUNCHER_ROLES
+    # Engines of a LeaderWorkerSet get requests as these come: none has to do what others do.
+    allowed = labels.get(names.OPT_IN_LABEL, "observe" if by == names.LEADER_WORKER_LABEL else "")
     owners = [owner.get("kind") for owner in metadata.get("ownerReferences") or ()]
     return PodInfo(
         name=str(metadata["name"]),
@@ -65,7 +69,7 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         job=str(labels[by]),
         phase=str(status.get("phase") or "Pending"),
         started=_started(status),
-        role=str(labels.get(config.role_label, otherwise)),
+        role=str(labels.get(config.role_label, role)),
         pipeline_stage=str(labels.get(config.pipeline_stage_label, "")),
         run_id=str(labels.get(names.RUN_ID_LABEL, "")),
         stage=str(labels.get(names.STAGE_LABEL, "")),
@@ -76,15 +80,46 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         ),
         workflow=str(labels.get(names.WORKFLOW_LABEL, "")),
         run_root=_run_root(annotations, spec),
-        is_driver=annotations.get(names.KFP_ROLE) == "driver",
+        is_driver=is_launcher or annotations.get(names.KFP_ROLE) == "driver",
         is_evictable="DaemonSet" not in owners and names.MIRROR not in annotations,
         is_exempt=_is_set(labels, names.EXEMPT),
         is_terminating=bool(metadata.get("deletionTimestamp")),
-        is_observed_only=labels.get(names.OPT_IN_LABEL) == "observe",
+        is_observed_only=allowed == "observe",
         requests=requests_of(spec),
         selector={str(k): str(v) for k, v in _part(spec, "nodeSelector").items()},
         tolerations=tuple(spec.get("tolerations") or ()),
     )
+
+
+def selector(label: str) -> str:
+    """Return the label selector for pods whose job a label names."""
+    return f"{label},{names.RANK_LABEL}" if label == names.BATCH_LABEL else label
+
+
+def _names_job(labels: Raw, key: str) -> bool:
+    return bool(labels.get(key)) and (key != names.BATCH_LABEL or names.RANK_LABEL in labels)
+
+
+def _role(by: str, labels: Raw, annotations: Raw) -> str:
+    """Return what a pod does in its job, where its controller tells it."""
+    if by == names.LEADER_WORKER_LABEL:
+        return "leader" if labels.get(names.WORKER_INDEX) == "0" else "worker"
+    keys = names.ROLE_LABELS.get(by, ())
+    role = next((str(labels[key]) for key in keys if labels.get(key)), "")
+    if not role and by == names.WORKFLOW_LABEL:
+        return _task(str(annotations.get(names.NODE_NAME, "")))
+    return "" if by in _GANGS and role in names.RANK_ROLES else role
+
+
+def _task(node_name: str) -> str:
+    """Return the task of a pod of a workflow, the same for all iterations of a loop over it.
+
+    Example:
+        >>> _task("run-x.root.for-loop-1.iteration-iterations(3:3).iteration-item.fit.executor(0)")
+        'fit'
+    """
+    _, *path = re.sub(r"\([^)]*\)|\[\d+\]", "", node_name).split(".")
+    return next((part for part in reversed(path) if part != "executor"), "")
 
 
 def parse_node(raw: Raw) -> NodeInfo:

@@ -27,7 +27,7 @@ from planish.minder.own_metrics import OwnMetrics
 from planish.minder.preprocess import Prepared
 from planish.minder.prometheus import REFUSED
 from planish.minder.result import Result
-from planish.minder.session import JobMonitor
+from planish.minder.session import JobMonitor, too_few_machines
 from planish.minder.traces import Job, Trace
 
 logger = logging.getLogger(__name__)
@@ -233,6 +233,14 @@ class JobWatch:
 
     def _look(self, deadline: Deadline, window_seconds: int) -> None:
         around, info = self._around, self.info
+        few = too_few_machines(self.job, info.machines, around.config)
+        if few is not None:
+            self._detector.scores = {}
+            with around.taking_in:
+                if not self.is_over:
+                    around.metrics.count("calls", self.job, "skipped")
+                    self._take_in(few, deadline)
+            return
         begun = time.perf_counter()
         frame = self._source.pull(info.machines, window_seconds, deadline)
         around.metrics.took("pull", time.perf_counter() - begun)

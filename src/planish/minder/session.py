@@ -180,6 +180,17 @@ class JobMonitor:
         return made
 
 
+def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:
+    """Return the result for a job whose machines can not be compared; None where they can.
+
+    It needs no data: a cluster has many small jobs, and Prometheus need not be asked for them.
+    """
+    if len(machines) >= config.detect.min_machines:
+        return None
+    frame = Frame(job, np.zeros(0, np.int64), tuple(machines), {})
+    return make_result(frame, config, "too_few_machines", time.perf_counter())
+
+
 def _first_sample(frame: Frame, machine: str, now: int) -> int:
     """Return the second of a machine's first sample of anything in a frame; now without any."""
     column = frame.machines.index(machine)

@@ -57,6 +57,7 @@ def watch(
         ConfigError: no such job, or no models.
     """
     from planish.minder.service_build import models_of
+    from planish.minder.session import too_few_machines
 
     models = models_of(settings)
     monitors: dict[str, JobMonitor] = {}
@@ -67,7 +68,7 @@ def watch(
         watched.num_calls += 1
         try:
             found = find(settings, job)
-            watched.result = _too_few(settings, found)
+            watched.result = too_few_machines(found.key, found.machines, settings.minder)
             if watched.result is None:
                 monitor = monitors.setdefault(found.key, _monitor(found, models, settings))
                 watched.result = _look(settings, found, monitor)
@@ -114,16 +115,6 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
     if not run_id or not ours:
         raise ClusterError(f"no pod of the run {run_id!r} works yet")
     return max(ours, key=lambda one: (len(one.machines), one.key))
-
-
-def _too_few(settings: ServiceSettings, job: JobInfo) -> Result | None:
-    """Return the result for a job that has too few machines; None for one that has enough."""
-    rules, count = settings.minder.detect, len(job.machines)
-    if count >= rules.min_machines:
-        return None
-    return Result(
-        *(job.key, "too_few_machines", 0, 0, count, settings.minder.profile, 0.0, rules.distance)
-    )
 
 
 def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMonitor:

@@ -18,6 +18,7 @@ from planish.minder.alerts import Alert
 from planish.minder.kube import Cluster
 from planish.minder.kube_config import KubernetesConfig
 from planish.minder.kube_objects import NodeInfo, PodInfo
+from planish.minder.kube_parse import selector
 from planish.minder.result import Result
 
 POD = PodInfo("p", "team", "u", "n1", "job", "Running")
@@ -178,7 +179,7 @@ def test_only_pods_that_belong_to_a_job_and_live_are_asked_for(fake):
     assert [url.path for url in asked] == [*every, *["/api/v1/namespaces/team/pods"] * len(every)]
     queries = [parse_qs(url.query) for url in asked]
     assert [query.get("labelSelector") for query in queries] == [
-        [label] for label in names.JOB_LABELS * 2
+        [selector(label)] for label in names.JOB_LABELS * 2
     ]
     live = "status.phase!=Succeeded,status.phase!=Failed"
     assert {tuple(query.get("fieldSelector", ())) for query in queries} == {(live,)}

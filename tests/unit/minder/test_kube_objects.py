@@ -35,8 +35,8 @@ def jobs_of(*pods):
     return group_jobs(pod for pod in (parse_pod(raw, CONFIG) for raw in pods) if pod)
 
 
-@pytest.mark.parametrize("label", names.JOB_LABELS)
-def test_each_of_the_three_labels_names_a_job(label):
+@pytest.mark.parametrize("label", names.JOB_LABELS[:3])
+def test_each_of_the_first_labels_names_a_job(label):
     (job,) = jobs_of(
         raw_pod("a", "n2", labels={label: "j"}), raw_pod("b", "n1", labels={label: "j"})
     )
@@ -90,6 +90,116 @@ def test_stages_of_a_workflow_are_roles_where_no_label_says_otherwise():
         )
     ]
     assert keys == ["team/run/all", "team/run/rollout"]
+
+
+TRAINING = "training.kubeflow.org"
+LEADER_WORKER = "leaderworkerset.sigs.k8s.io"
+LABELLED = {
+    # kubeflow/training-operator: pkg/controller.v1/common, labels of GenLabels and the replica
+    "PyTorchJob": [
+        ({f"{TRAINING}/job-name": "j", f"{TRAINING}/operator-name": "pytorchjob-controller",
+          f"{TRAINING}/replica-type": kind, f"{TRAINING}/replica-index": index, **role}, {})
+        for kind, index, role in [
+            ("master", "0", {f"{TRAINING}/job-role": "master"}), ("worker", "0", {}),
+            ("worker", "1", {}),
+        ]
+    ],
+    "TFJob": [
+        ({f"{TRAINING}/job-name": "j", f"{TRAINING}/replica-type": kind}, {})
+        for kind in ("chief", "worker", "ps")
+    ],
+    # kubeflow/mpi-operator: pkg/controller, defaultLabels
+    "MPIJob": [
+        ({f"{TRAINING}/job-name": "j", f"{TRAINING}/operator-name": "mpi-operator",
+          f"{TRAINING}/job-role": role}, {})
+        for role in ("launcher", "worker", "worker")
+    ],
+    # kubernetes-sigs/jobset: api/jobset/v1alpha2; its pods are those of Indexed Jobs
+    "JobSet": [
+        ({"jobset.sigs.k8s.io/jobset-name": "j", "jobset.sigs.k8s.io/replicatedjob-name": name,
+          "batch.kubernetes.io/job-name": f"j-{name}-0", names.RANK_LABEL: index}, {})
+        for name, index in [("trainer", "0"), ("trainer", "1"), ("rollout", "0")]
+    ],
+    # ray-project/kuberay: ray-operator/controllers/ray/utils/constant.go
+    "RayCluster": [
+        ({"ray.io/cluster": "j", "ray.io/node-type": kind, "ray.io/group": group}, {})
+        for kind, group in [("head", "headgroup"), ("worker", "gpu"), ("worker", "gpu")]
+    ],
+    # volcano-sh/volcano: pkg/controllers/job, createJobPod
+    "Volcano": [
+        ({"volcano.sh/job-name": "j", "volcano.sh/task-spec": task, "volcano.sh/task-index": "0"},
+         {"volcano.sh/task-spec": task})
+        for task in ("master", "worker", "mpimaster", "ps")
+    ],
+    # kubernetes-sigs/lws: api/leaderworkerset/v1
+    "LeaderWorkerSet": [
+        ({f"{LEADER_WORKER}/name": "j", f"{LEADER_WORKER}/group-index": group,
+          f"{LEADER_WORKER}/worker-index": worker}, {})
+        for group, worker in [("0", "0"), ("0", "1"), ("1", "0")]
+    ],
+    "Indexed Job": [
+        ({"batch.kubernetes.io/job-name": "j", "batch.kubernetes.io/controller-uid": "u",
+          names.RANK_LABEL: index}, {names.RANK_LABEL: index})
+        for index in ("0", "1")
+    ],
+    "Job": [({"batch.kubernetes.io/job-name": "j"}, {})] * 2,
+    # kubeflow/pipelines: backend/src/v2/compiler/argocompiler/dag.go
+    "Kubeflow Pipelines": [
+        ({names.WORKFLOW_LABEL: "j", "pipelines.kubeflow.org/v2_component": "true"},
+         {names.NODE_NAME: f"j.root.{path}.executor{retry}"})
+        for path, retry in [
+            ("loop.iteration-iterations(0:0).iteration-item.fit", ""),
+            ("loop.iteration-iterations(1:1).iteration-item.fit", "(0)"), ("score", "(0)"),
+        ]
+    ],
+    "Argo": [
+        ({names.WORKFLOW_LABEL: "j"}, {names.NODE_NAME: name})
+        for name in ("j[0].fit(0:a.b)", "j[0].fit(1:c)", "j")
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("PyTorchJob", {"team/j": "012"}),
+        ("TFJob", {"team/j": "01", "team/j/ps": "2"}),
+        ("MPIJob", {"team/j": "12"}),
+        ("JobSet", {"team/j/trainer": "01", "team/j/rollout": "2"}),
+        ("RayCluster", {"team/j/headgroup": "0", "team/j/gpu": "12"}),
+        ("Volcano", {"team/j": "01", "team/j/ps": "3"}),
+        ("LeaderWorkerSet", {"team/j/leader": "02", "team/j/worker": "1"}),
+        ("Indexed Job", {"team/j": "01"}),
+        ("Job", {}),
+        ("Kubeflow Pipelines", {"team/j/fit": "01", "team/j/score": "2"}),
+        ("Argo", {"team/j/fit": "01", "team/j": "2"}),
+    ],
+)
+def test_jobs_are_grouped_as_their_controllers_label_them(kind, groups):
+    pods = [
+        raw_pod(f"p{number}", str(number), labels=labels, annotations=annotations)
+        for number, (labels, annotations) in enumerate(LABELLED[kind])
+    ]
+    assert {job.key: "".join(job.machines) for job in jobs_of(*pods)} == groups
+
+
+def test_a_launcher_on_a_machine_belongs_to_its_job_though_it_is_no_rank():
+    pods = [
+        parse_pod(raw_pod(f"p{number}", "n1", labels=labels), CONFIG)
+        for number, (labels, _) in enumerate(LABELLED["MPIJob"])
+    ]
+    (job,) = group_jobs(pods)
+    assert [pod.name for pod in job.pods] == ["p1", "p2"]
+    assert [pod.name for pod in pods_on(pods, job, "n1")] == ["p0", "p1", "p2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_observed"), [({}, True), ({"minder/action": "evict"}, False)]
+)
+def test_engines_that_serve_are_only_observed_unless_a_label_says_otherwise(given, is_observed):
+    labels = {**LABELLED["LeaderWorkerSet"][0][0], **given}
+    (job,) = jobs_of(raw_pod(labels=labels))
+    assert job.is_observed_only is is_observed
 
 
 def test_a_pod_tells_its_run_stage_iteration_rank_and_pipeline_stage():

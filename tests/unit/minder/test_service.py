@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from kubernetes.client import ApiClient
@@ -122,6 +123,18 @@ def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
     watch._source = source
     assert watch.call() == 60
     assert watch._failures == 0
+
+
+def test_nothing_is_asked_about_a_job_with_too_few_machines_to_compare():
+    watch, clock, around = watched()
+    run(watch, clock, FAULT + 400)
+    watch.info = replace(watch.info, machines=watch.info.machines[1:4])
+    watch._source = Failing("nobody should ask", "503")
+    assert watch.call() == 60
+    assert metric(around, 'minder_calls_total{job_name="a",outcome="skipped"}') == 1
+    assert watch.last.status == "too_few_machines"
+    # The faulty machine has left the job.
+    assert [a for a in watch.book.alerts() if a.is_active] == []
 
 
 @pytest.mark.parametrize("code", ["401", "403"])
