@@ -210,6 +210,16 @@ def _loads(text: str, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # Integers of thousands of digits, and brackets without end.
         raise ConfigError(f"`{name}` must be TOML of usual size, got {error}") from None
+    check_limits(tables, name)
+    return tables
+
+
+def check_limits(tables: Mapping[str, Any], name: str) -> None:
+    """Refuse values that not every later step can hold, compare and print.
+
+    Raises:
+        ConfigError: nested too deeply, or an integer beyond 64 bits.
+    """
     level: list[Any] = [tables]
     for _ in range(_MAX_DEPTH):
         level = [item for value in level for item in _children(value)]
@@ -217,7 +227,6 @@ def _loads(text: str, name: str) -> dict[str, Any]:
             raise ConfigError(f"`{name}` must hold integers of at most 64 bits, got a longer one")
     if level:
         raise ConfigError(f"`{name}` must be nested at most {_MAX_DEPTH} deep, got more")
-    return tables
 
 
 def _children(value: Any) -> list[Any]:
@@ -320,6 +329,13 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of a resolved configuration."""
-    canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Return the sha256 of the canonical JSON of a resolved configuration.
+
+    Raises:
+        ConfigError: a number is infinite or NaN.
+    """
+    try:
+        canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise ConfigError(f"a configuration must be finite, got {error}") from None
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from planish.config import Section, config_sha256, parse_section
+from planish.config import Section, check_limits, config_sha256, parse_section
 from planish.errors import (
     EXIT_CONFIG,
     ConfigError,
@@ -122,11 +122,33 @@ def read_ref(artifact: Artifact) -> Ref:
     """
     try:
         return Ref.from_json(Path(artifact.path).read_text("utf-8"))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RecordError(
-            f"an input artifact must be a Ref file, got {artifact.path!r} ({error.strerror}); "
+            f"an input artifact must be a Ref file, got {artifact.path!r} ({error}); "
             "the stage that writes it has not run"
         ) from None
+
+
+def read_run(root: str) -> dict[str, Any]:
+    """Read `run.json`.
+
+    Raises:
+        ObjectMissing: the root is new.
+        ConfigError: it holds no configuration.
+    """
+    uri = layout.run_file(root)
+    remedy = "choose a new root"
+    try:
+        run: Any = read_json(uri)
+    except RecordError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
+    config = run.get("config") if isinstance(run, dict) else None
+    if not isinstance(config, dict) or not all(isinstance(t, dict) for t in config.values()):
+        raise ConfigError(
+            f"`{uri}` must hold config, the tables of a configuration, got {run!r:.200}; {remedy}"
+        )
+    check_limits(config, uri)
+    return typing.cast("dict[str, Any]", run)
 
 
 def load_run(root: str, digest: str) -> dict[str, Any]:
@@ -137,7 +159,7 @@ def load_run(root: str, digest: str) -> dict[str, Any]:
     """
     uri = layout.run_file(root)
     try:
-        run = read_json(uri)
+        run = read_run(root)
     except ObjectMissing:
         raise ConfigError(
             f"`{uri}` must exist before this stage runs; the prepare stage writes it"
@@ -148,7 +170,7 @@ def load_run(root: str, digest: str) -> dict[str, Any]:
             f"`{uri}` must hold the configuration {digest[:12]}, got {seen[:12]}; another run "
             "with other settings uses this root: choose a new root"
         )
-    return typing.cast("dict[str, Any]", run)
+    return run
 
 
 def is_stopped(root: str, iteration: int) -> bool:
@@ -217,8 +239,9 @@ def _refuse_known_failure(context: Context, run_id: str) -> None:
     uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
     if not open_store(uri).exists(uri):
         return
-    marker = read_json(uri)
-    if marker["config_sha256"] == context.config_sha256 and marker["run_id"] == run_id:
+    marker: Any = read_json(uri)
+    mine = {"config_sha256": context.config_sha256, "run_id": run_id}
+    if isinstance(marker, dict) and mine.items() <= marker.items():
         raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
 
 

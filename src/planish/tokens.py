@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from planish.errors import ConfigError
 
@@ -32,6 +32,9 @@ MAX_STOP_BYTES = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ADDING_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 """Decoders of `tokenizers` under which a text is the sum of what its tokens stand for."""
+
+
+Entry = TypeVar("Entry", int, str)
 
 
 class Tokenizer:
@@ -81,9 +84,16 @@ class Tokenizer:
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of `messages` under the chat template, ready for a response."""
-        text = self.backend.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self.backend.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            # A template is a program that comes with the model.
+            raise ConfigError(
+                f"a chat template must render every prompt, got {_first_line(error)}; choose "
+                "another tokenizer, or mend its template"
+            ) from None
         return self._encode(text)
 
     def encode_response(self, text: str) -> list[int]:
@@ -137,11 +147,13 @@ def check_stop_strings(texts: Sequence[str]) -> None:
     Raises:
         ConfigError: an empty one, or too many bytes together.
     """
-    size = sum(len(text.encode()) for text in texts)
-    if not all(texts) or size > MAX_STOP_BYTES:
+    data = [text.encode("utf-8", "ignore") for text in texts]
+    size = sum(len(text) for text in data)
+    if not all(data) or [text.decode() for text in data] != list(texts) or size > MAX_STOP_BYTES:
         raise ConfigError(
-            f"stop strings must not be empty and have at most {MAX_STOP_BYTES} bytes together, got "
-            f"{list(texts)!r:.200} with {size}; give fewer or shorter ones"
+            "stop strings must be Unicode, must not be empty and have at most "
+            f"{MAX_STOP_BYTES} bytes together, got {list(texts)!r:.200} with {size}; give fewer or "
+            "shorter ones"
         )
 
 
@@ -240,6 +252,7 @@ def load_tokenizer(
     Raises:
         ConfigError: no readable tokenizer, no end token or no chat template.
     """
+    ends, texts = _generation_ends(folder)
     try:
         if not any((folder / name).is_file() for name in _VOCABULARIES):
             # transformers would hand out an empty tokenizer of the model's family.
@@ -247,24 +260,31 @@ def load_tokenizer(
         backend = _backend_class(folder).from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        if not backend.chat_template and chat_template:
+            backend.chat_template = chat_template
+        tokenizer = Tokenizer(backend, ends, [*texts, *stop_strings])
+        # Some strange settings break nothing before the first use.
+        tokenizer.decode(tokenizer.encode_response("1"))
+    except ConfigError:
+        raise
+    except Exception as error:
+        # `tokenizers` raises plain exceptions, and strange files break any line of transformers.
         raise ConfigError(
             f"a model folder must hold a tokenizer that opens without its own code, got "
             f"{str(folder)!r} ({_first_line(error)}); save tokenizer.json and "
             "tokenizer_config.json beside the weights"
         ) from None
-    if not backend.chat_template and chat_template:
-        backend.chat_template = chat_template
-    ends, texts = _generation_ends(folder)
-    return Tokenizer(backend, ends, [*texts, *stop_strings])
+    return tokenizer
 
 
 def _backend_class(folder: Path) -> Any:
     """Return the plain fast class where the folder asks for it: `AutoTokenizer` costs seconds."""
     path = folder / "tokenizer_config.json"
     if path.is_file() and (folder / "tokenizer.json").is_file():
-        name = json.loads(path.read_text("utf-8")).get("tokenizer_class", "")
-        if str(name) in _PLAIN_CLASSES:
+        raw = json.loads(path.read_text("utf-8"))
+        if not isinstance(raw, dict):
+            raise TypeError(f"{path.name} must be an object, got {raw!r:.80}")
+        if str(raw.get("tokenizer_class", "")) in _PLAIN_CLASSES:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
@@ -280,20 +300,20 @@ def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
         return [], []
     try:
         raw = json.loads(path.read_text("utf-8"))
-        ids, texts = raw.get("eos_token_id"), raw.get("stop_strings")
-    except (ValueError, AttributeError) as error:
+        ids, texts = _listed(raw.get("eos_token_id"), int), _listed(raw.get("stop_strings"), str)
+        if not all(0 <= token < 2**31 for token in ids):
+            raise ValueError(f"ids of tokens can not be {ids!r:.80}")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"generation_config.json must be a JSON object, got {str(path)!r} ({error}); "
-            "save the model again"
+            f"generation_config.json must be a JSON object with ids of tokens and texts, got "
+            f"{str(path)!r} ({error}); save the model again"
         ) from None
-    return (
-        [found for found in _listed(ids) if isinstance(found, int)],
-        [found for found in _listed(texts) if isinstance(found, str)],
-    )
+    return ids, texts
 
 
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
+def _listed(found: Any, kind: type[Entry]) -> list[Entry]:
+    """Return the entries of a kind; one alone needs no list."""
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is kind]
 
 
 def _first_line(error: BaseException) -> str:

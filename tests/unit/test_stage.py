@@ -126,6 +126,50 @@ def test_a_final_failure_is_not_tried_again_by_the_same_run(
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "must hold config"),
+        ("{}", "must hold config"),
+        ('{"config": []}', "must hold config"),
+        ('{"config": {"run": 5}}', "must hold config"),
+        ('{"config": {"run": {"seed": NaN}}}', "must be finite"),
+        ('{"config": {"run": {"seed": 1e999}}}', "must be finite"),
+        ('{"config": {"run": ' + "[" * 100 + "]" * 100 + "}}", "must hold config"),
+        ('{"config": {"run": {"seed": ' + "[" * 100 + "]" * 100 + "}}}", "nested at most"),
+        ('{"config": {"run": {"seed": ' + "9" * 3000 + "}}}", "at most 64 bits"),
+        ("[" * 5000, "must be JSON"),
+        ("9" * 5000, "must be JSON"),
+        ("\xff", "must be JSON"),
+    ],
+)
+def test_a_strange_run_file_ends_a_stage_with_exit_code_2(
+    root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, words: str
+) -> None:
+    open_store(root).write(layout.run_file(root), text.encode("latin-1"))
+    with pytest.raises(SystemExit) as caught:
+        call(root, lambda context: Outcome(), tmp_path)
+    assert caught.value.code == 2
+    assert words in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("data", [b"[]", b"\xff", b"{}", b"[" * 5000, b'{"attributes": [1]}'])
+def test_a_strange_reference_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "ref").write_bytes(data)
+    with pytest.raises(RecordError, match="Ref"):
+        read_ref(PathArtifact(str(tmp_path / "ref")))
+
+
+def test_a_strange_mark_of_failure_is_no_failure(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_ID", "run-a")
+    for mark in ([], {}, {"config_sha256": [], "run_id": "run-a"}):
+        write_json(layout.failed_file(root, "toy", 0, 0), mark)
+        call(root, lambda context: Outcome(), tmp_path)
+
+
 def test_another_configuration_under_the_root_is_refused(root: str) -> None:
     with pytest.raises(ConfigError, match="choose a new root"):
         load_run(root, "0" * 64)

@@ -6,7 +6,6 @@ served from the files alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from planish.engines.requests import ModelRef
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.weights import FolderWeights, WeightSource
 from planish.errors import EngineError
-from planish.models.policy import load_policy
+from planish.models.policy import load_policy, read_model_config
 from planish.records.io import fetch_files, read_manifest
 from planish.records.refs import parse_pin
 from planish.tokens import Tokenizer, load_tokenizer
@@ -123,14 +122,14 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
 def _from_files(pin: str, device: torch.device) -> ServedModel:
     uri, digest = parse_pin(pin)
     folder = fetch_files(uri, sha256=digest, schema="policy/1")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    names = config.get("architectures") or [""]
+    config = read_model_config(folder)
+    names = config.get("architectures")
     weights = FolderWeights(folder)
     tensors = {name: weights.read(name).to(device, copy=True) for name in weights.names()}
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     return ServedModel(
-        str(names[0]),
+        str(names[0]) if isinstance(names, list) and names else "",
         config,
         tensors,
         load_tokenizer(folder),

@@ -17,8 +17,10 @@ from planish.errors import ConfigError, ObjectMissing, RecordError
 from planish.prepare.settings import differences
 from planish.records import layout
 from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
+from planish.stage import read_run
 from planish.store import open_store
-from planish.store.documents import read_json, write_json
+from planish.store.documents import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -71,23 +73,23 @@ def read_run_file(root: str) -> RunFile | None:
     """Return `run.json` of a root; None when the root is new.
 
     Raises:
-        RecordError: it is not one of ours.
+        ConfigError: it is not one of ours.
     """
     uri = layout.run_file(root)
     try:
-        raw: Any = read_json(uri)
+        raw = read_run(root)
     except ObjectMissing:
         return None
     try:
+        origin, initial = Start(**raw["origin"]), Start(**raw["initial"])
+        for pin in (*vars(origin).values(), *vars(initial).values()):
+            if pin:
+                parse_pin(pin)
         return RunFile(
-            raw["config"],
-            str(raw["code_version"]),
-            str(raw["resumed_from"]),
-            Start(**raw["origin"]),
-            Start(**raw["initial"]),
+            *(raw["config"], str(raw["code_version"]), str(raw["resumed_from"]), origin, initial)
         )
-    except (KeyError, TypeError) as error:
-        raise RecordError(
+    except (KeyError, TypeError, RecordError) as error:
+        raise ConfigError(
             f"`{uri}` must hold config, code_version, resumed_from, origin and initial, got a "
             f"document that breaks that ({error}); choose a new root"
         ) from None

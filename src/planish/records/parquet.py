@@ -182,7 +182,7 @@ def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]
         # A thread of Arrow that drops the last hold on `data` while Python ends aborts the process.
         table = file.read(use_threads=False).combine_chunks()
         return {c.name: _from_arrow(table.column(c.name), c, name) for c in specs}
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RecordError(
             f"`{name}` must be a sound Parquet file, got {str(error)[:200]!r}; "
             "remove the set and run its stage again"

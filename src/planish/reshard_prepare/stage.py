@@ -16,9 +16,9 @@ from planish.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
-from planish.stage import Artifact, Context, Outcome, execute
+from planish.stage import Artifact, Context, Outcome, execute, read_run
 from planish.store import open_store
-from planish.store.documents import read_json, write_json
+from planish.store.documents import write_json
 
 
 class Prepared(NamedTuple):
@@ -124,7 +124,7 @@ def _record(root: str, job: ReshardJob, *, present: bool) -> str:
     digest = config_sha256(config)
     uri = layout.run_file(root)
     if present:
-        seen = config_sha256(read_json(uri).get("config", {}))
+        seen = config_sha256(read_run(root)["config"])
         if seen != digest:
             raise ConfigError(
                 f"`{uri}` must hold this same wish, got {seen[:12]} in place of {digest[:12]}; "

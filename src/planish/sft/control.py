@@ -21,7 +21,7 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.sft.config import SftConfig
-from planish.store.documents import read_json
+from planish.stage import read_run
 
 if TYPE_CHECKING:
     from planish.models.policy import Policy
@@ -52,7 +52,7 @@ def measure_control(
     from planish.parallel import pick_device
     from planish.sft.probe import Probe
 
-    tables: dict[str, dict[str, Any]] = read_json(layout.run_file(root))["config"]
+    tables: dict[str, dict[str, Any]] = read_run(root)["config"]
     config = parse_section(SftConfig, tables.get("sft", {}), section="sft")
     seed, measured = int(tables["run"]["seed"]), tables["evaluate"]
     config = config.model_copy(update={"max_response_tokens": measured["max_response_tokens"]})

@@ -72,13 +72,26 @@ def _outcome(
     )
 
 
+def _start(context: Context) -> tuple[str, str]:
+    """Return the pins of the policy and the state that the run begins with; empty for none."""
+    initial = context.run.get("initial")
+    pins = initial if isinstance(initial, dict) else {}
+    policy, state = pins.get("policy"), pins.get("state")
+    if isinstance(policy, str) and isinstance(state, str):
+        return policy, state
+    raise ConfigError(
+        f"`{layout.run_file(context.root)}` must hold initial with the pins policy and state, got "
+        f"{initial!r:.200}; choose a new root"
+    )
+
+
 def _work(context: Context, prompts: Ref) -> Outcome:
-    initial = context.run["initial"]
-    if initial["policy"]:
-        uri, digest = parse_pin(initial["policy"])
+    policy_pin, state_pin = _start(context)
+    if policy_pin:
+        uri, digest = parse_pin(policy_pin)
         ref = read_manifest(uri, sha256=digest).ref(uri)
-        logger.info("resumed policy=%s", initial["policy"])
-        return _outcome(ref, {"resumed": 1.0}, state_pin=initial["state"], already_done=True)
+        logger.info("resumed policy=%s", policy_pin)
+        return _outcome(ref, {"resumed": 1.0}, state_pin=state_pin, already_done=True)
     config = context.section(SftConfig, "sft")
     model_config = context.section(ModelConfig, "model")
     imports = bool(model_config.path) and not config.force

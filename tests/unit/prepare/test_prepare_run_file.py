@@ -147,8 +147,18 @@ def test_a_policy_whose_state_is_gone_is_told(file_root):
         start_after(file_root, 1)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"config": {}}', '{"config": {}, "code_version": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", '{"config": {}}', '{"config": {}, "code_version": 1}'),
+        '{"config": [], "code_version": "1", "resumed_from": "", "origin": {}, "initial": {}}',
+        '{"config": {"run": 5}, "code_version": "1"}',
+        '{"config": {}, "code_version": "", "resumed_from": "", "origin": [], "initial": {}}',
+        '{"config": {}, "code_version": "", "resumed_from": "", "origin": {"policy": [1]}, '
+        '"initial": {}}',
+    ],
+)
 def test_a_damaged_run_file_is_told(file_root, text):
     open_store(file_root).write(layout.run_file(file_root), text.encode())
-    with pytest.raises(RecordError, match=r"run\.json. must hold config"):
+    with pytest.raises(ConfigError, match=r"run\.json. must hold config"):
         read_run_file(file_root)

@@ -190,6 +190,23 @@ def test_nulls_inside_lists_are_refused():
         decode(bytes_of(spoiled), RolloutSet.COLUMNS, name="x")
 
 
+def test_text_that_is_not_utf8_is_refused():
+    prompts = random_prompts(rows=3)
+    schema = arrow_schema(PromptSet.COLUMNS)
+    table = table_of(prompts)
+    for name in ("answer", "messages"):
+        place = schema.get_field_index(name)
+        broken = pa.array([b"\xff\xfe"] * 3, pa.binary()).view(pa.string())
+        if name == "messages":
+            cell = pa.StructArray.from_arrays(
+                [broken, broken], fields=list(schema.field(name).type.value_type)
+            )
+            broken = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), cell)
+        spoiled = table.set_column(place, name, broken)
+        with pytest.raises(RecordError, match="`x` must be a sound Parquet file"):
+            decode(bytes_of(spoiled), PromptSet.COLUMNS, name="x")
+
+
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"\x00" * 100, b"PAR1" + b"\xff" * 64 + b"PAR1"])
 def test_bytes_that_are_not_parquet_are_refused(data):
     with pytest.raises(RecordError, match="must be a sound Parquet file"):
