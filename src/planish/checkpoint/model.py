@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ KINDS = ("model", "optim", "extra")
 """What a tensor belongs to."""
 
 
-@dataclass
+@dataclass(slots=True)
 class LocalItem:
     """One local value of a rank: source of a save, destination of a load.
 
@@ -56,11 +56,47 @@ class LocalItem:
         return sum(box.volume for box in self.boxes)
 
 
+class DescribedItems(Sequence[LocalItem]):
+    """Items that are put together when they are asked for: a rank writes few of its replicas.
+
+    Example:
+        >>> spec = TensorSpec("main", "model", "model.bias", "F32", (4,))
+        >>> DescribedItems([spec], [(Box((0,), (4,)),)], [None])[0].volume
+        4
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        boxes: Sequence[tuple[Box, ...]],
+        data: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Take the fields of all items, each in their order."""
+        self._columns = tensors, boxes, data
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> LocalItem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> DescribedItems: ...
+
+    def __getitem__(self, index: int | slice) -> LocalItem | DescribedItems:
+        """Return an item, or some of them."""
+        tensors, boxes, data = self._columns
+        if isinstance(index, slice):
+            return DescribedItems(tensors[index], boxes[index], data[index])
+        return LocalItem(tensors[index], boxes[index], data[index])
+
+
 @dataclass
 class Collected:
     """What an adapter finds in one role's state on this rank."""
 
-    items: list[LocalItem]
+    items: Sequence[LocalItem]
     """Tensors, model and optimizer."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Small values equal on all ranks; written once for the role."""
@@ -70,6 +106,8 @@ class Collected:
     """`loader_state.LoaderState` of ranks that read data, else None."""
     facts: dict[str, Any] = field(default_factory=dict)
     """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's counts."""
+    description: object | None = None
+    """The same object for items that differ in values alone; None where that is not known."""
 
 
 @dataclass(frozen=True)

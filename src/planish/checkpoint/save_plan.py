@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from planish import __version__, telemetry
@@ -63,7 +64,7 @@ class Prepared:
 class Local:
     """What one rank brings into a save."""
 
-    items: list[LocalItem]
+    items: Sequence[LocalItem]
     columns: Columns
     signature: bytes
     small: list[SmallObject]
@@ -78,7 +79,7 @@ class Agreed:
 
     attempt: str
     prepared: Prepared
-    items: list[LocalItem]
+    items: Sequence[LocalItem]
     small: list[SmallObject]
     """Those that this rank writes."""
     roles: tuple[str, ...]
@@ -107,6 +108,8 @@ class Planner:
         self._history = b""
         self._split_bytes = split_bytes
         self._last: tuple[list[Any], Columns, bytes] | None = None
+        self._described: tuple[str, dict[str, object]] | None = None
+        """Context and descriptions by role of `_last`, where those tell all."""
         self._told: set[str] = set()
 
     def collect(self, rank: int, found: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
@@ -116,14 +119,20 @@ class Planner:
             TypeError: a value that can not be saved.
         """
         roles = found() if callable(found) else found
-        items = [item for collected in roles.values() for item in collected.items]
+        several = [collected.items for collected in roles.values()]
+        items = several[0] if len(several) == 1 else list(chain.from_iterable(several))
         small = encode_objects(rank, roles, allow_pickle=options.allow_pickle)
-        specs: list[Any] = [(item.tensor, item.boxes) for item in items]
         context = f"{__version__}/{options.context}"
-        # Comparing with the last save's items is much cheaper than making columns of them.
-        if self._last is None or self._last[0] != [context, *specs]:
-            columns = Columns.from_items(items, context=context)
-            self._last = [context, *specs], columns, columns.signature()
+        described = {role: collected.description for role, collected in roles.items()}
+        known = None not in described.values()
+        if not known or self._described != (context, described):
+            self._described = (context, described) if known else None
+            specs: list[Any] = [context, *((item.tensor, item.boxes) for item in items)]
+            # Comparing with the last save's items is much cheaper than making columns of them.
+            if self._last is None or self._last[0] != specs:
+                columns = Columns.from_items(items, context=context)
+                self._last = specs, columns, columns.signature()
+        assert self._last is not None
         _, columns, signature = self._last
         facts = {role: collected.facts for role, collected in roles.items() if collected.facts}
         return Local(items, columns, signature, small, tuple(roles), facts)

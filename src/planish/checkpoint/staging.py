@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -107,11 +107,17 @@ class Stager:
             view[start : start + len(file.header)] = file.header
         if self._batches is None:
             self._batches = list(self._plan_batches(items))
-        with torch.no_grad(), _side_stream(items) as finish:
+        data = {i: items[i].data for batch in self._batches for i, _, _ in batch.sources}
+        with torch.no_grad(), _side_stream(data.values()) as finish:
             for batch in self._batches:
                 if only is not None:
                     batch = batch.reduced(only)
-                sources = [_real(part_of(items[i].data, a, b)) for i, a, b in batch.sources]
+                sources = [
+                    # Of a tensor whose strides have changed, a part may come in other dimensions.
+                    part if part.dim() == target.dim() else part.reshape(target.shape)
+                    for target, (i, a, b) in zip(batch.targets, batch.sources, strict=True)
+                    for part in (_real(part_of(data[i], a, b)),)
+                ]
                 if sources:
                     torch._foreach_copy_(batch.targets, sources, finish is not None)
                 if finish is None and time.monotonic() - began >= self.patience_s:
@@ -196,11 +202,9 @@ def _real(part: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _side_stream(items: Sequence[LocalItem]) -> Iterator[Callable[[], None] | None]:
+def _side_stream(data: Iterable[torch.Tensor | None]) -> Iterator[Callable[[], None] | None]:
     """Copy from a device on a stream of its own; yields what waits for the copies, if needed."""
-    device = next(
-        (item.data.device for item in items if item.data is not None and item.data.is_cuda), None
-    )
+    device = next((one.device for one in data if one is not None and one.is_cuda), None)
     if device is None:
         yield None
         return

@@ -14,9 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from planish.checkpoint.adapters.again import Description, Descriptions, Outline, described, outline
 from planish.checkpoint.adapters.gathering import PARTS as LOADED
 from planish.checkpoint.adapters.gathering import Gathered, Gathering, place
 from planish.checkpoint.adapters.nested import restore, unpacked
+from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
+from planish.checkpoint.adapters.optimizer import gather_groups, torch_optimizers
 from planish.checkpoint.adapters.streams import RandomStreams
 from planish.checkpoint.loader_state import LoaderState, reshard
 from planish.checkpoint.model import Collected, Metadata
@@ -111,12 +114,10 @@ def collect(
     gathering = Gathering(
         role, framework, for_load=for_load, metadata=metadata, rename=map_fqn, parts=parts
     )
-    if framework == "megatron":
-        from planish.checkpoint.adapters.megatron import gather_megatron
-
-        gather_megatron(gathering, state)
-    else:
+    if for_load:
         _gather_tensors(gathering, state)
+    else:
+        _gather_again(gathering, state)
     gathering.part = "extra"
     _gather_values(gathering, state)
     _gather_random(gathering, state.get("random"))
@@ -125,7 +126,40 @@ def collect(
     return gathering.result
 
 
+def _gather_again(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    """Collect the tensors for a save, by the description of an earlier one where it still fits."""
+    key = (gathering.role, gathering.framework, id(state.get("model")), id(state.get("optimizer")))
+    found = outline(state, gathering.framework)
+    known = _descriptions.find(key, found)
+    if known is None or found is None:
+        _gather_tensors(gathering, state)
+        known = None if found is None else described(found, gathering.result)
+        _descriptions.keep(key, known)
+    else:
+        _gather_described(gathering, state.get("optimizer"), known, found)
+    gathering.result.description = known
+
+
+_descriptions = Descriptions()
+
+
+def _gather_described(
+    gathering: Gathering, optimizer: Any, known: Description, found: Outline
+) -> None:
+    gathering.result.items = known.items(found)
+    gathering.result.facts.update(known.noted)
+    gathering.share(OPTIMIZER, numbers=known.numbers)
+    if known.names:
+        groups = [group for one in torch_optimizers(optimizer) for group in one.param_groups]
+        gather_groups(gathering, groups, known.names)
+
+
 def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    if gathering.framework == "megatron":
+        from planish.checkpoint.adapters.megatron import gather_megatron
+
+        gather_megatron(gathering, state)
+        return
     from planish.checkpoint.adapters.fsdp import gather_fsdp
     from planish.checkpoint.adapters.plain import Sites, gather_model, gather_optimizer
 

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.weak import WeakIdKeyDictionary
 
 from planish.checkpoint.adapters.placed import Placed, check_dense
 from planish.checkpoint.geometry import Box
@@ -34,18 +33,8 @@ def place_dtensor(key: str, tensor: DTensor) -> Placed:
         local = local.wait()  # An AsyncCollectiveTensor: a gather is under way.
     local = local.detach()
     check_dense(key, local)
-    seen = (tensor._spec, local.shape)
-    known = _known.get(tensor)  # type: ignore[no-untyped-call]
-    # Saves of one state ask for the same tensors again and again.
-    if known is None or known[0][0] is not seen[0] or known[0][1] != seen[1]:
-        known = seen, _place(key, tensor._spec, local)
-        _known[tensor] = known
-    shape, boxes = known[1]
+    shape, boxes = _place(key, tensor._spec, local)
     return Placed(shape, boxes, local)
-
-
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""DTensor -> what its place was found from, and the place."""
 
 
 def _place(

@@ -6,10 +6,9 @@ Deliberately without any framework: that is `plain`, `fsdp` and `megatron`.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,32 +117,6 @@ _spec = functools.lru_cache(maxsize=1 << 18)(TensorSpec)
 # Saves of one state describe the same tensors again and again; equal by identity, too.
 
 
-class _Known(NamedTuple):
-    """What a save has said of a tensor; it stays true while the tensor is what it was."""
-
-    source: weakref.ref[Tensor]
-    """Not the tensor: memory that training gives up must not live on here."""
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    spec: TensorSpec
-    boxes: tuple[Box, ...]
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Return whether this is that tensor, with nothing about it changed but its values."""
-        return (
-            self.source() is tensor
-            and tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and tensor.device == self.device
-            and not tensor.is_neg()
-        )
-
-
-_known: dict[tuple[str, str, str], _Known] = {}
-_MOST_KNOWN = 1 << 18
-_REPEATED = (Tensor, torch.nn.Parameter)
-
 PARTS = ("model", "optim", "extra", "loader")
 """What a load may be restricted to."""
 
@@ -168,21 +141,9 @@ class Gathering:
         self.parts, self.part = parts, "model"
         self.role, self.framework, self.for_load = role, framework, for_load
         self.stored = Stored(metadata if for_load else None, role, rename)
-        self.result = Gathered([])
+        self._items: list[LocalItem] = []
+        self.result = Gathered(self._items)
         self._seen: dict[tuple[str, str], list[tuple[Box, ...]]] = {}
-
-    def add_again(self, kind: str, fqn: str, tensor: Tensor) -> bool:
-        """Add a tensor that an earlier save has placed; returns False for all others.
-
-        A tenth of the work of placing it: saves of one state differ in values alone.
-        """
-        known = _known.get((self.role, kind, fqn))
-        if known is None or self.for_load or kind not in self.parts or not known.is_of(tensor):
-            return False
-        self._see(kind, fqn, known.boxes)
-        data = tensor.detach() if known.boxes else None
-        self.result.items.append(LocalItem(known.spec, known.boxes, data))
-        return True
 
     def _see(self, kind: str, fqn: str, boxes: tuple[Box, ...]) -> None:
         before = self._seen.setdefault((kind, fqn), [])
@@ -193,14 +154,13 @@ class Gathering:
             )
         before.append(boxes)
 
-    def add(self, kind: str, fqn: str, placed: Placed, source: Tensor | None = None) -> None:
+    def add(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a local value.
 
         Args:
             kind: model, optim or extra.
             fqn: name.
             placed: the value.
-            source: the tensor of the state that it is, for `add_again` in later saves.
 
         Raises:
             TypeError: its type has no name.
@@ -215,21 +175,14 @@ class Gathering:
         elif self.for_load and is_expanded(data):
             data = self._scratch(fqn, data)
         spec = _spec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
-        self.result.items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
-        again = source is not None and type(source) in _REPEATED and not self.for_load
-        if source is not None and again and not source.is_complex():
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            facts = source.shape, source.dtype, source.device
-            known = _Known(weakref.ref(source), *facts, spec, placed.boxes)
-            _known[self.role, kind, fqn] = known
+        self._items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
 
     def add_alias(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a further place for a stored tensor that is also loaded elsewhere."""
         if kind not in self.parts:
             return
         spec = _spec(self.role, kind, fqn, name_of(placed.data.dtype, fqn), placed.shape)
-        self.result.items.append(LocalItem(spec, placed.boxes, placed.data))
+        self._items.append(LocalItem(spec, placed.boxes, placed.data))
 
     def after(self, finish: Finish, part: str = "") -> None:
         """Remember what is to be done once items of the part are filled; nothing for a save."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planish.checkpoint.adapters.dtypes import TYPES
-from planish.checkpoint.adapters.gathering import Gathering, place
+from planish.checkpoint.adapters.gathering import Gathering, place, unite
 from planish.checkpoint.adapters.nested import checked, restore
 from planish.checkpoint.adapters.placed import Placed
 from planish.errors import LayoutMismatch
@@ -74,10 +74,9 @@ class PlainSite:
         return shape == self.shape
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
-        """Collect it, placed once for all saves."""
+        """Collect it."""
         name = f"{self.fqn}.{key}"
-        if not gathering.add_again("optim", name, value):
-            gathering.add("optim", name, self._place(name, value), value)
+        gathering.add("optim", name, self._place(name, value))
 
     def _place(self, name: str, value: Tensor) -> Placed:
         sharded = isinstance(self.parameter, DTensor) and not isinstance(value, DTensor)
@@ -91,6 +90,12 @@ class PlainSite:
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros like the parameter."""
         return torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False)
+
+
+def torch_optimizers(value: Any) -> list[torch.optim.Optimizer]:
+    """Return torch optimizers given as one, a list or a dict, unwrapped; [] for anything else."""
+    found = [getattr(one, "optimizer", one) for one in unite([value])]
+    return found if all(isinstance(one, torch.optim.Optimizer) for one in found) else []
 
 
 def gather_optimizers(

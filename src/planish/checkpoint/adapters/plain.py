@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from planish.checkpoint.adapters.flat import FlatShard
-from planish.checkpoint.adapters.gathering import Gathering, place, unite
+from planish.checkpoint.adapters.gathering import Gathering, place
 from planish.checkpoint.adapters.names import (
     NamedTensors,
     clean,
@@ -22,7 +22,13 @@ from planish.checkpoint.adapters.names import (
 )
 from planish.checkpoint.adapters.nested import checked, leaves, name_of_path, put, restore
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
-from planish.checkpoint.adapters.optimizer import PlainSite, Site, gather_groups, gather_optimizers
+from planish.checkpoint.adapters.optimizer import (
+    PlainSite,
+    Site,
+    gather_groups,
+    gather_optimizers,
+    torch_optimizers,
+)
 from planish.errors import LayoutMismatch
 
 Sites = Callable[[Tensor], Site | None]
@@ -43,13 +49,11 @@ def gather_model(gathering: Gathering, model: Any) -> Sites:
 
 def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
     for name, tensor in named.tensors.items():
-        if gathering.add_again("model", name, tensor):
-            continue
         placed = place(name, tensor)
         if _is_elsewhere(gathering, name):
             gathering.add_alias("model", gathering.stored.aliases[name], placed)
         else:
-            gathering.add("model", name, placed, tensor)
+            gathering.add("model", name, placed)
     gather_ties(gathering, named)
     gather_extra_state(gathering, named.extra)
     return sites_of(named)
@@ -185,9 +189,8 @@ def _raw_key(value: Mapping[Any, Any], key: Any) -> Any:
 
 def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None:
     """Collect one optimizer, several (list or dict), or an optimizer's state dict."""
-    found = unite([optimizer])
-    torch_ones = [getattr(one, "optimizer", one) for one in found]
-    if torch_ones and all(isinstance(one, torch.optim.Optimizer) for one in torch_ones):
+    torch_ones = torch_optimizers(optimizer)
+    if torch_ones:
         gather_optimizers(gathering, torch_ones, _with_own_names(torch_ones, sites))
         return
     if hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict"):
