@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from planish.errors import ConfigError, ObjectExists, RecordError
 from planish.records import layout
 from planish.store import open_store
-from planish.store.documents import read_json
+from planish.store.processes import process_line, process_space, process_start
 
 logger = logging.getLogger(__name__)
 
@@ -66,33 +66,9 @@ class Lock:
     generation: int
     """1, 2, ...; 0 when nobody has held it."""
     holder: Holder | None
-    """None when nobody has held it."""
+    """None when nobody holds it."""
     heartbeat_seconds: float
     """Unix time of the last sign of life."""
-
-
-def _process_line(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; empty where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
-
-
-def process_start(pid: int) -> int:
-    """Return when a live process began, in clock ticks since boot; 0 when there is none."""
-    fields = _process_line(pid)
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else 0
-
-
-def process_space() -> str:
-    """Return what tells where process ids of this process mean something; empty if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def _is_stage_process(pid: int) -> bool:
@@ -119,7 +95,7 @@ def current_holder() -> Holder:
         return Holder("cluster", run_id=run_id)
     pid = os.getpid()
     while _is_stage_process(pid):
-        parent = int((_process_line(pid) or ["", "0"])[1])
+        parent = int((process_line(pid) or ["", "0"])[1])
         if parent <= 1:
             break
         pid = parent
@@ -151,12 +127,15 @@ def read_lock(root: str) -> Lock:
     if newest == 0:
         return Lock(0, None, 0.0)
     uri = layout.lock_file(root, newest)
-    raw: Any = read_json(uri)
+    data = open_store(uri).read(uri)
+    if not data:  # its writer died before it could say who it is, so it never began to work
+        return Lock(newest, None, 0.0)
     try:
+        raw = json.loads(data)
         return Lock(newest, Holder(**raw["holder"]), float(raw["heartbeat_seconds"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(
-            f"`{uri}` must name a holder and a heartbeat, got {raw!r:.200} ({error}); remove it "
+            f"`{uri}` must name a holder and a heartbeat, got {data[:200]!r} ({error}); remove it "
             "when nothing runs on this root"
         ) from None
 
@@ -194,7 +173,8 @@ def acquire(
         store.write(layout.lock_file(root, lock.generation), _document(me, now))
         return Lock(lock.generation, me, now)
     if lock.holder is not None and not is_handed_over(root, lock):
-        _refuse_live(root, lock, alive(lock.holder), now - lock.heartbeat_seconds)
+        # A heartbeat of the future says as little as an old one.
+        _refuse_live(root, lock, alive(lock.holder), abs(now - lock.heartbeat_seconds))
     if lock.holder is not None:
         logger.info(
             "took over lock root=%s holder=%s generation=%d",
@@ -216,8 +196,8 @@ def _words(holder: Holder | None) -> str:
 
 
 def _refuse_live(root: str, lock: Lock, lives: bool | None, silent_seconds: float) -> None:
-    if lives is False or (lives is None and silent_seconds >= STALE_SECONDS):
-        return
+    if lives is False or (lives is None and not silent_seconds < STALE_SECONDS):
+        return  # NaN is no sign of life either
     wait = "wait for its end"
     if lives is None:
         left = STALE_SECONDS - silent_seconds

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from planish.store.disk import TEMPORARY
 from tests.integration import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -51,3 +52,4 @@ def test_kill_in_a_stage_then_the_same_command_gives_equal_digests(
         runs.kill(process)
     runs.run(root, log)
     assert runs.digests(root) == undisturbed, f"killed {pause:.3f} s into {stage}"
+    assert not list(tmp_path.rglob(f"{TEMPORARY}*")), f"killed {pause:.3f} s into {stage}"

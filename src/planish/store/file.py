@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,14 @@ from planish.errors import (
     StoreError,
 )
 from planish.store.base import parse_uri
-from planish.store.disk import NO_LINKS, TEMPORARY, store_error, sync_folder
+from planish.store.disk import (
+    TEMPORARY,
+    place_new,
+    store_error,
+    sweep,
+    sync_folder,
+    temporary_name,
+)
 
 
 class FileStore:
@@ -38,7 +44,7 @@ class FileStore:
     def create(self, uri: str, data: bytes) -> None:
         """Write an object only if there is none yet."""
         try:
-            self._place(uri, lambda temporary: _write_bytes(temporary, data), _link)
+            self._place(uri, lambda temporary: _write_bytes(temporary, data), place_new)
         except FileExistsError:
             raise ObjectExists(
                 f"`{uri}` must not exist yet; another process has created it"
@@ -97,12 +103,13 @@ class FileStore:
         path = self._path(uri)
         with _told(uri):
             _make_folder(path.parent, uri)
-            temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+            temporary = path.parent / temporary_name()
             try:
                 fill(temporary)
                 size = temporary.stat().st_size
                 publish(temporary, path)
                 sync_folder(path.parent)
+                sweep(path.parent)
             except IsADirectoryError:
                 raise StoreError(f"`{uri}` must not be a folder; remove it first") from None
             finally:
@@ -132,18 +139,6 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfileobj(reader, writer, 8 << 20)
         writer.flush()
         os.fsync(writer.fileno())
-
-
-def _link(temporary: Path, path: Path) -> None:
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        # Some mounted file systems have no hard links: claim the name first, then fill it.
-        with open(path, "xb"):
-            pass
-        os.replace(temporary, path)
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -169,6 +169,18 @@ def test_a_damaged_lock_is_told_and_not_taken(file_root, text):
         acquire(file_root, current_holder())
 
 
+def test_a_lock_without_a_word_is_free_since_its_writer_never_began(file_root):
+    uri = layout.lock_file(file_root, 1)
+    open_store(uri).write(uri, b"")
+    assert acquire(file_root, current_holder()).generation == 2
+
+
+@pytest.mark.parametrize("heartbeat", [float("nan"), float("inf"), 1e12])
+def test_a_heartbeat_that_can_not_be_is_no_sign_of_life(file_root, heartbeat):
+    acquire(file_root, dataclasses.replace(other(7), space="another boot"), now=heartbeat)
+    assert acquire(file_root, current_holder(), now=1000.0).generation == 2
+
+
 def test_the_lock_object_names_holder_and_heartbeat(file_root):
     acquire(file_root, current_holder(), now=5.0)
     uri = layout.lock_file(file_root, 1)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from planish.errors import AccessRefused, ObjectExists, StoreError, StoreUnavailable
 from planish.store import file as file_module
 from planish.store import open_store
+from planish.store.disk import TEMPORARY
 
 
 @pytest.fixture
@@ -88,6 +90,58 @@ def test_errors_of_the_operating_system_say_which_object_and_why(
         store.write(f"{file_root}/x", b"data")
     assert f"{file_root}/x" in str(raised.value)
     assert list(Path(file_root[7:]).iterdir()) == []
+
+
+def die_in(call, uri, work):
+    """Let another process do `work` with a file store and die without warning in `os.<call>`."""
+    code = (
+        "import errno, os, planish.store.disk, planish.store.file\n"
+        "def no_links(*_):\n    raise OSError(errno.ENOTSUP, 'no links here')\n"
+        "os.link = no_links\n"
+        f"os.{call} = lambda *_: os._exit(9)\n"
+        f"planish.store.file.FileStore().{work}({uri!r}, b'new')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+
+
+def left(folder):
+    return sorted(path for path in Path(folder[7:]).iterdir() if path.name.startswith(TEMPORARY))
+
+
+@pytest.mark.parametrize("work", ["write", "create"])
+def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(store, file_root, work):
+    die_in("replace", f"{file_root}/x", work)
+    assert len(left(file_root)) == 1
+    assert not store.exists(f"{file_root}/x"), "a name without content would be taken for ever"
+    store.write(f"{file_root}/y", b"")
+    assert left(file_root) == []
+
+
+def test_what_a_live_writer_writes_stays(store, file_root):
+    script = (
+        "from planish.store.disk import temporary_name\n"
+        f"open({file_root[7:]!r} + '/' + temporary_name(), 'wb')\nprint(flush=True)\ninput()\n"
+    )
+    store.write(f"{file_root}/x", b"")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as writer:
+        writer.stdout.readline()
+        store.write(f"{file_root}/y", b"")
+        assert len(left(file_root)) == 1
+        writer.kill()
+    store.write(f"{file_root}/z", b"")
+    assert left(file_root) == []
+
+
+@pytest.mark.parametrize("name", ["-01234567.7.99-0123456789abcdef", "0123456789abcdef"])
+def test_what_a_writer_of_another_machine_left_goes_after_a_day(store, file_root, name):
+    store.write(f"{file_root}/x", b"")
+    path = Path(file_root[7:]) / f"{TEMPORARY}{name}"
+    for age_seconds, stays in ((86_000, True), (87_000, False)):
+        path.touch()
+        os.utime(path, (time.time() - age_seconds,) * 2)
+        store.write(f"{file_root}/x", b"")
+        assert path.exists() == stays
 
 
 def test_create_works_where_the_file_system_has_no_hard_links(store, file_root, monkeypatch):

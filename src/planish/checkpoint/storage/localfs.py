@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,7 +31,15 @@ from planish.errors import (
     ObjectTooLarge,
     StoreError,
 )
-from planish.store.disk import NO_LINKS, TEMPORARY, store_error, sync_folder
+from planish.store.disk import (
+    TEMPORARY,
+    locked,
+    place_new,
+    store_error,
+    sweep,
+    sync_folder,
+    temporary_name,
+)
 
 
 class LocalStorage:
@@ -146,7 +152,7 @@ class LocalStorage:
         self.counters.add("delete")
         for key in keys:
             path = self._path(key)
-            with _told(self.uri(key)), _if_there(), _locked(path.parent):
+            with _told(self.uri(key)), _if_there(), locked(path.parent):
                 path.unlink()
 
     def tidy(self, folder: str) -> None:
@@ -234,7 +240,7 @@ class _Unfinished:
         self.key = key
         self._target = target
         self._uri = uri
-        self.path = target.parent / f"{_mark(key)}{secrets.token_hex(8)}"
+        self.path = target.parent / temporary_name(_digest(key))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _told(uri):
             for left in range(3, -1, -1):
@@ -260,9 +266,9 @@ class _Unfinished:
             etag = _stat(self.key, os.fstat(self._descriptor)).etag
             try:
                 if if_none_match:
-                    _link(self.path, self._target)
+                    place_new(self.path, self._target)
                 else:
-                    with _locked(self._target.parent):
+                    with locked(self._target.parent):
                         self._check(if_match)
                         os.replace(self.path, self._target)
             except FileExistsError:
@@ -270,6 +276,7 @@ class _Unfinished:
             except IsADirectoryError:
                 raise StoreError(f"`{self._uri}` must not be a folder; remove it first") from None
             sync_folder(self._target.parent)
+            sweep(self._target.parent)
         return etag
 
     def drop(self) -> None:
@@ -290,7 +297,11 @@ class _Unfinished:
 
 def _mark(key: str) -> str:
     """Return how the temporary names of a key begin."""
-    return f"{TEMPORARY}{hashlib.sha256(key.encode()).hexdigest()[:16]}-"
+    return f"{TEMPORARY}{_digest(key)}-"
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _stat(key: str, found: os.stat_result) -> Stat:
@@ -308,30 +319,6 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file") from None
     sync_folder(folder.parent)
-
-
-def _link(temporary: Path, path: Path) -> None:
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        # Some mounted file systems have no hard links; there the lock alone keeps others out.
-        with _locked(path.parent):
-            if path.exists():
-                raise FileExistsError(errno.EEXIST, str(path)) from None
-            os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from replacing or removing files of a folder."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
