@@ -92,7 +92,7 @@ def test_the_alertmanager_configuration_is_valid():
         ("alertname=MinderFaultyMachine severity=critical kind=dissimilar", "operations-page"),
         ("alertname=MinderDown severity=critical", "operations-page"),
         ("alertname=MinderSlow severity=warning", "operations"),
-        ("alertname=MinderLimitsWrong severity=info", "operations"),
+        ("alertname=MinderLimitsWrong severity=warning", "operations"),
         ("alertname=NodeNotReady severity=warning", "operations"),
         ("alertname=PlanishNonFinite severity=critical", "training"),
         ("alertname=PlanishLowKeptFraction severity=warning", "training"),

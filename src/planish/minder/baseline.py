@@ -52,7 +52,8 @@ class Baseline:
         """Unix second before which all history has been looked at."""
         self._stride = 1
         self._chunks: dict[str, list[F32]] = {}
-        self._waiting: dict[str, list[F32]] = {}
+        self._waiting: dict[str, list[tuple[int, F32]]] = {}
+        """Minutes that are no whole chunk yet: medians of 2^k of them, the longest first."""
         self._used: dict[str, dict[str, float]] = {}
         self._decided: dict[str, dict[str, int]] = {}
 
@@ -79,8 +80,14 @@ class Baseline:
             return
         old = {name: place for place, name in enumerate(self.machines)}
         places = [old.get(name, len(old)) for name in names]
-        for rows in (*self._chunks.values(), *self._waiting.values()):
-            rows[:] = [np.append(row, np.float32(np.nan))[places] for row in rows]
+
+        def moved(row: F32) -> F32:
+            return np.append(row, np.float32(np.nan))[places]
+
+        for rows in self._chunks.values():
+            rows[:] = map(moved, rows)
+        for waiting in self._waiting.values():
+            waiting[:] = [(count, moved(row)) for count, row in waiting]
         self._used = {
             metric: {name: value for name, value in found.items() if name in names}
             for metric, found in self._used.items()
@@ -126,12 +133,14 @@ class Baseline:
 
     def _append(self, metric: str, row: F32) -> None:
         waiting = self._waiting.setdefault(metric, [])
-        waiting.append(row)
-        if len(waiting) < self._stride:
+        waiting.append((1, row))
+        while len(waiting) > 1 and waiting[-1][0] == waiting[-2][0]:
+            (count, second), (_, first) = waiting.pop(), waiting.pop()
+            waiting.append((2 * count, _median(np.stack([first, second]))))
+        if waiting[0][0] < self._stride:
             return
         chunks = self._chunks.setdefault(metric, [])
-        chunks.append(_median(np.stack(waiting)))
-        waiting.clear()
+        chunks.append(waiting.pop(0)[1])
         if len(chunks) >= _MAX_CHUNKS:
             self._stride *= 2
             for name, rows in self._chunks.items():

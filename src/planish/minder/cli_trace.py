@@ -38,7 +38,9 @@ def add_commands(verbs: Any) -> None:
     one.add_argument("--simulated", type=int, default=40, metavar="N",
                      help="without files: so many simulated jobs (default 40)")  # fmt: skip
     one.add_argument("--seed", type=int, default=TRAINING_SEED, help="of the first simulated job")
-    one.add_argument("--seconds", type=float, default=150.0, help="at most, for each metric")
+    one.add_argument(
+        "--seconds", type=float, default=150.0, help="of CPU time at most, for each metric"
+    )
     _add_config(one)
     one = verbs.add_parser(
         "run-once", help="look at a trace, or ask Prometheus; exit code 2 if a machine is faulty"

@@ -6,8 +6,9 @@ gives wins over its profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -35,6 +36,11 @@ class PreprocessConfig(Section):
     """No sample of any metric for longer is an anomaly of its own; 0 is off, as published."""
     outage_share: float = Field(default=0.2, gt=0.0, le=1.0)
     """More silent machines than this are an outage of the telemetry."""
+    widen_limits: bool = True
+    """Fitted limits that cut off what most machines of a job show are widened for this job."""
+    frozen_after_seconds: int = Field(default=60, ge=0)
+    """An exporter of one machine whose values all stand still for longer, while those of its peers
+    move, is broken; 0 is off, as published."""
 
 
 class DenoiseConfig(Section):
@@ -102,6 +108,9 @@ class DetectConfig(Section):
     """Faulty machines that are looked for one after the other."""
     job_wide_share: float = Field(default=0.05, gt=0.0, le=1.0)
     """More faulty machines than this share, and than two, are an event of the whole job."""
+    two_modes: bool = True
+    """So is a part of the machines, of that size up to half of them, that lies apart from the rest;
+    each of them is too like the others of its part to be named alone."""
     warmup_seconds: int = Field(default=180, ge=0)
     """Ignored after a start of the job; 0 as published."""
     idle_seconds: int = Field(default=60, ge=0)
@@ -141,6 +150,10 @@ class AlertConfig(Section):
     """Older alerts are resolved, whatever is seen; the same run never raises another one."""
 
 
+Range = Annotated[tuple[float, float], Field(strict=False)]
+"""Lowest and highest value of a metric, in its unit."""
+
+
 class MinderConfig(Section):
     """All sections that decide what is found; those of servers and actions stand beside them."""
 
@@ -150,6 +163,44 @@ class MinderConfig(Section):
     detect: DetectConfig = DetectConfig()
     service: ServiceConfig = ServiceConfig()
     alerts: AlertConfig = AlertConfig()
+    limits: dict[str, Range] = Field(default_factory=dict)
+    """Metric to its limits at this site, in place of those that the models were trained with: a
+    model sees shares of the limits only, so it serves any hardware whose limits are right."""
+    boards: dict[str, dict[str, Range]] = Field(default_factory=dict)
+    """Board model, or a part of its name, to the limits of jobs that run on it; of several that fit
+    the longest counts."""
+
+    @model_validator(mode="after")
+    def _known_limits(self) -> MinderConfig:
+        for where, limits in (("limits", self.limits), *self.boards.items()):
+            for name, (low, high) in limits.items():
+                if name not in METRICS:
+                    raise ValueError(
+                        f"`{where}` must name known metrics, got {name!r}{nearest(name, METRICS)}"
+                    )
+                if not (math.isfinite(low) and math.isfinite(high) and low < high):
+                    raise ValueError(
+                        f"`{where}.{name}` must be two finite numbers, the lower one first, got "
+                        f"{[low, high]}"
+                    )
+        return self
+
+    def site_limits(self, metric: str, board: str = "") -> tuple[float, float] | None:
+        """Return the limits of a metric at this site, in its unit; None: those of the model.
+
+        Args:
+            metric: its name.
+            board: model of the boards that the job runs on; empty when not known.
+
+        Example:
+            >>> config = minder_config({"boards": {"H100": {"gpu_power_draw": [0, 700]}}})
+            >>> config.site_limits("gpu_power_draw", "NVIDIA H100 80GB HBM3")
+            (0.0, 700.0)
+        """
+        fitting = [name for name in self.boards if name in board and metric in self.boards[name]]
+        if fitting:
+            return self.boards[max(fitting, key=lambda name: (len(name), name))][metric]
+        return self.limits.get(metric)
 
 
 PAPER: dict[str, dict[str, Any]] = {
@@ -158,6 +209,8 @@ PAPER: dict[str, dict[str, Any]] = {
         "join_grace_seconds": 0,
         "mask_broken_exporter": False,
         "silent_after_seconds": 0,
+        "widen_limits": False,
+        "frozen_after_seconds": 0,
     },
     "denoise": {"fall_back_to_pca": False},
     "detect": {
@@ -169,6 +222,7 @@ PAPER: dict[str, dict[str, Any]] = {
         "compare_within_stage": False,
         "gap_tolerance": 0,
         "only_most_unlike": True,
+        "two_modes": False,
         "exhaustive": False,
         "warmup_seconds": 0,
         "idle_seconds": 0,

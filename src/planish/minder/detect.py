@@ -82,7 +82,10 @@ class Detector:
         if job.started and rules.warmup_seconds and frame.num_seconds:
             begin = max(int(frame.ts[0]), job.started + rules.warmup_seconds)
             frame = frame.slice(begin, int(frame.ts[-1]) + 1)
-        prepared = _of_age(prepare(frame, self.config, self.models.limits), job)
+        prepared = prepare(
+            frame, self.config, self.models.limits, board=job.board, scales=job.scales
+        )
+        prepared = _of_age(prepared, job)
         self.prepared = prepared
         groups = comparison_groups(frame.machines, rules, job)
         if frame.machines != self._machines or not _same(groups, self._groups):
@@ -92,7 +95,8 @@ class Detector:
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
         ignored = _ignored_windows(frame, job)
         self.last = traces
-        view = View(prepared, traces, groups, self.config, ignored, job)
+        compared = {name: seen.values for name, seen in self._seen.items()}
+        view = View(prepared, traces, groups, self.config, ignored, job, compared)
         return conclude(view, self.models.denoisers, started)
 
     def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from planish.config import nearest
 from planish.errors import ConfigError, RecordError
-from planish.minder.frame import F64, Frame, Samples, align
+from planish.minder.frame import COARSEST_SECONDS, F64, Frame, Samples, align
 from planish.minder.metrics_table import METRICS
 
 LONG_COLUMNS = ("ts", "machine", "metric", "value")
@@ -26,6 +26,8 @@ ENDINGS = (".npz", ".csv", ".parquet")
 
 _MAX_SECONDS = 32 * 86_400
 """A trace that lasts longer has a broken timestamp."""
+_LAST_SECOND = 1e11
+"""Later timestamps, after the year 5000, are in milliseconds or finer."""
 _log = logging.getLogger(__name__)
 
 
@@ -199,6 +201,17 @@ def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:
     every = np.concatenate(stamps) if stamps else np.zeros(0)
     if not len(every):
         raise RecordError(f"`{path}` must hold samples of known metrics, got none")
+    if every.min() > _LAST_SECOND:
+        raise RecordError(
+            f"`ts` in `{path}` must be unix seconds, got {every.min():.0f} and later; divide "
+            "milliseconds by 1,000"
+        )
+    spacing = _spacing(samples)
+    if spacing > COARSEST_SECONDS:
+        raise RecordError(
+            f"samples in `{path}` must be at most {COARSEST_SECONDS:.0f} s apart, got "
+            f"{spacing:,.0f} in the median; `ts` is in seconds"
+        )
     start, end = int(np.floor(every.min() + 0.5)), int(np.floor(every.max() + 0.5)) + 1
     if end - start > _MAX_SECONDS:
         raise RecordError(
@@ -207,6 +220,17 @@ def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:
         )
     signs = {name: METRICS[name].nonnegative for name in samples}
     return align(path.stem, start, end, machines, samples, nonnegative=signs)
+
+
+def _spacing(samples: Samples) -> float:
+    """Return the median seconds between samples of a series, in the median of all; 0 for few."""
+    found = [
+        float(np.median(np.diff(np.unique(ts))))
+        for series in samples.values()
+        for ts, _ in series.values()
+        if len(np.unique(ts)) > 2
+    ]
+    return float(np.median(found)) if found else 0.0
 
 
 def _is_known(path: Path, name: str) -> bool:

@@ -16,10 +16,19 @@ from planish.minder.config import DetectConfig, MinderConfig
 from planish.minder.continuity import Run, long_runs, runs_of
 from planish.minder.denoise import WINDOW, Denoiser
 from planish.minder.distances import threshold
-from planish.minder.frame import I64, Frame, Mask
+from planish.minder.frame import F32, I64, Frame, Mask
+from planish.minder.modes import BLOCK_SECONDS, find_part
 from planish.minder.preprocess import Prepared
 from planish.minder.result import Candidate, Evidence, Finding, Result
-from planish.minder.traces import Job, Trace, candidates, floors_of, thresholds, without
+from planish.minder.traces import (
+    Job,
+    Trace,
+    candidates,
+    floor_of,
+    floors_of,
+    thresholds,
+    without,
+)
 
 _BEGUN = 30
 """A run of fewer windows is not worth telling."""
@@ -36,6 +45,8 @@ class View:
     ignored: Mask
     """[W], windows in which nobody is a candidate."""
     job: Job
+    compared: Mapping[str, F32]
+    """Metric to the values [T, N] that are compared."""
 
     @property
     def frame(self) -> Frame:
@@ -74,7 +85,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         findings += found
         if not found:
             break
-    findings = _as_job_wide(view, findings)
+    findings = _as_job_wide(view, findings + _part_findings(view))
     findings.sort(key=lambda finding: (finding.confirmed_at, finding.machine))
     status = "fault" if findings else "ok"
     return make_result(frame, config, status, started, findings=tuple(findings), **facts)
@@ -190,11 +201,53 @@ def _silent_findings(view: View, silent: Mask) -> list[Finding]:
     return found
 
 
+def _part_findings(view: View) -> list[Finding]:
+    """Return the machines of a part of the job that lies apart from the rest."""
+    rules, frame = view.config.detect, view.frame
+    if not (rules.exhaustive and rules.two_modes) or rules.floors is None:
+        return []
+    # Ignored windows are told by their first seconds.
+    ignored = np.append(view.ignored, np.zeros(WINDOW - 1, bool))
+    for name in (one for one in view.traces if one in view.prepared.values):
+        gap, unknown = floor_of(name, rules), view.job.unknown.get(name, ())
+        for columns in view.groups:
+            # What has always been so is learned with the roles of the machines.
+            if 2 * sum(frame.machines[n] in unknown for n in columns) > len(columns):
+                continue
+            part = find_part(
+                *(frame.ts, view.compared[name][:, columns]),
+                view.prepared.masked[name][:, columns],
+                ignored,
+                gap=gap,
+                smallest=_job_wide_limit(view) + 1,
+                seconds=rules.continuity_seconds,
+                max_masked=rules.max_masked_share,
+            )
+            if part is not None:
+                return [
+                    Finding(
+                        machine=frame.machines[n],
+                        metric=name,
+                        kind="dissimilar",
+                        run_start=part.start,
+                        confirmed_at=part.start + rules.continuity_seconds + BLOCK_SECONDS,
+                        duration_s=float(part.seconds),
+                        score_mean=0.0,
+                    )
+                    for n in columns[part.columns].tolist()
+                ]
+    return []
+
+
+def _job_wide_limit(view: View) -> int:
+    """Return how many faulty machines are still no event of the whole job."""
+    return int(max(2.0, view.config.detect.job_wide_share * view.frame.num_machines))
+
+
 def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:
     """Replace too many findings by one of the whole job."""
-    rules = view.config.detect
-    limit = max(2.0, rules.job_wide_share * view.frame.num_machines)
-    if not rules.exhaustive or len(findings) <= limit:
+    names = sorted({finding.machine for finding in findings})
+    if not view.config.detect.exhaustive or len(names) <= _job_wide_limit(view):
         return findings
     return [
         Finding(
@@ -205,7 +258,7 @@ def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:
             confirmed_at=max(finding.confirmed_at for finding in findings),
             duration_s=max(finding.duration_s for finding in findings),
             score_mean=float(np.mean([finding.score_mean for finding in findings])),
-            machines=tuple(sorted(finding.machine for finding in findings)),
+            machines=tuple(names),
         )
     ]
 

@@ -43,7 +43,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "missing_ratio": ("Share of seconds without a sample.", ("job_name", "metric")),
     "silent_machines": ("Machines that give no metrics.", ("job_name",)),
     "sample_interval_seconds": ("Median time between samples.", ("metric",)),
-    "clipped_ratio": ("Share of values beyond the limits of the metric.", ("metric",)),
+    "clipped_ratio": ("Share of values beyond the limits of the metric.", ("job_name", "metric")),
     "model_info": ("1 for each model in use.", ("metric", "version", "quality", "denoiser")),
     "model_mse": ("Mean squared error of the model on held-out jobs.", ("metric",)),
     "model_recent_mse": (
@@ -186,8 +186,10 @@ class OwnMetrics:
                 (job, one.machine, one.metric): float(one.seconds) for one in result.candidates
             }
             self._replace("candidate_seconds", job, candidates)
-            for metric, share in result.clipped.items():
-                self._gauges["clipped_ratio"].labels(metric).set(share)
+            shares: dict[tuple[str, ...], float] = {
+                (job, metric): share for metric, share in result.clipped.items()
+            }
+            self._replace("clipped_ratio", job, shares)
         for metric, reason in result.skipped.items():
             self.count("metric_skipped", metric, reason)
 

@@ -6,14 +6,22 @@ metric); limits on gaps, usability and silence are ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from planish.minder.config import MinderConfig
-from planish.minder.frame import F32, F64, Frame, Mask
+from planish.minder.frame import F32, F64, I64, Frame, Mask
 from planish.minder.metrics_table import METRICS, Metric
+
+_STEP = 1.1
+"""Limits are widened by powers of this, and only when they are too narrow by more."""
+_TOP_QUANTILE = 0.99
+"""Of the samples of a machine, what lies above may be glitches."""
+_FRESH_ROWS = 10
+"""A machine whose last sample is older has stopped, which is another matter than standing still."""
 
 Limits = Mapping[str, tuple[float, float]]
 """Metric to the transformed values that become 0 and 1."""
@@ -32,15 +40,21 @@ class Prepared:
     skipped: dict[str, str]
     """Other metrics to the reason: absent, missing, flat, coarse, limits."""
     clipped: dict[str, float]
-    """Share of values beyond the limits."""
+    """Share of values beyond the limits that were given, widened or not."""
     broken: dict[str, tuple[str, ...]]
-    """Metric to machines whose exporter says 0 and can not be believed."""
+    """Metric to machines whose exporter says 0, or stands still, and can not be believed."""
     silent_seconds: F64
     """[N], how long before the end of the frame each machine gave its last sample of anything."""
 
 
 def prepare(
-    frame: Frame, config: MinderConfig, limits: Limits, *, table: Mapping[str, Metric] = METRICS
+    frame: Frame,
+    config: MinderConfig,
+    limits: Limits,
+    *,
+    board: str = "",
+    scales: Mapping[str, float] | None = None,
+    table: Mapping[str, Metric] = METRICS,
 ) -> Prepared:
     """Clean one frame.
 
@@ -48,37 +62,91 @@ def prepare(
         frame: of one job.
         config: of the monitor; only metrics of `detect.metrics` are looked at.
         limits: of metrics whose limits are fitted; others have theirs in `table`.
+        board: model of the boards that the job runs on; empty when not known.
+        scales: metric to the factor by which its limits are too narrow for this job.
         table: all metrics.
     """
     values: dict[str, F32] = {}
     masked: dict[str, Mask] = {}
     skipped: dict[str, str] = {}
     clipped: dict[str, float] = {}
-    broken = _broken_exporters(frame, table) if config.preprocess.mask_broken_exporter else {}
+    rules = config.preprocess
+    broken = broken_exporters(frame, table) if rules.mask_broken_exporter else {}
+    frozen = frozen_exporters(frame, table, rules.frozen_after_seconds)
     for name in config.detect.metrics:
         if name not in frame.values:
             skipped[name] = "absent"
             continue
         real = frame.mask[name].copy()
         real[:, [frame.machines.index(m) for m in broken.get(name, ())]] = False
+        for machine, first in frozen.get(name, {}).items():
+            real[first:, frame.machines.index(machine)] = False
         reason = unusable(frame.values[name], real, config)
-        bounds = table[name].limits or limits.get(name)
+        bounds = limits_of(table[name], config, limits, board)
         if not reason and (bounds is None or bounds[0] >= bounds[1]):
             reason = "limits"
         if reason:
             skipped[name] = reason
             continue
         assert bounds is not None
-        filled, unknown = fill(frame.values[name], real, config.preprocess.max_gap_seconds)
+        filled, unknown = fill(frame.values[name], real, rules.max_gap_seconds)
+        for machine, first in frozen.get(name, {}).items():
+            unknown[first:, frame.machines.index(machine)] = True
         scaled = transformed(filled, table[name])
         scaled = (scaled - np.float32(bounds[0])) / np.float32(bounds[1] - bounds[0])
         known = ~unknown
         beyond = known & ((scaled < 0) | (scaled > 1))
         clipped[name] = float(beyond.sum() / max(1, known.sum()))
-        scaled = np.clip(scaled, 0.0, 1.0)
+        scaled = np.clip(scaled / np.float32((scales or {}).get(name, 1.0)), 0.0, 1.0)
         scaled[unknown] = 0.0
         values[name], masked[name] = scaled.astype(np.float32), unknown
+    for name, machines in frozen.items():
+        broken[name] = tuple(sorted({*broken.get(name, ()), *machines}))
     return Prepared(frame, values, masked, skipped, clipped, broken, silent_seconds(frame))
+
+
+def limits_of(
+    metric: Metric, config: MinderConfig, fitted: Limits, board: str = ""
+) -> tuple[float, float] | None:
+    """Return the transformed values that become 0 and 1; None where nobody knows them.
+
+    The board's limits go before those of the site, these before the metric's own, and what the
+    models were trained with is last.
+    """
+    site = config.site_limits(metric.name, board)
+    if site is not None:
+        low, high = transformed(np.array(site, np.float32), metric).tolist()
+        return low, high
+    return metric.limits or fitted.get(metric.name)
+
+
+def needed_scale(
+    frame: Frame, metric: Metric, limits: tuple[float, float], known: float = 1.0
+) -> float:
+    """Return the factor by which limits are too narrow for a job, in steps of a tenth; at least 1.
+
+    They are when most machines are far beyond them for more than one second in a hundred: other
+    hardware, not a fault. Few machines, or a little beyond, change nothing.
+
+    Args:
+        frame: of the job.
+        metric: that the limits are of.
+        limits: transformed values that become 0 and 1.
+        known: factor that was found before.
+    """
+    low, high = limits
+    values, real = frame.values[metric.name], frame.mask[metric.name]
+    top = low + (high - low) * known * _STEP
+    raw_top = np.expm1(top) if metric.transform == "log1p" else top
+    counts = real.sum(axis=0)
+    beyond = (real & (values > np.float32(raw_top))).sum(axis=0)
+    heard = counts > 0
+    if 2 * np.count_nonzero(beyond > (1 - _TOP_QUANTILE) * counts) <= np.count_nonzero(heard):
+        return known
+    seen = np.where(real, transformed(values, metric), np.nan)[:, heard]
+    reached = float(np.median(np.nanquantile(seen, _TOP_QUANTILE, axis=0)))
+    steps = math.ceil(math.log((reached - low) / (high - low)) / math.log(_STEP))
+    return max(known, round(_STEP**steps, 4))
 
 
 def transformed(values: F32, metric: Metric) -> F32:
@@ -153,7 +221,7 @@ def _is_coarse(real: Mask) -> bool:
     return False
 
 
-def _broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
+def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
     """Find GPU metrics that are 0 on one machine only, while another one of it moves."""
     gpu = [name for name in frame.values if name in table and table[name].is_gpu]
     found: dict[str, tuple[str, ...]] = {}
@@ -168,6 +236,77 @@ def _broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tu
         if zero.sum() == 1 and others and np.logical_or.reduce(others)[zero].all():
             found[name] = (frame.machines[int(np.flatnonzero(zero)[0])],)
     return found
+
+
+def frozen_exporters(
+    frame: Frame, table: Mapping[str, Metric], after_seconds: int
+) -> dict[str, dict[str, int]]:
+    """Find exporters that give one and the same values on and on, while those of peers move.
+
+    All metrics of an exporter must have stood still until the end of the frame, among them one that
+    no living machine holds still: a gauge between 0 and its upper limit, or the rate of idle time.
+    Idle GPUs are no such case, since their power moves.
+
+    Args:
+        frame: of one job.
+        table: all metrics.
+        after_seconds: so long they must have stood still; 0: nobody is looked at.
+
+    Returns:
+        Metric to machine to the first row that stands still.
+    """
+    found: dict[str, dict[str, int]] = {}
+    if not after_seconds or frame.num_seconds <= after_seconds:
+        return found
+    for is_gpu in (False, True):
+        names = [name for name in frame.values if name in table and table[name].is_gpu == is_gpu]
+        still = {name: still_since(frame.values[name], frame.mask[name]) for name in names}
+        if not still:
+            continue
+        needed = frame.num_seconds - after_seconds
+        since = np.max(np.stack(list(still.values())), axis=0)
+        alive = np.zeros(frame.num_machines, bool)
+        for name in names:
+            metric, last = table[name], _last_values(frame.values[name], frame.mask[name])
+            moving = still[name] >= needed
+            # Where hardly anything moves, standing still says nothing.
+            if 2 * np.count_nonzero(moving) <= frame.num_machines:
+                continue
+            top = metric.limits[1] if metric.limits else np.inf
+            between = (last > 0) & (last < top) & (metric.kind == "gauge")
+            alive |= between | (name == "cpu_usage")
+        for place in np.flatnonzero(alive & (since < needed)).tolist():
+            for name in names:
+                if frame.mask[name][:, place].any():
+                    found.setdefault(name, {})[frame.machines[place]] = int(since[place])
+    return found
+
+
+def still_since(values: F32, real: Mask) -> I64:
+    """Return [N], the first row from which on all samples of a machine are equal.
+
+    Rows after the last sample do not count as standing still: a machine that is silent is no broken
+    exporter. A machine without samples stands still from the beginning.
+
+    Example:
+        >>> values = np.array([[1, 1], [2, 5], [2, 6]], np.float32)
+        >>> still_since(values, np.isfinite(values))
+        array([1, 2])
+    """
+    count = len(values)
+    last = _last_values(values, real)
+    rows = np.arange(count)[:, None]
+    differs = real & (values != last)
+    first: I64 = np.where(differs, rows, -1).max(axis=0, initial=-1) + 1
+    ends = np.where(real, rows, -1).max(axis=0, initial=-1)
+    return np.where((ends >= 0) & (ends < count - _FRESH_ROWS), count, first)
+
+
+def _last_values(values: F32, real: Mask) -> F32:
+    """Return [N], the last sample of each machine; 0 without any."""
+    ends = np.where(real, np.arange(len(values))[:, None], -1).max(axis=0, initial=-1)
+    picked = values[np.maximum(ends, 0), np.arange(values.shape[1])]
+    return np.where(ends >= 0, picked, np.float32(0)).astype(np.float32)
 
 
 def _spread(values: F32, real: Mask) -> F32:

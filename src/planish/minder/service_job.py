@@ -289,16 +289,17 @@ class JobWatch:
         self._tell_levels()
         self.notify(now, resolved, deadline)
         if result is not None and self._around.actor is not None:
-            self._act(self._around.actor, [*self.book.alerts(self.job), *resolved], result, now)
+            self._act(self._around.actor, [*self.book.alerts(self.job), *resolved], result)
             self._tell_levels()
             self.notify(now, (), deadline)
 
-    def _act(self, actor: Acts, alerts: Sequence[Alert], result: Result, now: int) -> None:
+    def _act(self, actor: Acts, alerts: Sequence[Alert], result: Result) -> None:
         """Let each alert be acted upon, one step, unless the program ends."""
         for alert in alerts:
             if self._around.stop.is_set():
                 return
-            outcome = actor.handle(alert, result, now)
+            # The result grows older while other jobs and alerts have their turn.
+            outcome = actor.handle(alert, result, int(self.now()))
             if not outcome.has_changed:
                 continue
             self.is_changed = True

@@ -13,6 +13,8 @@ from planish.minder.config import MinderConfig
 from planish.minder.detect import Detector, Models
 from planish.minder.findings import make_result
 from planish.minder.frame import Frame, Mask
+from planish.minder.metrics_table import METRICS
+from planish.minder.preprocess import limits_of, needed_scale
 from planish.minder.result import Result
 from planish.minder.traces import Job
 
@@ -35,11 +37,18 @@ class JobMonitor:
         self.job, self.config = job, config
         self.baseline, self.usual = Baseline(config.detect), Baseline(config.detect)
         self._detector = detector or Detector(models, config)
+        self._limits = models.limits
+        self._scales: dict[str, float] = {}
         self._joined: dict[str, int] = {}
         self._started = 0
 
     def call(
-        self, frame: Frame, *, started: int = 0, stages: Mapping[str, str] | None = None
+        self,
+        frame: Frame,
+        *,
+        started: int = 0,
+        stages: Mapping[str, str] | None = None,
+        board: str = "",
     ) -> Result:
         """Look at the job.
 
@@ -48,6 +57,7 @@ class JobMonitor:
                 `service.window_seconds`, where there are so many.
             started: unix seconds of the last start of the job; 0 when not known.
             stages: machine to pipeline stage.
+            board: model of the boards that it runs on; empty when not known.
         """
         begun = time.perf_counter()
         if not frame.num_seconds:
@@ -57,15 +67,20 @@ class JobMonitor:
         self._follow(frame, started, now)
         frame, since = self._grown_up(frame, now)
         ignored = self._ignored(frame, started)
+        self._widen(frame, board)
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
+        rules = self.config.detect
+        metrics = rules.metrics if rules.role_baseline else ()
         job = Job(
             *(dict(stages or {}), self.baseline.table(), self.usual_distances()),
             since=since,
             ignored=ignored,
+            unknown={name: self.baseline.unknown(name) for name in metrics},
+            board=board,
+            scales=dict(self._scales),
         )
         result = self._detector.call(frame, job)
-        rules = self.config.detect
         if rules.role_baseline or rules.usual_distance:
             self._learn(result, now, ignored)
         return result
@@ -75,7 +90,7 @@ class JobMonitor:
         old, new = set(self._joined), set(frame.machines)
         moved = bool(old) and len(old & new) < _SAME_JOB_SHARE * max(len(old), len(new))
         if moved:
-            self.baseline, self.usual = Baseline(self.config.detect), Baseline(self.config.detect)
+            self._forget()
         # Of the first machines nobody knows how old they are.
         first = not old or moved
         for name in old - new:
@@ -95,6 +110,23 @@ class JobMonitor:
             # Too many for a comparison before: begin when the last of them had grown up.
             frame = frame.slice(max(since.values()), now)
         return frame, since
+
+    def _widen(self, frame: Frame, board: str) -> None:
+        """Widen fitted limits that most machines of the job are beyond."""
+        if not self.config.preprocess.widen_limits:
+            return
+        old = dict(self._scales)
+        for name in self.config.detect.metrics:
+            limits = limits_of(METRICS[name], self.config, self._limits, board)
+            if METRICS[name].limits is None and limits is not None and name in frame.values:
+                known = old.get(name, 1.0)
+                self._scales[name] = needed_scale(frame, METRICS[name], limits, known)
+        if old and old != self._scales:
+            # What was learned is in units of the old limits.
+            self._forget()
+
+    def _forget(self) -> None:
+        self.baseline, self.usual = Baseline(self.config.detect), Baseline(self.config.detect)
 
     def _ignored(self, frame: Frame, started: int) -> list[tuple[int, int]]:
         """Return the stretches after a start, and in which all machines are idle."""
@@ -154,6 +186,7 @@ class JobMonitor:
             "job": self.job,
             "joined": dict(self._joined),
             "started": self._started,
+            "scales": dict(self._scales),
             "baseline": self.baseline.to_json(),
             "usual": self.usual.to_json(),
         }
@@ -177,6 +210,7 @@ class JobMonitor:
         made.usual = Baseline.from_json(config.detect, state["usual"])
         made._joined = {str(name): int(at) for name, at in state["joined"].items()}
         made._started = int(state["started"])
+        made._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
         return made
 
 

@@ -39,6 +39,12 @@ class Job:
     """Unix seconds of the last start; 0 when not known."""
     since: Mapping[str, int] = field(default_factory=dict)
     """Machine to the unix second from which on it counts; from the beginning where not named."""
+    unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Metric to the machines of which nobody knows yet what they differ by when healthy."""
+    board: str = ""
+    """Model of the boards that it runs on; empty when not known."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Metric to the factor by which its limits are too narrow for this job."""
     ignored: Sequence[tuple[int, int]] = ()
     """Stretches `start <= t < end` (unix seconds) in which nobody is a candidate."""
 

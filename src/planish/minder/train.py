@@ -99,9 +99,9 @@ def training_windows(
 
     Large frames give a random part of theirs.
     """
-    one = config.model_copy(
-        update={"detect": config.detect.model_copy(update={"metrics": (name,)})}
-    )
+    # The limits of a model are those of its own frames.
+    detect = config.detect.model_copy(update={"metrics": (name,)})
+    one = config.model_copy(update={"detect": detect, "limits": {}, "boards": {}})
     generator = np.random.default_rng(seed)
     parts = []
     for frame in frames:
@@ -131,7 +131,7 @@ def _train_one(
         test,
         training,
         progress=None if progress is None else lambda epoch, error: progress(name, epoch, error),
-        clock=time.monotonic,
+        clock=time.process_time,
     )
     facts = Facts(
         metric=name,

@@ -48,9 +48,36 @@ def test_two_odd_machines_are_both_named_and_nobody_else():
     assert [f.machine for f in result.findings] == ["node-003", "node-017"]
 
 
-def test_half_of_the_fleet_is_no_machine_fault():
-    result = detect(made(32, odd=range(0, 32, 2)), MODELS, config())
-    assert {f.kind for f in result.findings} <= {"job_wide"}
+@pytest.mark.parametrize(
+    ("machines", "odd"),
+    [(8, range(4)), (32, range(0, 32, 2)), (32, range(20, 28)), (6, [1, 3, 5]), (64, range(13))],
+)
+def test_a_part_of_the_job_that_differs_is_an_event_of_the_whole_job(machines, odd):
+    (finding,) = detect(made(machines, odd=odd), MODELS, config()).findings
+    assert (finding.machine, finding.kind) == ("", "job_wide")
+    smaller = set(odd) if 2 * len(odd) < machines or 0 not in odd else set(range(4, 8))
+    smaller = set(range(1, 32, 2)) if len(odd) == 16 else smaller
+    assert finding.machines == tuple(f"node-{i:03d}" for i in sorted(smaller))
+    assert START + 290 <= finding.run_start <= START + 330
+    assert detect(made(machines, odd=odd), MODELS, config(two_modes=False)).findings != (finding,)
+
+
+@pytest.mark.parametrize(("length", "status"), [(230, "ok"), (300, "fault")])
+def test_a_part_that_differs_for_less_than_four_minutes_is_no_event(length, status):
+    assert detect(made(8, odd=range(4), length=length), MODELS, config()).status == status
+
+
+def test_parts_that_have_always_differed_are_no_event_while_nothing_is_known_of_the_roles():
+    frame = made(8, odd=range(4), onset=0, length=900)
+    unknown = Job(unknown={"cpu_usage": frame.machines})
+    assert detect(frame, MODELS, config(), unknown).status == "ok"
+    assert detect(frame, MODELS, config()).status == "fault"
+
+
+def test_a_job_without_two_modes_has_no_such_event_whatever_its_spread():
+    frame = made(12)
+    frame.values["cpu_usage"] += np.linspace(-12, 12, 12, dtype=np.float32)
+    assert detect(frame, MODELS, config(floors={"cpu_usage": 0.05})).status == "ok"
 
 
 def test_a_small_lasting_offset_is_no_fault_by_default_and_one_as_published():

@@ -72,6 +72,10 @@ def test_timestamps_of_parquet_may_be_dates(tmp_path):
     assert list(read_frame(tmp_path / "t.parquet").ts) == [5, 6]
 
 
+def lines(start, step):
+    return "".join(f"{start + step * i},a,cpu_usage,{i}\n" for i in range(900))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -80,6 +84,8 @@ def test_timestamps_of_parquet_may_be_dates(tmp_path):
         ("t.csv", HEADER + "1,a,nothing,1\n", "known metrics"),
         ("t.csv", HEADER, "known metrics"),
         ("t.csv", HEADER + "1,a,cpu_usage,1\n9e11,a,cpu_usage,1\n", "one trace"),
+        ("t.csv", HEADER + lines(1_700_000_000_000, 1000), "unix seconds, got 1700000000000"),
+        ("t.csv", HEADER + lines(0, 1000), "at most 60 s apart, got 1,000"),
         ("t.parquet", "nonsense", "readable table"),
         ("t.npz", "nonsense", "npz"),
     ],

@@ -80,7 +80,7 @@ def test_values_are_what_a_call_found():
     faulty = 'minder_machine_faulty{{job_name="job",kind="{}",namespace="team",node="node-000{}"}}'
     assert [value(metrics, faulty.format("dissimilar", i)) for i in (0, 1)] == [1.0, 0.0]
     assert value(metrics, 'minder_metric_usable{job_name="job",metric="pfc_tx_packet_rate"}') == 0
-    assert value(metrics, 'minder_clipped_ratio{metric="cpu_usage"}') == 0.02
+    assert value(metrics, 'minder_clipped_ratio{job_name="job",metric="cpu_usage"}') == 0.02
     assert value(metrics, 'minder_prometheus_errors_total{code="503"}') == 2
     assert value(metrics, "minder_duplicate_series_total") == 3
     score = 'minder_machine_score{{job_name="job",metric="cpu_usage",node="node-000{}"}}'

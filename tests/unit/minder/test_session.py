@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+import pytest
+
 from planish.minder.config import minder_config
+from planish.minder.denoise import Identity
+from planish.minder.detect import Models
+from planish.minder.frame import Frame
 from planish.minder.session import JobMonitor
 from tests.unit.minder.waves import METRICS, MODELS, START, waves
 
@@ -39,6 +45,73 @@ def test_a_lasting_offset_never_alarms_and_a_later_fault_of_the_same_machine_doe
     assert alarms(found) == ["node-002"]
     assert min(minute for minute, names in found.items() if names) == 20
     assert alarms(calls(frame, config(detect=OFF)))[0] == "node-002"
+
+
+def test_a_switch_that_slows_half_of_a_job_is_one_event_and_stages_are_none():
+    frame = waves()
+    frame.values["cpu_usage"][:, 4:] += 15
+    assert alarms(calls(frame)) == []
+    frame.values["cpu_usage"][900:1300, ::2] -= 30
+    found = calls(frame)
+    assert alarms(found) == [""]
+    assert min(minute for minute, names in found.items() if names) in (20, 21)
+
+
+def powered(scale, *, seconds=1500):
+    """Power of a busy job whose third machine loses a third of its for six minutes."""
+    rng = np.random.default_rng(4)
+    wave = np.where(np.arange(seconds) % 12 < 9, 300.0, 170.0)[:, None]
+    watts = wave * (1 + 0.01 * rng.normal(size=(seconds, 8)))
+    watts[900:1260, 2] *= 0.67
+    names = tuple(f"node-{i:03d}" for i in range(8))
+    values = {"gpu_power_draw": (scale * watts).astype(np.float32)}
+    return Frame("job", np.arange(START, START + seconds), names, values)
+
+
+POWER = Models({"gpu_power_draw": Identity("gpu_power_draw")}, {"gpu_power_draw": (0.0, 332.0)})
+
+
+def power_calls(frame, **sections):
+    settings = minder_config({"detect": {"metrics": ["gpu_power_draw"]}, **sections})
+    monitor = JobMonitor("job", POWER, settings)
+    return calls(frame, monitor=monitor), monitor
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.1, 4.0])
+def test_a_power_fault_is_found_whatever_the_board_may_draw(scale):
+    found, monitor = power_calls(powered(scale))
+    assert alarms(found) == ["node-002"]
+    assert min(minute for minute, names in found.items() if names) == 20
+    steps = monitor.to_json()["scales"]["gpu_power_draw"]
+    assert steps == 1.0 if scale == 1.0 else scale * 0.8 < steps < scale * 1.1
+    again = JobMonitor.from_json(json.loads(json.dumps(monitor.to_json())), POWER, monitor.config)
+    assert again.to_json()["scales"] == monitor.to_json()["scales"]
+
+
+def test_limits_that_are_wrong_are_told_although_they_are_widened():
+    frame = powered(2.1)
+    off = {"preprocess": {"widen_limits": False}}
+    assert alarms(power_calls(frame, **off)[0]) == []
+    for preprocess in ({"widen_limits": True}, {"widen_limits": False}):
+        monitor = power_calls(frame, preprocess=preprocess)[1]
+        assert monitor.call(frame).clipped["gpu_power_draw"] > 0.5
+
+
+def test_limits_of_the_site_and_of_the_board_take_the_place_of_the_trained_ones():
+    frame = powered(2.1)
+    off = {"preprocess": {"widen_limits": False}}
+    right = {"gpu_power_draw": [0.0, 700.0]}
+    for limits in (
+        {"limits": right},
+        {"boards": {"H100": right}, "limits": {"gpu_power_draw": [0, 99]}},
+    ):
+        found, monitor = power_calls(frame, **off, **limits)
+        if "boards" in limits:
+            assert alarms(found) == []
+            monitor = JobMonitor("job", POWER, monitor.config)
+            found = calls(frame, monitor=monitor, board="NVIDIA H100 80GB HBM3")
+        assert alarms(found) == ["node-002"]
+        assert monitor.call(frame, board="H100").clipped["gpu_power_draw"] == 0.0
 
 
 def test_an_offset_alarms_where_baselines_are_off():

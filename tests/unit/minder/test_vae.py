@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
+from planish.minder.config import minder_config
 from planish.minder.denoise import Identity, Pca, restoration_error, windows_of
+from planish.minder.train import train_models
 from planish.minder.vae import Training, reconstruction_error, train_vae
+from tests.unit.minder.waves import waves
 
 
 def smooth(seed, *, machines=12, noise=0.003):
@@ -69,3 +74,20 @@ def test_the_error_on_what_is_seen_now_is_that_of_known_windows_alone():
     assert restoration_error(Identity("cpu_usage"), values, known) == 0.0
     assert np.isnan(restoration_error(pca, values, np.zeros((53, 5), bool)))
     assert np.isnan(restoration_error(pca, values[:5], np.zeros((0, 5), bool)))
+
+
+@pytest.mark.slow
+def test_the_time_of_a_training_is_its_own_and_not_that_of_the_machine(tmp_path):
+    config = minder_config({"detect": {"metrics": ["cpu_usage"]}})
+    epochs = []
+
+    def waits(name, epoch, error):
+        epochs.append(epoch)
+        time.sleep(1.0)
+
+    frames = [waves(4, 120, seed=seed) for seed in range(3)]
+    # What is loaded at first takes seconds of its own.
+    train_models(frames, tmp_path, config, Training(max_epochs=1))
+    training = Training(max_epochs=5, max_seconds=4.0, starts=1, patience=9)
+    train_models(frames, tmp_path, config, training, progress=waits)
+    assert epochs == [1, 2, 3, 4, 5]
