@@ -23,6 +23,7 @@ class ConfigMapState:
     def __init__(self, cluster: Cluster, name: str) -> None:
         """Use the ConfigMap of that name in the monitor's own namespace."""
         self._cluster, self._name = cluster, name
+        self.max_bytes: float = MAX_BYTES
         self._namespace = cluster.own_namespace
 
     def _data(self) -> dict[str, str]:
@@ -67,7 +68,7 @@ class ConfigMapState:
             ClusterError: the server refused or does not answer.
         """
         text = json.dumps(state, sort_keys=True, separators=(",", ":"))
-        if len(text) > MAX_BYTES:
+        if len(text) > self.max_bytes:
             raise RecordError(
                 f"the state must not exceed {MAX_BYTES} bytes, got {len(text)}; keep it on a volume"
             )

@@ -19,7 +19,7 @@ from planish.minder.kube_objects import JobInfo
 from planish.minder.service_config import ServiceSettings
 from planish.minder.service_job import FrameSource, JobWatch, Surroundings
 from planish.minder.service_schedule import Schedule
-from planish.minder.service_state import StateStore, load_state, save_state
+from planish.minder.service_state import StateStore, fit_jobs, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -298,6 +298,8 @@ class Service:
         watches = dict(self.watches)
         # A job that has not been found again yet keeps what is known of it.
         jobs = {**self._earlier, **{key: watch.to_json() for key, watch in watches.items()}}
+        if self._state is not None:
+            jobs = fit_jobs(jobs, self._state.max_bytes)
         if save_state(self._state, {"jobs": jobs}):
             for watch in watches.values():
                 watch.is_changed = False

@@ -193,12 +193,13 @@ class JobWatch:
 
     def _restored(self, state: Mapping[str, Any] | None) -> tuple[JobMonitor, AlertBook]:
         config, models = self._around.config, self._around.models
+        fresh = JobMonitor(self.job, models, config, detector=self._detector)
         if state is not None:
             try:
-                return (
-                    JobMonitor.from_json(state["monitor"], models, config, detector=self._detector),
-                    AlertBook.from_json(config, state["alerts"]),
-                )
+                learnt = state.get("monitor")
+                if learnt is not None:
+                    fresh = JobMonitor.from_json(learnt, models, config, detector=self._detector)
+                return fresh, AlertBook.from_json(config, state["alerts"])
             except (PlanishError, KeyError, TypeError, ValueError, AttributeError) as error:
                 logger.warning("state_of_job_lost job=%s reason=%r", self.job, str(error)[:200])
         return JobMonitor(self.job, models, config, detector=self._detector), AlertBook(config)

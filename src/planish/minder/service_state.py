@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 class StateStore(Protocol):
     """Where a document lies: a file, or a ConfigMap of Kubernetes."""
+
+    max_bytes: float
+    """Size of the largest document."""
 
     def load(self) -> dict[str, Any]:
         """Return what was saved last; empty for none or a damaged one.
@@ -56,7 +60,7 @@ class FileState:
 
     def __init__(self, path: Path) -> None:
         """Take the path; its folder is made with the first save."""
-        self.path = path
+        self.path, self.max_bytes = path, float("inf")
         self._reset = path.with_name(path.name + ".breaker-reset")
 
     def load(self) -> dict[str, Any]:
@@ -130,6 +134,28 @@ def load_state(store: StateStore | None) -> dict[str, Any]:
     except PlanishError as error:
         logger.warning("state_lost reason=%r", str(error)[:200])
         return {}
+
+
+def fit_jobs(jobs: Mapping[str, Any], max_bytes: float) -> dict[str, Any]:
+    """Return the state of the jobs without what the largest have learnt, so that it fits.
+
+    What was learnt of a job is found again from its metrics; which alerts are open is not.
+
+    Example:
+        >>> jobs = {"a": {"monitor": "m" * 50, "alerts": {}}, "b": {"monitor": "", "alerts": {}}}
+        >>> fit_jobs(jobs, 80)
+        {'a': {'alerts': {}}, 'b': {'monitor': '', 'alerts': {}}}
+    """
+    fitting = dict(jobs)
+    size = len(json.dumps(jobs))
+    learnt = {key: len(json.dumps(job.get("monitor"))) for key, job in jobs.items()}
+    for key in sorted(learnt, key=lambda key: (-learnt[key], key)):
+        if size <= max_bytes:
+            break
+        fitting[key] = {name: value for name, value in jobs[key].items() if name != "monitor"}
+        size -= learnt[key]
+        logger.warning("baseline_not_saved job=%s bytes=%d", key, learnt[key])
+    return fitting
 
 
 def save_state(store: StateStore | None, state: dict[str, Any]) -> bool:

@@ -314,6 +314,27 @@ def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(t
     ]  # fmt: skip
 
 
+def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
+    clock = day_of.FastClock()
+    day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
+    state = FileState(tmp_path / "state.json")
+    state.max_bytes = 2500
+    first = service_of(day.jobs, clock, state, notifier=heard)
+    first.prepare()
+    play(first, clock, FAULT + 460)
+    first.stop()
+    assert state.path.stat().st_size < 2500
+    saved = state.load()["jobs"]
+    assert saved["a"]["alerts"]["open"][0]["machine"] == "a-0"
+    assert "monitor" not in saved["a"]
+    second = service_of(day.jobs, clock, state, notifier=heard)
+    second.prepare()
+    play(second, clock, FAULT + 2000)
+    assert [(state, a.machine) for _, state, a in heard.told] == [
+        ("firing", "a-0"), ("resolved", "a-0"),
+    ]  # fmt: skip
+
+
 def actor():
     return Actor(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
 
