@@ -33,6 +33,10 @@
       ClusterError                     the API server of Kubernetes refused, or did not answer
       BackendUnavailable               a monitoring server did not answer, or not as it must
 
+A store serves records as well as checkpoints, so a `StoreError` is no `CheckpointError`: who calls
+`planish.checkpoint` catches both, or `PlanishError`. A store that fails in the midst of a save is
+told as `SaveFailed`.
+
 A message reads: what must be what, the value seen, who must change what.
 """
 
@@ -90,7 +94,7 @@ class StoreUnavailable(StoreError):
 
 
 class CheckpointError(PlanishError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint could not be written or read; see `StoreError` for a store that is down."""
 
 
 class CheckpointNotFound(CheckpointError):

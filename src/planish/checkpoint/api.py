@@ -4,6 +4,9 @@ A state is a dict with any of `model`, `optimizer`, `scheduler`, `dataloader`, `
 or a dict of such states by role, which are committed together. Saved under one layout it loads
 under every other.
 
+Every call may also raise a `StoreError` where the store refuses or does not answer; that is no
+`CheckpointError`, both are `PlanishError`. Within a save it becomes `SaveFailed` on all ranks.
+
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.1 (the two calls `save` and `load`).
 """
 

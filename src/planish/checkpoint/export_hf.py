@@ -18,6 +18,7 @@ from planish.checkpoint.hf_source import POLICY_SCHEMA, PolicySource
 from planish.checkpoint.reader import Opened, open_state
 from planish.checkpoint.slices import SliceReader
 from planish.checkpoint.storage import Storage
+from planish.checkpoint.storage.base import uri_of
 from planish.errors import LayoutMismatch
 from planish.records.files import write_files
 from planish.records.refs import Ref
@@ -107,7 +108,7 @@ def export_folder(
 
     Args:
         place: URI or pin of the checkpoint.
-        out: folder, of any store; finished once its manifest is there.
+        out: folder, of any store, or an absolute path; finished once its manifest is there.
         config_dir: local folder whose files (configuration, tokenizer) go beside the weights.
         max_shard_bytes: weights beyond this go to further files.
         dtype: float type of all float weights (`BF16`, ...); None keeps each tensor's own.
@@ -140,7 +141,8 @@ def export_folder(
     with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
         files |= _write(opened, sources, forms, Path(scratch), max_shard_bytes, progress)
         parents = {"state": opened.commit.meta_sha256}
-        return write_files(out, POLICY_SCHEMA, files, parents=parents, attributes=facts)
+        uri = uri_of(out).rstrip("/")
+        return write_files(uri, POLICY_SCHEMA, files, parents=parents, attributes=facts)
 
 
 def _form(stored: Form, dtype: str | None) -> Form:

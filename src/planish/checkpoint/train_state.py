@@ -54,7 +54,7 @@ GARBAGE_SECONDS = 3600.0
 """Objects of an attempt that was never committed, or was replaced, are kept for so long."""
 
 _DIGEST = "checkpoint_sha256"
-_STEP = re.compile(r"/step-(?P<step>\d{8})/")
+_STEP = re.compile(r"/step-\d{8}/")
 
 
 def save(
@@ -68,7 +68,7 @@ def save(
     """Write a train state; it becomes visible as a whole or not at all.
 
     Every rank calls it with its own shards; tensors that all ranks hold are written once. What
-    lay there before is replaced.
+    lay there before is replaced once this state is whole; a save that fails leaves it.
 
     Args:
         uri: folder of the state.
@@ -89,16 +89,13 @@ def save(
     uri = uri.rstrip("/")
     roles = _roles(state)
     roles.setdefault(POLICY, {})["extra"] = dict(state.get("extra", {}))
-    store = open_store(uri)
-    if ranks.is_first:
-        # An older record must not name what is about to be replaced.
-        store.delete(manifest_uri(uri))
     step = int(attributes.get("step", 0))
     handle = api.save(uri, roles, "fsdp2", async_=False, step=step, overwrite=True, snapshot="copy")
     digest = handle.result().sha256
     manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
     if ranks.is_first:
-        store.write(manifest_uri(uri), data)
+        # Until now an older record was that of a whole state; killed here, it names another one.
+        open_store(uri).write(manifest_uri(uri), data)
         _sweep(uri)
     ranks.barrier()
     return manifest.ref(uri)
@@ -237,15 +234,24 @@ def open_checkpoint(pin: str) -> Opened:
 def latest(root: str) -> Ref | None:
     """Return the finished state with the highest step below a run's root; None without one."""
     prefix = layout.state(root.rstrip("/"), 0).rpartition("/")[0]
-    steps: list[tuple[int, str]] = []
+    steps: list[str] = []
     for uri in open_store(prefix).list(prefix):
-        match = _STEP.search(uri)
-        if match and uri.endswith(f"/{MANIFEST}"):
-            steps.append((int(match["step"]), uri[: -len(MANIFEST) - 1]))
-    if not steps:
-        return None
-    found = max(steps)[1]
-    return read_manifest(found).ref(found)
+        if _STEP.search(uri) and uri.endswith(f"/{MANIFEST}"):
+            steps.append(uri[: -len(MANIFEST) - 1])
+    for found in sorted(steps, reverse=True):
+        manifest = read_manifest(found)
+        if manifest.schema != STATE_SCHEMA or _is_committed(found, manifest):
+            return manifest.ref(found)
+    return None
+
+
+def _is_committed(uri: str, manifest: Manifest) -> bool:
+    """Return whether the checkpoint that a manifest names has not been replaced since."""
+    from planish.checkpoint.commit import read_commit
+    from planish.checkpoint.storage import open_storage
+
+    commit = read_commit(*open_storage(uri))
+    return commit is not None and commit.meta_sha256 == manifest.attributes.get(_DIGEST)
 
 
 def read_state_info(pin: str) -> dict[str, Any]:

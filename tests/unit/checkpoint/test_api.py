@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from planish.checkpoint import api
-from planish.errors import CheckpointExists, CheckpointNotFound, UnexpectedKeys
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.errors import (
+    CheckpointError,
+    CheckpointExists,
+    CheckpointNotFound,
+    PlanishError,
+    SaveFailed,
+    StoreError,
+    UnexpectedKeys,
+)
 
 
 def trained(seed):
@@ -91,3 +101,19 @@ def test_a_checkpoint_goes_to_torch_and_back(tmp_path):
     found = api.diff(f"{tmp_path}/a", f"{tmp_path}/b")
     assert found.num_equal == 16
     assert found.differing == []
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_store_that_is_down_is_a_failed_save_and_for_a_load_a_store_error(tmp_path, async_):
+    place = f"{tmp_path}/run/step-1"
+    down = FaultyStorage(open_storage(place)[0], lambda *_: "fail")
+    with pytest.raises(SaveFailed, match="rank 0"):
+        api.save(place, trained(0), async_=async_, storage=down).result(20)
+    api.save(place, trained(0), async_=async_).result(20)
+    with pytest.raises(StoreError) as caught:
+        api.load(place, trained(1), storage=down)
+    assert not isinstance(caught.value, CheckpointError)
+    assert isinstance(caught.value, PlanishError)
+    # Whoever catches one of the two must have been told.
+    assert "`StoreError`" in api.__doc__
+    assert "`StoreError`" in CheckpointError.__doc__

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from planish.checkpoint import export_hf
+from planish.checkpoint import api, export_hf
 from planish.checkpoint.fill import RAW
 from planish.checkpoint.geometry import Box, whole
 from planish.checkpoint.hf_files import Form, cast, encode_header, plan_files, to_bfloat16
@@ -220,6 +220,15 @@ def test_a_folder_without_an_earlier_policy_is_written_with_config_and_names(fil
     assert json.loads(Path(f"{folder}/config.json").read_text())["hidden_size"] == 32
     with pytest.raises(LayoutMismatch, match="must not both become `x`"):
         export_hf.export_folder(place, f"{file_root}/y", names=renamed(lambda name: "x"))
+
+
+def test_a_checkpoint_in_a_plain_folder_is_exported_to_a_plain_folder(tmp_path):
+    weights = {"w": torch.arange(4.0)}
+    api.save(f"{tmp_path}/step-1", {"model": weights}, async_=False)
+    ref = api.export_hf(f"{tmp_path}/step-1", f"{tmp_path}/out/")
+    assert ref.uri == f"file://{tmp_path}/out"
+    loaded = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(loaded["w"], weights["w"])
 
 
 def test_a_damaged_checkpoint_or_source_is_not_exported(file_root):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from planish.checkpoint import api as checkpoint
 from planish.checkpoint import train_state as api
 from planish.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch, RecordError
 from planish.records import layout
@@ -80,6 +81,27 @@ def test_saving_over_another_state_replaces_it_whole(file_root):
         api.load(ref.pin(), blank(state))
     with pytest.raises(RecordError, match="sha256"):
         api.load(before.pin(), blank(state))
+
+
+def test_a_save_that_fails_leaves_the_state_that_it_would_have_replaced(file_root):
+    ref = save(file_root)
+    with pytest.raises(TypeError, match="not_data"):
+        save(file_root, state=make_state() | {"extra": {"not_data": object()}})
+    assert api.load(ref.pin(), blank(make_state())) == make_state()["extra"]
+    assert api.latest(file_root) == ref
+
+
+def test_a_record_whose_checkpoint_was_replaced_before_the_new_record_came_is_not_the_latest(
+    file_root,
+):
+    before = save(file_root, step=2)
+    ref = save(file_root, step=3)
+    # What a kill between the commit and the new manifest leaves.
+    roles = {"policy": {"model": {"w": torch.ones(2)}}}
+    checkpoint.save(ref.uri, roles, "plain", False, step=3, overwrite=True)
+    with pytest.raises(CheckpointError, match="it was overwritten"):
+        api.load(ref.pin(), blank(make_state()))
+    assert api.latest(file_root) == before
 
 
 def test_a_critic_is_a_role_of_the_same_checkpoint(file_root):

@@ -286,6 +286,16 @@ def inside(folder: str) -> str:
     return f"{check_key(folder)}/" if folder else ""
 
 
+def uri_of(place: str) -> str:
+    """Return the URI of a place, which may be an absolute path.
+
+    Example:
+        >>> uri_of("/runs/7"), uri_of("s3://runs/7")
+        ('file:///runs/7', 's3://runs/7')
+    """
+    return f"file://{place}" if place.startswith("/") else place
+
+
 def open_storage(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Storage, str]:
     """Return the storage of a URI and the key that the URI names in it.
 
@@ -302,8 +312,7 @@ def open_storage(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Stora
     Raises:
         StoreMisconfigured: an unknown scheme, a malformed URI, or no credentials.
     """
-    if uri.startswith("/"):
-        uri = "file://" + uri
+    uri = uri_of(uri)
     if uri.startswith("mem://"):
         from planish.checkpoint.storage.mem import named
 
