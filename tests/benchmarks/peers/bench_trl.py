@@ -5,16 +5,19 @@ same verifier and length penalty, and make 16 updates of 64 sequences with the s
 learning rate. The processes take turns, an iteration each. What is timed is an iteration whole: on
 our side the stages rollout, reward, train and checkpoint with everything that they read and write;
 on TRL's side `train()` from one generation to the next. Process starts, imports, the loading of the
-first model and evaluations are not timed.
+first model and evaluations are not timed. The policy after every iteration of every side is
+evaluated by the same function, with our engine, on the held-out prompts.
 
-`trl`            TRL; every group trains
-`ours`           dynamic sampling off; every group trains
-`ours_dynamic`   dynamic sampling on: the demo's preset as it is
-`ours_recomputed` the same, but a forward pass of the trainer computes the old log-probabilities
-                 that the preset takes from the sampler
+`trl`            TRL; every group trains, a forward pass computes old log-probabilities
+`ours`           the same: dynamic sampling off, old log-probabilities recomputed
+`ours_bypass`    as `ours`, with the old log-probabilities of the sampler
+`ours_dynamic`   the demo's preset as it is: dynamic sampling, log-probabilities of the sampler
+`ours_dynamic_recomputed`  as `ours_dynamic`, old log-probabilities recomputed
 
 TRL's environment is made as `equality.py` says. With `TRL_PYTHON=TRL/bin/python` in the
-environment, `python -m tests.benchmarks.peers.bench_trl` writes `results/trl.json`.
+environment, `python -m tests.benchmarks.peers.bench_trl` writes `results/trl.json` and prints rows
+for the README; `--rows` prints those of the last result. It needs an idle machine; `--rehearse`
+does not, and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +52,27 @@ from planish.shaping import overlong_penalty
 from planish.stage import PathArtifact, write_json
 from planish.tokens import load_tokenizer
 from planish.verifiers import VerifierOptions, verify_many
-from tests.benchmarks.facts import write_result
+from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
+from tests.benchmarks.peers.trl_table import ARMS, REACHES, SYSTEMS, readme_rows, summary
 from tests.benchmarks.peers.turns import Player
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]
-OVERRIDES = {
-    "ours": ("rollout.dynamic_sampling=false", "reward.keep_uniform_groups=true"),
+_ALL_GROUPS = ("rollout.dynamic_sampling=false", "reward.keep_uniform_groups=true")
+_RECOMPUTED = ('algorithm.correction="off"',)
+OVERRIDES: dict[str, tuple[str, ...]] = {
+    "ours": (*_ALL_GROUPS, *_RECOMPUTED),
+    "ours_bypass": _ALL_GROUPS,
     "ours_dynamic": (),
-    "ours_recomputed": ('algorithm.correction="off"',),
+    "ours_dynamic_recomputed": _RECOMPUTED,
 }
-SYSTEMS = ("trl", *OVERRIDES)
-RACERS = ("ours_dynamic", "ours_recomputed")
-"""Timed up to the accuracy that TRL has at its end."""
+"""Arm to what it changes in the demo's preset."""
+SEEDS = (0, 1, 2, 3, 4, 5)
+"""Fixed before anything was measured."""
+ITERATIONS = 8
 EVALUATION_SAMPLES = 8
+_SECONDS = {"start": 45.0, "trl": 4.0, "ours": 2.0, "evaluation": 1.5}
+"""About what the parts of a run take, for the plan: of a seed, of an iteration, of a policy."""
 
 
 def write_run(root: str, seed: int, *overrides: str) -> tuple[dict[str, Any], str]:
@@ -212,19 +222,28 @@ def check_rewards(folder: Path) -> dict[str, float]:
     return gaps
 
 
-def one_seed(seed: int, folder: Path, starts: Path, iterations: int) -> dict[str, Any]:
-    """Train all systems from one start and evaluate them."""
+def one_seed(
+    seed: int, folder: Path, starts: Path, iterations: int, began: float
+) -> dict[str, Any]:
+    """Train all systems from one start and evaluate the policy after every iteration."""
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  seed {seed}  {text}", flush=True)
+
     start = starts / f"start-{seed}"
     if not (start / "policies").exists():
+        say("cold start")
         make_start(start, seed)
     players = {"trl": trl_job(start, folder / "trl", seed, iterations)}
-    for name, overrides in OVERRIDES.items():
-        players[name] = our_job(start, folder / name, seed, *overrides)
+    for name in ARMS:
+        players[name] = our_job(start, folder / name, seed, *OVERRIDES[name])
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in SYSTEMS}
     for number in range(iterations):
-        for name in SYSTEMS[number % 4 :] + SYSTEMS[: number % 4]:
+        first = number % len(SYSTEMS)
+        for name in SYSTEMS[first:] + SYSTEMS[:first]:
             turns[name].append(players[name].turn())
-            print(seed, number + 1, name, json.dumps(turns[name][-1]), flush=True)
+        spent = {name: round(turns[name][-1]["seconds"], 2) for name in SYSTEMS}
+        say(f"iteration {number + 1} of {iterations}  seconds {json.dumps(spent)}")
     for player in players.values():
         player.close()
     evaluate = Evaluator(start, seed, 48)
@@ -235,49 +254,59 @@ def one_seed(seed: int, folder: Path, starts: Path, iterations: int) -> dict[str
     }
     for name in SYSTEMS:
         pins = [turn.pop("policy") for turn in turns[name]]
-        target = result["trl"]["accuracy"][-1] if name != "trl" else 2.0
-        accuracy: list[float] = []
-        # Of the systems without a race to win only the last policy is measured.
-        for pin in pins if name in RACERS else pins[-1:]:
-            accuracy.append(evaluate(evaluate.as_policy(Path(pin)) if name == "trl" else pin))
-            if accuracy[-1] >= target:
-                break
+        if name == "trl":
+            pins = [evaluate.as_policy(Path(pin)) for pin in pins]
+        accuracy = [evaluate(pin) for pin in pins]
         result[name] = {"iterations": turns[name], "accuracy": accuracy}
-        print(seed, name, "accuracy", [round(a, 4) for a in accuracy], flush=True)
-    result |= figures(result)
-    print(seed, json.dumps(figures(result)), flush=True)
+        say(f"accuracy {name} {[round(a, 3) for a in (result['start_accuracy'], *accuracy)]}")
     return result
 
 
-def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """The two ratios of one seed, of wall seconds and of processor seconds."""
-    return {clock: ratios(result, clock) for clock in ("seconds", "processor_seconds")}
+def show_plan(seeds: list[int], iterations: int) -> None:
+    """Print what will be done and about how long it takes."""
+    per_iteration = _SECONDS["trl"] + len(ARMS) * _SECONDS["ours"]
+    evaluations = len(SYSTEMS) * iterations + 1
+    per_seed = _SECONDS["start"] + iterations * per_iteration + evaluations * _SECONDS["evaluation"]
+    print(
+        f"seeds {seeds}, each: a cold start, {iterations} iterations of {', '.join(SYSTEMS)} in "
+        f"turns, {evaluations} evaluations; about {len(seeds) * per_seed / 60:.0f} minutes",
+        flush=True,
+    )
 
 
-def ratios(result: dict[str, Any], clock: str) -> dict[str, Any]:
-    seconds = {n: [t[clock] for t in result[n]["iterations"]] for n in SYSTEMS}
-    found: dict[str, Any] = {
-        "per_iteration": {n: statistics.median(s) for n, s in seconds.items()},
-        "trl_over_ours_per_iteration": statistics.median(
-            a / b for a, b in zip(seconds["trl"], seconds["ours"], strict=True)
-        ),
-        "trl_total": sum(seconds["trl"]),
-    }
-    for name in RACERS:
-        # The list of accuracies ends where the target is reached.
-        reached = result[name]["accuracy"][-1] >= result["trl"]["accuracy"][-1]
-        spent = sum(seconds[name][: len(result[name]["accuracy"])]) if reached else None
-        found[f"{name}_to_it"] = spent
-        found[f"trl_over_{name}_to_it"] = found["trl_total"] / spent if spent else None
-    return found
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers.bench_trl")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--iterations", type=int, default=ITERATIONS)
+    parser.add_argument("--starts", type=Path, help="keeps the cold starts for the next time")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run on a busy machine too; write no result"
+    )
+    parser.add_argument("--rows", action="store_true", help="print the README's rows and end")
+    options = parser.parse_args()
+    if not options.rows and not Path(os.environ.get("TRL_PYTHON", "")).is_file():
+        parser.error(
+            "`TRL_PYTHON` must be the Python of an environment with TRL, got "
+            f"{os.environ.get('TRL_PYTHON', '')!r}; make one as tests/benchmarks/peers/equality.py "
+            "says"
+        )
+    return options
+
+
+def print_rows() -> None:
+    """Print the README's rows of the last result."""
+    document = json.loads((RESULTS / "trl.json").read_text("utf-8"))
+    print("\n".join(readme_rows(document["result"], document["label"])))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--starts", type=Path, help="keeps the cold starts for the next time")
-    options = parser.parse_args()
+    options = arguments()
+    if options.rows:
+        print_rows()
+        return
+    busy = None if options.rehearse else require_idle_machine()
+    began = time.monotonic()
+    show_plan(options.seeds, options.iterations)
     torch.set_num_threads(1)
     seeds: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -285,14 +314,19 @@ def main() -> None:
         for seed in options.seeds:
             place = Path(folder) / str(seed)
             place.mkdir()
-            seeds[str(seed)] = one_seed(seed, place, starts, options.iterations)
-    result: dict[str, Any] = {"seeds": seeds}
-    for clock in ("seconds", "processor_seconds"):
-        for name in ("trl_over_ours_per_iteration", *(f"trl_over_{n}_to_it" for n in RACERS)):
-            found = [seed[clock][name] or 0.0 for seed in seeds.values()]
-            result[f"{name}/{clock}"] = statistics.median(found)
-            print(clock, name, [round(x, 3) for x in found], "median", statistics.median(found))
+            seeds[str(seed)] = one_seed(seed, place, starts, options.iterations, began)
+    result = {
+        "busy_cores_before": busy,
+        "reaches": REACHES,
+        "seeds": seeds,
+        "summary": summary(seeds),
+    }
+    if options.rehearse:
+        print(json.dumps(result["summary"], indent=1))
+        print("\n".join(readme_rows(result, "rehearsed")))
+        return
     print(write_result("trl", "measured-cpu", result, "tests.benchmarks.peers.bench_trl"))
+    print_rows()
 
 
 if __name__ == "__main__":

@@ -59,6 +59,21 @@ def interval(values: Iterable[float]) -> Interval:
     return Interval(mean, mean - half, mean + half, sample)
 
 
+def ratio_interval(ratios: Iterable[float]) -> Interval:
+    """Return geometric mean and 95 % t interval of ratios: the interval of their logarithms.
+
+    On this scale a ratio and its inverse weigh the same.
+
+    Example:
+        >>> found = ratio_interval([2.0, 8.0])
+        >>> round(found.mean, 9), ratio_interval([0.5, 0.125]).mean
+        (4.0, 0.25)
+    """
+    sample = tuple(ratios)
+    found = interval(math.log(ratio) for ratio in sample)
+    return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), sample)
+
+
 def verdict(difference: Interval, *, sign: int) -> str:
     """Return `yes`, `no` or `within noise` by `RULE`.
 
