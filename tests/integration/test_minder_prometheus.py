@@ -11,6 +11,7 @@ import pytest
 
 from planish.__main__ import main
 from planish.errors import ConfigError
+from planish.minder.cases import read_case
 from planish.minder.http_client import Deadline
 from planish.minder.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.prometheus import Prometheus, PrometheusConfig
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.server
 
 T0 = 1_700_000_000
 SECONDS = 900
+BOARD = "NVIDIA H100 80GB HBM3"
 MACHINES = tuple(f"node-{i}" for i in range(6))
 
 
@@ -50,7 +52,8 @@ def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
                 if name == "node-5" and t >= T0 + 700:
                     continue
                 value = "NaN" if name == "node-3" and t % 100 == 0 else f"{90 + gpu}"
-                yield f'DCGM_FI_DEV_GPU_UTIL{{Hostname="{name}",gpu="{gpu}"}} {value} {t}'
+                labels = f'Hostname="{name}",gpu="{gpu}",modelName="{BOARD}"'
+                yield f"DCGM_FI_DEV_GPU_UTIL{{{labels}}} {value} {t}"
 
 
 @pytest.fixture
@@ -110,6 +113,33 @@ def test_a_single_call_names_the_machine(filled, tmp_path, capsys):
     assert main([*arguments, str(T0 + SECONDS)]) == 2
     assert json.loads(capsys.readouterr().out)["findings"][0]["machine"] == "node-2"
     assert main([*arguments, str(T0 + 300)]) == 0
+
+
+def test_a_recording_is_what_the_calls_saw_and_can_be_replayed(filled, tmp_path, capsys):
+    sections = {"detect": {"metrics": ["cpu_usage", "gpu_duty_cycle", "memory_usage"]}}
+    raw = raw_settings(tmp_path, filled.url, MACHINES, **sections)
+    raw["service"] = {"window_seconds": 300}
+    config, out = str(write_toml(tmp_path / "minder.toml", raw)), tmp_path / "traces" / "a.npz"
+    arguments = ["minder", "record", "--config", config, "--job", "job", "--out", str(out)]
+    ends = ["--hours", "0.25", "--end", str(T0 + SECONDS)]
+    assert main([*arguments, *ends]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["machines"], told["seconds"], told["board"]) == (6, 900, BOARD)
+    assert set(told["measured"]) == {"cpu_usage", "gpu_duty_cycle"}
+    case = read_case(out)
+    assert (case.board, case.truth.faulty, case.frame.num_seconds) == (BOARD, False, SECONDS)
+    _, whole = pulled(filled)
+    for name, values in whole.values.items():
+        np.testing.assert_array_equal(case.frame.values[name], values)
+    facts = json.loads(out.with_suffix(".json").read_text())
+    facts["truth"] |= {"machines": ["node-2"], "kind": "other", "onset": T0 + 400}
+    out.with_suffix(".json").write_text(json.dumps(facts))
+    assert main(["minder", "evaluate", "--traces", str(out.parent), "--variants", "raw"]) == 0
+    assert "| raw | 1.000" in capsys.readouterr().out
+    assert main([*arguments, "--end", str(T0 - 5000)]) == 3
+    assert "got none of" in capsys.readouterr().err
+    assert main([*arguments, "--hours", "0"]) == 3
+    assert "--hours" in capsys.readouterr().err
 
 
 def test_prometheus_parses_every_default_query(prometheus):

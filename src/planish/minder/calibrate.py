@@ -1,4 +1,4 @@
-"""Find thresholds and floors on simulated jobs that no evaluation ever sees.
+"""Find thresholds and floors on jobs that no evaluation ever sees.
 
 Every job is replayed once with the settings to begin from. Its scores and distances are kept as
 its calls saw them, so that another threshold or floor costs comparisons of numbers only; what
@@ -21,12 +21,12 @@ from planish.minder.config import MinderConfig
 from planish.minder.continuity import long_runs
 from planish.minder.denoise import WINDOW
 from planish.minder.distances import threshold
-from planish.minder.evaluate import Plan, Progress, each_case, fault_of
+from planish.minder.evaluate import Plan, Progress, Wanted, case_of, each_case, fault_of
 from planish.minder.evaluate_report import table
 from planish.minder.evaluate_score import Named, Outcome, Score, score
 from planish.minder.frame import F32, Mask
 from planish.minder.session import JobMonitor
-from planish.minder.simulator import Case, simulate
+from planish.minder.simulator import Case
 from planish.minder.traces import Trace, floor_of
 from planish.minder.variants import Variant
 
@@ -106,7 +106,7 @@ class Calibrated:
 
 def calibrate(
     plan: Plan,
-    wanted: Sequence[tuple[int, str | None]],
+    wanted: Sequence[Wanted],
     *,
     workers: int = 1,
     min_precision: float = 0.9,
@@ -116,7 +116,7 @@ def calibrate(
 
     Args:
         plan: of one variant.
-        wanted: seed and fault of each job.
+        wanted: the jobs.
         workers: processes.
         min_precision: least precision, if any setting reaches it.
         progress: called after each job.
@@ -199,9 +199,9 @@ def _theta(theta: float, kappa: float | None, machines: int) -> float:
     return round(threshold(theta, kappa, machines), 6)
 
 
-def _record(seed: int, kind: str | None, variants: Mapping[str, Variant], plan: Plan) -> Recorded:
+def _record(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> Recorded:
     (variant,) = variants.values()
-    return record(simulate(seed, fault=kind), variant)
+    return record(case_of(wanted), variant)
 
 
 @dataclass
@@ -234,7 +234,9 @@ def record(case: Case, variant: Variant) -> Recorded:
     for end in range(start + step, start + frame.num_seconds + 1, step):
         usual = monitor.usual_distances() if config.detect.usual_distance else {}
         result = monitor.call(
-            frame.slice(end - config.service.window_seconds, end), stages=case.stages
+            frame.slice(end - config.service.window_seconds, end),
+            stages=case.stages,
+            board=case.board,
         )
         for one in result.findings:
             if one.kind == "silent":
@@ -250,7 +252,13 @@ def record(case: Case, variant: Variant) -> Recorded:
                 mine.take(slice(last - new, last), trace, trace.above - lift)
     alerts = tuple(sorted(silent.values(), key=lambda one: (one.time, one.machine)))
     outcome = Outcome(
-        *(str(case.seed), fault_of(case, config.detect.metrics), count, frame.num_seconds, alerts)
+        *(
+            case.name or str(case.seed),
+            fault_of(case, config.detect.metrics),
+            count,
+            frame.num_seconds,
+            alerts,
+        )
     )
     limit = max(2.0, config.detect.job_wide_share * count)
     hits = _hits(kept, case, config)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planish.errors import ConfigError
 
 if TYPE_CHECKING:
-    from planish.minder.evaluate import Plan
-
-Cases = list[tuple[int, str | None]]
+    from planish.minder.evaluate import Plan, Wanted
+    from planish.minder.site import SiteLimits
 
 
 def add_commands(verbs: Any) -> None:
@@ -21,12 +22,17 @@ def add_commands(verbs: Any) -> None:
     one = verbs.add_parser("prioritise", help="order the metrics by how well they tell faults")
     _add_cases(one, "calibrate", faults=100, normal=40)
     one.add_argument("--metrics", metavar="A,B", help="default: those of the settings")
-    one = verbs.add_parser("calibrate", help="find thresholds and floors on simulated jobs")
+    one = verbs.add_parser(
+        "calibrate", help="find thresholds and floors on simulated jobs, or a site's on its traces"
+    )
     _add_cases(one, "calibrate", faults=120, normal=60)
+    _add_traces(one)
+    one.add_argument("--out", type=Path, metavar="TOML", help="tables for the settings of a site")
     one.add_argument("--variant", default="minder", help="whose thresholds (default minder)")
     one.add_argument("--min-precision", type=float, default=0.9, metavar="P", help="default 0.9")
-    one = verbs.add_parser("evaluate", help="score detectors on simulated jobs")
+    one = verbs.add_parser("evaluate", help="score detectors on simulated jobs or on traces")
     _add_cases(one, "evaluate", faults=150, normal=60)
+    _add_traces(one)
     one.add_argument("--variants", metavar="A,B", help="default: all")
     one.add_argument(
         "--fit-comparison",
@@ -47,6 +53,12 @@ def _add_cases(one: argparse.ArgumentParser, use: str, *, faults: int, normal: i
     one.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default 1)")
     one.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
     one.set_defaults(use=use)
+
+
+def _add_traces(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--traces", type=Path, nargs="+", metavar="PATH",
+                     help="recorded traces or folders of them, in place of simulated jobs; what is "
+                     "known of `a.npz` stands in `a.json`")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,9 +99,12 @@ def _tables(path: Path) -> dict[str, Any]:
     return {name: table for name, table in tables.items() if name in MinderConfig.model_fields}
 
 
-def _cases(options: argparse.Namespace) -> Cases:
+def _cases(options: argparse.Namespace) -> list[Wanted]:
+    from planish.minder.cases import trace_files
     from planish.minder.evaluate import SEEDS, cases
 
+    if getattr(options, "traces", None):
+        return list(trace_files(options.traces))
     first = SEEDS[options.use] if options.seed is None else options.seed
     return cases(first, options.faults, options.normal)
 
@@ -113,7 +128,8 @@ def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         progress=lambda done, total: options.progress("cases", done, total),
     )
     document = report(outcomes, about)
-    document["seeds"] = [wanted[0][0], wanted[-1][0]] if wanted else []
+    ends = [one for one in (*wanted[:1], *wanted[-1:]) if isinstance(one, tuple)]
+    document["seeds"] = [seed for seed, _ in ends]
     return document, markdown(document)
 
 
@@ -151,7 +167,8 @@ def _prioritise(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if options.metrics:
         base["detect"] = {**base.get("detect", {}), "metrics": options.metrics.split(",")}
     variant = build("raw", plan.models, base=base)
-    metrics, wanted = variant.config.detect.metrics, _cases(options)
+    metrics = variant.config.detect.metrics
+    wanted = [one for one in _cases(options) if isinstance(one, tuple)]
     frames = []
     for number, (seed, kind) in enumerate(wanted, 1):
         case = simulate(seed, fault=kind, metrics=metrics)
@@ -168,13 +185,50 @@ def _prioritise(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _calibrate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from planish.minder.calibrate import calibrate
+    from planish.minder.calibrate import Settings, calibrate
+    from planish.minder.site import LEAST_FAULTS, Site
 
-    found = calibrate(
-        _plan(options, (options.variant,)),
-        _cases(options),
-        workers=options.workers,
-        min_precision=options.min_precision,
-        progress=lambda done, total: options.progress("cases", done, total),
-    )
-    return found.to_json(), found.markdown()
+    plan, wanted = _plan(options, (options.variant,)), _cases(options)
+    limits: dict[str, SiteLimits] = {}
+    faults, notes = options.faults, []
+    if options.traces:
+        limits, faults = _limits(plan, wanted, options)
+        config = dict(plan.config or {})
+        plan = replace(plan, config={**config, **Site(limits).merged(config)})
+        notes = [f"From {len(wanted)} recorded traces, {faults} of them with a fault."]
+    found: Settings | None = None
+    document: dict[str, Any] = {}
+    if options.traces and faults < LEAST_FAULTS:
+        text = (
+            f"Thresholds and floors stay as they are: {LEAST_FAULTS} labelled faults are needed, "
+            f"got {faults}.\n"
+        )
+    else:
+        best = calibrate(
+            *(plan, wanted),
+            workers=options.workers,
+            min_precision=options.min_precision,
+            progress=lambda done, total: options.progress("cases", done, total),
+        )
+        document, text, found = best.to_json(), best.markdown(), best.best
+    site = Site(limits, found, tuple(notes))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(site.toml(), "utf-8")
+    return {**document, "tables": site.tables()}, text + (site.toml() if options.traces else "")
+
+
+def _limits(
+    plan: Plan, wanted: Sequence[Wanted], options: argparse.Namespace
+) -> tuple[dict[str, SiteLimits], int]:
+    """Return the limits that recorded traces show, and how many of these have a fault."""
+    from planish.minder.evaluate import case_of
+    from planish.minder.site import fitted_limits
+
+    (variant,) = plan.build().values()
+    cases = []
+    for number, one in enumerate(wanted, 1):
+        cases.append(case_of(one))
+        options.progress("traces", number, len(wanted))
+    limits = fitted_limits(cases, variant.config.detect.metrics)
+    return limits, sum(case.truth.faulty for case in cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -19,6 +20,7 @@ from planish.minder.cli import CLEAN, FAULT_FOUND
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 10.0
+_MAX_HOURS = 31 * 24
 
 
 def add_commands(verbs: Any) -> None:
@@ -36,7 +38,14 @@ def add_commands(verbs: Any) -> None:
     )
     breaker = verbs.add_parser("breaker", help="allow actions again after the breaker has opened")
     breaker.add_argument("what", choices=["reset"], help="reset: close it")
-    for one in (serve, validate, breaker):
+    record = verbs.add_parser("record", help="write what Prometheus has of a job to a file")
+    record.add_argument("--job", required=True, metavar="J", help="its name or key")
+    record.add_argument("--hours", type=float, default=1.0, metavar="H", help="default 1")
+    record.add_argument("--end", type=float, metavar="T", help="unix seconds; default: now")
+    record.add_argument("--out", type=Path, required=True, metavar="FILE",
+                        help="ends in .npz, .csv or .parquet; beside it FILE.json is written, in "
+                        "which a fault can be labelled")  # fmt: skip
+    for one in (serve, validate, breaker, record):
         one.add_argument(
             "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
         )
@@ -56,7 +65,32 @@ def run(options: argparse.Namespace) -> int:
         return _validate(settings, is_offline=options.offline)
     if options.verb == "breaker":
         return _reset(settings)
+    if options.verb == "record":
+        return _record(settings, options)
     return _serve(settings)
+
+
+def _record(settings: Any, options: argparse.Namespace) -> int:
+    from planish.minder.cases import write_recorded
+    from planish.minder.files import ENDINGS
+    from planish.minder.service_build import record
+
+    seconds = int(3600 * options.hours) if 0 < options.hours <= _MAX_HOURS else 0
+    if seconds < settings.minder.service.window_seconds or options.out.suffix not in ENDINGS:
+        raise ConfigError(
+            f"`--hours` must be {settings.minder.service.window_seconds} s to {_MAX_HOURS} h and "
+            f"`--out` end in {ENDINGS}, got {options.hours} and `{options.out}`"
+        )
+    case = record(
+        *(settings, options.job, seconds),
+        end=options.end and int(options.end),
+        progress=lambda done: options.progress("seconds", done, seconds),
+    )
+    write_recorded(options.out, case)
+    shares = {name: round(float(mask.mean()), 4) for name, mask in case.frame.mask.items()}
+    facts = {"machines": case.frame.num_machines, "seconds": seconds, "board": case.board}
+    sys.stdout.write(json.dumps({**facts, "measured": shares}) + "\n")
+    return CLEAN
 
 
 def run_once_live(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from planish.errors import ConfigError
 if TYPE_CHECKING:
     from planish.minder.config import MinderConfig
     from planish.minder.detect import Models
-    from planish.minder.frame import Frame
+    from planish.minder.simulator.case import Case
 
 TRAINING_SEED = 1_000_000
 """First seed of training; calibration and evaluation begin a million later each."""
@@ -94,17 +94,18 @@ def settings(options: argparse.Namespace) -> MinderConfig:
     return minder_config(raw)
 
 
-def _trace(options: argparse.Namespace) -> tuple[Frame, Models, MinderConfig]:
+def _trace(options: argparse.Namespace) -> tuple[Case, Models, MinderConfig]:
     from planish.minder.artefacts import default_models, load_models
-    from planish.minder.files import read_frame
+    from planish.minder.cases import read_case
 
     config = settings(options)
-    frame = read_frame(options.from_file)
+    case = read_case(options.from_file)
     models = load_models(options.models or default_models(), config.denoise, config.detect.metrics)
-    return frame, models, config
+    return case, models, config
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from planish.minder.cases import facts_of
     from planish.minder.files import write_frame, write_samples
     from planish.minder.metrics_table import METRICS
     from planish.minder.simulator import SIMULATED, simulate
@@ -124,8 +125,7 @@ def _simulate(options: argparse.Namespace) -> int:
         write_samples(options.out, case.samples)
     else:
         write_frame(options.out, case.frame)
-    facts = {"truth": dataclasses.asdict(case.truth), "stages": dict(case.stages)}
-    sys.stdout.write(json.dumps(facts, sort_keys=True) + "\n")
+    sys.stdout.write(json.dumps(facts_of(case), sort_keys=True) + "\n")
     return 0
 
 
@@ -172,16 +172,16 @@ def _run_once(options: argparse.Namespace) -> int:
         from planish.minder.cli_service import run_once_live
 
         return run_once_live(options)
-    frame, models, config = _trace(options)
-    first = int(frame.ts[0])
-    frame = dataclasses.replace(frame, job=options.job or frame.job)
+    case, models, config = _trace(options)
+    first = int(case.frame.ts[0])
+    frame = dataclasses.replace(case.frame, job=options.job or case.frame.job)
     if options.end is not None:
         frame = frame.slice(first, int(options.end))
     if not frame.num_seconds:
         sys.stderr.write(f"planish minder: `--end` must be after {first}, got {options.end}\n")
         return BAD_INPUT
     call = None
-    for call in replay(frame, models, config):
+    for call in replay(frame, models, config, stages=case.stages, board=case.board):
         options.progress("calls", call.now - first, frame.num_seconds)
     assert call is not None
     sys.stdout.write(call.result.to_json() + "\n")
@@ -192,11 +192,14 @@ def _replay(options: argparse.Namespace) -> int:
     """Print a line for each alert that begins, and one with what the calls took."""
     from planish.minder.replay import replay
 
-    frame, models, config = _trace(options)
+    case, models, config = _trace(options)
+    frame = case.frame
     if options.every < 0:
         raise ConfigError(f"`--every` must be a number of seconds, got {options.every}")
     costs = []
-    for call in replay(frame, models, config, every=options.every):
+    for call in replay(
+        frame, models, config, every=options.every, stages=case.stages, board=case.board
+    ):
         options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
         costs.append(call.seconds)
         for alert in call.alerts:

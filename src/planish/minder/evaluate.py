@@ -1,4 +1,4 @@
-"""Replay simulated jobs through several detectors, as the service would look at them.
+"""Replay simulated or recorded jobs through several detectors, as the service would look at them.
 
 Seeds of training, calibration and evaluation never meet, see `SEEDS`.
 """
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from planish.minder.cases import facts_path, read_case
 from planish.minder.evaluate_score import Fault, Named, Outcome
 from planish.minder.replay import replay
 from planish.minder.simulator import DETECTABLE_SECONDS, Case, simulate
@@ -26,9 +27,11 @@ Progress = Callable[[int, int], None]
 """Called with cases done and cases in all."""
 
 
+Wanted = tuple[int, str | None] | Path
+"""A case: seed and fault of a simulated job, or the file of a recorded one."""
 Judged = TypeVar("Judged")
-Judge = Callable[[int, str | None, Mapping[str, Variant], "Plan"], Judged]
-"""Says something of the case of a seed and a fault."""
+Judge = Callable[[Wanted, Mapping[str, Variant], "Plan"], Judged]
+"""Says something of a case."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Plan:
         }
 
 
-def cases(first: int, faults: int, normal: int) -> list[tuple[int, str | None]]:
+def cases(first: int, faults: int, normal: int) -> list[Wanted]:
     """Return seeds and faults of cases: those with a fault first.
 
     Example:
@@ -62,6 +65,11 @@ def cases(first: int, faults: int, normal: int) -> list[tuple[int, str | None]]:
     """
     kinds: list[str | None] = ["any"] * faults + [None] * normal
     return [(first + i, kind) for i, kind in enumerate(kinds)]
+
+
+def case_of(wanted: Wanted) -> Case:
+    """Return a case; a recorded one is read."""
+    return read_case(wanted) if isinstance(wanted, Path) else simulate(wanted[0], fault=wanted[1])
 
 
 def replayed(case: Case, variant: Variant) -> tuple[tuple[Named, ...], tuple[float, ...]]:
@@ -73,7 +81,10 @@ def replayed(case: Case, variant: Variant) -> tuple[tuple[Named, ...], tuple[flo
     found: dict[str, Named] = {}
     costs = []
     calls = replay(
-        case.frame, variant.models, variant.config, stages=case.stages, detector=variant.make()
+        *(case.frame, variant.models, variant.config),
+        stages=case.stages,
+        board=case.board,
+        detector=variant.make(),
     )
     for call in calls:
         costs.append(call.seconds)
@@ -102,7 +113,7 @@ def fault_of(case: Case, metrics: Sequence[str]) -> Fault | None:
 
 def evaluate(
     plan: Plan,
-    wanted: Sequence[tuple[int, str | None]],
+    wanted: Sequence[Wanted],
     *,
     workers: int = 1,
     progress: Progress | None = None,
@@ -111,7 +122,7 @@ def evaluate(
 
     Args:
         plan: detectors.
-        wanted: seed and fault of each case.
+        wanted: the cases.
         workers: processes.
         progress: called after each case.
 
@@ -127,7 +138,7 @@ def evaluate(
 
 def each_case(
     plan: Plan,
-    wanted: Sequence[tuple[int, str | None]],
+    wanted: Sequence[Wanted],
     judge: Judge[Judged],
     *,
     workers: int,
@@ -138,7 +149,7 @@ def each_case(
     Args:
         plan: as for `evaluate`.
         wanted: as for `evaluate`.
-        judge: function of a module, called with seed, fault, detectors and plan.
+        judge: function of a module, called with the case, detectors and plan.
         workers: as for `evaluate`.
         progress: as for `evaluate`.
     """
@@ -149,12 +160,12 @@ def each_case(
 
 
 def _each(
-    plan: Plan, wanted: Sequence[tuple[int, str | None]], judge: Judge[Judged], workers: int
+    plan: Plan, wanted: Sequence[Wanted], judge: Judge[Judged], workers: int
 ) -> Iterator[Judged]:
     if workers <= 1:
         variants = plan.build()
-        for seed, kind in wanted:
-            yield judge(seed, kind, variants, plan)
+        for one in wanted:
+            yield judge(one, variants, plan)
         return
     # torch does not survive a fork once it has computed.
     context = multiprocessing.get_context("spawn")
@@ -170,27 +181,27 @@ def _begin(plan: Plan, judge: Judge[Any]) -> None:
     _worker.update(plan=plan, variants=plan.build(), judge=judge)
 
 
-def _next(wanted: tuple[int, str | None]) -> Any:
-    return _worker["judge"](*wanted, _worker["variants"], _worker["plan"])
+def _next(wanted: Wanted) -> Any:
+    return _worker["judge"](wanted, _worker["variants"], _worker["plan"])
 
 
-def one_case(
-    seed: int, kind: str | None, variants: Mapping[str, Variant], plan: Plan
-) -> dict[str, Outcome]:
+def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, Outcome]:
     """Replay one case through all variants."""
     result: dict[str, Outcome] = {}
     case: Case | None = None
     metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
     for name, variant in variants.items():
-        place = plan.work / f"{seed}-{kind}-{_digest(variant)}.json" if plan.work else None
+        place = None
+        if plan.work is not None:
+            place = plan.work / f"{_key(wanted)}-{_digest(variant)}.json"
         if place is not None and place.exists():
             result[name] = outcome_from(json.loads(place.read_text("utf-8")))
             continue
         if case is None:
-            case = simulate(seed, fault=kind)
+            case = case_of(wanted)
         alerts, costs = replayed(case, variant)
         outcome = Outcome(
-            case=f"{seed}",
+            case=case.name or str(case.seed),
             fault=fault_of(case, metrics),
             machines=case.frame.num_machines,
             seconds=case.frame.num_seconds,
@@ -202,6 +213,15 @@ def one_case(
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(json.dumps(asdict(outcome)), "utf-8")
     return result
+
+
+def _key(wanted: Wanted) -> str:
+    """Return a name of a case that changes with what a recorded one holds."""
+    if not isinstance(wanted, Path):
+        return f"{wanted[0]}-{wanted[1]}"
+    facts = facts_path(wanted)
+    held = wanted.read_bytes() + (facts.read_bytes() if facts.exists() else b"")
+    return f"{wanted.stem}-{hashlib.sha256(held).hexdigest()[:12]}"
 
 
 def _digest(variant: Variant) -> str:

@@ -44,6 +44,8 @@ class PrometheusConfig(AccessConfig):
     """Longer queries are sent by POST."""
     concurrency: int = Field(default=4, ge=1)
     """Queries of one call at the same time."""
+    board_label: str = "modelName"
+    """Label of the GPU series that tells the model of the board, as dcgm-exporter gives it."""
     series_labels: tuple[str, ...] = Field(default=("job", "instance"), strict=False)
     """Labels that tell two exporters of one machine apart."""
 

@@ -20,8 +20,9 @@ import numpy as np
 from planish.errors import BackendUnavailable
 from planish.minder.frame import F32, F64, Frame, Mask
 from planish.minder.http_client import Deadline
+from planish.minder.metrics_table import JOB_SELECTOR, METRICS
 from planish.minder.prometheus import Prometheus, Series
-from planish.minder.prometheus_query import MIN_RATE_SECONDS, Source, queries_of
+from planish.minder.prometheus_query import MIN_RATE_SECONDS, Source, job_matcher, queries_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Puller:
         self.seconds_pulled = 0
         """Length of what the last call asked for."""
         self._kept: Frame | None = None
+        self._board: tuple[tuple[str, ...], str] = ((), "")
 
     def pull(
         self,
@@ -105,6 +107,33 @@ class Puller:
         self.seconds_pulled = end - first
         self._kept = frame
         return frame
+
+    def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
+        """Return the model of the boards of most machines; empty where no label tells it.
+
+        Args:
+            machines: of the job, by node name.
+            deadline: for the question.
+            end: second after the one that is asked for; None for now.
+
+        Raises:
+            BackendUnavailable: Prometheus did not answer as it must.
+        """
+        names, label = tuple(sorted(set(machines))), self._prometheus.config.board_label
+        gpu = [one for one in self._sources.values() if METRICS[one.name].is_gpu]
+        if not gpu or not label:
+            return ""
+        if self._board[0] != names:
+            if end is None:
+                end = math.floor(self._prometheus.now(deadline))
+            series = gpu[0].selector.replace(JOB_SELECTOR, job_matcher(gpu[0], names))
+            query = f"count by ({label}) ({series})"
+            found = self._prometheus.query_range(query, end - 1, end, deadline)
+            most = max(found, key=lambda one: float(one.values[-1]), default=None)
+            if most is None:
+                return ""
+            self._board = (names, most.labels.get(label, ""))
+        return self._board[1]
 
     def _ask(self, names: tuple[str, ...], start: int, end: int, deadline: Deadline) -> Frame:
         """Ask for some seconds of all metrics."""

@@ -49,6 +49,7 @@ def replay(
     *,
     every: int = 0,
     stages: Mapping[str, str] | None = None,
+    board: str = "",
     detector: Detector | None = None,
 ) -> Iterator[Call]:
     """Call the detector over and over, each time with what was known by then.
@@ -59,6 +60,7 @@ def replay(
         config: as for the service.
         every: seconds between calls; 0: `service.interval_seconds`.
         stages: machine to pipeline stage, where known.
+        board: model of the boards, where known.
         detector: in the default one's place.
     """
     every = every or config.service.interval_seconds
@@ -75,7 +77,7 @@ def replay(
         piece = frame.slice(now - config.service.window_seconds, now)
         if len(members) < frame.num_machines:
             piece = piece.select(members)
-        result = monitor.call(piece, stages=stages)
+        result = monitor.call(piece, stages=stages, board=board)
         changes = book.update(now, result, members)
         alerts = tuple(
             {"machine": one.machine, "time": now, "kind": one.kind, "metric": one.metric}

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from planish.errors import ConfigError
 from planish.minder.alertmanager import Alertmanager
 from planish.minder.artefacts import default_models, load_models, read_facts
@@ -29,6 +31,7 @@ from planish.minder.service_config import ServiceSettings
 from planish.minder.service_job import Surroundings
 from planish.minder.service_state import FileState, StateStore
 from planish.minder.session import JobMonitor
+from planish.minder.simulator.case import Case, Truth
 
 if TYPE_CHECKING:
     from planish.minder.act_types import ActedAlert
@@ -99,8 +102,10 @@ def find_job(settings: ServiceSettings, name: str) -> JobInfo:
     return (exact or found)[0]
 
 
-def pull_once(settings: ServiceSettings, job: JobInfo, *, end: int | None = None) -> Frame:
-    """Return the newest frame of a job, or the one that ends before `end` (unix seconds).
+def pull_once(
+    settings: ServiceSettings, job: JobInfo, *, end: int | None = None
+) -> tuple[Frame, str]:
+    """Return the newest frame of a job, or the one that ends before `end`, and its board model.
 
     Raises:
         BackendUnavailable: Prometheus does not answer as it must.
@@ -108,7 +113,58 @@ def pull_once(settings: ServiceSettings, job: JobInfo, *, end: int | None = None
     service = settings.minder.service
     puller = Puller(Prometheus(settings.prometheus), settings.sources, job.key)
     deadline = Deadline.after(service.call_timeout_seconds)
-    return puller.pull(job.machines, service.window_seconds, deadline, end=end)
+    frame = puller.pull(job.machines, service.window_seconds, deadline, end=end)
+    board = puller.board(job.machines, deadline, end=end) if settings.minder.boards else ""
+    return frame, board
+
+
+def record(
+    settings: ServiceSettings,
+    name: str,
+    seconds: int,
+    *,
+    end: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Case:
+    """Return what Prometheus has of a job, of which nothing bad is known.
+
+    Args:
+        settings: of the service.
+        name: of the job.
+        seconds: how long; they are pulled in the pieces that calls pull.
+        end: unix seconds; None for now.
+        progress: called with the seconds that have been pulled.
+
+    Raises:
+        ConfigError: no such job, or there is no sample of it.
+        BackendUnavailable: Prometheus does not answer as it must.
+    """
+    job, service = find_job(settings, name), settings.minder.service
+    prometheus = Prometheus(settings.prometheus)
+    puller = Puller(prometheus, settings.sources, job.key)
+    if end is None:
+        now = prometheus.now(Deadline.after(service.call_timeout_seconds))
+        end = int(now) - settings.prometheus.delay_seconds + 1
+    pieces = []
+    for start in range(end - seconds, end, service.window_seconds):
+        stop = min(end, start + service.window_seconds)
+        deadline = Deadline.after(service.call_timeout_seconds)
+        pieces.append(puller.pull(job.machines, stop - start, deadline, end=stop))
+        if progress:
+            progress(stop - end + seconds)
+    values = {
+        metric: np.concatenate([piece.values[metric] for piece in pieces])
+        for metric in pieces[0].values
+    }
+    values = {metric: array for metric, array in values.items() if np.isfinite(array).any()}
+    if not values:
+        raise ConfigError(
+            f"`--job` must name a job with samples in the {seconds} s before {end}, got none of "
+            f"{sorted(settings.sources)} for {job.key!r}; check the queries with validate-config"
+        )
+    frame = Frame(job.key, np.concatenate([p.ts for p in pieces]), pieces[0].machines, values)
+    board = puller.board(job.machines, Deadline.after(service.call_timeout_seconds), end=end)
+    return Case(frame, Truth(), dict(job.stages), name=job.key, board=board)
 
 
 def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) -> Result:
@@ -125,8 +181,8 @@ def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) ->
     """
     job = find_job(settings, name)
     monitor = JobMonitor(job.key, models_of(settings), settings.minder)
-    frame = pull_once(settings, job, end=end)
-    return monitor.call(frame, started=job.started, stages=dict(job.stages))
+    frame, board = pull_once(settings, job, end=end)
+    return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)
 
 
 def state_of(

@@ -49,6 +49,13 @@ class FrameSource(Protocol):
             BackendUnavailable: not to be had now.
         """
 
+    def board(self, machines: Sequence[str], deadline: Deadline) -> str:
+        """Return the model of the boards of most machines; empty when not known.
+
+        Raises:
+            BackendUnavailable: not to be had now.
+        """
+
 
 class Notifier(Protocol):
     """Tells people directly; `Alertmanager` meets it."""
@@ -247,7 +254,9 @@ class JobWatch:
         around.metrics.took("pull", time.perf_counter() - begun)
         if frame.num_seconds:
             self._ahead = float(frame.ts[-1]) + 1 - around.clock()
-        result = self.monitor.call(frame, started=info.started, stages=info.stages)
+        # Nobody needs to know it where no limits depend on it.
+        board = self._source.board(info.machines, deadline) if around.config.boards else ""
+        result = self.monitor.call(frame, started=info.started, stages=info.stages, board=board)
         for stage, seconds in self._detector.stage_seconds().items():
             around.metrics.took(stage, seconds)
         with around.taking_in:

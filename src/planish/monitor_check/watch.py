@@ -126,5 +126,5 @@ def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMoni
 def _look(settings: ServiceSettings, job: JobInfo, monitor: JobMonitor) -> Result:
     from planish.minder.service_build import pull_once
 
-    frame = pull_once(settings, job)
-    return monitor.call(frame, started=job.started, stages=dict(job.stages))
+    frame, board = pull_once(settings, job)
+    return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)

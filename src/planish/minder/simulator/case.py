@@ -41,7 +41,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Case:
-    """One simulated job."""
+    """One job, simulated or recorded."""
 
     frame: Frame
     """Its traces, aligned."""
@@ -51,3 +51,7 @@ class Case:
     seed: int = 0
     samples: Samples = field(default_factory=dict)
     """As the machines sent them, only when asked for."""
+    name: str = ""
+    """Of the file of a recorded job."""
+    board: str = ""
+    """Model of the boards of a recorded job; empty when not known."""
