@@ -151,23 +151,32 @@ def split_minibatches(
     return parts
 
 
-def rows_with_gradient(minibatch: TrainBatch, *, has_penalty: bool = False) -> TrainBatch:
-    """Return the rows that the policy loss has a gradient on; all rows where it has none at all.
+def split_by_gradient(
+    minibatch: TrainBatch, *, has_penalty: bool = False
+) -> tuple[TrainBatch, TrainBatch]:
+    """Return the rows that the policy loss has a gradient on, then those that it has none on.
 
     The clipped policy loss of a token is a multiple of its advantage. A row whose advantages are
-    all 0, as those of a group with equal rewards, would cost a forward and a backward pass and
-    change nothing; its tokens still count in the denominators, which are made before.
+    all 0, as those of a group with equal rewards, would cost a backward pass and change nothing;
+    its tokens still count in the denominators, which are made before, and in the metrics.
 
     Args:
         minibatch: masks and advantages filled in.
         has_penalty: every token in the policy loss has a gradient: a KL penalty pulls at it.
+
+    Returns:
+        Two batches, of which the second may be empty and holds only rows with a token in
+        `policy_mask`. Where no row has a gradient, all are in the first.
     """
     moved = minibatch.policy_mask
     if not has_penalty:
         moved = moved & (minibatch.advantages != 0)
     rows = (moved | minibatch.positive_mask).any(1)
     # A step without any gradient is a step all the same: the optimizer's momentum moves on.
-    return minibatch.take(rows.nonzero().flatten()) if bool(rows.any()) else minibatch
+    rows = rows if bool(rows.any()) else ~rows
+    counted = ~rows & minibatch.policy_mask.any(1)
+    moving, still = (minibatch.take(part.nonzero().flatten()) for part in (rows, counted))
+    return moving, still
 
 
 def plan_microbatches(

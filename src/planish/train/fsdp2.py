@@ -30,9 +30,16 @@ from planish.models.critic import (
 from planish.models.policy import load_policy
 from planish.parallel import Ranks
 from planish.train.config import CriticConfig, TrainConfig
-from planish.train.sharded_model import ShardedModel
+from planish.train.sharded_model import ShardedModel, Tally
 
 logger = logging.getLogger(__name__)
+
+STILL_ROWS = 8
+"""Most rows without a gradient that are scored for the metrics of a step. No token of theirs is
+clipped, so shares of clipped tokens are exact; divergence and entropy of a step are estimates
+where there are more. Where such rows are half of a mini-batch of 64, the smallest model's step
+takes 1.11x as long with eight of them and 1.37x with all.
+"""
 
 
 class Fsdp2Trainer:
@@ -157,12 +164,24 @@ class Fsdp2Trainer:
         return self.critic.compute(batch, batch.value_mask, self._value)[0]
 
     def step(
-        self, minibatch: TrainBatch, loss_fn: LossFn, *, learning_rate: float
+        self,
+        minibatch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        learning_rate: float,
+        still: TrainBatch | None = None,
     ) -> dict[str, float]:
-        """Make one optimizer step of the policy."""
+        """Make one optimizer step of the policy; a few rows that stand still are scored."""
+        tally = Tally()
+        if still is not None and len(still):
+            some = still.take(torch.arange(min(len(still), STILL_ROWS)))
+            weight = float(still.policy_mask.sum() / some.policy_mask.sum())
+            self.policy.measure(some, some.policy_mask, self._score, loss_fn, tally, weight)
         # Prompts and earlier windows are context: their tokens never meet the LM head.
         mask = minibatch.policy_mask | minibatch.positive_mask
-        return self.policy.step(minibatch, mask, self._score, loss_fn, learning_rate=learning_rate)
+        return self.policy.step(
+            minibatch, mask, self._score, loss_fn, learning_rate=learning_rate, tally=tally
+        )
 
     def value_step(
         self, minibatch: TrainBatch, loss_fn: ValueLossFn, *, learning_rate: float

@@ -13,6 +13,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,6 +137,32 @@ class ShardedModel:
             return result
         return self.ranks.sum(result.to(self.device)).cpu()
 
+    def measure(
+        self,
+        batch: TrainBatch,
+        mask: Tensor,
+        score: Score,
+        loss_fn: Callable[..., LossOutput],
+        tally: Tally,
+        weight: float,
+    ) -> None:
+        """Take the metrics of the loss into a tally, without gradients.
+
+        Args:
+            batch: as for `step`.
+            mask: as for `step`.
+            score: as for `step`.
+            loss_fn: as for `step`.
+            tally: where they go.
+            weight: how many tokens each token stands for.
+        """
+        with torch.no_grad():
+            for _, micro, select in self._microbatches(batch, mask):
+                output = loss_fn(*self._scattered(micro, select, score), micro)
+                pairs = output.means.items()
+                means = {name: (total * weight, count * weight) for name, (total, count) in pairs}
+                tally.add(replace(output, means=means))
+
     def step(
         self,
         minibatch: TrainBatch,
@@ -144,6 +171,7 @@ class ShardedModel:
         loss_fn: Callable[..., LossOutput],
         *,
         learning_rate: float,
+        tally: Tally | None = None,
     ) -> dict[str, float]:
         """Accumulate the gradient over micro-batches, clip it and step, unless it is not finite.
 
@@ -153,11 +181,12 @@ class ShardedModel:
             score: how the scorer is called.
             loss_fn: takes the results, [B, S] each and 0 outside the mask, and the micro-batch.
             learning_rate: of this step.
+            tally: what was measured for the same step; None is nothing.
         """
         assert self.optimizer is not None, "a frozen model makes no step"
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tally = Tally()
+        tally = tally or Tally()
         for _, micro, select in self._microbatches(minibatch, mask):
             output = loss_fn(*self._scattered(micro, select, score), micro)
             # Sharded gradients are averaged over ranks; the parts of the loss are to be summed.

@@ -64,9 +64,22 @@ class Trainer(Protocol):
         """Return the critic's values of the tokens in `value_mask`, [B, S] float32 on CPU."""
 
     def step(
-        self, minibatch: TrainBatch, loss_fn: LossFn, *, learning_rate: float
+        self,
+        minibatch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        learning_rate: float,
+        still: TrainBatch | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step of the policy on `policy_mask` and `positive_mask`.
+
+        Args:
+            minibatch: rows to train on.
+            loss_fn: gives the loss of a micro-batch and its metrics.
+            learning_rate: of this step.
+            still: rows that the loss has no gradient on, in random order; they count in the metrics
+                alone, as the policy before the step has them. A few may stand for many, each
+                token for as many. None is no row.
 
         Returns:
             The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 where

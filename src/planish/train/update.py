@@ -20,7 +20,7 @@ from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOu
 from planish.algorithms.masked import masked_mean
 from planish.algorithms.mismatch import mismatch_metrics
 from planish.records.waiting import WaitingSet
-from planish.train.batching import rows_with_gradient, split_minibatches
+from planish.train.batching import split_by_gradient, split_minibatches
 from planish.train.config import CriticConfig, TrainConfig
 from planish.train.metrics import (
     batch_metrics,
@@ -323,8 +323,8 @@ def _policy_step(
     def loss_fn(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
         return algorithm.loss(logprobs, entropy, batch, denominators)
 
-    rows = rows_with_gradient(minibatch, has_penalty=algorithm.needs_reference)
-    metrics = trainer.step(rows, loss_fn, learning_rate=rate)
+    moving, still = split_by_gradient(minibatch, has_penalty=algorithm.needs_reference)
+    metrics = trainer.step(moving, loss_fn, learning_rate=rate, still=still)
     return metrics | {"num_tokens": float(minibatch.policy_mask.sum())}
 
 

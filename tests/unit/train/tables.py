@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from planish.algorithms.base import LossOutput
 from planish.train.config import TrainConfig
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 
@@ -38,11 +39,15 @@ class TableTrainer:
     def values(self, batch):
         return (self.value_table.detach() * batch.value_mask).float()
 
-    def step(self, minibatch, loss_fn, *, learning_rate):
+    def step(self, minibatch, loss_fn, *, learning_rate, still=None):
         self.rates.append(learning_rate)
         self.order.append("policy")
-        logprobs = self.table * (minibatch.policy_mask | minibatch.positive_mask)
-        output = loss_fn(logprobs, torch.zeros_like(logprobs), minibatch)
+        batches = [minibatch] if still is None or len(still) == 0 else [minibatch, still]
+        outputs = []
+        for batch in batches:
+            logprobs = self.table * (batch.policy_mask | batch.positive_mask)
+            outputs.append(loss_fn(logprobs, torch.zeros_like(logprobs), batch))
+        output = added(outputs)
         return self.descend(self.table, output, learning_rate, self.norms)
 
     def value_step(self, minibatch, loss_fn, *, learning_rate):
@@ -61,6 +66,19 @@ class TableTrainer:
         maxima = {k: v.item() for k, v in output.maxima.items()}
         skipped = 0.0 if math.isfinite(norm) else 1.0
         return {"loss": output.loss.item(), "grad_norm": norm, "skipped": skipped} | means | maxima
+
+
+def added(outputs):
+    """Return one loss with the metrics of several."""
+    means = {
+        name: tuple(sum(output.means[name][k] for output in outputs) for k in (0, 1))
+        for name in outputs[0].means
+    }
+    maxima = {
+        name: torch.stack([output.maxima[name] for output in outputs]).max()
+        for name in outputs[0].maxima
+    }
+    return LossOutput(sum(output.loss for output in outputs), means, maxima)
 
 
 def table_config(**changes):

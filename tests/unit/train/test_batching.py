@@ -16,9 +16,9 @@ from planish.records.rollouts import FinishReason
 from planish.train.batching import (
     gather_rows,
     plan_microbatches,
-    rows_with_gradient,
     scatter_tokens,
     selected_lengths,
+    split_by_gradient,
     split_minibatches,
     train_batch,
 )
@@ -158,24 +158,29 @@ def test_scattered_tokens_return_to_their_places_with_gradient():
     assert tokens.grad.tolist() == [5, 6, 7]
 
 
-def test_rows_with_gradient_have_an_advantage_or_a_positive_token():
+def rewards_of(parts):
+    return tuple(part.reward.tolist() for part in parts)
+
+
+def test_rows_with_a_gradient_have_an_advantage_or_a_positive_token():
     mask = [[1, 1], [1, 1], [1, 0], [0, 1]]
     batch = make_batch(mask, advantages=[[0, 0], [0, 2], [0, 5], [0, -1]], reward=[0, 1, 2, 3])
-    assert rows_with_gradient(batch).reward.tolist() == [1, 3]
+    assert rewards_of(split_by_gradient(batch)) == ([1, 3], [0, 2])
     positive = torch.tensor(mask).bool()
     positive[1:] = False
-    assert rows_with_gradient(batch.updated(positive_mask=positive)).reward.tolist() == [0, 1, 3]
+    imitated = batch.updated(positive_mask=positive)
+    assert rewards_of(split_by_gradient(imitated)) == ([0, 1, 3], [2])
 
 
 def test_a_minibatch_without_any_gradient_keeps_its_rows():
     batch = make_batch([[1, 1], [1, 1]], reward=[1, 2])
-    assert rows_with_gradient(batch).reward.tolist() == [1, 2]
+    assert rewards_of(split_by_gradient(batch)) == ([1, 2], [])
 
 
 def test_a_penalty_gives_every_row_with_a_token_in_the_policy_loss_a_gradient():
     mask = [[1, 1], [0, 0], [1, 0], [0, 1]]
     batch = make_batch(mask, advantages=[[0, 0], [0, 2], [0, 5], [0, -1]], reward=[0, 1, 2, 3])
-    assert rows_with_gradient(batch, has_penalty=True).reward.tolist() == [0, 2, 3]
+    assert rewards_of(split_by_gradient(batch, has_penalty=True)) == ([0, 2, 3], [])
     positive = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0]]).bool()
     imitated = batch.updated(positive_mask=positive)
-    assert rows_with_gradient(imitated, has_penalty=True).reward.tolist() == [0, 1, 2, 3]
+    assert rewards_of(split_by_gradient(imitated, has_penalty=True)) == ([0, 1, 2, 3], [])

@@ -16,8 +16,9 @@ from planish.errors import ConfigError
 from planish.parallel import SINGLE, pick_device
 from planish.records import layout
 from planish.records.refs import Ref
-from planish.train.batching import rows_with_gradient, train_batch
+from planish.train.batching import split_by_gradient, train_batch
 from planish.train.config import TrainConfig
+from planish.train.fsdp2 import STILL_ROWS
 from planish.train.job import TrainJob
 from planish.train.sharded_model import decoder_layers
 from planish.train.trainer import open_trainer
@@ -48,14 +49,18 @@ def trainer_of(tiny, **changes):
     )  # fmt: skip
 
 
-def one_step(trainer, batch, loss=ALGORITHM.loss):
+def loss_over(batch, loss=ALGORITHM.loss):
     counts = ALGORITHM.counts(batch)
     denominators = Denominators(counts, counts, 1)
 
     def loss_fn(logprobs, entropy, micro):
         return loss(logprobs, entropy, micro, denominators)
 
-    return trainer.step(batch, loss_fn, learning_rate=5e-4)
+    return loss_fn
+
+
+def one_step(trainer, batch, loss=ALGORITHM.loss):
+    return trainer.step(batch, loss_over(batch, loss), learning_rate=5e-4)
 
 
 def weights(trainer):
@@ -203,20 +208,42 @@ def test_a_worker_tells_its_error_in_a_file(file_root, tmp_path, one_rank):
     assert not (tmp_path / "result.json").exists()
 
 
-def test_rows_without_an_advantage_can_be_left_out_of_a_step(tiny, batch):
+def rows_scored(trainer):
+    """Count the rows that a trainer scores with a graph and without one."""
+    seen = {True: 0, False: 0}
+
+    def count(_, args, results):
+        seen[results[0].requires_grad] += len(args[0])
+
+    trainer.policy.scorer.register_forward_hook(count)
+    return seen
+
+
+def test_rows_without_an_advantage_make_no_backward_pass_and_count_in_every_metric(tiny, batch):
     idle = torch.arange(len(batch)) % 2 == 1
     mixed = batch.updated(advantages=batch.advantages.masked_fill(idle[:, None], 0.0))
-    few = rows_with_gradient(mixed)
+    moving, still = split_by_gradient(mixed)
     wanted = (mixed.policy_mask & (mixed.advantages != 0)).any(1)
-    assert len(few) == int(wanted.sum()) < len(mixed)
-    counts = ALGORITHM.counts(mixed)
-    denominators = Denominators(counts, counts, 1)
-
-    def loss_fn(logprobs, entropy, micro):
-        return ALGORITHM.loss(logprobs, entropy, micro, denominators)
-
+    assert len(moving) == int(wanted.sum()) < len(mixed)
     whole, part = trainer_of(tiny), trainer_of(tiny)
-    seen = [t.step(b, loss_fn, learning_rate=5e-4) for t, b in ((whole, mixed), (part, few))]
-    assert seen[0]["loss"] == pytest.approx(seen[1]["loss"], abs=1e-6)
-    assert seen[0]["grad_norm"] == pytest.approx(seen[1]["grad_norm"], rel=1e-5)
+    scored = rows_scored(part)
+    seen = whole.step(mixed, loss_over(mixed), learning_rate=5e-4)
+    found = part.step(moving, loss_over(mixed), learning_rate=5e-4, still=still)
+    assert found == pytest.approx(seen, abs=1e-6, rel=1e-5)
+    assert {"approx_kl", "entropy", "clipfrac_high", "clipfrac_low", "ratio_error_max"} <= set(seen)
+    assert scored == {True: len(moving), False: len(still)}
     torch.testing.assert_close(weights(whole), weights(part), atol=1e-6, rtol=0.0)
+
+
+def test_of_many_rows_without_an_advantage_a_few_stand_for_all(tiny, batch):
+    # Twenty times the same row: whichever are scored, the metrics are those of all.
+    mixed = batch.take(torch.tensor([0, 1, 2, 3] + [4] * 20))
+    idle = torch.arange(len(mixed)) >= 4
+    mixed = mixed.updated(advantages=mixed.advantages.masked_fill(idle[:, None], 0.0))
+    moving, still = split_by_gradient(mixed)
+    whole, part = trainer_of(tiny), trainer_of(tiny)
+    scored = rows_scored(part)
+    seen = whole.step(mixed, loss_over(mixed), learning_rate=5e-4)
+    found = part.step(moving, loss_over(mixed), learning_rate=5e-4, still=still)
+    assert found == pytest.approx(seen, abs=1e-6, rel=1e-5)
+    assert scored == {True: len(moving), False: STILL_ROWS}

@@ -157,6 +157,24 @@ def test_the_entropy_of_an_iteration_covers_rows_that_train_nothing_too():
     assert whole.minibatches[0]["entropy"] == 0.0  # what the trainer's own loss pass told
 
 
+def test_the_metrics_of_a_step_cover_rows_that_train_nothing_too():
+    # The policy has -1 everywhere. Rows 0 and 1 are a group of equal rewards, rows 2 and 3 are
+    # not; all but the last have old log-probabilities 0.5 below.
+    old = torch.full((4, 3), -1.5)
+    old[3] = -1.0
+    batch = batch_of(reward=[1.0, 1.0, 1.0, -1.0], rollout=old)
+    result = run_update(
+        TableTrainer(3), Dapo(DapoConfig(correction="bypass")), batch,
+        config=table_config(rollouts_per_minibatch=4), progress=Progress(), seed=(0, 1),
+    )  # fmt: skip
+    (step,) = result.minibatches
+    # 8 of 10 tokens have moved by 0.5; the 3 tokens of row 2 alone have an advantage above 0.
+    assert step["approx_kl"] == pytest.approx(-0.4)
+    assert step["clipfrac_high"] == pytest.approx(0.3)
+    assert step["clipfrac_low"] == 0.0
+    assert step["mean_upclipped_prob"] == pytest.approx(math.exp(-1.5))
+
+
 def test_progress_survives_json_and_refuses_what_is_no_count():
     progress = Progress(1, 2, 3, 4, 5)
     assert Progress.from_json(progress.to_json() | {"data": {}}) == progress
