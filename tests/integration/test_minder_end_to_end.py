@@ -259,9 +259,16 @@ def test_a_faulty_machine_is_named_cordoned_emptied_and_resolved(
     monitor.stop()
     timeline.note("monitor stopped; node and pods are as before")
 
-    # in earnest
-    start("earnest", dry_run=False)
-    timeline.note("monitor started, actions on")
+    # in earnest, at first under a silence by a label that only Prometheus adds
+    silence = alertmanager.silence([{"name": "cluster", "value": "test", "isRegex": False}])
+    log = start("earnest", dry_run=False).program.log
+    timeline.note("monitor started, actions on, alerts of the cluster silenced")
+    wanted = f"silence={silence}"
+    timeline.wait("the silence is honoured", lambda: wanted in log.read_text(), 40)
+    time.sleep(4)
+    assert cluster.versions() == before
+    alertmanager.expire(silence)
+    timeline.note("the silence has ended")
     timeline.wait("node is cordoned", lambda: cluster.node(FAULTY).is_unschedulable, 40)
     raw = cluster.raw_node(FAULTY)
     assert [taint["key"] for taint in raw["spec"]["taints"] if "minder" in taint["key"]] == [

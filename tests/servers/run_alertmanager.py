@@ -66,12 +66,17 @@ class AlertmanagerServer:
         }
         return self.ask("/api/v2/silences", body)["silenceID"]
 
-    def ask(self, path: str, body: dict | list | None = None):
+    def expire(self, silence: str) -> None:
+        """End a silence now."""
+        self.ask(f"/api/v2/silence/{silence}", method="DELETE")
+
+    def ask(self, path: str, body: dict | list | None = None, *, method: str | None = None):
         """Get a page, or post to it, and return the answer; None where it is empty."""
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
+            method=method,
         )
         with urllib.request.urlopen(request, timeout=10) as answer:
             text = answer.read()
