@@ -1,34 +1,103 @@
 """Score every detector on simulated jobs; writes results/minder_evaluation.json and a picture.
 
-python -m tests.benchmarks.bench_minder_evaluation [options of `planish minder evaluate`]
+python -m tests.benchmarks.bench_minder_evaluation [options of `planish minder evaluate`] [--print]
 python -m tests.benchmarks.bench_minder_evaluation --draw
+
+`--print` shows the figures and writes nothing. The row `other_board` is the default profile on the
+same jobs as machines with other boards would report them: every metric whose limits are fitted is
+`FACTOR` times as large. As a new site does it, limits are first fitted to recorded healthy jobs of
+other seeds, by `planish minder calibrate`; the built-in models and thresholds stay.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from planish.minder.cases import facts_of, facts_path
+from planish.minder.evaluate import SEEDS, Wanted, case_of, cases
+from planish.minder.files import write_frame
+from planish.minder.metrics_table import METRICS, PUBLISHED_ORDER
 from tests.benchmarks.facts import RESULTS, write_result
 from tests.benchmarks.studies.pictures import COLOURS
 
 NAME = "minder_evaluation"
+FACTOR = 2.1
+BOARD = "another board"
+SITE_JOBS = 20
+"""Healthy jobs that the new site records before it fits its limits."""
 
 
-def evaluate(arguments: list[str]) -> None:
+def minder(verb: str, *arguments: object) -> None:
+    """Run one verb of the command line."""
+    subprocess.run(
+        [sys.executable, "-m", "planish", "minder", verb, *map(str, arguments)], check=True
+    )
+
+
+def evaluate(arguments: list[str], *, is_kept: bool) -> None:
     """Run the command line and keep its figures with the facts of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "evaluation.json"
-        subprocess.run(
-            [sys.executable, "-m", "planish", "minder", "evaluate", "--json", path, *arguments],
-            check=True,
-        )
+        minder("evaluate", "--json", path, *arguments)
         document = json.loads(path.read_text("utf-8"))
-    write_result(NAME, "simulated", document, "tests.benchmarks.bench_minder_evaluation")
+        document["other_board"] = other_board(Path(folder), arguments)
+    old, new = (one["first"]["f1"]["value"] for one in (
+        document["variants"]["minder"], document["other_board"]["minder"]))  # fmt: skip
+    document["other_board"]["f1_minus_minder"] = new - old
+    print(f"telemetry of another board: F1 {new:.3f}, {new - old:+.3f}")
+    if is_kept:
+        write_result(NAME, "simulated", document, "tests.benchmarks.bench_minder_evaluation")
+
+
+def other_board(folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """Score the default profile on the same jobs with other boards, after a calibration."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=150)
+    parser.add_argument("--normal", type=int, default=60)
+    parser.add_argument("--workers", type=int, default=1)
+    known, _ = parser.parse_known_args(arguments)
+    site, judged, settings = folder / "site", folder / "judged", folder / "site.toml"
+    wanted = [(site, one) for one in cases(SEEDS["calibrate"], 0, SITE_JOBS)]
+    wanted += [(judged, one) for one in cases(SEEDS["evaluate"], known.faults, known.normal)]
+    with multiprocessing.get_context("spawn").Pool(known.workers) as pool:
+        pool.starmap(record, wanted, chunksize=4)
+    minder("calibrate", "--traces", site, "--out", settings)
+    path = folder / "other_board.json"
+    options = ("--workers", known.workers, "--variants", "minder", "--json", path)
+    minder("evaluate", "--traces", judged, "--config", settings, *options)
+    figures = json.loads(path.read_text("utf-8"))["variants"]
+    return {
+        "factor": FACTOR,
+        "site_jobs": SITE_JOBS,
+        "tables": tomllib.loads(settings.read_text("utf-8")),
+        **figures,
+    }
+
+
+def record(folder: Path, wanted: Wanted) -> None:
+    """Write a job as its recording with other boards would be, with its label."""
+    case = case_of(wanted)
+    values = {
+        name: array * np.float32(FACTOR if METRICS[name].limits is None else 1.0)
+        for name, array in case.frame.values.items()
+        if name in PUBLISHED_ORDER
+    }
+    frame = replace(case.frame, values=values, mask={})
+    path = folder / f"{case.seed}.npz"
+    write_frame(path, frame)
+    facts = facts_of(replace(case, frame=frame, board=BOARD))
+    facts_path(path).write_text(json.dumps(facts), "utf-8")
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -76,9 +145,12 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Evaluate, or only draw what the last evaluation has written."""
-    arguments = sys.argv[1:]
+    arguments = [one for one in sys.argv[1:] if one != "--print"]
+    is_kept = "--print" not in sys.argv
     if arguments != ["--draw"]:
-        evaluate(arguments)
+        evaluate(arguments, is_kept=is_kept)
+    if not is_kept:
+        return
     document = json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))["result"]
     draw(document, RESULTS / f"{NAME}.svg")
 
