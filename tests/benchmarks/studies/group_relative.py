@@ -7,7 +7,14 @@ from typing import Any
 
 from tests.benchmarks.studies import column_arms as arms
 from tests.benchmarks.studies.pictures import curves, dots
-from tests.benchmarks.studies.reading import Run, Runs, at, differences, over_seeds
+from tests.benchmarks.studies.reading import (
+    Run,
+    Runs,
+    at,
+    differences,
+    over_seeds,
+    ratio_interval,
+)
 from tests.benchmarks.studies.writing import Direction, Findings, Study
 
 AIME = (30, 36, 38, 41, 42, 50)
@@ -21,6 +28,7 @@ STEPS = (
     "+ token-level loss",
     "+ dynamic sampling",
 )
+TOKENS = "generated tokens of the last arm over those of the first"
 ACCURACY = "held-out avg@8"
 UPDATES = "iterations"
 
@@ -75,7 +83,9 @@ def read_ladder(runs: Runs) -> Findings:
             right.text(score - 1, row, str(score), va="center", ha="right", fontsize=9)
         right.set_xlabel("AIME avg@32, 32B (published)")
 
-    return Findings(facts(runs), directions, draw)
+    tokens = [[run.tokens()[-1] for run in runs[label]] for label in (STEPS[-1], STEPS[0])]
+    figures = facts(runs) | {TOKENS: ratio_interval(a / b for a, b in zip(*tokens, strict=True))}
+    return Findings(figures, directions, draw)
 
 
 def read_clip(runs: Runs) -> Findings:

@@ -20,7 +20,8 @@ NORMAL_QUANTILE = 1.96
 RULE = (
     "yes: the 95 % t interval of the differences lies wholly on the published side of 0; "
     "no: wholly on the other side; within noise: it holds 0. Differences are taken seed by seed, "
-    "between runs that begin with the same policy."
+    "between runs that begin with the same policy. Of ratios the logarithms are what is compared "
+    "with 0, and a mean is geometric."
 )
 """When a published direction counts as seen."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,15 @@ from typing import Any
 
 from tests.benchmarks.facts import RESULTS, write_result
 from tests.benchmarks.studies.arms import Arm
-from tests.benchmarks.studies.reading import RULE, Interval, Run, Runs, read_run, verdict
+from tests.benchmarks.studies.reading import (
+    RULE,
+    Interval,
+    Run,
+    Runs,
+    interval,
+    read_run,
+    verdict,
+)
 from tests.benchmarks.studies.runner import is_finished
 
 MEASURED = "measured-cpu"
@@ -21,22 +30,27 @@ class Direction:
     """One thing that a paper says goes up or down, and what was seen here."""
 
     statement: str
-    """What is compared: `A - B in X`."""
+    """What is compared: `A - B in X`, or `A / B in X`."""
     published: str
     """What the paper says of it, with its figures where there are any."""
     difference: Interval
-    """Here, seed by seed."""
+    """Here, seed by seed; what `ratio_interval` makes of ratios."""
     sign: int = 1
     """1 where the paper says more, -1 where it says less."""
+    is_ratio: bool = False
+    """Ratios are compared on a log scale."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON with the verdict."""
+        compared = self.difference
+        if self.is_ratio:
+            compared = interval(math.log(ratio) for ratio in compared.values)
         return {
             "statement": self.statement,
             "published": self.published,
-            "difference": self.difference.to_json(),
+            "ratio" if self.is_ratio else "difference": self.difference.to_json(),
             "published_sign": self.sign,
-            "seen": verdict(self.difference, sign=self.sign),
+            "seen": verdict(compared, sign=self.sign),
         }
 
 
@@ -72,6 +86,8 @@ class Study:
     """`measured-cpu` or `simulated`."""
     may_lack: frozenset[str] = frozenset()
     """Arms that are left out, and named so, while some of their runs are not finished."""
+    remark: str = ""
+    """What a reader must know of how the runs came about; empty for nothing."""
 
 
 def plain(value: Any) -> Any:
@@ -103,6 +119,7 @@ def write_study(study: Study, seeds: Iterable[int]) -> Path:
         "figures": plain(found.figures),
         "directions": [direction.to_json() for direction in found.directions],
         "rule": RULE,
+        **({"remark": study.remark} if study.remark else {}),
     }
     if runs:
         result["seeds"] = seeds

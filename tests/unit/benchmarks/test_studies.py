@@ -10,11 +10,14 @@ import pytest
 
 from planish.config import resolve_config
 from planish.verifiers import verify
+from tests.benchmarks.facts import RESULTS
 from tests.benchmarks.studies import arms, column_arms, generated, reading, runner
 from tests.benchmarks.studies.__main__ import all_studies, jobs_of
 from tests.benchmarks.studies.arms import Arm
+from tests.benchmarks.studies.group_relative import STEPS, TOKENS
 from tests.benchmarks.studies.reading import Run
 from tests.benchmarks.studies.schedule import Job, unfinished
+from tests.benchmarks.studies.writing import Direction
 
 SMALL = """
 [study]
@@ -64,6 +67,64 @@ def test_interval_is_that_of_students_t():
     # s = 0.152753, t(2) = 4.303, s * t / sqrt(3) = 0.379493
     assert found.high - found.mean == pytest.approx(0.379493, abs=1e-5)
     assert found.mean - found.low == pytest.approx(0.379493, abs=1e-5)
+
+
+def committed(name):
+    return json.loads((RESULTS / f"study_{name}.json").read_text("utf-8"))["result"]
+
+
+def readme_row(start):
+    rows = (RESULTS.parents[2] / "README.md").read_text("utf-8").splitlines()
+    (row,) = (row for row in rows if row.startswith(start))
+    return row
+
+
+@pytest.mark.parametrize("name", ["tppo_windows", "tppo_partial"])
+def test_committed_ratios_are_geometric_means_with_intervals_of_logarithms(name):
+    found = committed(name)
+    costs = found["figures"]["cost_of_whole_responses_over_own_cost_to_equal_accuracy"]
+    ratios = [
+        row["ratio"] for row in found["directions"] if "to equal accuracy" in row["statement"]
+    ]
+    ratios += [x for row in costs.values() for x in row.values() if isinstance(x, dict)]
+    assert len(ratios) > 6
+    for ratio in ratios:
+        logs = [math.log(value) for value in ratio["by_seed"]]
+        again = reading.interval(logs)
+        assert ratio["mean"] == pytest.approx(math.exp(again.mean))
+        bounds = [math.exp(again.low), math.exp(again.high)]
+        assert ratio["interval_95"] == pytest.approx(bounds)
+
+
+def test_a_direction_of_ratios_is_compared_with_one():
+    ratio = reading.ratio_interval([1.5, 3.0, 6.0, 3.0])
+    told = Direction("A / B in cost", "up to 2x", ratio, is_ratio=True).to_json()
+    assert (told["ratio"]["mean"], told["seen"]) == (pytest.approx(3.0), "yes")
+    none = Direction("A / B", "", reading.ratio_interval([0.5, 2.0, 1.0]), is_ratio=True).to_json()
+    assert none["seen"] == "within noise"
+
+
+def test_the_readme_tells_what_the_last_arm_of_the_ladder_generates():
+    figures = committed("ladder")["figures"]
+    spent = [figures[step]["generated_tokens"]["by_seed"] for step in (STEPS[-1], STEPS[0])]
+    ratio = reading.ratio_interval(a / b for a, b in zip(*spent, strict=True))
+    assert figures[TOKENS] == ratio.to_json()
+    row = readme_row("| [GRPO to DAPO]")
+    assert f"the last arm generates {ratio.mean:.1f}x GRPO's tokens" in row
+
+
+def test_the_readme_tells_the_ratios_of_windows_and_when_seeds_were_added():
+    found = committed("tppo_windows")
+    row = readme_row("| E7 [T-PPO's windows]")
+    for window in ("L/2", "L/4"):
+        name = f"VAPO, whole responses / T-PPO, W = {window} in decode iterations to equal accuracy"
+        (ratio,) = (d["ratio"] for d in found["directions"] if d["statement"] == name)
+        low, high = ratio["interval_95"]
+        assert f"{ratio['mean']:.2f}x [{low:.2f}, {high:.2f}]" in row
+    assert "seeds 3 to 5 were added after 0 to 2 had left W = L/4 within noise" in row
+    assert found["remark"].startswith("Seeds 3 to 5 were added after seeds 0 to 2")
+    before = reading.ratio_interval(ratio["by_seed"][:3])
+    assert before.low < 1 < before.high
 
 
 def test_one_seed_never_decides():
