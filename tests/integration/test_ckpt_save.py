@@ -18,6 +18,7 @@ from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
+    expected_tensors,
     read_back,
     replicated,
     sharded,
@@ -179,6 +180,39 @@ def cached(rank, size, folder, root):
 def test_a_plan_is_used_again_only_if_nothing_has_changed_on_any_rank(file_root, tmp_path):
     found = run_ranks(f"{HERE}:cached", 3, tmp_path / "ranks", root=file_root)
     assert [hits for hits, _ in found] == [[0, 1, 1, 0, 0, 0, 0, 0, 1, 1]] * 3
+
+
+def early(rank, size, folder, root):
+    """Save with rank 0 late, and what rank 1 holds new to it; when was rank 1 done copying?"""
+    engine, waited = default_engine(), []
+    for step, late in enumerate((0.0, 0.6, 0.6)):
+        state = state_of(rank, size, seed=step, rows=16)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(late)
+            if step == 2:
+                state["main"].items.append(replicated(tensors=1, seed=7, kind="model")[0])
+        began = time.time()
+        info = engine.save(state, SaveOptions(f"{root}/{step}", step=step)).result(60)
+        stages = [r for r in info.timings.records if r.rank == rank and r.stage == "stage"]
+        waited.append(min(record.end for record in stages) - began)
+    free = engine.pool.num_buffers
+    close_engines()
+    return waited, free
+
+
+def test_a_rank_copies_while_the_verdict_travels_and_again_if_it_was_another(file_root, tmp_path):
+    found = run_ranks(f"{HERE}:early", 2, tmp_path / "ranks", root=file_root)
+    (_, _), ((_, known, other), _) = found
+    assert known < 0.5
+    assert other < 0.5
+    assert all(free <= 2 for _, free in found)
+    assert_holds(f"{file_root}/1", seed=1, rows=16)
+    _, _, tensors, _ = read_back(f"{file_root}/2")
+    expected = expected_tensors(seed=2, rows=16)
+    for key in expected:
+        np.testing.assert_array_equal(tensors[key], expected[key])
+    assert len(tensors) == len(expected) + 1
 
 
 def refused(rank, size, folder, root):

@@ -28,7 +28,7 @@ from planish.checkpoint.control_store import (
     unpack,
 )
 from planish.checkpoint.tree import Tree, plan_tree
-from planish.errors import PeerLost, PlanishError, PlanMismatch
+from planish.errors import PeerLost, PlanishError, PlanMismatch, SaveFailed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -239,6 +239,10 @@ class Control:
         """End this operation for all: a rank that waits in it, or comes to wait, raises `error`."""
         if self._line is not None:
             self._line.abort(self._scope, control_errors.encode({self.rank: error}))
+
+    def give_up(self, interrupt: BaseException) -> None:
+        """End this operation for all, since this rank was interrupted in it."""
+        self.abort(control_errors.joined({self.rank: SaveFailed(repr(interrupt))}, self.size))
 
     def check(self) -> None:
         """Raise if this operation has been aborted, or if a rank next to this one has ended."""

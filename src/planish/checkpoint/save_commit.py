@@ -23,6 +23,7 @@ from planish import telemetry
 from planish.checkpoint import control_errors, metafile, monitor
 from planish.checkpoint.commit import Commit, Facts, discard, publish, read_commit, standing
 from planish.checkpoint.coordination import Control
+from planish.checkpoint.host_memory import SharedBuffer
 from planish.checkpoint.journal import Journal, attempt_folder, join
 from planish.checkpoint.model import Metadata
 from planish.checkpoint.save_handle import SaveHandle
@@ -42,6 +43,15 @@ LEAVE_SECONDS = 5.0
 
 AfterCommit = Callable[[Storage, str], None]
 """Called on rank 0 with the storage and the key of the checkpoint before its handle resolves."""
+
+
+@dataclass(frozen=True)
+class Early:
+    """A buffer that has been filled before all ranks have settled the plan."""
+
+    buffer: SharedBuffer
+    seconds: float
+    """What filling it has taken."""
 
 
 @dataclass
@@ -68,6 +78,8 @@ class Pending:
     replaces: str = ""
     large_keys: tuple[str, ...] = ()
     """What rank 0 writes in parts under the coordinator's journal."""
+    early: Early | None = None
+    """What this rank has staged already."""
     failure: BaseException | None = None
     """What happened to this rank outside of the upload."""
 

@@ -25,10 +25,10 @@ from planish.checkpoint.content_checks import count_nonfinite
 from planish.checkpoint.coordination import Control
 from planish.checkpoint.host_memory import SharedBuffer, StagingPool
 from planish.checkpoint.model import LocalItem
-from planish.checkpoint.save_commit import AfterCommit, Pending, finish
+from planish.checkpoint.save_commit import AfterCommit, Early, Pending, finish
 from planish.checkpoint.save_handle import SaveHandle
 from planish.checkpoint.save_options import SaveOptions
-from planish.checkpoint.save_plan import Local, Planner, Roles, Skipped
+from planish.checkpoint.save_plan import Local, Offer, Planner, Prepared, Roles, Skipped
 from planish.checkpoint.staging import PATIENCE_SECONDS, DirectSource, Stager
 from planish.checkpoint.step_hook import LazyCopies, is_written_in_step
 from planish.checkpoint.storage.base import Storage, open_storage
@@ -158,15 +158,25 @@ class SaveEngine:
         place, path = self._open(options.uri, options.timeout_s)
         recorder = Recorder(self.control.rank, "save", self._host)
         call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
-        with recorder.stage("plan"):
-            agreed = self.planner.agree(
-                call,
-                lambda: self._bring(roles, options),
-                options,
-                busy=self._is_busy() and options.inflight != "wait",
-            )
-        if options.scan:
-            count_nonfinite(agreed.items)
+        busy = self._is_busy() and options.inflight != "wait"
+        early = None
+        try:
+            with recorder.stage("plan"):
+                bring = lambda: self._bring(roles, options)  # noqa: E731
+                offer = self.planner.offer(call, bring, options, busy=busy)
+            if options.is_async and options.snapshot == "copy":
+                early = self._stage_early(call, offer, recorder)
+            with recorder.stage("plan"):
+                agreed = self.planner.settle(call, offer, options)
+            if options.scan:
+                count_nonfinite(agreed.items)
+        except BaseException:
+            if early is not None:
+                self.pool.release(early.buffer)
+            raise
+        if early is not None and agreed.prepared is not offer.likely:
+            self.pool.release(early.buffer)
+            early = None
         return Pending(
             options=options,
             call=call.twin(missing=SaveFailed),
@@ -177,9 +187,37 @@ class SaveEngine:
             recorder=recorder,
             upload=UploadResult,
             give_up=lambda: None,
-            release=lambda: None,
+            release=lambda: self.pool.release(early.buffer) if early else None,
             after_commit=after_commit,
+            early=early,
         )
+
+    def _stage_early(self, call: Control, offer: Offer, recorder: Recorder) -> Early | None:
+        """Copy by the plan of the last save while the verdict travels, if there is room.
+
+        What fails here is tried again, and told to all ranks, once they have settled the plan.
+        """
+        if offer.likely is None or offer.local is None:
+            return None
+        size, began = offer.likely.layout.size, time.monotonic()
+        buffer = self.pool.acquire(size, 0.0)
+        if buffer is None:
+            return None
+        try:
+            with recorder.stage("stage", num_bytes=size):
+                self._stager(offer.likely, buffer).copy(offer.local.items, lambda _: None)
+        except BaseException as error:
+            self.pool.release(buffer)
+            if isinstance(error, Exception):
+                return None
+            call.give_up(error)
+            raise
+        return Early(buffer, time.monotonic() - began)
+
+    def _stager(self, prepared: Prepared, buffer: SharedBuffer) -> Stager:
+        if buffer.number not in prepared.stagers:
+            prepared.stagers[buffer.number] = Stager(prepared.plan, buffer, self._patience_s)
+        return prepared.stagers[buffer.number]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is under way; returns whether that is so. Raises nothing."""
@@ -254,9 +292,8 @@ class SaveEngine:
         uploader = ThreadUploader(save.storage) if small else self.uploader
         try:
             job = self._job(save, number)
-            buffer = self.pool.acquire(layout.size, save.call.remaining_s)
-            if buffer is None:
-                raise SaveFailed("a staging buffer must become free within `timeout_s`")
+            early = save.early
+            buffer = early.buffer if early else self._buffer(layout.size, save.call.remaining_s)
             save.release = lambda: self.pool.release(buffer)
             save.give_up = lambda: uploader.give_up(number)
             if isinstance(uploader, ThreadUploader):
@@ -264,14 +301,18 @@ class SaveEngine:
             else:
                 uploader.start()
                 uploader.submit(job, buffer)
-            began = time.monotonic()
+            began = time.monotonic() - (early.seconds if early else 0.0)
 
             def progress(value: int) -> None:
                 # Other ranks of this machine copy a little longer; an upload would slow them.
                 spent = time.monotonic() - began if self._patience_s else 0.0
                 uploader.staged(number, value, min(self._patience_s, 2 * spent))
 
-            self._stage(save, buffer, written, progress)
+            if early is not None:
+                progress(layout.size)
+                save.handle._staged.set()
+            else:
+                self._stage(save, buffer, written, progress)
         except BaseException as error:
             failure = error
             save.upload = lambda: _raise(failure)
@@ -281,6 +322,12 @@ class SaveEngine:
         deadline = time.monotonic() + save.call.remaining_s
         save.upload = lambda: self._await(save, uploader, number, deadline)
         save.handle._cancel = save.cancel
+
+    def _buffer(self, size: int, timeout_s: float) -> SharedBuffer:
+        buffer = self.pool.acquire(size, timeout_s)
+        if buffer is None:
+            raise SaveFailed("a staging buffer must become free within `timeout_s`")
+        return buffer
 
     def _await(self, save: Pending, uploader: Any, number: int, deadline: float) -> UploadResult:
         result: UploadResult = uploader.wait(number, deadline, save.check)
@@ -331,12 +378,8 @@ class SaveEngine:
         progress: Callable[[int], None],
     ) -> None:
         agreed, handle = save.agreed, save.handle
-        prepared = agreed.prepared
-        stager = prepared.stagers.get(buffer.number)
-        if stager is None:
-            stager = Stager(prepared.plan, buffer, self._patience_s)
-            prepared.stagers[buffer.number] = stager
-        size = prepared.layout.size
+        stager = self._stager(agreed.prepared, buffer)
+        size = agreed.prepared.layout.size
         if save.options.snapshot == "copy":
             with save.recorder.stage("stage", num_bytes=size):
                 stager.copy(agreed.items, progress)

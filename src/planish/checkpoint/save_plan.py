@@ -88,6 +88,19 @@ class Agreed:
     """This rank's, by role."""
 
 
+@dataclass
+class Offer:
+    """What one rank has told, on its way to what all ranks settle."""
+
+    local: Local | None
+    """None after an error."""
+    error: Exception | None
+    verdict: bytes
+    """Of the coordinator; empty on other ranks, which have yet to hear it."""
+    likely: Prepared | None
+    """The plan that the verdict will name unless another rank has changed; None on rank 0."""
+
+
 class Skipped(Exception):
     """An earlier save is still under way on a rank, and the caller prefers to skip this one."""
 
@@ -110,6 +123,8 @@ class Planner:
         self._last: tuple[list[Any], Columns, bytes] | None = None
         self._described: tuple[str, dict[str, object]] | None = None
         """Context and descriptions by role of `_last`, where those tell all."""
+        self._latest: tuple[bytes, Prepared | None] = b"", None
+        """Signature and plan of the last save."""
         self._told: set[str] = set()
 
     def collect(self, rank: int, found: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
@@ -137,27 +152,21 @@ class Planner:
         facts = {role: collected.facts for role, collected in roles.items() if collected.facts}
         return Local(items, columns, signature, small, tuple(roles), facts)
 
-    def agree(
+    def offer(
         self,
         call: Control,
         bring: Callable[[], Local],
         options: SaveOptions,
         *,
         busy: bool,
-    ) -> Agreed:
-        """Settle with all ranks what is written where; a collective.
+    ) -> Offer:
+        """Tell the coordinator what this rank would save; followed by `settle`, a collective.
 
         Args:
             call: The operation.
-            bring: Makes this rank's share; an error in it is raised on all ranks.
+            bring: Makes this rank's share; `settle` raises an error in it on all ranks.
             options: Of the save, compared between the ranks.
             busy: Whether this rank has no room for a further save.
-
-        Raises:
-            PlanMismatch: the ranks' arguments differ, or a rank stays away.
-            LayoutMismatch: the ranks' shares do not make a whole, or replicas differ.
-            Skipped: a rank is busy and the policy is `skip`.
-            SaveFailed: a rank is busy and the policy is `raise`.
         """
         local, error = None, None
         try:
@@ -166,18 +175,36 @@ class Planner:
             error = found
         except BaseException as interrupt:
             # Or the other ranks would wait for this one until the time limit.
-            call.abort(control_errors.joined({call.rank: SaveFailed(repr(interrupt))}, call.size))
+            call.give_up(interrupt)
             raise
         facts = self._facts(local, options, busy)
         message = pack({0: json.dumps(facts).encode(), 1: _error_bytes(call.rank, error)})
         gathered = call.gather(message, "facts")
-        reply = self._decide(gathered, call, options) if gathered is not None else None
-        verdict = json.loads(call.broadcast(_dumps(reply), "verdict"))
+        verdict = b""
+        if gathered is not None:
+            verdict = json.dumps(self._decide(gathered, call, options)).encode()
+            call.broadcast(verdict, "verdict")
+        likely = None
+        if not verdict and local is not None and local.signature == self._latest[0]:
+            likely = self._latest[1]
+        return Offer(local, error, verdict, likely)
+
+    def settle(self, call: Control, offer: Offer, options: SaveOptions) -> Agreed:
+        """Return what all ranks write where; a collective after `offer`.
+
+        Raises:
+            PlanMismatch: the ranks' arguments differ, or a rank stays away.
+            LayoutMismatch: the ranks' shares do not make a whole, or replicas differ.
+            Skipped: a rank is busy and the policy is `skip`.
+            SaveFailed: a rank is busy and the policy is `raise`.
+        """
+        local = offer.local
+        verdict = json.loads(offer.verdict or call.broadcast(None, "verdict"))
         if verdict["errors"]:
             brought = control_errors.decode(verdict["errors"].encode())
             raised = control_errors.joined(brought, call.size)
             call.see_off()
-            raise raised from error
+            raise raised from offer.error
         if verdict["skip"]:
             raise Skipped(verdict["skip"])
         assert local is not None
@@ -189,6 +216,7 @@ class Planner:
             assert not verdict["hit"], "caches of all ranks are in step"
             prepared = self._plan(call, local)
             self._keep(key, prepared, verdict["reset"], options)
+        self._latest = local.signature, prepared if options.plan_cache else None
         self.hits += verdict["hit"]
         writers = verdict["writers"]
         small = [one for one in local.small if writers.get(one.key, call.rank) == call.rank]
@@ -294,10 +322,6 @@ class Planner:
 
 def _error_bytes(rank: int, error: Exception | None) -> bytes:
     return control_errors.encode({rank: error} if error is not None else {})
-
-
-def _dumps(reply: Mapping[str, Any] | None) -> bytes | None:
-    return None if reply is None else json.dumps(reply).encode()
 
 
 def _refuse_differences(facts: Sequence[Mapping[str, Any]]) -> None:

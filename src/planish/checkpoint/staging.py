@@ -59,8 +59,8 @@ class _Batch:
     """Copies that are done in one call."""
 
     targets: list[torch.Tensor]
-    sources: list[tuple[int, int, int]]
-    """Item, first byte, one past the last byte."""
+    sources: list[tuple[int, int, int, bool]]
+    """Item, first byte, one past the last byte; whether that is all of a tensor of real numbers."""
     end: int
     """All bytes of the buffer before this one are in place after the batch."""
 
@@ -107,16 +107,16 @@ class Stager:
             view[start : start + len(file.header)] = file.header
         if self._batches is None:
             self._batches = list(self._plan_batches(items))
-        data = {i: items[i].data for batch in self._batches for i, _, _ in batch.sources}
+        numbers = {source[0] for batch in self._batches for source in batch.sources}
+        data = {number: _data_of(items[number]) for number in numbers}
         with torch.no_grad(), _side_stream(data.values()) as finish:
             for batch in self._batches:
                 if only is not None:
                     batch = batch.reduced(only)
+                pairs = zip(batch.targets, batch.sources, strict=True)
                 sources = [
-                    # Of a tensor whose strides have changed, a part may come in other dimensions.
-                    part if part.dim() == target.dim() else part.reshape(target.shape)
-                    for target, (i, a, b) in zip(batch.targets, batch.sources, strict=True)
-                    for part in (_real(part_of(data[i], a, b)),)
+                    data[i] if whole else _real(part_of(data[i], a, b)).reshape(target.shape)
+                    for target, (i, a, b, whole) in pairs
                 ]
                 if sources:
                     torch._foreach_copy_(batch.targets, sources, finish is not None)
@@ -142,7 +142,7 @@ class Stager:
 
     def _entries(
         self, base: int, file: FilePlan, items: Sequence[LocalItem]
-    ) -> Iterator[tuple[torch.Tensor, tuple[int, int, int], int]]:
+    ) -> Iterator[tuple[torch.Tensor, tuple[int, int, int, bool], int]]:
         memory = self.buffer.tensor
         rows = zip(
             file.items.tolist(),
@@ -152,13 +152,19 @@ class Stager:
             strict=True,
         )
         for item, start, stop, offset in rows:
-            part = _real(part_of(items[item].data, start, stop))
+            data = _data_of(items[item])
+            part = _real(part_of(data, start, stop))
             first = base + offset
             target = memory[first : first + stop - start].view(part.dtype).view(part.shape)
-            yield target, (item, start, stop), first + stop - start
+            yield target, (item, start, stop, part is data), first + stop - start
 
 
-def part_of(data: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
+def _data_of(item: LocalItem) -> torch.Tensor:
+    assert item.data is not None, "items without data are for simulations"
+    return item.data
+
+
+def part_of(data: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return the elements of a tensor whose row-major bytes are [start, stop), without a copy.
 
     Only a range that is no run of whole rows of a non-contiguous tensor costs one.
@@ -173,7 +179,6 @@ def part_of(data: torch.Tensor | None, start: int, stop: int) -> torch.Tensor:
         >>> part_of(torch.arange(6, dtype=torch.uint8).view(2, 3), 3, 6).flatten().tolist()
         [3, 4, 5]
     """
-    assert data is not None, "items without data are for simulations"
     width = data.element_size()
     if start == 0 and stop == data.numel() * width:
         return data
@@ -202,9 +207,9 @@ def _real(part: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _side_stream(data: Iterable[torch.Tensor | None]) -> Iterator[Callable[[], None] | None]:
+def _side_stream(data: Iterable[torch.Tensor]) -> Iterator[Callable[[], None] | None]:
     """Copy from a device on a stream of its own; yields what waits for the copies, if needed."""
-    device = next((one.device for one in data if one is not None and one.is_cuda), None)
+    device = next((one.device for one in data if one.is_cuda), None)
     if device is None:
         yield None
         return
@@ -255,9 +260,7 @@ class DirectSource:
                     target[low - start : high - start].copy_(part)
 
     def _data(self, item: int) -> torch.Tensor:
-        data = self._items[item].data
-        assert data is not None
-        data = _real(data)
+        data = _real(_data_of(self._items[item]))
         if data.is_contiguous():
             return data
         # Once, not for every part of the file.

@@ -116,7 +116,7 @@ class ThreadUploader:
         self._jobs: dict[int, _Threaded] = {}
 
     def submit(self, job: UploadJob, view: memoryview) -> None:
-        """Begin a job whose buffer is `view`."""
+        """Take a job whose buffer is `view`; `wait` begins it, so that it is in nobody's way."""
         self._jobs[job.number] = _Threaded(job, view, self._storage)
 
     def staged(self, number: int, value: int, after_s: float = 0.0) -> None:
@@ -133,10 +133,11 @@ class ThreadUploader:
         job = self._jobs.pop(number, None)
         if job is not None:
             job.stop.set()
-            job.thread.join(GIVE_UP_SECONDS)
+            if job.thread.is_alive():
+                job.thread.join(GIVE_UP_SECONDS)
 
     def wait(self, number: int, deadline: float, check: Callable[[], None]) -> UploadResult:
-        """Return what came of a job, calling `check` several times a second.
+        """Do a job and return what came of it, calling `check` several times a second.
 
         After an error the job goes on until `give_up`.
 
@@ -144,6 +145,7 @@ class ThreadUploader:
             SaveFailed: it took longer than until `deadline` (`time.monotonic`).
         """
         job = self._jobs[number]
+        job.thread.start()
         while job.thread.is_alive():
             job.thread.join(0.2)
             check()
@@ -164,7 +166,6 @@ class _Threaded:
         self._source = BufferSource(view, job.starts, job.blobs, self.progress, self.stop)
         self._job, self._storage = job, storage
         self.thread = threading.Thread(target=self._run, name="upload-job", daemon=True)
-        self.thread.start()
 
     def _run(self) -> None:
         try:

@@ -89,6 +89,18 @@ def test_strided_tensors_are_staged_in_logical_order():
     assert data[8:] == b"".join(bytes_of(t.resolve_conj()) for t in tensors)
 
 
+def test_a_part_of_a_tensor_whose_strides_have_changed_is_staged_by_the_same_views():
+    plan = plan_of([(0, 32, 96)], b"12345678")
+    buffer = SharedBuffer(BufferLayout.of([plan.files[0].size]).size)
+    stager = Stager(plan, buffer)
+    base = torch.arange(24.0).reshape(3, 8)
+    turned = base.t().contiguous().t()
+    for tensor in (base, turned, torch.arange(24.0).reshape(8, 3).t(), base):
+        stager.copy(items_of(tensor), lambda _: None)
+        assert bytes(buffer.view[8:72]) == bytes_of(tensor)[32:96]
+    buffer.free()
+
+
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     transposed=st.booleans(),
