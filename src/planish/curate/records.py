@@ -169,12 +169,12 @@ def _check_id(fields: dict[str, Any], origin: str, ids: dict[str, str]) -> None:
 
 def _parquet_rows(path: Path) -> Iterable[Any]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from planish.records.parquet import read_batches
 
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=4096):
-                yield from batch.to_pylist()
+        for batch in read_batches(path, size=path.stat().st_size, name=path.name):
+            yield from batch.to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ConfigError(
             f"`{path.name}` must be a Parquet file, got: {error}; check `curate.dataset`"

@@ -103,9 +103,18 @@ def _samples_of(frame: Frame) -> dict[str, dict[str, tuple[F64, F64]]]:
 
 
 def _read_npz(path: Path) -> Frame:
+    from planish.records.parquet import limit_bytes
+
+    limit = limit_bytes(path.stat().st_size)
     try:
+        with zipfile.ZipFile(path) as archive:
+            total = sum(entry.file_size for entry in archive.infolist())
+        if total > limit:
+            raise RecordError(f"`{path}` must decode to at most {limit} bytes, got {total}")
         with np.load(path, allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
+    except RecordError:
+        raise
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise RecordError(f"`{path}` must be an npz file of plain arrays, got {error}") from None
     if set(LONG_COLUMNS) <= set(arrays):
@@ -136,10 +145,18 @@ def _read_npz(path: Path) -> Frame:
 
 def _read_long(path: Path) -> Frame:
     import pyarrow as pa
-    from pyarrow import csv, parquet
+    from pyarrow import csv
+
+    from planish.records.parquet import read_batches
 
     try:
-        table = csv.read_csv(path) if path.suffix == ".csv" else parquet.read_table(path)
+        if path.suffix == ".csv":
+            table = csv.read_csv(path)
+        else:
+            batches = read_batches(path, size=path.stat().st_size, name=str(path))
+            table = pa.Table.from_batches(list(batches)).unify_dictionaries()
+    except RecordError:
+        raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RecordError(f"`{path}` must be a readable table, got {error}") from None
     missing = [name for name in LONG_COLUMNS if name not in table.column_names]

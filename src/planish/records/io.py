@@ -6,15 +6,15 @@ A set is immutable: a stage that runs again writes equal bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from planish.errors import ObjectMissing, RecordError
 from planish.records.files import fetch_files, publish, write_files
 from planish.records.manifest import Manifest, Shard, read_manifest, seal
-from planish.records.parquet import decode, encode, row_group_bounds
+from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.refs import Ref
-from planish.records.schema import Record, RecordT, join
+from planish.records.schema import ColumnData, Record, RecordT, join
 from planish.store import Store, open_store
 from planish.telemetry import timed
 
@@ -22,6 +22,7 @@ __all__ = [
     "Manifest",
     "fetch_files",
     "finished",
+    "iter_set",
     "read_manifest",
     "read_set",
     "write_files",
@@ -91,18 +92,32 @@ def read_set(cls: type[RecordT], uri: str, *, sha256: str | None = None) -> Reco
 
 
 def _read_set(cls: type[RecordT], uri: str, sha256: str | None) -> RecordT:
+    record = cls.from_columns(join(list(iter_set(cls, uri, sha256=sha256)), cls.COLUMNS))
+    record.validate()
+    return record
+
+
+def iter_set(
+    cls: type[Record], uri: str, *, sha256: str | None = None
+) -> Iterator[dict[str, ColumnData]]:
+    """Read the columns of a record set piece by piece; holds one shard's file and one piece.
+
+    Schema and digests are checked, the rules of the record are not: they need all rows.
+
+    Raises:
+        ObjectMissing: no finished set there.
+        RecordError: of another schema or version, or damaged.
+    """
     manifest = read_manifest(uri, sha256=sha256)
     _check_schema(cls.SCHEMA, manifest.schema, uri)
-    store = open_store(uri)
-    parts = [_read_shard(store, uri, shard, cls) for shard in manifest.shards]
-    if not parts:
+    if not manifest.shards:
         raise RecordError(
             f"`{uri}` must have at least one shard, got none; "
             "remove the set and run its stage again"
         )
-    record = cls.from_columns(join(parts, cls.COLUMNS))
-    record.validate()
-    return record
+    store = open_store(uri)
+    for shard in manifest.shards:
+        yield from _read_shard(store, uri, shard, cls)
 
 
 def _check_schema(wanted: str, seen: str, uri: str) -> None:
@@ -117,25 +132,29 @@ def _check_schema(wanted: str, seen: str, uri: str) -> None:
     raise RecordError(f"`{uri}` must hold {wanted}, got {seen}; pass the URI of another set")
 
 
-def _read_shard(store: Store, uri: str, shard: Shard, cls: type[RecordT]) -> dict[str, Any]:
+def _read_shard(
+    store: Store, uri: str, shard: Shard, cls: type[Record]
+) -> Iterator[dict[str, ColumnData]]:
     place = f"{uri.rstrip('/')}/{shard.name}"
     remedy = "remove the set and run its stage again"
     try:
-        data = store.read(place)
+        data = store.read(place, 0, shard.bytes + 1)
     except ObjectMissing:
         raise RecordError(
             f"`{place}` must be there, since its manifest names it, but is missing; {remedy}"
         ) from None
     if len(data) != shard.bytes:
-        raise RecordError(f"`{place}` must have {shard.bytes} bytes, got {len(data)}; {remedy}")
+        seen = store.size(place)
+        raise RecordError(f"`{place}` must have {shard.bytes} bytes, got {seen}; {remedy}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != shard.sha256:
         raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {remedy}")
-    columns = decode(data, cls.COLUMNS, name=place)
-    rows = len(columns[cls.COLUMNS[0].name])
+    rows = 0
+    for piece in decode_pieces(data, cls.COLUMNS, name=place):
+        rows += len(piece[cls.COLUMNS[0].name])
+        yield piece
     if rows != shard.rows:
         raise RecordError(f"`{place}` must have {shard.rows} rows, got {rows}; {remedy}")
-    return columns
 
 
 def finished(

@@ -6,7 +6,7 @@ One list column is exactly one `Ragged`. Knows neither stores nor manifests.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import pyarrow.parquet as pq
 
 from planish.errors import RecordError
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import Column, ColumnData, Kind
+from planish.records.schema import Column, ColumnData, Kind, join
 
 ROW_GROUP_CELLS = 1 << 20
 """A row group ends with the first whole group that brings it to this many numbers."""
 
 _MAX_TEXT_BYTES = 1 << 31
+_BATCH_ROWS = 16_384
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes of one value by physical type of Parquet."""
 _SCALARS: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "int32": pa.int32(),
@@ -166,7 +169,15 @@ def _numbers(values: Array) -> pa.Array:
 
 
 def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]:
-    """Read one Parquet file into columns.
+    """Read one Parquet file into columns; as `decode_pieces`, all pieces together."""
+    pieces = list(decode_pieces(data, specs, name=name))
+    return pieces[0] if len(pieces) == 1 else join(pieces, specs)
+
+
+def decode_pieces(
+    data: bytes, specs: Sequence[Column], *, name: str
+) -> Iterator[dict[str, ColumnData]]:
+    """Read one Parquet file piece by piece; at least one piece, of no rows where there are none.
 
     Args:
         data: the file.
@@ -174,19 +185,105 @@ def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]
         name: what to call the file in errors.
 
     Raises:
-        RecordError: not Parquet, or its columns are not those of `specs`.
+        RecordError: not Parquet, its columns are not those of `specs`, or beyond `limit_bytes`.
     """
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        _check_schema(file.schema_arrow, specs, name)
-        # A thread of Arrow that drops the last hold on `data` while Python ends aborts the process.
-        table = file.read(use_threads=False).combine_chunks()
-        return {c.name: _from_arrow(table.column(c.name), c, name) for c in specs}
+        _check_schema(pq.ParquetFile(pa.BufferReader(data)).schema_arrow, specs, name)
+        for batch in read_batches(pa.BufferReader(data), size=len(data), name=name):
+            yield {c.name: _from_arrow(batch.column(c.name), c, name) for c in specs}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RecordError(
             f"`{name}` must be a sound Parquet file, got {str(error)[:200]!r}; "
             "remove the set and run its stage again"
         ) from None
+
+
+def limit_bytes(size: int) -> int:
+    """Return the most bytes that a file of `size` bytes may decode to.
+
+    Example:
+        >>> limit_bytes(5_000) >> 20
+        512
+    """
+    return max(512 << 20, 64 * size)
+
+
+def read_batches(source: Any, *, size: int, name: str) -> Iterator[pa.RecordBatch]:
+    """Read a Parquet file of unknown origin without decoding more than `limit_bytes(size)`.
+
+    Texts come dictionary-encoded: equal ones are held once, and their length is known before any
+    is built. At least one batch, of no rows where there are none.
+
+    Args:
+        source: path or Arrow file.
+        size: of the file in bytes.
+        name: what to call the file in errors.
+
+    Raises:
+        RecordError: beyond the limit.
+        ArrowException: not Parquet.
+    """
+    limit = limit_bytes(size)
+    plain = pq.ParquetFile(source).schema
+    texts = [plain.column(i).path for i in range(len(plain)) if _width(plain.column(i)) is None]
+    file = pq.ParquetFile(source, read_dictionary=texts)
+    total = max(_declared_bytes(file.metadata, plain))
+    if total <= limit:
+        if not file.metadata.num_rows:
+            schema = file.schema_arrow
+            yield pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
+        # A thread of Arrow that drops the last hold on the bytes while Python ends aborts the
+        # process.
+        # One row group at a time: a batch would else be filled from several.
+        groups = range(file.metadata.num_row_groups)
+        batches = (
+            file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], use_threads=False)
+            for group in groups
+        )
+        for batch in itertools.chain.from_iterable(batches):
+            total += sum(_text_bytes(column) for column in batch.columns)
+            if total > limit:
+                break
+            yield batch
+    if total > limit:
+        raise RecordError(
+            f"`{name}` has {size} bytes and must decode to at most {limit} (64 times its length, "
+            f"and 512 MiB in any case), got {total} or more; write it in several files"
+        )
+
+
+def _width(column: Any) -> int | None:
+    """Return the bytes of one value of a Parquet column; None for texts."""
+    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(column.length)
+    return _WIDTHS.get(column.physical_type)
+
+
+def _declared_bytes(metadata: Any, schema: Any) -> tuple[int, int]:
+    """Return what the footer says of all values, texts counted as indices, and of all pages."""
+    values = pages = 0
+    for group in range(metadata.num_row_groups):
+        for place in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(place)
+            values += chunk.num_values * (_width(schema.column(place)) or 4)
+            pages += chunk.total_uncompressed_size
+    return values, pages
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Return the bytes of all texts inside of an array, each as often as it is used."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        # Binary has the buffers of text, and no faults of encoding.
+        entries = array.dictionary
+        ends = np.frombuffer(entries.buffers()[1] or b"\0" * 4, np.int32)
+        lengths = np.diff(ends[entries.offset : entries.offset + len(entries) + 1])
+        used = array.indices.drop_null()
+        return int(lengths[_from_numbers(used)].sum(dtype=np.int64)) if len(used) else 0
+    if pa.types.is_struct(kind) or pa.types.is_nested(kind):
+        inner = array.flatten()
+        return sum(_text_bytes(part) for part in (inner if isinstance(inner, list) else [inner]))
+    return 0
 
 
 def _check_schema(seen: pa.Schema, specs: Sequence[Column], name: str) -> None:
@@ -216,8 +313,7 @@ def _same_type(seen: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(seen == wanted)
 
 
-def _from_arrow(column: pa.ChunkedArray, spec: Column, name: str) -> Any:
-    array = pa.concat_arrays(column.chunks)
+def _from_arrow(array: pa.Array, spec: Column, name: str) -> Any:
     nulls = array.null_count
     if spec.kind.startswith("list<"):
         values = array.flatten()
@@ -230,7 +326,10 @@ def _from_arrow(column: pa.ChunkedArray, spec: Column, name: str) -> Any:
     if spec.kind.startswith("list<"):
         offsets = _from_numbers(array.offsets).astype(np.int64)
         return Ragged(_from_numbers(values), offsets - offsets[0])
-    if spec.kind in {"text", "messages"}:
+    if spec.kind == "text":
+        entries = array.dictionary.to_pylist()
+        return [entries[index] for index in _from_numbers(array.indices).tolist()]
+    if spec.kind == "messages":
         return array.to_pylist()
     return _from_numbers(array)
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+import os
 
 from rich.console import Console, RenderableType
 
-from planish.errors import ObjectMissing, RecordError
+from planish.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout, parse_pin, read_manifest
 from planish.records.manifest import MANIFEST
 from planish.show.run import document_tables, folder_tables, run_tables
-from planish.show.sets import RECORDS, file_tables, manifest_tables, record_tables
+from planish.show.sets import (
+    PARQUET_MAGIC,
+    RECORDS,
+    file_tables,
+    manifest_tables,
+    parquet_tables,
+    record_tables,
+)
 from planish.store import open_store
 
 _DOCUMENT_LIMIT_BYTES = 16 << 20
@@ -26,13 +33,18 @@ def show(text: str, console: Console, *, rows: int) -> None:
         rows: how many rows of a record set to print in full.
 
     Raises:
+        ConfigError: `text` names nothing.
         ObjectMissing: nothing there.
         RecordError: what lies there is damaged.
     """
+    if not text.strip():
+        raise ConfigError(
+            f"what to show must be a URI or a path, got {text!r}; a dot is the working directory"
+        )
     digest = None
     if "#" in text:
         text, digest = parse_pin(text)
-    uri = text if "://" in text else f"file://{Path(text).resolve()}"
+    uri = text if "://" in text else f"file://{os.path.abspath(text)}"
     for found in tables_of(uri.rstrip("/"), digest, rows=rows):
         console.print(found)
 
@@ -45,6 +57,8 @@ def tables_of(uri: str, digest: str | None, *, rows: int) -> list[RenderableType
         seen = hashlib.sha256(data).hexdigest()
         if digest not in {None, seen}:
             raise RecordError(f"`{uri}` must have the sha256 {digest}, got {seen}")
+        if data.startswith(PARQUET_MAGIC):
+            return parquet_tables(uri, rows=rows)
         return document_tables(uri, data)
     if digest is not None or store.exists(f"{uri}/{MANIFEST}"):
         manifest = read_manifest(uri, sha256=digest)

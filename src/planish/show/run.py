@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 import re
 from collections import defaultdict
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from planish.errors import PlanishError, RecordError
 from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
@@ -18,6 +22,8 @@ from planish.store.documents import read_json
 _ITERATION = re.compile(r"/iterations/(\d+)/(.+)$")
 _REPORT_PARTS = {"update/1": UpdateReport, "eval/1": EvalReport}
 _MAX_ROWS = 200
+_MAX_LINES = 10_000
+_INDENTED_BYTES = 1 << 20
 
 
 def run_tables(root: str) -> list[RenderableType]:
@@ -103,6 +109,15 @@ def _scalars_line(scalars: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in sorted(scalars.items()))
 
 
+def _lines(text: str) -> list[RenderableType]:
+    """Return the first lines of a text, and how much is left out."""
+    lines = io.StringIO(text, newline=None)
+    shown = list(itertools.islice(lines, _MAX_LINES))
+    left = sum(map(len, lines))
+    more = [Text(f"... {left} characters more")] if left > 0 else []
+    return [*(printable(line.rstrip("\n"), width=400) for line in shown), *more]
+
+
 def document_tables(uri: str, data: bytes) -> list[RenderableType]:
     """Return a report as tables, any other JSON or text as it is.
 
@@ -112,11 +127,15 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
     try:
         raw: Any = json.loads(data)
     except (ValueError, RecursionError):
-        return [printable(line, width=400) for line in data.decode("utf-8", "replace").splitlines()]
+        return _lines(data.decode("utf-8", "replace"))
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if schema not in _REPORT_PARTS:
-        text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=True)
-        return [printable(line, width=400) for line in text.splitlines()]
+        text = data.decode("utf-8", "replace")
+        # Indenting what is large makes it many times larger.
+        with contextlib.suppress(RecursionError):
+            if len(data) <= _INDENTED_BYTES:
+                text = json.dumps(raw, indent=2, sort_keys=True)
+        return _lines(text)
     report: UpdateReport | EvalReport = read_report(_REPORT_PARTS[schema], uri)
     tables: list[RenderableType] = [
         table(uri, "", "", rows=sorted([k, v] for k, v in report.attributes.items()), width=100),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +22,8 @@ from planish.records import (
     TraceSet,
     ValueSet,
     WaitingSet,
-    read_set,
 )
+from planish.records.io import iter_set
 from planish.records.manifest import Manifest
 from planish.records.schema import Record
 from planish.show.text import bytes_text, table
@@ -30,7 +34,14 @@ RECORDS: dict[str, type[Record]] = {
 }
 """Schemas whose rows can be printed."""
 
+PARQUET_MAGIC = b"PAR1"
+"""How a Parquet file begins."""
+
 _HEADER_LIMIT_BYTES = 100 << 20
+_SHOWN_TEXTS = 4
+"""Different texts of a column that are named."""
+_COUNTED_TEXTS = 1_000_000
+"""Different texts of a column that are counted."""
 
 
 def manifest_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
@@ -54,48 +65,130 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
     Raises:
         RecordError: the set is damaged.
     """
-    record: Record = read_set(RECORDS[manifest.schema], uri, sha256=manifest.sha256)
-    columns = record.columns()
-    specs = [
-        [spec.name, spec.kind, _summary(columns[spec.name]), spec.meaning]
-        for spec in record.COLUMNS
+    cls = RECORDS[manifest.schema]
+    summaries: dict[str, _Numbers | _Texts] = {
+        spec.name: _Texts() if spec.kind in {"text", "messages"} else _Numbers()
+        for spec in cls.COLUMNS
+    }
+    cells: list[list[list[Any]]] = []
+    for piece in iter_set(cls, uri, sha256=manifest.sha256):
+        for name, summary in summaries.items():
+            summary.add(piece[name])
+        for row in range(min(rows - len(cells), len(piece[cls.COLUMNS[0].name]))):
+            cells.append([[spec.name, _cell(piece[spec.name], row)] for spec in cls.COLUMNS])
+    specs = [[c.name, c.kind, summaries[c.name].text(), c.meaning] for c in cls.COLUMNS]
+    return [
+        table("columns", "column", "type", "values", "meaning", rows=specs),
+        *(
+            table(f"row {row} of {manifest.num_rows}", "", "", rows=found, width=100)
+            for row, found in enumerate(cells)
+        ),
     ]
-    shown = min(rows, record.num_rows)
-    tables: list[RenderableType] = [
-        table("columns", "column", "type", "values", "meaning", rows=specs)
-    ]
-    for row in range(shown):
-        cells = [[spec.name, _cell(columns[spec.name], row)] for spec in record.COLUMNS]
-        tables.append(table(f"row {row} of {record.num_rows}", "", "", rows=cells, width=100))
-    return tables
 
 
 def _cell(data: Any, row: int) -> Any:
     if isinstance(data, Ragged):
-        return data.row(row)
+        return data.row(row).copy()
     value = data[row]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _summary(data: Any) -> str:
-    """Range of numbers, lengths of lists, the most frequent texts."""
-    if isinstance(data, Ragged):
-        lengths = data.lengths
-        span = f"{lengths.min()}..{lengths.max()}" if len(lengths) else "none"
-        return f"{len(data.values)} in rows of {span}"
-    if isinstance(data, np.ndarray):
-        if not len(data):
+class _Numbers:
+    """Range of numbers, lengths of lists."""
+
+    def __init__(self) -> None:
+        self._rows = self._known = 0
+        self._total, self._low, self._high = 0.0, math.inf, -math.inf
+        self._kind = ""
+
+    def add(self, data: Any) -> None:
+        """Take the next rows in."""
+        if isinstance(data, Ragged):
+            self._kind, numbers = "list", data.lengths
+        else:
+            self._kind, numbers = data.dtype.kind, data
+        self._rows += len(numbers)
+        known = numbers[~np.isnan(numbers)] if self._kind == "f" else numbers
+        self._known += len(known)
+        if len(known):
+            self._total += float(known.sum(dtype=np.float64))
+            self._low = min(self._low, known.min().item())
+            self._high = max(self._high, known.max().item())
+
+    def text(self) -> str:
+        """Return one line."""
+        if self._kind == "list":
+            span = f"{self._low}..{self._high}" if self._rows else "none"
+            return f"{self._total:.0f} in rows of {span}"
+        if not self._rows:
             return "none"
-        if data.dtype == np.bool_:
-            return f"{int(data.sum())} of {len(data)} true"
-        known = data[~np.isnan(data)] if data.dtype.kind == "f" else data
-        if not len(known):
+        if self._kind == "b":
+            return f"{self._total:.0f} of {self._rows} true"
+        if not self._known:
             return "not measured"
-        return f"{known.min():.4g}..{known.max():.4g}, mean {known.mean():.4g}"
-    distinct = Counter(value if isinstance(value, str) else len(value) for value in data)
-    if len(distinct) > 4:
-        return f"{len(distinct)} different"
-    return ", ".join(f"{value}: {count}" for value, count in distinct.most_common())
+        mean = self._total / self._known
+        return f"{self._low:.4g}..{self._high:.4g}, mean {mean:.4g}"
+
+
+class _Texts:
+    """The most frequent texts, or numbers of messages."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str | int] = Counter()
+        self._hashes: set[int] = set()
+
+    def add(self, data: Any) -> None:
+        """Take the next rows in."""
+        values = [value if isinstance(value, str) else len(value) for value in data]
+        if len(self._seen) <= _SHOWN_TEXTS:
+            self._seen.update(values)
+        if len(self._hashes) <= _COUNTED_TEXTS:
+            self._hashes.update(map(hash, values))
+        if len(self._seen) > _SHOWN_TEXTS:
+            self._seen = Counter(itertools.islice(self._seen, _SHOWN_TEXTS + 1))
+
+    def text(self) -> str:
+        """Return one line."""
+        if len(self._seen) > _SHOWN_TEXTS:
+            over = "more than " if len(self._hashes) > _COUNTED_TEXTS else ""
+            return f"{over}{min(len(self._hashes), _COUNTED_TEXTS)} different"
+        return ", ".join(f"{value}: {count}" for value, count in self._seen.most_common())
+
+
+def parquet_tables(uri: str, *, rows: int) -> list[RenderableType]:
+    """Return the columns of a Parquet file of any origin, and its first rows.
+
+    Raises:
+        RecordError: damaged, or it decodes to too much.
+    """
+    import pyarrow as pa
+
+    from planish.records.parquet import read_batches
+
+    store = open_store(uri)
+    with tempfile.TemporaryDirectory(prefix="planish-show-") as folder:
+        path = store.local_path(uri)
+        if path is None:
+            path = Path(folder) / "file.parquet"
+            store.read_file(uri, path)
+        cells: list[dict[str, Any]] = []
+        num_rows = 0
+        try:
+            for batch in read_batches(path, size=path.stat().st_size, name=uri):
+                schema, num_rows = batch.schema, num_rows + batch.num_rows
+                cells += batch.slice(0, max(0, rows - len(cells))).to_pylist()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise RecordError(
+                f"`{uri}` must be a sound Parquet file, got {str(error)[:200]!r}"
+            ) from None
+    columns: list[list[Any]] = [[field.name, str(field.type)] for field in schema]
+    return [
+        table(uri, "column", "type", rows=columns),
+        *(
+            table(f"row {row} of {num_rows}", "", "", rows=[list(c) for c in cell.items()])
+            for row, cell in enumerate(cells)
+        ),
+    ]
 
 
 def file_tables(uri: str, manifest: Manifest) -> list[RenderableType]:

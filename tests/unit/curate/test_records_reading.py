@@ -11,6 +11,7 @@ import pytest
 from planish.curate.problem import Ledger
 from planish.curate.records import as_answer, field_of, read_hub, read_table
 from planish.errors import ConfigError
+from tests.unit.records.bombs import bomb
 
 GOOD = b'{"prompt": "1+1", "answer": "2"}'
 
@@ -147,3 +148,18 @@ def test_nested_fields_are_found_by_dotted_names():
 )  # fmt: skip
 def test_answers_become_text_without_loss_or_not_at_all(value, text):
     assert as_answer(value) == text
+
+
+@pytest.mark.parametrize("kind", ["text", "nested"])
+def test_a_small_parquet_file_that_decodes_to_much_is_refused(tmp_path, kind):
+    path = tmp_path / "data.parquet"
+    path.write_bytes(bomb(kind))
+    with pytest.raises(ConfigError, match="must decode to at most 536870912"):
+        read(path)
+
+
+def test_a_parquet_file_that_can_not_be_decoded_is_refused(tmp_path):
+    broken = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": broken}), tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match="must be a Parquet file"):
+        read(tmp_path / "data.parquet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from planish.errors import ConfigError, RecordError
 from planish.minder.files import read_frame, write_frame, write_samples
 from planish.minder.frame import Frame
 from planish.minder.simulator import simulate
+from tests.unit.records.bombs import bomb
 
 HEADER = "ts,machine,metric,value\n"
 
@@ -94,6 +96,21 @@ def test_what_is_no_trace_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(RecordError, match=message):
         read_frame(tmp_path / name)
+
+
+def test_small_files_that_decode_to_much_are_refused(tmp_path):
+    (tmp_path / "t.parquet").write_bytes(bomb("text"))
+    with pytest.raises(RecordError, match="must decode to at most 536870912"):
+        read_frame(tmp_path / "t.parquet")
+    with zipfile.ZipFile(tmp_path / "t.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(10):
+            archive.writestr(f"{number}.npy", bytes(64 << 20), compresslevel=1)
+    with pytest.raises(RecordError, match="must decode to at most 536870912"):
+        read_frame(tmp_path / "t.npz")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    with pytest.raises(RecordError, match="npz"):
+        read_frame(tmp_path / "array.npz")
 
 
 def test_other_endings_missing_files_and_wrong_shapes_are_refused(tmp_path):

@@ -18,9 +18,22 @@ from hypothesis import strategies as st
 from planish.errors import RecordError
 from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
 from planish.records import parquet as parquet_module
-from planish.records.parquet import arrow_schema, decode, encode, row_group_bounds
+from planish.records.parquet import (
+    arrow_schema,
+    decode,
+    decode_pieces,
+    encode,
+    row_group_bounds,
+)
 from planish.records.schema import join
-from tests.unit.records.samples import SAMPLES, file_of, random_prompts, random_rollouts
+from tests.unit.records.bombs import bomb, peak_megabytes
+from tests.unit.records.samples import (
+    SAMPLES,
+    changed,
+    file_of,
+    random_prompts,
+    random_rollouts,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -229,6 +242,46 @@ def test_rows_of_a_group_that_disagree_on_their_prompt_are_refused():
     columns["prompt_tokens"] = Ragged.from_lists([[1, 2], [1]], np.int32)
     with pytest.raises(RecordError, match="must be equal in all rows of a group"):
         RolloutSet.from_columns(columns)
+
+
+@pytest.mark.parametrize("kind", ["text", "nested", "numbers"])
+def test_a_small_file_that_decodes_to_much_is_refused_before_it_is_decoded(kind, tmp_path):
+    data = bomb(kind, decoded=(640 if kind == "numbers" else 2048) << 20)
+    assert len(data) < 1 << 20
+    (tmp_path / "bomb.parquet").write_bytes(data)
+    code = f"""
+from pathlib import Path
+from planish.errors import RecordError
+from planish.records.parquet import read_batches
+path = Path({str(tmp_path / "bomb.parquet")!r})
+try:
+    for batch in read_batches(path, size=path.stat().st_size, name="x"):
+        pass
+except RecordError as error:
+    print(error)
+"""
+    megabytes, printed = peak_megabytes(code)
+    assert f"`x` has {len(data)} bytes and must decode to at most {512 << 20} " in printed
+    assert megabytes < 400
+
+
+def test_a_set_whose_shard_decodes_to_much_is_refused(file_root):
+    prompts = changed(random_prompts(rows=600), source=["x" * (1 << 20)] * 600)
+    with pytest.raises(RecordError, match=r"must decode to at most 536870912 .*got 6\d{8} or more"):
+        decode(file_of(prompts), PromptSet.COLUMNS, name="x")
+
+
+def test_equal_texts_are_held_once():
+    prompts = changed(random_prompts(rows=9), source=["".join(["ab", "c"])] * 9)
+    sources = decode(file_of(prompts), PromptSet.COLUMNS, name="x")["source"]
+    assert len({id(text) for text in sources}) == 1
+
+
+def test_a_file_of_many_batches_comes_back_as_it_was():
+    record = random_rollouts(groups=9_000, group_size=4)
+    pieces = list(decode_pieces(file_of(record), RolloutSet.COLUMNS, name="x"))
+    assert len(pieces) > 2
+    assert RolloutSet.from_columns(join(pieces, RolloutSet.COLUMNS)) == record
 
 
 def test_joining_files_equals_reading_one():

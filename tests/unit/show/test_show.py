@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from safetensors.numpy import save as save_tensors
@@ -16,6 +18,8 @@ from planish.__main__ import main
 from planish.errors import ObjectMissing, RecordError
 from planish.records import (
     EvalReport,
+    Ragged,
+    RolloutSet,
     UpdateReport,
     layout,
     write_files,
@@ -26,6 +30,7 @@ from planish.show.command import show
 from planish.show.sets import safetensors_header
 from planish.show.text import bytes_text, printable
 from planish.store import open_store
+from tests.unit.records.bombs import peak_megabytes
 from tests.unit.records.samples import SAMPLES, changed, random_prompts, random_rollouts
 
 
@@ -231,6 +236,68 @@ def test_an_error_is_one_line_with_its_exit_code(capsys, arguments, code, words)
     assert printed.err.count("\n") == 1
     assert printed.err.startswith("planish: ")
     assert words in printed.err
+
+
+@pytest.mark.parametrize("text", ["", " ", "a\0b"])
+def test_nothing_to_show_is_refused(capsys, text):
+    assert main(["show", text]) == 2
+    assert "planish: " in capsys.readouterr().err
+
+
+def test_a_parquet_file_of_any_origin_shows_its_columns_and_rows(store_root, tmp_path):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"a": [1, 2], "b": ["x", "\x1b[31m"]}), sink)
+    open_store(store_root).write(f"{store_root}/x.parquet", sink.getvalue().to_pybytes())
+    output = shown(f"{store_root}/x.parquet", rows=2)
+    assert lines_with(output, "a", "int64")
+    assert lines_with(output, "x1b")[0] == ["b", r"\x1b[31m"]
+    open_store(store_root).write(f"{store_root}/y.parquet", b"PAR1 and no more")
+    with pytest.raises(RecordError, match="sound Parquet"):
+        shown(f"{store_root}/y.parquet")
+
+
+def test_a_text_of_many_lines_is_cut(file_root):
+    store = open_store(file_root)
+    store.write(f"{file_root}/log.txt", b"ab\n" * 12_000)
+    assert shown(f"{file_root}/log.txt").splitlines()[9_998:] == [
+        "ab",
+        "ab",
+        "... 6000 characters more",
+    ]
+    for depth in (300, 900, 5000):
+        store.write(f"{file_root}/deep.json", b"[" * depth + b"]" * depth)
+        assert shown(f"{file_root}/deep.json").startswith("[")
+
+
+@pytest.mark.slow
+def test_a_large_shard_is_shown_in_bounded_memory(tmp_path):
+    rows, tokens = 10_000, 1_000
+    generator = np.random.default_rng(0)
+    lists = np.arange(0, rows * tokens + 1, tokens)
+    ids = [f"{n:016x}" for n in range(rows)]
+    rollouts = RolloutSet(
+        group_index=np.arange(rows, dtype=np.int32),
+        sample_index=np.zeros(rows, np.int32),
+        prompt_tokens=Ragged.from_lists([[1]] * rows, np.int32),
+        response_tokens=Ragged(generator.integers(0, 150_000, rows * tokens, np.int32), lists),
+        rollout_logprobs=Ragged(-generator.random(rows * tokens, np.float32), lists),
+        policy_version=Ragged(np.ones(rows * tokens, np.int32), lists),
+        window_start=np.zeros(rows, np.int32),
+        finish=np.zeros(rows, np.int8),
+        rollout_id=[f"{name}-000" for name in ids],
+        prompt_id=ids,
+        response=[generator.bytes(1_000).hex() for _ in ids],
+        answer=["1"] * rows,
+        verifier=["math"] * rows,
+    )
+    ref = write_set(f"file://{tmp_path}/set", rollouts, parents={}, attributes={})
+    shard = tmp_path / "set" / "shard-00000.parquet"
+    assert shard.stat().st_size > 70e6
+    for place in (ref.uri, str(shard)):
+        code = f"from planish.__main__ import main\nassert main(['show', {place!r}]) == 0"
+        megabytes, printed = peak_megabytes(code)
+        assert f"row 0 of {rows}" in printed
+        assert megabytes < 450, place
 
 
 def test_wrong_arguments_exit_with_two(capsys):
