@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 TRAINING_SEED = 1_000_000
 """First seed of training; calibration and evaluation begin a million later each."""
+_CLIPPED_SHARE = 0.01
+"""More values than this beyond the limits of a metric say that the limits are wrong."""
 
 
 def add_commands(verbs: Any) -> None:
@@ -197,11 +200,14 @@ def _replay(options: argparse.Namespace) -> int:
     if options.every < 0:
         raise ConfigError(f"`--every` must be a number of seconds, got {options.every}")
     costs = []
+    clipped: defaultdict[str, float] = defaultdict(float)
     for call in replay(
         frame, models, config, every=options.every, stages=case.stages, board=case.board
     ):
         options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
         costs.append(call.seconds)
+        for metric, share in call.result.clipped.items():
+            clipped[metric] += share
         for alert in call.alerts:
             sys.stdout.write(json.dumps(alert) + "\n")
             sys.stdout.flush()
@@ -210,5 +216,12 @@ def _replay(options: argparse.Namespace) -> int:
         "seconds_per_call": round(sum(costs) / max(1, len(costs)), 5),
         "seconds_max": round(max(costs, default=0.0), 5),
     }
+    for metric, total in sorted(clipped.items()):
+        share = total / len(costs)
+        if share > _CLIPPED_SHARE:
+            sys.stderr.write(
+                f"planish minder: {share:.0%} of {metric} lies outside its limits; give those of "
+                "this hardware in the table `limits` (`planish minder calibrate --traces`)\n"
+            )
     sys.stdout.write(json.dumps(last) + "\n")
     return 0

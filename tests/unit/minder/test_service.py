@@ -100,35 +100,6 @@ def test_a_fault_is_told_once_acted_upon_and_resolved():
     assert [m for m, state in actor.seen if state == "resolved"] == ["a-0"]
 
 
-class SlowNotifier:
-    """Telling people takes it minutes."""
-
-    def __init__(self, clock):
-        self.clock = clock
-
-    def send(self, now, alerts, context, deadline):
-        self.clock.seconds += 200
-        return len(alerts)
-
-
-class Ages(Recorder):
-    """Notes how old the results are that it is told of."""
-
-    def handle(self, alert, result, now):
-        self.seen.append(now - result.end)
-        return Outcome("none", "none", "", False)
-
-
-def test_an_actor_is_told_how_old_a_result_has_become_while_people_were_told():
-    actor = Ages()
-    watch, clock, around = watched(actor=actor)
-    run(watch, clock, FAULT + 400)
-    around.notifier = SlowNotifier(clock)
-    actor.seen.clear()
-    watch.call()
-    assert actor.seen == [200]
-
-
 def test_what_suppresses_an_action_is_noted_with_its_reason():
     actor = Recorder(Outcome("cordon", "dry_run", "would cordon a-0"))
     watch, clock, _ = watched(actor=actor)

@@ -88,6 +88,10 @@ def test_a_site_with_other_boards_fits_its_limits_and_scores_its_own_traces(tmp_
     code, shown = run(capsys, "run-once", "--from-file", path, "--config", out)
     result = json.loads(shown.out)
     assert result["clipped"]["gpu_power_draw"] < 0.05
+    told = "gpu_power_draw lies outside its limits"
+    one = trace_files([healthy])[0]
+    assert told in run(capsys, "replay", "--from-file", one)[1].err
+    assert told not in run(capsys, "replay", "--from-file", one, "--config", out)[1].err
     code, shown = run(capsys, "calibrate", "--traces", labelled)
     assert code == 3
     assert "healthy job" in shown.err
