@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.store import file_uri
+
 Progress = Callable[[str, int, int], None]
 """Called with what goes on, bytes done and bytes in all (0: unknown)."""
 
@@ -165,7 +167,7 @@ def place_of(text: str) -> str:
         's3://bucket/run'
     """
     place, mark, digest = text.partition("#")
-    uri = place if "://" in place else f"file://{Path(place).resolve()}"
+    uri = place if "://" in place else file_uri(Path(place).resolve())
     return f"{uri.rstrip('/')}{mark}{digest}"
 
 

@@ -13,6 +13,7 @@ import torch
 
 from planish.errors import ConfigError
 from planish.models.policy import Policy, load_model, read_model_config
+from planish.store import file_path
 from planish.tokens import load_tokenizer
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -63,7 +64,7 @@ def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -
     Raises:
         ConfigError: not a usable name, no such folder, or the hub can not give it.
     """
-    text = path.removeprefix("file://")
+    text = file_path(path) if path.startswith("file://") else path
     if not text or ".." in PurePosixPath(text).parts or "\0" in text:
         raise ConfigError(
             f"`{key}` must be a hub id or a folder without `..`, got {path!r}; write the "

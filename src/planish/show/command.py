@@ -19,7 +19,7 @@ from planish.show.sets import (
     parquet_tables,
     record_tables,
 )
-from planish.store import open_store
+from planish.store import file_uri, open_store
 
 _DOCUMENT_LIMIT_BYTES = 16 << 20
 
@@ -44,7 +44,7 @@ def show(text: str, console: Console, *, rows: int) -> None:
     digest = None
     if "#" in text:
         text, digest = parse_pin(text)
-    uri = text if "://" in text else f"file://{os.path.abspath(text)}"
+    uri = text if "://" in text else file_uri(os.path.abspath(text))
     for found in tables_of(uri.rstrip("/"), digest, rows=rows):
         console.print(found)
 

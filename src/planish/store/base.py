@@ -6,10 +6,12 @@ Knows neither records nor any server; a store's own file does.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import quote_from_bytes, unquote
 
 from planish.errors import ConfigError
 
@@ -20,6 +22,8 @@ STORES: dict[str, str] = {
 """Scheme to `module:class`; a class is built without arguments and imported on first use."""
 
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f#\\]")
+_PLAIN = "/:@!$&'()*+,;="
+"""Characters of a path that its URI holds as they are, beside letters, digits and `_.-~`."""
 
 
 class Store(Protocol):
@@ -69,15 +73,17 @@ class Address:
     bucket: str
     """Empty for `file`."""
     key: str
-    """Path without slashes at either end; may be empty for the root of a bucket."""
+    """Path without slashes at either end, decoded; may be empty for the root of a bucket."""
 
 
 def parse_uri(uri: str) -> Address:
     """Split a store URI, refusing what could leave its root or mean two things.
 
+    The path of a `file` URI may be percent-encoded; a key of a bucket is taken as it is.
+
     Example:
-        >>> parse_uri("s3://runs/a/b/").key
-        'a/b'
+        >>> parse_uri("s3://runs/a/b/").key, parse_uri("file:///a%20b").key
+        ('a/b', 'a b')
 
     Raises:
         ConfigError: unknown scheme, empty bucket, relative file path, a segment `.`, `..` or
@@ -88,18 +94,21 @@ def parse_uri(uri: str) -> Address:
         raise ConfigError(
             f"a store URI must begin with one of {[f'{s}://' for s in sorted(STORES)]}, got {uri!r}"
         )
-    bucket, _, key = rest.partition("/")
+    found = _FORBIDDEN.search(rest)
     if scheme == "file":
-        if bucket or not rest:
-            raise ConfigError(
-                f"a file URI must be absolute (`file:///folder`, three slashes), got {uri!r}"
-            )
-    elif not bucket:
+        rest = file_path(uri)
+        # An encoded `#` is a letter of the path; a plain one would begin a digest.
+        found = found or _FORBIDDEN.search(rest.replace("#", ""))
+    bucket, _, key = rest.partition("/")
+    if scheme == "file" and (bucket or not rest):
+        raise ConfigError(
+            f"a file URI must be absolute (`file:///folder`, three slashes), got {uri!r}"
+        )
+    if scheme != "file" and not bucket:
         raise ConfigError(
             f"an {scheme} URI must name a bucket (`{scheme}://bucket/...`), got {uri!r}"
         )
     key = key[:-1] if key.endswith("/") else key
-    found = _FORBIDDEN.search(rest)
     if found:
         raise ConfigError(f"a store URI must not hold {found[0]!r}, got {uri!r}; rename the folder")
     bad = [part for part in key.split("/") if part in {"", ".", ".."}] if key else []
@@ -109,6 +118,40 @@ def parse_uri(uri: str) -> Address:
             "write the path in full"
         )
     return Address(scheme, bucket, key)
+
+
+def file_uri(path: str | Path) -> str:
+    """Return the URI of a file or folder of this machine, percent-encoded where it must be.
+
+    Example:
+        >>> file_uri("/a b/c=1")
+        'file:///a%20b/c=1'
+    """
+    return "file://" + quote_from_bytes(os.fsencode(Path(path).absolute()), safe=_PLAIN)
+
+
+def file_path(uri: str) -> str:
+    """Return the path that a `file` URI names.
+
+    Example:
+        >>> file_path("file:///a%20b/c=1")
+        '/a b/c=1'
+    """
+    return unquote(uri.removeprefix("file://"), errors="surrogateescape")
+
+
+def normal_uri(uri: str) -> str:
+    """Return the one spelling of a store URI, without a slash at its end.
+
+    Example:
+        >>> normal_uri("file:///a b/"), normal_uri("file:///a%20b"), normal_uri("s3://b/a b/")
+        ('file:///a%20b', 'file:///a%20b', 's3://b/a b')
+
+    Raises:
+        ConfigError: the URI is malformed or its scheme unknown.
+    """
+    address = parse_uri(uri)
+    return file_uri(f"/{address.key}") if address.scheme == "file" else uri.rstrip("/")
 
 
 _opened: dict[str, Store] = {}

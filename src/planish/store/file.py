@@ -78,8 +78,11 @@ class FileStore:
         found: list[str] = []
         with _told(prefix_uri):
             for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
-                base = "file://" + parent.rstrip("/")
-                found += [f"{base}/{n}" for n in names if not n.startswith(TEMPORARY)]
+                # The folder as the caller spells it; below it only what would be decoded is not.
+                below = os.path.relpath(parent, folder).replace("%", "%25")
+                base = prefix_uri.rstrip("/") + ("" if below == "." else f"/{below}")
+                kept = (n.replace("%", "%25") for n in names if not n.startswith(TEMPORARY))
+                found += [f"{base}/{name}" for name in kept]
         return sorted(found)
 
     def delete(self, uri: str) -> None:

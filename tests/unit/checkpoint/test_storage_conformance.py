@@ -19,6 +19,7 @@ from planish.errors import (
     ObjectTooLarge,
     StoreError,
 )
+from planish.store import file_uri
 
 MIB = 1 << 20
 
@@ -333,3 +334,12 @@ def test_tidy_leaves_no_folder_and_harms_no_object(place, tmp_path):
     storage.delete([f"{root}/c"])
     storage.tidy(f"{root}/a")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_place_with_a_space_and_an_umlaut_keeps_its_name(tmp_path):
+    storage, key = open_storage(file_uri(tmp_path / "m\u00fcde Hunde"))
+    storage.put(f"{key}/object", b"1")
+    assert (tmp_path / "m\u00fcde Hunde" / "object").read_bytes() == b"1"
+    assert storage.uri(key) == file_uri(tmp_path / "m\u00fcde Hunde")
+    same, again = open_storage(str(tmp_path / "m\u00fcde Hunde"))
+    assert same.uri(again) == storage.uri(key)

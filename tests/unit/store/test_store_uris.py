@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import ConfigError
-from planish.store import open_store, parse_uri
+from planish.store import file_uri, normal_uri, open_store, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,33 @@ def test_whatever_is_accepted_has_no_segment_that_climbs(text):
 
 def test_one_store_serves_all_uris_of_a_scheme():
     assert open_store("file:///a") is open_store("file:///b/c")
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "m\u00fcde", "100%25", "%41", "c#", "x=1,y+2@z", "a\udcff"]
+)
+def test_a_path_survives_its_uri_and_has_one_spelling(tmp_path, name):
+    folder = tmp_path / name
+    uri = file_uri(folder)
+    assert uri.isascii()
+    assert not {" ", "#"} & set(uri)
+    assert normal_uri(f"{uri}/") == uri
+    store = open_store(uri)
+    store.write(f"{uri}/sub/object", b"1")
+    assert (folder / "sub" / "object").read_bytes() == b"1"
+    assert store.list(uri) == [f"{uri}/sub/object"]
+
+
+def test_a_uri_lists_in_the_spelling_of_the_caller_and_what_it_lists_can_be_read(tmp_path):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "50%25 off").write_bytes(b"1")
+    root = f"file://{tmp_path}/a b"
+    (found,) = open_store(root).list(root)
+    assert found.startswith(f"{root}/")
+    assert open_store(root).read(found) == b"1"
+
+
+@pytest.mark.parametrize("uri", ["file:///a/%2e%2e/b", "file:///a%00b", "file:///a%5Cb"])
+def test_what_is_refused_is_refused_also_when_it_is_encoded(uri):
+    with pytest.raises(ConfigError):
+        parse_uri(uri)

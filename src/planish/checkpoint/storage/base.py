@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from planish import telemetry
 from planish.errors import StoreError, StoreMisconfigured
-from planish.store.base import parse_uri
+from planish.store.base import file_uri, parse_uri
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def uri_of(place: str) -> str:
         >>> uri_of("/runs/7"), uri_of("s3://runs/7")
         ('file:///runs/7', 's3://runs/7')
     """
-    return f"file://{place}" if place.startswith("/") else place
+    return file_uri(place) if place.startswith("/") else place
 
 
 def open_storage(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Storage, str]:

@@ -31,6 +31,7 @@ from planish.errors import (
     ObjectTooLarge,
     StoreError,
 )
+from planish.store.base import file_uri
 from planish.store.disk import (
     TEMPORARY,
     locked,
@@ -50,8 +51,8 @@ class LocalStorage:
         self._root = Path(root).absolute()
 
     def uri(self, key: str) -> str:
-        """Return `file:///folder/key`."""
-        return f"file://{self._root / key}"
+        """Return `file:///folder/key`, percent-encoded."""
+        return file_uri(self._root / key)
 
     def put(
         self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
