@@ -29,6 +29,9 @@ SECRET_ENV: dict[str, str] = {
 }
 """Key of the store secret to the environment variable that it fills."""
 
+WEBHOOK_ENV: dict[str, str] = {"webhook": "PLANISH_WEBHOOK"}
+"""The same, for the report alone."""
+
 SCRATCH = "/scratch"
 
 GPU_ENV: dict[str, str] = {

@@ -8,7 +8,6 @@ from components.images import IMAGES
 @dsl.component(base_image=IMAGES["core"], packages_to_install=[], install_kfp_package=False)
 def report(
     root: str,
-    webhook: str,
     max_restarts: int,
     status: dsl.PipelineTaskFinalStatus,
     report: dsl.Output[dsl.HTML],
@@ -23,7 +22,6 @@ def report(
         state=status.state,
         failed_task=status.pipeline_task_name,
         error_message=status.error_message or "",
-        webhook=webhook,
         max_restarts=max_restarts,
         report=report,
         summary=summary,

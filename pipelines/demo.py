@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,13 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.local import run_parameters
+from pipelines.runner import STOP_SECONDS
 from planish.config import preset_names
-from planish.errors import PlanishError
+from planish.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.lock import check_free, current_holder
 from planish.records import layout
-from planish.store import open_store
+from planish.signals import Terminated, end_descendants, on_signal
+from planish.store import file_uri, normal_uri, open_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.3
@@ -181,7 +185,7 @@ def default_root(arguments: argparse.Namespace) -> str:
     choice += [str(arguments.iterations), str(arguments.shards)]
     digest = hashlib.sha256("\n".join(choice).encode()).hexdigest()[:8]
     folder = REPOSITORY / "runs" / f"{arguments.preset}-seed{arguments.seed}-{digest}"
-    return folder.as_uri()
+    return file_uri(folder)
 
 
 def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes]:
@@ -234,28 +238,61 @@ def demo_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the last line of standard output is JSON."""
-    arguments = demo_parser().parse_args(argv)
-    arguments.preset = tiny_preset(arguments.preset)
-    arguments.root = (arguments.root or default_root(arguments)).rstrip("/")
-    console = Console(soft_wrap=True)
+def open_log(root: str) -> Path:
+    """Return a new file for the output of a run: a log that another run writes stays whole."""
     logs = REPOSITORY / "runs" / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    log_path = logs / f"{hashlib.sha256(arguments.root.encode()).hexdigest()[:8]}.log"
+    prefix = f"{hashlib.sha256(root.encode()).hexdigest()[:8]}-"
+    descriptor, path = tempfile.mkstemp(".log", prefix, logs)
+    os.close(descriptor)
+    return Path(path)
+
+
+def show_run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run to the end and show it; returns the exit code.
+
+    Raises:
+        PlanishError: the root cannot be, is in use, or its store failed.
+    """
+    arguments.root = normal_uri(arguments.root or default_root(arguments))
+    check_free(arguments.root, current_holder())
+    log_path = open_log(arguments.root)
     console.print(f"run root   {arguments.root}", highlight=False)
     console.print(f"log        {log_path}", highlight=False)
     began = time.monotonic()
     process = start_run(arguments, log_path)
     try:
         tasks = watch(process, arguments.root, console)
-    except (KeyboardInterrupt, PlanishError):
-        process.terminate()
+    except BaseException:
+        end_descendants(STOP_SECONDS)
         raise
     if process.returncode != 0:
+        if not any(task.state == "failed" for task in tasks):
+            reason = log_path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
+            console.print(reason, style="bold red", highlight=False, markup=False)
         console.print(f"the run failed; see {log_path}", style="bold red", highlight=False)
-        return 1
+        return max(process.returncode, EXIT_FAILED)
     return finish(arguments, tasks, began, log_path, console)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; the last line of standard output is JSON."""
+    arguments = demo_parser().parse_args(argv)
+    arguments.preset = tiny_preset(arguments.preset)
+    console = Console(soft_wrap=True)
+
+    def stop(number: int) -> None:
+        raise Terminated(number, 128 + number)
+
+    try:
+        with on_signal(stop):
+            return show_run(arguments, console)
+    except PlanishError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return exit_code(error)
+    except Terminated as stopped:
+        sys.stderr.write(f"{stopped}; the same command goes on where it was cut off\n")
+        raise
 
 
 def finish(

@@ -18,7 +18,6 @@ PARAMETERS: dict[str, str] = {
     "max_runs": "NUMBER_INTEGER",
     "allow_config_change": "BOOLEAN",
     "assume_autoscaling": "BOOLEAN",
-    "webhook": "STRING",
     "store_secret": "STRING",
 }
 """Public parameters of `post-train` and their types; at most fifteen fit a form people read."""

@@ -14,6 +14,8 @@ from typing import Any
 from pipelines.monitor import monitor_of
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.runner import exit_status, run_here
+from planish.lock import acquire, current_holder
+from planish.store import normal_uri
 
 
 def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = True) -> None:
@@ -29,7 +31,6 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--resume-from", default="", help="root of an earlier run to start from")
     parser.add_argument("--chain-index", type=int, default=0)
     parser.add_argument("--allow-config-change", action="store_true")
-    parser.add_argument("--webhook", default="", help="URL that gets the summary at the end")
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
     parser.add_argument("--iterations", type=int, default=None)
     parser.add_argument("--shards", type=int, default=None)
@@ -68,18 +69,21 @@ def run_local(
 
     Raises:
         RuntimeError: a task failed; the exit task has run.
-        ValueError: a count outside its limits.
+        PlanishError: a count outside its limits, a root that cannot be or is in use.
     """
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
     # Tasks run one after the other here: one that watched would hold up what it watches.
+    parameters["root"] = normal_uri(parameters["root"])
     looks = monitor_of(monitor, monitor_trace, watches=False)
+    # Before the first stage writes anything: a run that is refused leaves no trace.
+    acquire(parameters["root"], current_holder())
     run_here(build_post_train(chosen, monitor=looks), parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; 0 when every task succeeded, else 1."""
+    """Run from the command line; 0 when every task succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser)
     monitor_parameters(parser)

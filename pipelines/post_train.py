@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kfp import dsl
+from kfp import dsl, kubernetes
 
 from components import curate, evaluate, next_run, prepare, report, sft
-from components.dressing import dress
+from components.dressing import WEBHOOK_ENV, dress
 from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
+from planish.errors import ConfigError
 
 MAX_ITERATIONS = 30
 MAX_SHARDS = 32
@@ -37,8 +38,8 @@ Args:
     max_runs: Runs of the chain; the last task submits the next one up to this number.
     allow_config_change: Go on when the root holds another configuration.
     assume_autoscaling: Only warn when no node is large enough now.
-    webhook: URL that gets the summary at the end; empty for none.
-    store_secret: Name of the secret with endpoint, access_key and secret_key.
+    store_secret: Name of the secret with endpoint, access_key and secret_key; its key webhook, if
+        there is one, is the URL that gets the summary at the end.
 """
 """Docstring of the pipeline: what a person reads beside each field of the run form."""
 
@@ -47,7 +48,7 @@ def check_profile(profile: Profile) -> None:
     """Refuse what KFP or Argo cannot carry.
 
     Raises:
-        ValueError: names each limit and its reason.
+        ConfigError: names each limit and its reason.
     """
     faults = []
     if not 1 <= profile.num_iterations <= MAX_ITERATIONS:
@@ -72,7 +73,7 @@ def check_profile(profile: Profile) -> None:
             "pipeline's name"
         )
     if faults:
-        raise ValueError("; ".join(faults))
+        raise ConfigError("; ".join(faults))
 
 
 def profile_named(
@@ -87,10 +88,10 @@ def profile_named(
     Fewer shards lower the parallelism with them unless it is given too.
 
     Raises:
-        ValueError: no such profile, or a count outside its limits.
+        ConfigError: no such profile, or a count outside its limits.
     """
     if name not in PROFILES:
-        raise ValueError(f"a profile must be one of {sorted(PROFILES)}, got {name!r}")
+        raise ConfigError(f"a profile must be one of {sorted(PROFILES)}, got {name!r}")
     profile = PROFILES[name]
     shards = profile.num_shards if num_shards is None else num_shards
     if parallelism is None:
@@ -178,7 +179,6 @@ def build_post_train(
         max_runs: int = 1,
         allow_config_change: bool = False,
         assume_autoscaling: bool = False,
-        webhook: str = "",
         store_secret: str = "planish-store",
     ) -> None:
         settings = {
@@ -194,8 +194,9 @@ def build_post_train(
             "assume_autoscaling": assume_autoscaling,
         }
         worn: dict[str, Any] = {"profile": profile, "images": table, "store_secret": store_secret}
-        reported = report(root=root, webhook=webhook, max_restarts=max_restarts)
+        reported = report(root=root, max_restarts=max_restarts)
         dress(reported, "report", is_exit_task=True, **worn)
+        kubernetes.use_secret_as_env(reported, store_secret, dict(WEBHOOK_ENV), optional=True)
         with dsl.ExitHandler(reported, name="post-train"):
             _steps(root, settings, max_runs, iterations, worn, max_restarts)
 

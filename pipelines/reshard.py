@@ -16,6 +16,7 @@ from components import checkpoint_retain, checkpoint_verify, reshard, reshard_pr
 from components.dressing import dress
 from components.images import CPU_TINY, PROFILES, Profile, resolve_images
 from pipelines.runner import exit_status, run_here
+from planish.errors import ConfigError
 
 DESCRIPTION = """Write a checkpoint anew for another layout, and read it back.
 
@@ -112,15 +113,15 @@ def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
 
     Raises:
         RuntimeError: a task failed.
-        ValueError: an unknown profile.
+        ConfigError: an unknown profile.
     """
     if profile not in PROFILES:
-        raise ValueError(f"a profile must be one of {sorted(PROFILES)}, got {profile!r}")
+        raise ConfigError(f"a profile must be one of {sorted(PROFILES)}, got {profile!r}")
     run_here(build_reshard(PROFILES[profile]), parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; 0 when every task succeeded, else 1."""
+    """Run from the command line; 0 when every task succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", required=True, help="URI of this run")
     parser.add_argument("--source", required=True, help="URI or pin of a checkpoint")

@@ -4,6 +4,7 @@
 
     PlanishError
       ConfigError(ValueError)          unknown key, wrong type, impossible combination
+        RootInUse                      another run holds the lock of the root
       RecordError(ValueError)          schema, shape or digest does not match
       StoreError(OSError)
         ObjectMissing                  no object at this URI
@@ -55,6 +56,10 @@ class PlanishError(Exception):
 
 class ConfigError(PlanishError, ValueError):
     """The user asked for something that cannot be: never retried."""
+
+
+class RootInUse(ConfigError):
+    """Another run holds the lock of the root: a run that hears this has written nothing there."""
 
 
 class RecordError(PlanishError, ValueError):

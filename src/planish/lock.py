@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from planish.errors import ConfigError, ObjectExists, RecordError
+from planish.errors import ObjectExists, RecordError, RootInUse
 from planish.records import layout
 from planish.store import open_store
 from planish.store.processes import process_line, process_space, process_start
@@ -126,13 +126,17 @@ def read_lock(root: str) -> Lock:
     newest = max((int(name) for name in names if name.isdecimal()), default=0)
     if newest == 0:
         return Lock(0, None, 0.0)
-    uri = layout.lock_file(root, newest)
+    return _read_generation(root, newest)
+
+
+def _read_generation(root: str, generation: int) -> Lock:
+    uri = layout.lock_file(root, generation)
     data = open_store(uri).read(uri)
     if not data:  # its writer died before it could say who it is, so it never began to work
-        return Lock(newest, None, 0.0)
+        return Lock(generation, None, 0.0)
     try:
         raw = json.loads(data)
-        return Lock(newest, Holder(**raw["holder"]), float(raw["heartbeat_seconds"]))
+        return Lock(generation, Holder(**raw["holder"]), float(raw["heartbeat_seconds"]))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(
             f"`{uri}` must name a holder and a heartbeat, got {data[:200]!r} ({error}); remove it "
@@ -143,6 +147,43 @@ def read_lock(root: str) -> Lock:
 def _document(holder: Holder, now: float) -> bytes:
     document = {"holder": asdict(holder), "heartbeat_seconds": now}
     return json.dumps(document, sort_keys=True).encode()
+
+
+def check_free(
+    root: str,
+    me: Holder,
+    *,
+    alive: Callable[[Holder], bool | None] = is_alive,
+    now: float | None = None,
+) -> Lock:
+    """Return the newest generation of a lock that `me` may take or keep; writes nothing.
+
+    Raises:
+        RootInUse: another run holds it.
+    """
+    lock = read_lock(root)
+    if lock.holder not in (None, me) and not is_handed_over(root, lock):
+        # A heartbeat of the future says as little as an old one.
+        silent_seconds = abs((time.time() if now is None else now) - lock.heartbeat_seconds)
+        _refuse_live(root, lock, alive(lock.holder), silent_seconds)
+    return lock
+
+
+def refuse_stranger(root: str, me: Holder) -> None:
+    """Refuse a run that never had the lock of a root which another run uses.
+
+    A run of a cluster is also refused where the others have ended: what lies there is theirs.
+
+    Raises:
+        RootInUse: what `me` would write belongs to another run.
+    """
+    lock = read_lock(root)
+    generations = range(lock.generation, 0, -1)
+    if lock.holder is None or any(_read_generation(root, n).holder == me for n in generations):
+        return
+    if me.kind == "cluster":
+        raise RootInUse(f"`{root}` must be that of this run, but is that of {_words(lock.holder)}")
+    check_free(root, me)
 
 
 def acquire(
@@ -164,17 +205,14 @@ def acquire(
         The generation that is held now.
 
     Raises:
-        ConfigError: another run holds it, or took it at this very moment.
+        RootInUse: another run holds it, or took it at this very moment.
     """
     now = time.time() if now is None else now
-    lock = read_lock(root)
+    lock = check_free(root, me, alive=alive, now=now)
     store = open_store(root)
     if lock.holder == me:
         store.write(layout.lock_file(root, lock.generation), _document(me, now))
         return Lock(lock.generation, me, now)
-    if lock.holder is not None and not is_handed_over(root, lock):
-        # A heartbeat of the future says as little as an old one.
-        _refuse_live(root, lock, alive(lock.holder), abs(now - lock.heartbeat_seconds))
     if lock.holder is not None:
         logger.info(
             "took over lock root=%s holder=%s generation=%d",
@@ -184,7 +222,7 @@ def acquire(
         store.create(layout.lock_file(root, lock.generation + 1), _document(me, now))
     except ObjectExists:
         winner = read_lock(root).holder
-        raise ConfigError(
+        raise RootInUse(
             f"`{root}` must be used by one run at a time, but {_words(winner)} has just taken it; "
             "wait for its end or choose another root"
         ) from None
@@ -202,7 +240,7 @@ def _refuse_live(root: str, lock: Lock, lives: bool | None, silent_seconds: floa
     if lives is None:
         left = STALE_SECONDS - silent_seconds
         wait = f"nothing here tells whether it still lives: wait {left:.0f} s without a heartbeat"
-    raise ConfigError(
+    raise RootInUse(
         f"`{root}` must be used by one run at a time, but {_words(lock.holder)} holds its lock "
         f"(last heartbeat {silent_seconds:.0f} s ago); {wait}, or choose another root"
     )

@@ -7,6 +7,7 @@ its KFP component and, through `stage_main`, from a command line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import logging
@@ -23,19 +24,22 @@ from typing import Any, Protocol, TypeVar
 from planish.config import Section, check_limits, config_sha256, parse_section
 from planish.errors import (
     EXIT_CONFIG,
+    EXIT_TRANSIENT,
     ConfigError,
     ObjectExists,
     ObjectMissing,
     PlanishError,
     RecordError,
+    RootInUse,
     StoreError,
     exit_code,
 )
 from planish.records import layout
 from planish.records.refs import Ref
+from planish.signals import Terminated, stops_with
 from planish.stage_log import StageLog
 from planish.stage_metrics import StageMetrics
-from planish.store import open_store
+from planish.store import normal_uri, open_store
 from planish.store.documents import read_json, write_json
 from planish.telemetry import LOG_FORMAT
 
@@ -284,12 +288,17 @@ def _attempt(
         code = exit_code(error)
         shown.fail(code)
         logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
-        if isinstance(error, StoreError):
+        if isinstance(error, (StoreError, RootInUse)):
             log.give_up()
         log.write("failed", error=str(error), exit_code=code)
-        if code == EXIT_CONFIG:
+        if code == EXIT_CONFIG and not isinstance(error, RootInUse):
             _mark_failure(context, run_id, error)
         raise SystemExit(code) from None
+    except Terminated as stop:
+        shown.fail(EXIT_TRANSIENT)
+        logger.warning("stopped stage=%s iteration=%d reason=%s", stage, iteration, stop)
+        log.write("failed", error=str(stop), exit_code=EXIT_TRANSIENT)
+        raise
     except Exception as error:
         shown.fail(1)
         # Programs that schedule us see only the exit code: the log must hold the traceback.
@@ -320,14 +329,14 @@ def execute(
         shard: index among the parallel tasks of the stage.
 
     Raises:
-        SystemExit: 2 wrong configuration (must not be retried), 75 transient, 1 anything else.
+        SystemExit: 2 wrong configuration (must not be retried), 75 transient or stopped, 1 else.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     logging.getLogger("planish").setLevel(logging.INFO)
     root = root.rstrip("/")
     log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
-    with StageMetrics(stage, iteration) as shown, log:
+    with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as shown, log:
         outcome = _attempt(work, context, outputs, log, shown, checked=config_sha256 is not None)
     logger.info(
         "done stage=%s iteration=%d shard=%d seconds=%.2f already_done=%s",
@@ -380,6 +389,9 @@ def stage_main(run: Callable[..., Any], argv: Sequence[str] | None = None) -> in
     """
     arguments = vars(stage_parser(run).parse_args(argv))
     values_path = arguments.pop("values")
+    # A root that cannot be stays for the stage to refuse.
+    with contextlib.suppress(ConfigError, KeyError):
+        arguments["root"] = normal_uri(arguments["root"])
     result = run(**arguments)
     if values_path and result is not None:
         _write_text(values_path, json.dumps(result._asdict(), sort_keys=True))

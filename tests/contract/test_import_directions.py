@@ -14,7 +14,7 @@ LAYERS = [
     {"__version__", "errors", "config", "telemetry"},
     {
         *("records", "store", "verifiers", "shaping", "tokens"),
-        *("lock", "stage_log", "stage_metrics", "stage", "avoid", "runs"),
+        *("lock", "stage_log", "stage_metrics", "stage", "signals", "avoid", "runs"),
     },
     {"models", "logprobs", "engines", "algorithms", "checkpoint", "parallel", "measure"},
     {
@@ -31,6 +31,7 @@ EDGES = {
     *(("records", "store"), ("lock", "records"), ("lock", "store")),
     *(("stage_log", "records"), ("stage_log", "store"), ("stage_log", "lock")),
     *(("stage", "records"), ("stage", "store"), ("stage", "stage_log")),
+    *(("signals", "store"), ("stage", "signals")),
     *(("stage", "stage_metrics"), ("avoid", "records"), ("avoid", "store")),
     *(("checkpoint", "parallel"), ("checkpoint", "models")),
     *(("engines", "models"), ("engines", "logprobs"), ("measure", "engines")),

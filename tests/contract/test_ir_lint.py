@@ -200,7 +200,7 @@ def executor_without_pod(_, pods):
 
 
 def hidden_parameter(spec, _):
-    del spec["root"]["inputDefinitions"]["parameters"]["webhook"]
+    del spec["root"]["inputDefinitions"]["parameters"]["overrides"]
 
 
 def one_pod_that_goes_anywhere(_, pods):

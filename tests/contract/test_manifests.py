@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.dressing import ITERATION_LABEL, SECRET_ENV, STAGE_LABEL
+from components.dressing import ITERATION_LABEL, SECRET_ENV, STAGE_LABEL, WEBHOOK_ENV
 from components.images import IMAGES, METRICS_PORT, OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
 from planish.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
 from planish.stage import stage_parser
@@ -298,7 +298,8 @@ def test_a_step_has_image_secret_limits_and_retries(name):
     container = template["container"]
     assert container["image"] == IMAGES[STAGE_IMAGES[stage_of(name)]]
     secrets = {e["name"] for e in container["env"] if "secretKeyRef" in e.get("valueFrom", {})}
-    assert secrets == set(SECRET_ENV.values())
+    of_stage = WEBHOOK_ENV if name == "report" else {}
+    assert secrets == {*SECRET_ENV.values(), *of_stage.values()}
     assert container["resources"]["limits"]["memory"]
     assert template["activeDeadlineSeconds"] > 0
     if name in ("prepare", "report"):

@@ -9,14 +9,21 @@ import json
 import textwrap
 from pathlib import Path
 
+REAL = Path(__file__).resolve().parents[2] / "src" / "planish"
+
 _COMMON = '''
 import json, os, sys, time
 from pathlib import Path
 
+# What is not a stage is the real one.
+__path__.append({real!r})
+
 
 def note(stage, iteration=0, shard=0, **facts):
     """Append one event and fail when told to."""
-    root = Path(facts["root"].removeprefix("file://"))
+    from planish.store import parse_uri
+
+    root = Path("/" + parse_uri(facts["root"]).key)
     for value in facts.values():
         assert type(value) in (str, int, float, bool), (stage, value)
     event = dict(facts, stage=stage, iteration=iteration, shard=shard, pid=os.getpid(),
@@ -124,11 +131,14 @@ _STAGES = {
             note("next", root=root, chain_index=chain_index, max_runs=max_runs)
     """,
     "report": """
-        def run(*, root, state, failed_task, error_message, webhook, max_restarts, report, summary,
+        def run(*, root, state, failed_task, error_message, max_restarts, report, summary,
                 metrics):
             note("report", root=root, state=state, failed_task=failed_task,
-                 error_message=error_message, webhook=webhook)
+                 error_message=error_message)
             write(report, summary)
+            from planish.store.documents import write_json
+            numbers = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after")
+            write_json(f"{root}/report/summary.json", dict.fromkeys([*numbers, "iterations"], 1))
     """,
 }
 
@@ -137,7 +147,8 @@ def write_fake_stages(folder: Path) -> Path:
     """Write the package below `folder` and return what belongs in front of the module path."""
     package = folder / "planish"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(_COMMON)
+    (package / "__init__.py").write_text(_COMMON.replace("{real!r}", repr(str(REAL))))
+    (package / "presets").symlink_to(REAL / "presets")
     for stage, body in _STAGES.items():
         (package / stage).mkdir()
         (package / stage / "__init__.py").write_text("")

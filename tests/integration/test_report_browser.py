@@ -19,7 +19,7 @@ def page(tmp_path_factory):
     outputs = {name: PathArtifact(str(folder / name)) for name in ("summary", "metrics")}
     target = PathArtifact(str(folder / "report.html"))
     run(
-        root=root, state="SUCCEEDED", failed_task="", error_message="", webhook="",
+        root=root, state="SUCCEEDED", failed_task="", error_message="",
         max_restarts=0, report=target, **outputs,
     )  # fmt: skip
     return folder / "report.html"

@@ -12,7 +12,7 @@ from planish.avoid import avoided, node_affinity
 from planish.checkpoint.train_state import read_state_info
 from planish.config import config_sha256
 from planish.errors import ConfigError
-from planish.lock import Holder, acquire, current_holder, is_alive
+from planish.lock import Holder, acquire, check_free, current_holder, is_alive
 from planish.prepare.chain import find_link, record_link
 from planish.prepare.checks import check_run
 from planish.prepare.cluster import (
@@ -32,10 +32,8 @@ from planish.prepare.run_file import (
     write_run_file,
 )
 from planish.prepare.settings import build_config
-from planish.records import layout
 from planish.records.reference import find_reference
 from planish.stage import Artifact, Outcome, execute
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +153,6 @@ def _check(
     root: str, wish: Wish, api: ClusterApi | None
 ) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:
     """Return the resolved configuration and the warnings; raise every fault."""
-    # The first touch of the store: tells a missing bucket, refused keys and silence apart.
-    open_store(root).exists(layout.run_file(root))
     config = build_config(
         preset=wish.preset,
         config=wish.config,
@@ -225,12 +221,16 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         api: the cluster; None asks for it only inside one.
 
     Raises:
+        RootInUse: another run uses the root.
         ConfigError: whatever the user must mend; at most the lock has been written then.
         StoreUnavailable: the store does not answer.
     """
     api = api or _cluster_api()
+    me = current_holder()
+    # Before all else: a fault of a run that may not be here is not told on another run's root.
+    check_free(root, me, alive=liveness(api))
     config, warnings = _check(root, wish, api)
-    lock = acquire(root, current_holder(), alive=liveness(api))
+    lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
         *(root, config),
         resume_from=wish.resume_from,

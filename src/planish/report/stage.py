@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 
-from planish.errors import PlanishError
+from planish.errors import PlanishError, RootInUse
+from planish.lock import current_holder, refuse_stranger
 from planish.records import layout
 from planish.report.gather import gather
 from planish.report.keys import as_metrics, as_summary, key_numbers
@@ -20,13 +22,15 @@ from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
+WEBHOOK = "PLANISH_WEBHOOK"
+"""Environment variable with the URL, which is a credential: no parameter, log or page holds it."""
+
 
 def run(
     root: str,
     state: str,
     failed_task: str,
     error_message: str,
-    webhook: str,
     max_restarts: int,
     report: Artifact,
     summary: Artifact,
@@ -34,28 +38,43 @@ def run(
 ) -> None:
     """Report on a run from what lies under its root.
 
+    The webhook that hears of it, an http(s) URL, is the environment variable `PLANISH_WEBHOOK`.
+
     Args:
         root: URI of the run.
         state: final state of the run, e.g. `SUCCEEDED` or `FAILED`.
         failed_task: what the scheduler names as failed; the stage logs know it better.
         error_message: what the scheduler says about it.
-        webhook: http(s) URL that gets the summary by one POST; empty for none.
         max_restarts: how often on this root a failed run in which a machine was named is started
             again; 0 for never.
         report: gets the HTML page.
         summary: gets the Markdown summary.
         metrics: gets the key numbers.
     """
+
+    def work(context: Context) -> Outcome:
+        _refuse_stranger(context.root)
+        restarted = _restart(context.root, state, max_restarts)
+        return _work(context, state, failed_task, error_message, restarted)
+
     execute(
         "report",
-        lambda context: _work(
-            *(context, state, failed_task, error_message, webhook),
-            _restart(context.root, state, max_restarts),
-        ),
+        work,
         root=root,
         config_sha256=None,
         outputs={"report": report, "summary": summary, "metrics": metrics},
     )
+
+
+def _refuse_stranger(root: str) -> None:
+    """End where what lies under the root is that of another run, which has refused this one."""
+    try:
+        refuse_stranger(root, current_holder())
+    except RootInUse:
+        raise
+    except PlanishError as error:
+        # Where nothing can be read nothing can be overwritten, and the page says what is missing.
+        logger.warning("lock not read root=%s error=%s", root, error)
 
 
 def _restart(root: str, state: str, max_restarts: int) -> Restarted | None:
@@ -72,7 +91,6 @@ def _work(
     state: str,
     failed_task: str,
     error_message: str,
-    webhook: str,
     restarted: Restarted | None,
 ) -> Outcome:
     facts = gather(context.root)
@@ -86,7 +104,7 @@ def _work(
     folder = layout.report(context.root)
     files = {"report.html": html, "report.md": markdown, "summary.json": text}
     failure = facts.failure or _store(folder, files)
-    post(webhook, {**numbers, "report": f"{folder}/report.html"})
+    post(os.environ.get(WEBHOOK, ""), {**numbers, "report": f"{folder}/report.html"})
     return Outcome(
         documents={"report": html, "summary": markdown},
         metrics=as_metrics(numbers),

@@ -26,7 +26,7 @@ def post(url: str, message: Mapping[str, object]) -> bool:
     """Send `message` as JSON by one POST.
 
     Args:
-        url: http or https; empty sends nothing. It may hold a secret and is never logged whole.
+        url: http or https; empty sends nothing. It is a credential: no part of it is logged.
         message: JSON values.
 
     Returns:
@@ -37,13 +37,13 @@ def post(url: str, message: Mapping[str, object]) -> bool:
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            logger.warning("webhook not sent: must be http(s)://host/..., got %s", parts.scheme)
+            logger.warning("webhook not sent: its URL must be http(s)://host/...; mend the secret")
             return False
         data = json.dumps(message, sort_keys=True).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "planish"}
         request = Request(url, data=data, headers=headers, method="POST")
         with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_SECONDS) as answer:
-            logger.info("webhook sent host=%s status=%d", parts.hostname, answer.status)
+            logger.info("webhook sent status=%d", answer.status)
             return True
     except (URLError, OSError, ValueError, http.client.HTTPException) as error:
         logger.warning("webhook not sent error=%s", type(error).__name__)

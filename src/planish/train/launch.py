@@ -47,7 +47,7 @@ def launch(job: TrainJob) -> JobResult:
         # Only the ranks get ahead; this process waits for them.
         telemetry.forget("planish_stage_progress_timestamp_seconds")
         logger.info("launching processes=%d", job.train.num_processes)
-        code = subprocess.run(line, check=False).returncode
+        code = _run(line)
         fault = result.with_suffix(".error")
         if fault.exists():
             raise _rebuild(json.loads(fault.read_text("utf-8")))
@@ -58,6 +58,17 @@ def launch(job: TrainJob) -> JobResult:
                 "cause, run the stage again"
             )
         return JobResult.from_json(result.read_text("utf-8"))
+
+
+def _run(line: list[str]) -> int:
+    """Return the exit code of torchrun; when this process must stop, its ranks stop first."""
+    with subprocess.Popen(line) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            # Each rank has a session of its own: only torchrun, if it is asked, ends them.
+            process.terminate()
+            raise
 
 
 def _rebuild(fault: dict[str, str]) -> PlanishError:

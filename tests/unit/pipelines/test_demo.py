@@ -3,9 +3,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from pipelines.demo import (
     Task,
     default_root,
+    main,
     progress_line,
     read_tasks,
     seconds_by_stage,
@@ -75,3 +78,21 @@ def test_each_choice_has_a_folder_of_its_own() -> None:
     other = argparse.Namespace(**vars(base) | {"dataset": "x.jsonl"})
     assert "/runs/dapo-tiny-seed3-" in default_root(base)
     assert default_root(base) != default_root(other)
+
+
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        ("/tmp/x", "a store URI must begin with one of"),
+        ("..", "a store URI must begin with one of"),
+        ("file:///tmp/../x", "no empty, `.` or `..` segment"),
+        ("s3://", "must name a bucket"),
+    ],
+)
+def test_a_root_that_cannot_be_is_one_line_and_code_two(
+    root: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--root", root]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert words in errors

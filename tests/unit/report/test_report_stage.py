@@ -11,6 +11,7 @@ from planish.report.stage import run
 from planish.stage import PathArtifact, stage_main
 from planish.store import open_store
 from planish.store.documents import read_json
+from tests.unit.report.test_report_webhook import server
 
 
 @pytest.fixture
@@ -19,10 +20,10 @@ def artifacts(tmp_path):
     return {name: PathArtifact(str(tmp_path / "out" / name)) for name in names}
 
 
-def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message="", webhook=""):
+def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message=""):
     run(
         root=root, state=state, failed_task=failed_task, error_message=error_message,
-        webhook=webhook, max_restarts=0, **artifacts,
+        max_restarts=0, **artifacts,
     )  # fmt: skip
     return {name: Path(artifact.path).read_text() for name, artifact in artifacts.items()}
 
@@ -87,8 +88,24 @@ def test_a_page_that_can_not_be_stored_fails_the_stage(short_root, artifacts):
     assert "<svg" in page
 
 
-def test_a_webhook_that_fails_does_not_fail_the_stage(short_root, artifacts):
-    assert "<svg" in report(short_root, artifacts, webhook="http://127.0.0.1:1/x")["report"]
+def test_a_webhook_that_fails_does_not_fail_the_stage(short_root, artifacts, monkeypatch):
+    monkeypatch.setenv("PLANISH_WEBHOOK", "http://127.0.0.1:1/x")
+    assert "<svg" in report(short_root, artifacts)["report"]
+
+
+def test_the_webhook_of_the_secret_gets_the_summary_and_its_address_shows_nowhere(
+    short_root, artifacts, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    with server(200) as (url, seen):
+        monkeypatch.setenv("PLANISH_WEBHOOK", f"{url}?token=s3cret")
+        written = report(short_root, artifacts)
+    ((path, _, message),) = seen
+    assert (path, message["accuracy_after"]) == ("/hook?token=s3cret", 0.4831)
+    assert "webhook sent" in caplog.text
+    logs = Path(layout.logs(short_root).removeprefix("file://"))
+    stored = [path.read_text() for path in (*logs.iterdir(), *logs.with_name("report").iterdir())]
+    assert "s3cret" not in "".join([caplog.text, *written.values(), *stored])
 
 
 def test_the_command_line_writes_the_same_page(short_root, artifacts, tmp_path):
@@ -97,7 +114,7 @@ def test_the_command_line_writes_the_same_page(short_root, artifacts, tmp_path):
     code = stage_main(
         run,
         ["--root", short_root, "--state", "SUCCEEDED", "--failed-task", "", "--error-message", "",
-         "--webhook", "", "--max-restarts", "0", "--report", str(target),
+         "--max-restarts", "0", "--report", str(target),
          "--summary", str(tmp_path / "s.md"), "--metrics", str(tmp_path / "m.json")],
     )  # fmt: skip
     assert code == 0

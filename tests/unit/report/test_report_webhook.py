@@ -65,6 +65,12 @@ def test_other_addresses_are_refused(url, caplog):
     assert "webhook not sent" in caplog.text
 
 
+@pytest.mark.parametrize("url", ["s3cret:token", "ftp://s3cret/x", "https://[s3cret"])
+def test_no_part_of_an_address_that_cannot_be_is_logged(url, caplog):
+    assert not post(url, {})
+    assert "s3cret" not in caplog.text
+
+
 def test_an_empty_address_sends_nothing(caplog):
     assert not post("", {})
     assert caplog.text == ""

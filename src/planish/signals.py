@@ -1,0 +1,142 @@
+"""What a process does when it is asked to end: one exception, a limit, and nothing left behind.
+
+It reads the process table of Linux; elsewhere it finds no descendants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from planish.store.processes import process_line
+
+HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Kubernetes sends the first, a keyboard the second, a terminal that goes away the third."""
+
+STOP_SECONDS = 15.0
+"""What was asked to stop does so within this time; Kubernetes kills it after 30 s."""
+POLL_SECONDS = 0.1
+
+Process = tuple[int, int]
+"""Process id and start in clock ticks since boot, which tells it from a later one with its id."""
+
+
+class Terminated(SystemExit):
+    """A signal asked this process to end; its code becomes the exit code unless it is caught.
+
+    Example:
+        >>> str(Terminated(signal.SIGTERM, 75)), Terminated(signal.SIGTERM, 75).code
+        ('stopped by SIGTERM', 75)
+    """
+
+    def __init__(self, number: int, code: int) -> None:
+        """Keep the exit code."""
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = code
+
+
+@contextlib.contextmanager
+def on_signal(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the number of the first signal of `HEARD`; later ones are ignored.
+
+    Outside the main thread, where Python hears no signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_heard = False
+
+    def hear(number: int, _: object) -> None:
+        # A second signal would cut short what the first one has begun.
+        nonlocal is_heard
+        if not is_heard:
+            is_heard = True
+            act(number)
+
+    # What `nohup` or a shell's background has made deaf stays so.
+    heard = [number for number in HEARD if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, hear) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stops_with(code: int) -> Iterator[None]:
+    """Raise `Terminated` in the main thread at a signal; end anyway after `STOP_SECONDS`.
+
+    Every write of a stage is whole or absent, so any place of the work is a safe one. What holds
+    the process longer (a rank that waits for its peers, a store that does not answer) is cut off.
+    """
+    # Of all queues only this one may be used by a handler that has interrupted its own use.
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def end_anyway() -> None:
+        if asked.get():
+            time.sleep(STOP_SECONDS)
+            end_descendants(0.0)
+            os._exit(code)
+
+    def stop(number: int) -> None:
+        asked.put(True)
+        raise Terminated(number, code)
+
+    threading.Thread(target=end_anyway, name="stop-limit", daemon=True).start()
+    try:
+        with on_signal(stop):
+            yield
+    finally:
+        # After a signal it comes too late: the limit holds until the process has ended.
+        asked.put(False)
+
+
+def _process_table() -> dict[int, tuple[int, Process]]:
+    """Return the parent and the identity of every live process by its id."""
+    table = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        fields = process_line(pid)
+        if fields and fields[0] not in ("Z", "X"):
+            table[pid] = (int(fields[1]), (pid, int(fields[19])))
+    return table
+
+
+def _descendants(table: dict[int, tuple[int, Process]]) -> set[Process]:
+    found: set[Process] = set()
+    parents = {os.getpid()}
+    while parents:
+        children = {pid: process for pid, (parent, process) in table.items() if parent in parents}
+        found.update(children.values())
+        parents = set(children)
+    return found
+
+
+def end_descendants(limit_seconds: float) -> None:
+    """Ask all that this process has started, and what they have, to end; kill what stays.
+
+    Args:
+        limit_seconds: what lives so long after it was asked is killed.
+    """
+    deadline = time.monotonic() + limit_seconds
+    asked: set[Process] = set()
+    while True:
+        table = _process_table()
+        alive = {process for _, process in table.values()}
+        # Those whose parent has ended are nobody's descendants any more.
+        left = _descendants(table) | (asked & alive)
+        is_late = time.monotonic() >= deadline
+        for pid, _ in left if is_late else left - asked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+        if is_late or not left:
+            return
+        asked |= left
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,37 @@
+"""The process table: which live processes belong to one test, whoever their parents are."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def marks(folder: Path) -> dict[str, str]:
+    """Return the environment whose processes `marked` finds by this folder."""
+    return {**os.environ, "TEST_FOLDER": str(folder)}
+
+
+def marked(folder: Path) -> list[int]:
+    """Return the ids of the live processes that inherited the environment of `marks`."""
+    mark = f"TEST_FOLDER={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            state = (path / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if mark in words and state not in ("Z", "X"):
+            found.append(int(path.name))
+    return sorted(found)
+
+
+def wait_until_none(folder: Path, seconds: float) -> None:
+    """Wait until no marked process is left."""
+    deadline = time.monotonic() + seconds
+    while found := marked(folder):
+        assert time.monotonic() < deadline, [
+            Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in found
+        ]
+        time.sleep(0.1)
