@@ -123,11 +123,14 @@ class Actor:
         if memory.last is not None and memory.is_finished and alert.state != "resolved":
             return replace(memory.last, has_changed=False)
         job: JobInfo | None = None
+        pods: list[PodInfo] = []
         try:
-            namespace = alert.job.partition("/")[0]
-            jobs = group_jobs(pods := self.cluster.pods(namespace))
-            self.table.update(jobs, now, namespace)
-            job = next((job for job in jobs if job.key == alert.job), None)
+            # Candidates are many and nothing is done about them.
+            if alert.state != "candidate":
+                namespace = alert.job.partition("/")[0]
+                jobs = group_jobs(pods := self.cluster.pods(namespace))
+                self.table.update(jobs, now, namespace)
+                job = next((job for job in jobs if job.key == alert.job), None)
             outcome = self._step(alert, result, now, memory, job, pods)
         except ClusterError as error:
             outcome = self._failed(error)

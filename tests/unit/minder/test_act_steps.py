@@ -185,6 +185,15 @@ def test_only_pods_that_belong_to_a_job_and_live_are_asked_for(fake):
     assert {tuple(query.get("fieldSelector", ())) for query in queries} == {(live,)}
 
 
+def test_no_pods_are_asked_for_while_a_machine_is_only_a_candidate(fake):
+    actor = Actor(fake.cluster, ActConfig(mode="evict"), clock=lambda: 1000.0)
+    alert = Alert("a", "team/job", "n1", "dissimilar", "cpu_usage", "candidate", 900.0, 950.0)
+    result = Result("team/job", "ok", 0, 1000, 4, "default", 1.35, "euclidean")
+    assert actor.handle(alert, result, 1000).result == "none"
+    asked = [path for method, path, _ in fake.requests if method == "GET"]
+    assert asked == ["/api/v1/nodes/n1"]
+
+
 def test_an_answer_that_is_no_json_and_a_server_that_is_gone_are_failures(fake):
     heard = []
     fake.cluster.listener = heard.append
