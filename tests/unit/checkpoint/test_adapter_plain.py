@@ -232,6 +232,97 @@ def test_extra_state_of_modules_comes_back():
     assert target[0].count == 7
 
 
+class Saving(nn.Linear):
+    """Saves a table and a number that are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.table, self.calls = torch.zeros(3), 0
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "table"] = self.table
+        destination[prefix + "calls"] = self.calls
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.table = state_dict.pop(prefix + "table").clone()
+        self.calls = state_dict.pop(prefix + "calls")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def hooked(public):
+    """A model whose hooks count before the state is taken, and add a tensor to it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("seen", torch.zeros(()))
+    model.held, model.calls = torch.zeros(3), 0
+
+    def add(module, state, prefix, metadata):
+        state[prefix + "held"] = module.held
+
+    def take(module, state, prefix, *_):
+        module.held = state.pop(prefix + "held").clone()
+
+    model.register_state_dict_pre_hook(lambda m, *_: m.seen.fill_(m.calls))
+    if public:
+        model.register_state_dict_post_hook(add)
+    else:
+        model._register_state_dict_hook(add)
+    model.register_load_state_dict_pre_hook(take)
+    return model
+
+
+def test_values_that_a_module_saves_by_itself_come_back():
+    source, target = (
+        nn.Sequential(Saving(), nn.Linear(2, 1)),
+        nn.Sequential(Saving(), nn.Linear(2, 1)),
+    )
+    source[0].table, source[0].calls = torch.arange(3.0), 7
+    states = [
+        {"model": one, "optimizer": torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)}
+        for one in (source, target)
+    ]
+    source(torch.ones(1, 2)).sum().backward()
+    states[0]["optimizer"].step()
+    round_trip(*states)
+    assert target[0].table.tolist() == [0.0, 1.0, 2.0]
+    assert target[0].calls == 7
+    assert torch.equal(target[1].weight, source[1].weight)
+    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        moment = states[1]["optimizer"].state[mine]["momentum_buffer"]
+        assert torch.equal(moment, states[0]["optimizer"].state[theirs]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_values_that_hooks_on_a_state_dict_add_come_back(public):
+    source, target = hooked(public), hooked(public)
+    source.held, source.calls = torch.arange(3.0), 4
+    round_trip({"model": source}, {"model": target})
+    assert target.held.tolist() == [0.0, 1.0, 2.0]
+    assert target.seen == 4
+    assert torch.equal(target[0].weight, source[0].weight)
+
+
+def test_a_module_with_values_of_its_own_is_refused_by_name_where_they_can_not_come_back():
+    with pytest.raises(TypeError, match=r"`head\.0\.table`.*`get_extra_state`"):
+        memory.save({"model": {"head": nn.Sequential(Saving())}}, "plain")
+    broken = Saving()
+    broken.calls = lambda: 0
+    with pytest.raises(TypeError, match="calls"):
+        memory.save({"model": broken}, "plain")
+
+
+def test_a_module_whose_own_way_of_saving_adds_nothing_is_saved_like_any_other():
+    class Plain(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    source, target = nn.utils.spectral_norm(Plain(2, 2)), nn.utils.spectral_norm(Plain(2, 2))
+    source.weight_orig.data.fill_(3.0)
+    saved = memory.save({"model": nn.Sequential(source)}, "plain")
+    memory.load(saved, {"model": nn.Sequential(target)}, "plain")
+    assert target.weight_orig.flatten().tolist() == [3.0] * 4
+
+
 def test_a_load_refuses_other_shapes_types_and_missing_names_before_it_writes():
     saved = memory.save({"model": {"w": torch.ones(2, 3)}}, "plain")
     for wanted, error in [

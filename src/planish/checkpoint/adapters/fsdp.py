@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from planish.checkpoint.adapters.flat import FlatShard, place_flat
 from planish.checkpoint.adapters.gathering import Gathering, place
-from planish.checkpoint.adapters.names import named_tensors
+from planish.checkpoint.adapters.names import clean, named_tensors, own_savers
 from planish.checkpoint.adapters.optimizer import Site
 from planish.checkpoint.adapters.placed import Placed
 from planish.checkpoint.adapters.plain import gather_extra_state, gather_ties, sites_of
@@ -64,11 +64,18 @@ def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], Site | N
     """Collect a module wrapped by FSDP1 and return where its parameters' state lies.
 
     Raises:
-        TypeError: no module, or wrapped with `use_orig_params=False`.
+        TypeError: no module, wrapped with `use_orig_params=False`, or with own ways of saving.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"`model` must be the wrapped module for framework 'fsdp', got {type(model).__name__}"
+        )
+    savers = [clean(name) for name in own_savers(model)]
+    if savers:
+        raise TypeError(
+            "modules must save parameters, buffers and extra state only for framework 'fsdp', but "
+            f"{savers} have a `_save_to_state_dict` of their own or hooks on `state_dict`; use "
+            "`get_extra_state`, or framework 'fsdp2'"
         )
     named = named_tensors(model)
     ranges = _ranges(model)

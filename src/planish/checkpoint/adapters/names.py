@@ -20,6 +20,10 @@ WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _HOLDERS = ("DistributedDataParallel", "DataParallel", "Float16Module", "FullyShardedDataParallel")
 """Classes whose child `module` is the wrapped module."""
 
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_QUIET = ("torch.distributed.", "torch.nn.utils.")
+"""Hooks of these on `state_dict` add no value."""
+
 
 @dataclass
 class NamedTensors:
@@ -79,6 +83,7 @@ def clean_mapping(named: Mapping[str, Any], framework: str) -> dict[str, Any]:
 
 def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
     """Return the tensors of a module tree that belong to its saved state."""
+    _reshard(module)
     found = NamedTensors()
     seen: dict[Any, str] = {}
     for name, tensor in _walk(module, prefix, found.extra):
@@ -90,6 +95,41 @@ def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
             found.aliases[name] = first
             found.alias_tensors[name] = tensor
     return found
+
+
+def _reshard(module: nn.Module) -> None:
+    """Let FSDP2 put its shards back where a forward has left copies that it gathered and rounded.
+
+    It does so before every `state_dict`, sending nothing.
+    """
+    for inner in module.modules():
+        for hook in inner._state_dict_pre_hooks.values():
+            if str(getattr(hook, "__module__", "")).startswith(_FSDP2):
+                hook(inner, "", True)
+
+
+def own_savers(module: nn.Module) -> list[str]:
+    """Return the names of the modules of a tree that may save more than `named_tensors` has.
+
+    Those with a `_save_to_state_dict` of their own, or with hooks on `state_dict`.
+    """
+    return [name for name, inner in module.named_modules() if _has_own_way(inner)]
+
+
+def _has_own_way(module: nn.Module) -> bool:
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    own = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    return own or not all(str(getattr(h, "__module__", "")).startswith(_QUIET) for h in hooks)
+
+
+def added_values(module: nn.Module) -> list[str]:
+    """Return the names of what `state_dict` of a module has beyond `named_tensors`."""
+    if not own_savers(module):
+        return []
+    held = list(map(clean, module.state_dict(keep_vars=True)))
+    named = named_tensors(module)
+    known = {*named.tensors, *named.aliases, *named.extra}
+    return [name for name in held if not {name, name.removeprefix("module.")} & known]
 
 
 def _walk(

@@ -16,6 +16,7 @@ from planish.checkpoint.adapters.flat import FlatShard
 from planish.checkpoint.adapters.gathering import Gathering, place
 from planish.checkpoint.adapters.names import (
     NamedTensors,
+    added_values,
     clean,
     clean_mapping,
     named_tensors,
@@ -37,10 +38,12 @@ Sites = Callable[[Tensor], Site | None]
 
 def gather_model(gathering: Gathering, model: Any) -> Sites:
     """Collect a model and return where its parameters' optimizer state lies."""
-    if isinstance(model, nn.Module):
+    is_module = isinstance(model, nn.Module)
+    if is_module and not added_values(model):
         return _gather_module(gathering, named_tensors(model))
     if hasattr(model, "state_dict") and hasattr(model, "load_state_dict"):
-        held = model.state_dict()
+        # The parameters themselves, by which an optimizer knows them.
+        held = model.state_dict(keep_vars=True) if is_module else model.state_dict()
         sites = gather_mapping(gathering, "model", held)
         gathering.after(lambda shared, own: model.load_state_dict(held))
         return sites
@@ -144,6 +147,7 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
         dict(clean_mapping(_text(value), gathering.framework) | _other(value))
     ):
         if isinstance(leaf, nn.Module):
+            _refuse_added(name_of_path(path), leaf)
             inner = named_tensors(leaf, prefix=name_of_path(path) + ".")
             _gather_module(gathering, inner)
             found |= inner.tensors
@@ -155,6 +159,15 @@ def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
             rest.append((path, checked(path, leaf)))
     gather_rest(gathering, part, value, rest)
     return sites_of(NamedTensors({n: t for n, t in found.items() if isinstance(t, Tensor)}))
+
+
+def _refuse_added(prefix: str, module: nn.Module) -> None:
+    added = [f"`{prefix}.{name}`" for name in added_values(module)]
+    if added:
+        raise TypeError(
+            "a module inside of a mapping must save parameters, buffers and extra state only, got "
+            f"{', '.join(added)}; return them from `get_extra_state`, or pass the module as `model`"
+        )
 
 
 def _text(value: Mapping[Any, Any]) -> dict[str, Any]:
