@@ -8,6 +8,7 @@ profile = "default"
 [kubernetes]          jobs are found there when the table exists
 [act] [alertmanager] [server]
 [detect] [preprocess] [denoise] [service] [alerts]            what is found, and how
+[limits] [boards.NAME]                                        of metrics, for this hardware
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class MetricConfig(Section):
     agg: Aggregation | None = None
     required: bool = False
     limits: Annotated[tuple[float, float], Field(strict=False)] | Literal["fit"] | None = None
-    """Must be those that the models were trained with."""
+    """Must be those that the models were trained with; those of the site stand in `limits`."""
     transform: Transform | None = None
     """The same."""
 
@@ -269,5 +270,6 @@ def _check_trained(given: MetricConfig, key: str) -> None:
         seen = getattr(given, name)
         if seen is not None and seen != value:
             raise ConfigError(
-                f"`{key}.{name}` must be {value!r}, with which the models are trained, got {seen!r}"
+                f"`{key}.{name}` must be {value!r}, with which the models are trained, got {seen!r}; "
+                "limits of this site stand in the table `limits`"
             )

@@ -11,6 +11,7 @@ import pytest
 
 from planish.errors import RecordError
 from planish.minder.cases import facts_of, facts_path, read_case, trace_files, write_recorded
+from planish.minder.config import minder_config
 from planish.minder.files import write_frame
 from planish.minder.metrics_table import METRICS
 from planish.minder.simulator import Case, Truth, simulate
@@ -28,9 +29,9 @@ def other_board(case, factor=2.1):
     return replace(case, frame=replace(case.frame, values=values, mask={}), board=BOARD)
 
 
-def recorded(folder, seed, fault=None):
+def recorded(folder, seed, fault=None, *, machines=6, minutes=20):
     """Write a simulated case of another board as `record` would, with its label."""
-    case = other_board(simulate(seed, machines=6, minutes=20, fault=fault))
+    case = other_board(simulate(seed, machines=machines, minutes=minutes, fault=fault))
     path = folder / f"{seed}.npz"
     write_frame(path, case.frame)
     facts_path(path).write_text(json.dumps(facts_of(case)), "utf-8")
@@ -95,6 +96,23 @@ def test_a_site_with_other_boards_fits_its_limits_and_scores_its_own_traces(tmp_
     code, shown = run(capsys, "calibrate", "--traces", labelled)
     assert code == 3
     assert "healthy job" in shown.err
+
+
+@pytest.mark.slow
+def test_ten_labelled_faults_are_enough_for_thresholds_of_the_site(tmp_path, capsys):
+    for number in range(11):
+        fault = "nic-dropout" if number else None
+        recorded(tmp_path / "traces", 4_600_000 + number, fault, machines=4, minutes=12)
+    out = tmp_path / "site.toml"
+    options = ("--traces", tmp_path / "traces", "--variant", "raw", "--out", out)
+    code, shown = run(capsys, "calibrate", *options)
+    assert code == 0, shown.err
+    tables = tomllib.loads(out.read_text("utf-8"))
+    assert set(tables) == {"boards", "detect"}
+    assert set(tables["detect"]) == {"theta", "kappa", "floors"}
+    settings = minder_config(tables)
+    assert settings.detect.floors == tables["detect"]["floors"]
+    assert settings.site_limits("gpu_power_draw", BOARD) is not None
 
 
 def test_limits_that_can_not_be_are_refused(tmp_path, capsys):
