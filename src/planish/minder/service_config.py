@@ -270,6 +270,6 @@ def _check_trained(given: MetricConfig, key: str) -> None:
         seen = getattr(given, name)
         if seen is not None and seen != value:
             raise ConfigError(
-                f"`{key}.{name}` must be {value!r}, with which the models are trained, got {seen!r}; "
-                "limits of this site stand in the table `limits`"
+                f"`{key}.{name}` must be {value!r}, with which the models are trained, got "
+                f"{seen!r}; limits of this site stand in the table `limits`"
             )
