@@ -389,9 +389,20 @@ class SaveEngine:
         with save.recorder.stage("stage", num_bytes=size):
             stager.copy(agreed.items, lambda _: None, lambda i: i not in late)
 
+        items, free, copying = agreed.items, save.release, threading.Lock()
+
         def copy_rest() -> None:
-            with save.recorder.stage("stage"):
-                stager.copy(agreed.items, lambda _: None, lambda i: i in late)
+            with copying, save.recorder.stage("stage"):
+                if save.failure is None:
+                    stager.copy(items, lambda _: None, lambda i: i in late)
+
+        def release() -> None:
+            # The save may have failed elsewhere; a copy must not go on in memory of the next one.
+            with copying:
+                save.failure = save.failure or SaveFailed("the save has ended")
+                free()
+
+        save.release = release
 
         def done(error: BaseException | None) -> None:
             save.failure = save.failure or error

@@ -121,7 +121,9 @@ class ThreadUploader:
 
     def staged(self, number: int, value: int, after_s: float = 0.0) -> None:
         """Tell a job how many bytes of its buffer are in place; small jobs begin at once."""
-        self._jobs[number].progress.advance(value)
+        job = self._jobs.get(number)
+        if job is not None:
+            job.progress.advance(value)
 
     def cancel(self, number: int) -> None:
         """Ask a job to end; `wait` still has to be called."""

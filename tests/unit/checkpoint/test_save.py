@@ -210,6 +210,34 @@ def test_saves_that_are_interrupted_while_they_stage_give_their_memory_back(engi
     assert attempts(f"{file_root}/0") == ([], False)
 
 
+def test_memory_that_a_lazy_copy_writes_to_is_not_handed_out_when_its_save_fails(engine, root):
+    copying, go_on = threading.Event(), threading.Event()
+
+    class Slow(torch.Tensor):
+        """Copies slowly, as a large tensor does."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch._foreach_copy_:
+                copying.set()
+                go_on.wait(20)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    spec = TensorSpec("main", "optim", "w", "F32", (100,))
+    item = LocalItem(spec, (whole((100,)),), torch.ones(100).as_subclass(Slow))
+    broken = FaultyStorage(open_storage(f"{root}/x")[0], lambda *_: "fail")
+    options = SaveOptions(f"{root}/x", snapshot="lazy")
+    handle = engine.save({"main": Collected([item])}, options, storage=broken)
+    assert copying.wait(10)
+    with pytest.raises(SaveFailed):
+        handle.result(10)
+    size = engine.pool._size
+    other = engine.pool.acquire(size, 0.0)
+    assert engine.pool.acquire(size, 0.2) is None
+    go_on.set()
+    assert engine.pool.acquire(size, 10.0) is not other
+
+
 @pytest.mark.parametrize("options", WAYS, ids=["waiting", "copy", "lazy"])
 def test_a_save_that_has_ended_keeps_no_tensor_alive(engine, root, options):
     gc.collect()
