@@ -67,6 +67,9 @@ class SaveKeywords(TypedDict, total=False):
     """What to do while earlier saves use all staging memory (default: wait)."""
     timeout_s: float
     """Limit on the whole save (default: 1,800)."""
+    pace_s: float
+    """Spread the upload over so many seconds, below the time between two saves, so that it slows
+    training less (default: 0, at full speed)."""
     tags: Mapping[str, str]
     """Texts for COMMIT."""
     run_id: str

@@ -194,7 +194,7 @@ class CheckpointManager:
             return None
         if not stop:
             return self.save(step, state)
-        handle = self.save(step, state, timeout_s=max(0.1, self.schedule.grace_s))
+        handle = self.save(step, state, timeout_s=max(0.1, self.schedule.grace_s), pace_s=0.0)
         self.should_stop = True
         handle.result(self.schedule.grace_s)
         return handle

@@ -368,6 +368,7 @@ class SaveEngine:
             blobs=tuple(one.data for one in agreed.small),
             num_threads=self._num_threads,
             timeout_s=save.options.timeout_s,
+            pace_s=save.options.pace_s if save.options.is_async else 0.0,
         )
 
     def _stage(

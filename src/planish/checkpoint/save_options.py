@@ -31,6 +31,9 @@ class SaveOptions:
     """What to do while earlier saves use all staging memory."""
     timeout_s: float = 1800.0
     """Limit on the whole save, seconds."""
+    pace_s: float = 0.0
+    """Spread the upload over so many seconds, so that it slows training less; 0: at full speed.
+    A save that the caller waits for is never slowed."""
     is_async: bool = True
     """Return when the state is staged, not when it is committed."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class SaveOptions:
             faults.append(f"`step` must be a whole number of at least 0, got {self.step!r}")
         if not self.timeout_s > 0:
             faults.append(f"`timeout_s` must be positive, got {self.timeout_s!r}")
+        if not 0 <= self.pace_s < self.timeout_s:
+            faults.append(f"`pace_s` must be at least 0 and below `timeout_s`, got {self.pace_s!r}")
         if self.snapshot not in ("copy", "lazy"):
             faults.append(f"`snapshot` must be `copy` or `lazy`, got {self.snapshot!r}")
         if self.inflight not in ("wait", "skip", "raise"):

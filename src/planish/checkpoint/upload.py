@@ -151,6 +151,11 @@ class _Run:
     recorder: Recorder
     stop: threading.Event
     tasks: Iterator[tuple[int, int, int, int]]
+    pace: float = 0.0
+    """Seconds for each byte."""
+    begun: float = field(default_factory=time.monotonic)
+    handed_out: int = 0
+    """Bytes whose part some thread has taken."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     error: BaseException | None = None
 
@@ -165,6 +170,7 @@ def upload_files(
     stop: threading.Event,
     num_threads: int,
     in_turns: bool = False,
+    pace_s: float = 0.0,
 ) -> list[FileResult]:
     """Write objects under write-once keys; all of them or an error.
 
@@ -178,6 +184,7 @@ def upload_files(
         num_threads: Requests in flight.
         in_turns: Write a part of each neighbouring file of one state, then the next part of each,
             in place of one file after the other.
+        pace_s: Begin the last part so many seconds after the first, those between in proportion.
 
     Raises:
         StoreError: the store refused or did not answer within its retries.
@@ -194,7 +201,8 @@ def upload_files(
         if begun:
             journal.add((parts.key, parts.upload_id) for parts in begun)
         tasks = _turns(states) if in_turns else _tasks(states)
-        run = _Run(storage, states, source, recorder, stop, tasks)
+        pace = pace_s / max(1, sum(file.size for file in files))
+        run = _Run(storage, states, source, recorder, stop, tasks, pace)
         _work_in_threads(run, min(num_threads, sum(state.left for state in states)))
         if run.error is not None:
             raise run.error
@@ -259,7 +267,9 @@ def _work(run: _Run) -> None:
         while not run.stop.is_set() and run.error is None:
             with run.lock:
                 task = next(run.tasks, None)
-            if task is None:
+                due = run.begun + run.pace * run.handed_out
+                run.handed_out += 0 if task is None else task[3] - task[2]
+            if task is None or run.stop.wait(max(0.0, due - time.monotonic())):
                 return
             _write_part(run, *task)
     except BaseException as error:

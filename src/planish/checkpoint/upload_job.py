@@ -50,6 +50,8 @@ class UploadJob:
     num_threads: int = 4
     timeout_s: float = 1800.0
     """Limit on every store request."""
+    pace_s: float = 0.0
+    """See `upload_files`."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def run_job(
             recorder=recorder,
             stop=stop,
             num_threads=job.num_threads,
+            pace_s=job.pace_s,
         )
     finally:
         own.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -69,6 +70,27 @@ def test_the_commit_says_what_was_asked_for(engine, root):
     assert info.layout == "dp=1"
     _, meta, _, _ = read_back(f"{root}/x")
     assert meta.header["layout"] == "dp=1"
+
+
+def test_an_upload_with_a_pace_is_spread_over_its_seconds_unless_somebody_waits(engine, root):
+    def seconds(name, **options):
+        began = time.monotonic()
+        handle = engine.save(state_of(0, 1), SaveOptions(f"{root}/{name}", pace_s=1.0, **options))
+        called = time.monotonic() - began
+        handle.result(30)
+        assert_holds(f"{root}/{name}")
+        return called, time.monotonic() - began
+
+    called, until = seconds("behind")
+    assert called < 0.4 < until < 1.5
+    assert seconds("waiting", is_async=False)[1] < 0.4
+    handle = engine.save(state_of(0, 1), SaveOptions(f"{root}/cancelled", pace_s=60.0))
+    handle.cancel()
+    with pytest.raises(SaveFailed, match="cancelled"):
+        handle.result(10)
+    for wrong in (-1.0, 2000.0):
+        with pytest.raises(ValueError, match="pace_s"):
+            SaveOptions(f"{root}/x", pace_s=wrong)
 
 
 @given(st.data())
