@@ -4,10 +4,14 @@ Ranks of one job run a training loop with steps of half a second; in their turns
 same state into a real MinIO server (or a folder beside it), or load it. Data lie on tmpfs, in some
 phases on disk (the page cache is never dropped). Medians of `--rounds` turns after two warm-ups,
 lowest and highest in brackets, the order of systems rotated. Ratios are of figures of one phase.
+It does not start on a machine that does other work; `--rehearse` does, and writes nothing. `--rows`
+prints the README's row of the last result.
 
 call    the time inside `save()`; the slowest rank
 stall   the step that saves, less the median step without, but never less than `call`
 save    from the start of `save()` until the checkpoint is durable; the last rank
+slowdown   steps beside an upload over steps without
+cpu     processor seconds of all ranks and their uploaders in a turn, the steps' own left out
 load    from a barrier before to a barrier after; the first load of each system is compared bitwise
 
 Peers live in environments of their own, named by variables; without them their rows are left out:
@@ -19,14 +23,16 @@ BYTECHECKPOINT_PYTHON (its pin of torch <= 2.5 is overridden by the torch of all
     uv venv BCP -p 3.11 && uv pip install -p BCP/bin/python bytecheckpoint==0.0.2 setuptools \
         --override <(echo torch==2.13.0)
 
-`--scale` shrinks all workloads, `--minutes` ends a run early: phases come in order of importance,
-and what was measured is written after every round.
+Without `--phase` and `--workload` the phases are run that the README tells of, about 24 minutes on
+two idle cores, W2 and W3 at half their size. `--scale` shrinks all workloads, `--minutes` ends a
+run early: phases come in order of importance, and what was measured is written after every round.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -39,10 +45,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from tests.benchmarks.checkpoint.measure import Bench, run_phase
+from tests.benchmarks.checkpoint.readme import readme_row
 from tests.benchmarks.checkpoint.schedule import PHASES, Phase
 from tests.benchmarks.checkpoint.table import HEADINGS, Table, figures
 from tests.benchmarks.checkpoint.workloads import ABOUT
-from tests.benchmarks.facts import write_result
+from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
 from tests.servers.program import REPOSITORY
 
 MODULE = "tests.benchmarks.checkpoint"
@@ -50,15 +57,15 @@ MODULE = "tests.benchmarks.checkpoint"
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    parser.add_argument("--workload", nargs="+", default=[], help="W1 to W5; all without")
-    parser.add_argument("--phase", nargs="+", default=[], help="names of phases; all without")
+    parser.add_argument("--workload", nargs="+", default=[], help="W1 to W5, with all their phases")
+    parser.add_argument("--phase", nargs="+", default=[], help="names of phases")
     parser.add_argument("--systems", nargs="+", default=[], help="names of systems; all without")
     parser.add_argument("--scale", type=float, default=1.0, help="of all workloads")
     parser.add_argument("--rounds", type=int, default=7, help="measured turns per system")
     parser.add_argument("--warmups", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="fewer turns in lesser phases")
-    parser.add_argument("--minutes", type=float, default=1e6, help="no phase begins after")
-    parser.add_argument("--name", default="checkpoint", help="of the file in results/")
+    parser.add_argument("--minutes", type=float, default=25.0, help="no phase begins after")
+    parser.add_argument("--rehearse", action="store_true", help="on a busy machine, for nothing")
+    parser.add_argument("--rows", action="store_true", help="print the README's row and end")
     parser.add_argument("--logs", type=Path, default=None, help="folder for what ranks print")
     return parser.parse_args()
 
@@ -68,8 +75,9 @@ def chosen(options: argparse.Namespace) -> list[Phase]:
     found = [
         phase
         for phase in PHASES
-        if (not options.workload or phase.workload.partition("-")[0] in options.workload)
-        and (not options.phase or phase.name in options.phase)
+        if phase.name in options.phase
+        or phase.workload.partition("-")[0] in options.workload
+        or not (options.phase or options.workload or phase.is_extra)
     ]
     names = {phase.name for phase in found}
     sources = {phase.source for phase in found} - names
@@ -113,53 +121,81 @@ def minio_version() -> str:
     return found[0] if found else ""
 
 
-def write(options: argparse.Namespace, phases: dict[str, Any], load: list[float]) -> Path:
-    """Write what has been measured so far."""
+def result_of(options: argparse.Namespace, phases: dict[str, Any], busy: float) -> dict[str, Any]:
+    """Return what has been measured so far."""
     table = Table(phases)
-    return write_result(
-        options.name,
-        "measured-cpu",
-        {
-            "scale": options.scale,
-            "load_average": load,
-            "page_cache": "kept",
-            "minio_server": minio_version(),
-            "workloads": ABOUT,
-            "table": [dataclasses.asdict(row) for row in table.rows()],
-            "summaries": table.summaries,
-            "turns": phases,
-        },
-        MODULE,
-    )
+    return {
+        "busy_cores_before": busy,
+        "scale": options.scale,
+        "load_average": list(os.getloadavg()),
+        "page_cache": "kept",
+        "minio_server": minio_version(),
+        "workloads": ABOUT,
+        "table": [dataclasses.asdict(row) for row in table.rows()],
+        "summaries": table.summaries,
+        "turns": phases,
+    }
+
+
+def show_plan(console: Console, phases: list[Phase], options: argparse.Namespace) -> float:
+    """Print what will be run; returns about how many seconds it takes."""
+    total, turns = 0.0, options.rounds + options.warmups
+    for phase in phases:
+        seconds = phase.seconds(options.scale, turns)
+        total += seconds
+        systems = ", ".join(phase.systems)
+        console.print(
+            f"{phase.name}: {turns} turns of {systems} at {options.scale * phase.scale:g} of the "
+            f"size, about {seconds:.0f} s"
+        )
+    console.print(f"about {total / 60:.0f} minutes; no phase begins after {options.minutes:g}")
+    return total
 
 
 def main() -> None:
     options = arguments()
+    if options.rows:
+        print(readme_row(json.loads((RESULTS / "checkpoint.json").read_text("utf-8"))))
+        return
+    console = Console(width=200)
+    phases = chosen(options)
+    total = show_plan(console, phases, options)
+    busy = -1.0 if options.rehearse else require_idle_machine()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="ckpt-bench-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     # What was started and written must go when the run is ended from outside, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    deadline = time.monotonic() + 60 * options.minutes
-    console = Console(width=200)
-    phases = chosen(options)
+    began = time.monotonic()
+    deadline = began + 60 * options.minutes
     found: dict[str, Any] = {}
-    bench = Bench(options.scale, options.warmups, options.rounds, logs, quick=options.quick)
+    bench = Bench(options.scale, options.warmups, options.rounds, logs)
     try:
         for number, phase in enumerate(phases):
             if time.monotonic() > deadline:
                 console.print(f"no time for {phase.name}", style="red")
                 continue
             bench.need(phases[number:])
-            started, load = time.monotonic(), list(os.getloadavg())
-            for raw in run_phase(bench, phase, deadline):
+            load = list(os.getloadavg())
+            for turn, raw in enumerate(run_phase(bench, phase, deadline), 1):
                 found[phase.name] = raw
                 raw["load_average"] = load
-                write(options, found, load)
-            console.print(f"{phase.name}: {time.monotonic() - started:.0f} s")
+                if not options.rehearse:
+                    result = result_of(options, found, busy)
+                    write_result("checkpoint", "measured-cpu", result, MODULE)
+                console.print(
+                    f"{phase.name}: turn {turn} of {options.rounds + options.warmups}, "
+                    f"{time.monotonic() - began:.0f} s of about {total:.0f}"
+                )
     finally:
         bench.close()
     report(console, found)
-    console.print(write(options, found, list(os.getloadavg())))
+    result = result_of(options, found, busy)
+    if options.rehearse:
+        print(readme_row({"label": "rehearsed", "result": result}))
+        return
+    path = write_result("checkpoint", "measured-cpu", result, MODULE)
+    console.print(path)
+    print(readme_row(json.loads(path.read_text("utf-8"))))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.benchmarks.checkpoint.group import Group, GroupFailed
 from tests.benchmarks.checkpoint.places import Place
 from tests.benchmarks.checkpoint.schedule import PEERS, Phase
@@ -22,19 +24,12 @@ LEAST_ROUNDS = 3
 class Bench:
     """Places and groups that phases share."""
 
-    def __init__(
-        self, scale: float, warmups: int, rounds: int, logs: Path, *, quick: bool = False
-    ) -> None:
-        self.scale, self.warmups, self.logs, self.quick = scale, warmups, logs, quick
-        self._rounds = rounds
+    def __init__(self, scale: float, warmups: int, rounds: int, logs: Path) -> None:
+        self.scale, self.warmups, self.rounds, self.logs = scale, warmups, rounds, logs
         self._places: dict[str, Place] = {}
         self._groups: dict[tuple[str, str, int, str], Group] = {}
         self._sources: dict[tuple[str, str], str] = {}
         self.needed: set[tuple[str, str]] = set()
-
-    def rounds(self, phase: Phase) -> int:
-        """Return how many turns of a phase are measured."""
-        return min(self._rounds, phase.quick) if self.quick else self._rounds
 
     def place(self, kind: str) -> Place:
         """Return the place of a kind, opened when first asked for."""
@@ -53,7 +48,7 @@ class Bench:
                 environment |= {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
             log = self.logs / f"{name}.log"
             self._groups[key] = Group(
-                python, phase.workload, self.scale, phase.world, environment, log
+                python, phase.workload, self.scale * phase.scale, phase.world, environment, log
             )
         return self._groups[key]
 
@@ -134,7 +129,7 @@ def measure_limits(bench: Bench, phase: Phase) -> dict[str, float]:
     """Measure memory copies, raw PUTs and raw GETs by the ranks of a phase."""
     group, place = bench.group(phase, phase.systems[0]), bench.place(phase.place)
     copies = group.call("run_limit", name="copy")
-    size = max(1 << 20, round(RAW_BYTES * min(1.0, bench.scale * 2)))
+    size = max(1 << 20, round(RAW_BYTES * min(1.0, bench.scale * phase.scale * 2)))
     rates = {}
     for name, method in (("put", "PUT"), ("get", "GET")):
 
@@ -161,6 +156,7 @@ def save_turn(bench: Bench, phase: Phase, system: str, number: int) -> dict[str,
         "requests": {key: after[key] - before[key] for key in after if after[key] != before[key]},
         "stages": _latest(ranks),
         "cpu_seconds": sum(rank["cpu_seconds"] for rank in ranks),
+        "free_memory_bytes": psutil.virtual_memory().available,
         "server_cpu_seconds": place.cpu_seconds() - server,
     }
     for name in ("call_seconds", "saving_step_seconds", "save_seconds"):
@@ -246,6 +242,7 @@ def run_phase(bench: Bench, phase: Phase, deadline: float) -> Iterator[dict[str,
     found: dict[str, Any] = {
         "kind": phase.kind, "workload": phase.workload, "world": phase.world,
         "place": phase.place, "systems": {}, "failed": reasons, "warmups": bench.warmups,
+        "scale": bench.scale * phase.scale,
     }  # fmt: skip
     if phase.kind == "loss":
         for system in systems:
@@ -257,7 +254,7 @@ def run_phase(bench: Bench, phase: Phase, deadline: float) -> Iterator[dict[str,
         found["unique_bytes"] = about[0]["unique_bytes"]
         found["held_bytes"] = sum(rank["held_bytes"] for rank in about)
         found["limits"] = measure_limits(bench, phase)
-    for number in range(bench.warmups + bench.rounds(phase)):
+    for number in range(bench.warmups + bench.rounds):
         if not systems or (time.monotonic() > deadline and number >= bench.warmups + LEAST_ROUNDS):
             break
         for system in rotated(systems, number):
@@ -267,11 +264,30 @@ def run_phase(bench: Bench, phase: Phase, deadline: float) -> Iterator[dict[str,
         yield found
 
 
+def need_memory(group: Group) -> None:
+    """Free what systems keep where another copy of everything would not fit into memory.
+
+    Raises:
+        GroupFailed: it does not fit either way.
+    """
+    # Each rank's state once more, and the whole twice in a store that may be memory, too.
+    wanted = sum(rank["held_bytes"] for rank in group.about) + 2 * group.about[0]["unique_bytes"]
+    if psutil.virtual_memory().available < wanted:
+        group.call("close_systems")
+    available = psutil.virtual_memory().available
+    if available < wanted:
+        raise GroupFailed(
+            f"a turn must have {wanted / 2**30:.1f} GiB of free memory, got "
+            f"{available / 2**30:.1f}; choose a smaller `--scale`"
+        )
+
+
 def one_turn(bench: Bench, phase: Phase, system: str, number: int, found: dict[str, Any]) -> None:
     """Let a system take its turn; one that fails takes no more."""
     group = None
     try:
         group = bench.group(phase, system)
+        need_memory(group)
         turn = (save_turn if phase.kind == "save" else load_turn)(bench, phase, system, number)
     except GroupFailed as error:
         print(f"{phase.name}: {system} failed: {error}", file=sys.stderr)

@@ -1,11 +1,12 @@
 """The systems that take turns: this project, torch's own ways, and peers on the same store.
 
-Names: `ours`, `ours_lazy` (the copy runs beside forward and backward), `ours_sync` (returns when
-the checkpoint is durable); B1 `dcp_file`, B2 `dcp_async` (thread), B2' `dcp_async_reused` (one
-stager for all saves), B2'' `dcp_async_process`; B3 `dcp_s3torch` (`dcp_s3torch_async`: the same
-behind training, one stager); B4 `dcp_s3fs`; B5 `bytecheckpoint`; B6 `torch_save` (rank 0 gathers,
-`torch.save`s and uploads by the SDK). For W3, `dcp_gather` and `dcp_gather_async` first gather
-every flat slice on all ranks, as FSDP with flat parameters does; the second has one stager.
+Names: `ours`, `ours_lazy` (the copy runs beside forward and backward), `ours_paced` (the upload is
+spread over `PACE_SECONDS`), `ours_sync` (returns when the checkpoint is durable); B1 `dcp_file`,
+B2 `dcp_async` (thread), B2' `dcp_async_reused` (one stager for all saves), B2''
+`dcp_async_process`; B3 `dcp_s3torch` (`dcp_s3torch_async`: the same behind training, one stager);
+B4 `dcp_s3fs`; B5 `bytecheckpoint`; B6 `torch_save` (rank 0 gathers, `torch.save`s and uploads by
+the SDK). For W3, `dcp_gather` and `dcp_gather_async` first gather every flat slice on all ranks,
+as FSDP with flat parameters does; the second has one stager.
 
 Every system saves a module and its optimizer (its own way to a state dict is part of the save) and
 loads in place. torch's loads read into the tensors of the state dict; what an application does
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.benchmarks.checkpoint.pending import Pending, System
+from tests.benchmarks.checkpoint.schedule import PACE_SECONDS
 from tests.benchmarks.checkpoint.workloads import State, flat_ranges
 
 REGION = "us-east-1"
@@ -38,11 +40,16 @@ class Ours:
     """This project."""
 
     def __init__(
-        self, state: State, snapshot: Literal["copy", "lazy"] = "copy", *, is_async: bool = True
+        self,
+        state: State,
+        snapshot: Literal["copy", "lazy"] = "copy",
+        *,
+        is_async: bool = True,
+        pace_s: float = 0.0,
     ) -> None:
         from planish.checkpoint.adapters.flat import FlatShard
 
-        self.is_async = is_async
+        self.is_async, self.pace_s = is_async, pace_s
         self.snapshot, self.framework, self.step = snapshot, state.framework, 0
         self.state: dict[str, Any] = {"model": state.model}
         if state.optimizer is not None:
@@ -65,8 +72,9 @@ class Ours:
         self.step += 1
         pending = Pending()
         handle = api.save(
-            path, self.state, self.framework, self.is_async, step=self.step, snapshot=self.snapshot
-        )
+            path, self.state, self.framework, self.is_async, step=self.step,
+            snapshot=self.snapshot, pace_s=self.pace_s,
+        )  # fmt: skip
 
         def wait() -> None:
             pending.details = stages(handle.result())
@@ -332,6 +340,7 @@ class ByteCheckpoint:
 SYSTEMS: dict[str, Callable[[State], System]] = {
     "ours": Ours,
     "ours_lazy": lambda state: Ours(state, "lazy"),
+    "ours_paced": lambda state: Ours(state, pace_s=PACE_SECONDS),
     "ours_sync": lambda state: Ours(state, is_async=False),
     "dcp_file": Dcp,
     "dcp_async": DcpAsync,
