@@ -1,10 +1,12 @@
-"""The process table: which live processes belong to one test, whoever their parents are."""
+"""The process table: which live processes belong to one test, and which to one process."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+
+from planish.store.processes import process_line
 
 
 def marks(folder: Path) -> dict[str, str]:
@@ -35,3 +37,14 @@ def wait_until_none(folder: Path, seconds: float) -> None:
             Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in found
         ]
         time.sleep(0.1)
+
+
+def below(pid: int) -> list[int]:
+    """Return the ids of the processes that a process has started, and of theirs."""
+    children = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _parent(path) == pid]
+    return [member for child in children for member in (child, *below(child))]
+
+
+def _parent(process: Path) -> int:
+    fields = process_line(int(process.name))
+    return int(fields[1]) if fields else 0

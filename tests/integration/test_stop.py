@@ -1,0 +1,51 @@
+"""Real stages that are asked to stop, as Kubernetes does it: SIGTERM to the stage, then a retry."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from planish.store.processes import process_start
+from tests.integration import runs
+from tests.processes import below, marked
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+STAGES = {"sft": 0.0, "rollout": 0.5, "train": 2.0, "checkpoint": 0.0, "evaluate": 0.5}
+"""Stage to the seconds that it has been at work when it is stopped."""
+
+
+def process_of(folder: Path, stage: str) -> int:
+    """Return the process of a stage, which is not the shell that has started it."""
+    for pid in marked(folder):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"kfp.dsl.executor_main" in words and stage.encode() in words:
+            return pid
+    raise AssertionError(f"no process of stage {stage}")
+
+
+def test_a_run_goes_on_after_each_of_its_stages_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    root, log = (tmp_path / "run").as_uri(), tmp_path / "log.txt"
+    run = runs.start(root, log, overrides="train.num_processes=2")
+    for stage, seconds in STAGES.items():
+        runs.wait_for_stage(root, stage, 0 if stage in ("sft", "evaluate") else 1)
+        pid = process_of(tmp_path, stage)
+        while stage == "train" and len(below(pid)) < 3:  # torchrun and two ranks
+            time.sleep(0.1)
+        time.sleep(seconds)
+        family = {member: process_start(member) for member in [pid, *below(pid)]}
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 20.0
+        while any(start and process_start(member) == start for member, start in family.items()):
+            assert time.monotonic() < deadline, f"{stage}: {family}"
+            time.sleep(0.05)
+    runs.finish(run, log)
+    text = log.read_text(errors="replace")
+    assert [s for s in STAGES if f"stopped stage={s} " not in text] == []
