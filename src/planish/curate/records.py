@@ -17,6 +17,7 @@ from typing import Any
 
 from planish.curate.problem import Drop, Ledger
 from planish.errors import ConfigError
+from planish.records.files import hash_file
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +77,11 @@ def read_table(
     """
     path = Path(dataset)
     if path.is_file():
-        data = path.read_bytes()
         if path.suffix == ".parquet":
             rows, bad = _parse(_parquet_rows(path), "row", path.name, skip_bad)
         else:
-            lines = data.split(b"\n")
-            # A line feed at the end of the file ends the last line and begins no other.
-            rows, bad = _parse(lines[:-1] if not lines[-1] else lines, "line", path.name, skip_bad)
-        digest = hashlib.sha256(data).hexdigest()
+            rows, bad = _parse(_lines(path), "line", path.name, skip_bad)
+        digest = hash_file(path)[1]
     elif path.exists() or path.suffix in (".jsonl", ".json", ".parquet") or path.is_absolute():
         raise ConfigError(
             f"`curate.dataset` must be a .jsonl or .parquet file or a hub id, got {dataset!r}, "
@@ -165,6 +163,12 @@ def _check_id(fields: dict[str, Any], origin: str, ids: dict[str, str]) -> None:
     if key in ids:
         raise BadRow("duplicate_id", f"the id {key!r:.80} stands in {ids[key]} already")
     ids[key] = origin
+
+
+def _lines(path: Path) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            yield line.removesuffix(b"\n")
 
 
 def _parquet_rows(path: Path) -> Iterable[Any]:

@@ -22,7 +22,7 @@ from planish.store.documents import read_json
 _ITERATION = re.compile(r"/iterations/(\d+)/(.+)$")
 _REPORT_PARTS = {"update/1": UpdateReport, "eval/1": EvalReport}
 _MAX_ROWS = 200
-_MAX_LINES = 10_000
+_MAX_LINES = 2_000
 _INDENTED_BYTES = 1 << 20
 
 
@@ -129,7 +129,7 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
     except (ValueError, RecursionError):
         return _lines(data.decode("utf-8", "replace"))
     schema = raw.get("schema") if isinstance(raw, dict) else None
-    if schema not in _REPORT_PARTS:
+    if not isinstance(schema, str) or schema not in _REPORT_PARTS:
         text = data.decode("utf-8", "replace")
         # Indenting what is large makes it many times larger.
         with contextlib.suppress(RecursionError):

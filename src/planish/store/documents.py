@@ -8,15 +8,19 @@ from typing import Any
 from planish.errors import RecordError
 from planish.store import open_store
 
+_LIMIT_BYTES = 64 << 20
+
 
 def read_json(uri: str) -> Any:
     """Return the JSON value at `uri`.
 
     Raises:
         ObjectMissing: nothing there.
-        RecordError: not JSON.
+        RecordError: not JSON, or too long for a small document.
     """
-    data = open_store(uri).read(uri)
+    data = open_store(uri).read(uri, 0, _LIMIT_BYTES + 1)
+    if len(data) > _LIMIT_BYTES:
+        raise RecordError(f"`{uri}` must have at most {_LIMIT_BYTES} bytes, got more")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -258,8 +258,8 @@ def test_a_parquet_file_of_any_origin_shows_its_columns_and_rows(store_root, tmp
 
 def test_a_text_of_many_lines_is_cut(file_root):
     store = open_store(file_root)
-    store.write(f"{file_root}/log.txt", b"ab\n" * 12_000)
-    assert shown(f"{file_root}/log.txt").splitlines()[9_998:] == [
+    store.write(f"{file_root}/log.txt", b"ab\n" * 4_000)
+    assert shown(f"{file_root}/log.txt").splitlines()[1_998:] == [
         "ab",
         "ab",
         "... 6000 characters more",
