@@ -7,6 +7,7 @@ the SHA-256 of the metadata.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -48,6 +49,43 @@ def block_crcs(buffer: Buffer, algorithm: str = DEFAULT) -> NDArray[np.uint32]:
     data = as_bytes(buffer)
     crcs = [extend(0, data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)]
     return np.array(crcs, np.uint32)
+
+
+def joined_crc(crcs: NDArray[np.uint32], buffer: Buffer, algorithm: str = DEFAULT) -> int:
+    """Return the checksum of `buffer` as a whole from those of its blocks.
+
+    Only a last block that is shorter is read again.
+
+    Args:
+        crcs: `block_crcs(buffer, algorithm)`.
+        buffer: As there.
+        algorithm: As there.
+
+    Example:
+        >>> data = bytes(BLOCK) + b"123456789"
+        >>> joined_crc(block_crcs(data, "crc32"), data, "crc32") == zlib.crc32(data)
+        True
+    """
+    data, columns, found = as_bytes(buffer), _shift_by_a_block(algorithm), 0
+    full = len(data) // BLOCK
+    for crc in crcs[:full].tolist():
+        shifted = 0
+        for bit, column in enumerate(columns):
+            if found >> bit & 1:
+                shifted ^= column
+        found = shifted ^ crc
+    return ALGORITHMS[algorithm](found, data[full * BLOCK :]) if len(data) % BLOCK else found
+
+
+@functools.cache
+def _shift_by_a_block(algorithm: str) -> list[int]:
+    """Return what each bit of a checksum becomes when a block of any content follows.
+
+    A checksum is linear in the one before it: crc(a + b) = shift(crc(a)) ^ crc(b).
+    """
+    zeros, extend = bytes(BLOCK), ALGORITHMS[algorithm]
+    alone = extend(0, zeros)
+    return [extend(1 << bit, zeros) ^ alone for bit in range(32)]
 
 
 def as_bytes(buffer: Buffer) -> NDArray[np.uint8]:

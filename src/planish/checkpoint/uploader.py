@@ -203,4 +203,4 @@ class ProcessUploader:
 
 def store_settings() -> dict[str, str]:
     """Return the environment variables that say which store to use, and how."""
-    return {k: v for k, v in os.environ.items() if k.startswith(STORE_SETTINGS)}
+    return {name: os.environ[name] for name in os.environ if name.startswith(STORE_SETTINGS)}

@@ -13,11 +13,20 @@ from planish.checkpoint.integrity import (
     BlockStream,
     block_crcs,
     check_blocks,
+    joined_crc,
     widen,
 )
 from planish.errors import CheckpointCorrupt
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK + 17, np.uint8)
+
+
+@pytest.mark.parametrize("algorithm", ["crc32c", "crc32"])
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 12345])
+def test_the_checksum_of_the_whole_follows_from_those_of_its_blocks(algorithm, size):
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    whole = ALGORITHMS[algorithm](0, data) if size else 0
+    assert joined_crc(block_crcs(data, algorithm), data, algorithm) == whole
 
 
 def test_the_checksums_are_those_of_the_standards():

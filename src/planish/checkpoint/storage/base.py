@@ -132,8 +132,11 @@ class Multipart(Protocol):
     may_have_twin: bool
     """Whether a try to begin it, whose answer was lost, may have begun another upload."""
 
-    def write(self, number: int, data: Buffer) -> None:
-        """Write part `number` (from 1); the same bytes may be written again."""
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
+        """Write part `number` (from 1); the same bytes may be written again.
+
+        A caller that has the CRC-32C of the part saves the storage from computing it.
+        """
 
     def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
         """Make the object visible as a whole and return its entity tag.

@@ -162,9 +162,9 @@ class FaultyMultipart:
         self._inner = inner
         self._suffer = suffer
 
-    def write(self, number: int, data: Buffer) -> None:
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write one part."""
-        self._suffer("part", self.key, lambda: self._inner.write(number, data))
+        self._suffer("part", self.key, lambda: self._inner.write(number, data, crc32c))
 
     def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
         """Make the object visible."""

@@ -215,7 +215,7 @@ class LocalMultipart:
         self._file = file
         self._counters = counters
 
-    def write(self, number: int, data: Buffer) -> None:
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write one part at its place."""
         view = memoryview(data).cast("B")
         self._counters.add("part", sent=view.nbytes)

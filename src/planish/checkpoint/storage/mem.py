@@ -215,7 +215,7 @@ class MemMultipart:
         self.may_have_twin = False
         self._storage = storage
 
-    def write(self, number: int, data: Buffer) -> None:
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write one part."""
         content = bytes(data)
         self._storage.counters.add("part", sent=len(content))

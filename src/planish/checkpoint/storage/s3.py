@@ -299,10 +299,10 @@ class S3Multipart:
         self._storage = storage
         self._parts: dict[int, tuple[str, str]] = {}
 
-    def write(self, number: int, data: Buffer) -> None:
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
         """Write one part."""
         view = flat(data)
-        checked = checksum(view)
+        checked = checksum(view, crc32c)
         query = {"partNumber": str(number), "uploadId": self.upload_id}
         try:
             answer = self._client.call(

@@ -75,11 +75,14 @@ def condition(if_none_match: bool, if_match: str) -> dict[str, str]:
     return {"if-match": if_match} if if_match else {}
 
 
-def checksum(view: memoryview) -> dict[str, str]:
-    """Return the header by which the server checks a body, if that costs little here."""
-    if not HAS_CRC32C:
+def checksum(view: memoryview, crc32c: int | None = None) -> dict[str, str]:
+    """Return the header by which the server checks a body, if that costs little or is known."""
+    if crc32c is not None:
+        crc = crc32c
+    elif not HAS_CRC32C:
         return {}
-    crc = google_crc32c.extend(0, np.frombuffer(view, np.uint8)) if view.nbytes else 0
+    else:
+        crc = google_crc32c.extend(0, np.frombuffer(view, np.uint8)) if view.nbytes else 0
     return {"x-amz-checksum-crc32c": base64.b64encode(crc.to_bytes(4, "big")).decode()}
 
 
