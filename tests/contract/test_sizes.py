@@ -1,4 +1,4 @@
-"""No file grows over 400 lines, no function over 60."""
+"""No file grows over 600 lines, no function over 80."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
 CODE = ("src", "components", "pipelines")
 
 
@@ -48,7 +48,7 @@ def test_no_function_is_over_the_limit():
     assert long == {}
 
 
-@pytest.mark.parametrize(("lines", "expected"), [(58, []), (59, ["f (61)"])])
+@pytest.mark.parametrize(("lines", "expected"), [(78, []), (79, ["f (81)"])])
 def test_the_check_counts_the_decorator_and_the_signature(lines, expected):
     assert long_functions("@x\ndef f():\n" + "    pass\n" * lines) == expected
 
