@@ -68,7 +68,7 @@ def samples(machines: list[str], gpus: int) -> Iterator[str]:
         for machine in machines:
             for gpu in range(gpus):
                 values = mean + swing * (wave + 0.1 * rng.normal(size=SECONDS))
-                series = f'{name}{{Hostname="{machine}",gpu="{gpu}"}}'
+                series = f'{name}{{node="{machine}",gpu="{gpu}"}}'
                 yield from (f"{series} {v:.6g} {T0 + t}" for t, v in enumerate(values.tolist()))
 
 

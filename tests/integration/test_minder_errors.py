@@ -28,9 +28,8 @@ def healthy(request):
         )
     ts = range(int(fields["start"]), int(fields["end"]) + 1)
     is_reset = "resets(" in fields["query"]
-    label = "node" if "node=~" in fields["query"] else "Hostname"
     result = [
-        {"metric": {label: name},
+        {"metric": {"node": name},
          "values": [[t, f"{0.5 + (t * (i + 7)) % 10 / 1000}"] for t in ts]}
         for i, name in enumerate(MACHINES)
     ]  # fmt: skip

@@ -52,7 +52,7 @@ def past(machines=MACHINES, *, faulty="node-2", onset=400, seconds=SECONDS):
                 if name == "node-5" and t >= T0 + 700:
                     continue
                 value = "NaN" if name == "node-3" and t % 100 == 0 else f"{90 + gpu}"
-                labels = f'Hostname="{name}",gpu="{gpu}",modelName="{BOARD}"'
+                labels = f'node="{name}",Hostname="exporter",gpu="{gpu}",modelName="{BOARD}"'
                 yield f"DCGM_FI_DEV_GPU_UTIL{{{labels}}} {value} {t}"
 
 

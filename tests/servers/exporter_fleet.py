@@ -13,10 +13,14 @@ import math
 import time
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 from tests.servers.scripted_http import Reply, Request, ScriptedServer
 
 GPUS = 2
+SCRAPING = Path(__file__).resolve().parents[2] / "monitoring" / "prometheus.yaml"
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,28 @@ class Fleet:
         return self.server.url.removeprefix("http://")
 
     def scrape_config(self, *, interval: str = "1s") -> str:
-        """Return a whole configuration of Prometheus that scrapes all machines."""
-        lines = [
-            f"global: {{scrape_interval: {interval}, scrape_timeout: {interval}}}",
-            "scrape_configs:",
-            "  - job_name: fleet",
-            "    static_configs:",
+        """Return a whole configuration of Prometheus that scrapes all machines.
+
+        What Kubernetes tells of their pods is given; the labels come from that by the rules of
+        `monitoring/prometheus.yaml`.
+        """
+        config = yaml.safe_load(SCRAPING.read_text("utf-8"))
+        (dcgm,) = (one for one in config["scrape_configs"] if one["job_name"] == "dcgm")
+        pods = [
+            {
+                "__metrics_path__": f"/machines/{machine}",
+                "__meta_kubernetes_pod_label_app_kubernetes_io_name": "dcgm-exporter",
+                "__meta_kubernetes_pod_node_name": machine,
+            }
+            for machine in self.machines
         ]
-        for machine in self.machines:
-            labels = f"{{__metrics_path__: /machines/{machine}, node: {machine}}}"
-            lines.append(f"      - {{targets: ['{self.address}'], labels: {labels}}}")
-        return "\n".join(lines) + "\n"
+        job = {
+            "job_name": "fleet",
+            "static_configs": [{"targets": [self.address], "labels": pod} for pod in pods],
+            "relabel_configs": dcgm["relabel_configs"],
+        }
+        times = {"scrape_interval": interval, "scrape_timeout": interval}
+        return yaml.safe_dump({"global": times, "scrape_configs": [job]})
 
     def inject(self, fault: Fault) -> None:
         """Break a machine from now on."""
@@ -113,7 +128,8 @@ class Fleet:
         for metric, (name, base, swing) in series.items():
             lines.append(f"# TYPE {name} gauge")
             for gpu in range(GPUS):
-                labels = f'{{gpu="{gpu}",Hostname="{machine}"}}'
+                # Without NODE_NAME in its environment the exporter calls its pod the host.
+                labels = f'{{gpu="{gpu}",Hostname="dcgm-exporter-{zlib.crc32(machine.encode())}"}}'
                 lines.append(f"{name}{labels} {value(metric, base, swing):.6f}")
         return "\n".join(lines) + "\n"
 

@@ -44,8 +44,6 @@ class Metric:
     """From the devices of a machine to the machine; `spread` is the largest minus the smallest."""
     transform: Transform = "none"
     """Applied before the limits; `log1p` for heavy tails."""
-    node_label: str = "node"
-    """Label of the series that names the machine."""
     is_gpu: bool = False
     """Comes from the GPU exporter."""
     nonnegative: bool = True
@@ -55,9 +53,7 @@ class Metric:
 def _gpu(name: str, unit: str, limits: tuple[float, float] | None, field: str, scale: float = 1.0,
          *, kind: Kind = "gauge", series: str = "") -> Metric:  # fmt: skip
     query = series or f"DCGM_FI_{field}{{{JOB_SELECTOR}}}"
-    return Metric(
-        name, unit, limits, query, kind=kind, scale=scale, node_label="Hostname", is_gpu=True
-    )
+    return Metric(name, unit, limits, query, kind=kind, scale=scale, is_gpu=True)
 
 
 _S = f"{{{JOB_SELECTOR}}}"

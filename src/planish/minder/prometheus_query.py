@@ -36,7 +36,8 @@ class Source:
     series: str
     """PromQL of one value for each device or machine; holds `$job_selector`."""
     node_label: str = "node"
-    """Label of the series that names the machine."""
+    """Label of the series that names the machine. What an exporter says of itself (`Hostname` of
+    the GPU exporter) may be its pod: the scrape configuration sets `node`."""
     node_regex: str = ""
     """First group of this expression is the machine, as `([^:]+).*` to drop a port; empty for the
     whole label."""
@@ -52,8 +53,12 @@ class Source:
     def of(cls, metric: Metric) -> Source:
         """Return the source that a metric has by default."""
         return cls(
-            *(metric.name, metric.series, metric.node_label, "", metric.kind),
-            *(metric.scale, metric.offset, metric.agg, metric.nonnegative),
+            *(metric.name, metric.series),
+            kind=metric.kind,
+            scale=metric.scale,
+            offset=metric.offset,
+            agg=metric.agg,
+            nonnegative=metric.nonnegative,
         )
 
     @property

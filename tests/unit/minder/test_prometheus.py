@@ -179,8 +179,8 @@ def test_queries_choose_the_machines_and_aggregate_their_devices():
     source = Source.of(METRICS["gpu_duty_cycle"])
     queries = queries_of(source, ["n1", "n2.x"], ("job", "instance"), 5)
     by, selector = (
-        "by (Hostname, job, instance)",
-        'DCGM_FI_DEV_GPU_UTIL{Hostname=~"n1|n2\\\\.x"}',
+        "by (node, job, instance)",
+        'DCGM_FI_DEV_GPU_UTIL{node=~"n1|n2\\\\.x"}',
     )
     assert queries.values == f"avg {by} (({selector}))"
     assert queries.seen == f"max {by} (count_over_time({selector}[1s]))"
