@@ -153,7 +153,7 @@ def report(root, tmp_path, **changes):
     artifacts = {n: PathArtifact(str(tmp_path / "out" / n)) for n in ("report", "summary")}
     given = {"state": "FAILED", "max_restarts": 1, **changes}
     run(
-        *(root, given["state"], "post-train", "x", "", given["max_restarts"]),
+        *(root, given["state"], "post-train", "x", given["max_restarts"]),
         **artifacts,
         metrics=PathArtifact(str(tmp_path / "out" / "metrics")),
     )
