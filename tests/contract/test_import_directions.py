@@ -34,7 +34,8 @@ EDGES = {
     *(("signals", "store"), ("stage", "signals")),
     *(("stage", "stage_metrics"), ("avoid", "records"), ("avoid", "store")),
     *(("checkpoint", "parallel"), ("checkpoint", "models")),
-    *(("engines", "models"), ("engines", "logprobs"), ("measure", "engines")),
+    *(("logprobs", "models"), ("engines", "models"), ("engines", "logprobs")),
+    ("measure", "engines"),
     *(("pipelines", "components"), ("monitor_check", "minder")),
 }
 """Allowed inside one layer; stages never import each other, but the monitor is none."""

@@ -25,6 +25,9 @@ from tests.unit.train.runs import add_iteration, start_run, tiny_config
 from tests.unit.train.windows import add_window_iteration
 
 TOLERANCE = 1e-6
+WEIGHT_TOLERANCE = 2e-5
+"""One process computes selected tokens alone, two the modules of transformers: where a gradient is
+near 0, AdamW makes much of another rounding."""
 
 
 def job_of(tiny, iteration, state_pin="", processes=1, **train_changes):
@@ -114,7 +117,7 @@ def test_two_processes_have_the_critic_of_one(one_and_two_with_critic):
     assert any(name.startswith("critic.head") for name in tensors)
     difference = largest_difference(tensors, moved)
     print(f"largest difference of weights and moments with a critic {difference:.2e}")
-    assert difference < TOLERANCE
+    assert difference < WEIGHT_TOLERANCE
     assert values.keys() == stored.keys()
     assert values
     # Sums of products of hidden states of order 1: rounding alone is above that of the weights.
@@ -131,7 +134,7 @@ def test_two_processes_have_the_losses_and_gradient_norms_of_one(one_and_two):
 def test_two_processes_have_the_weights_of_one(one_and_two):
     difference = largest_difference(one_and_two[1][3], one_and_two[2][3])
     print(f"largest difference of weights and moments {difference:.2e}")
-    assert difference < TOLERANCE
+    assert difference < WEIGHT_TOLERANCE
 
 
 def test_two_processes_write_a_shard_each(one_and_two):

@@ -86,14 +86,14 @@ def rows_and_tokens(model):
     body = inner.body if hasattr(inner, "body") else inner.model
     seen = {"rows": 0, "columns": 0, "scored": 0}
 
-    def count_body(_, args, kwargs):
-        seen["rows"] += kwargs["input_ids"].shape[0]
-        seen["columns"] = max(seen["columns"], kwargs["input_ids"].shape[1])
+    def count_body(_, args):
+        seen["rows"] += args[0].shape[0]
+        seen["columns"] = max(seen["columns"], args[0].shape[1])
 
     def count_head(_, args):
         seen["scored"] += args[0].shape[0]
 
-    body.register_forward_pre_hook(count_body, with_kwargs=True)
+    body.embed_tokens.register_forward_pre_hook(count_body)
     if hasattr(inner, "lm_head"):
         inner.lm_head.register_forward_pre_hook(count_head)
     return seen

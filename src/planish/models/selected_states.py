@@ -1,0 +1,142 @@
+"""Hidden states of selected tokens by a decoder of transformers, without what nobody reads.
+
+The modules of transformers compute every layer for every token. Attention of the last layer needs
+all tokens, but what comes after it (output projection, MLP, norm) is needed where a state is read:
+in reinforcement learning behind the prompt and before padding. In a small model that is a good part
+of the work. Norms are one node in the graph of gradients in place of six.
+
+Only whole rows from position 0, in float32 on CPU, of models that are in one piece; everything else
+is left to the modules.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+"""Classes whose computation is that below; sharding gives them other names."""
+
+
+def fits(body: Any) -> bool:
+    """Return whether the lines below compute what the decoder computes, for whole rows on CPU."""
+    layers = list(getattr(body, "layers", []))
+    weight = getattr(getattr(body, "embed_tokens", None), "weight", None)
+    if not layers or weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    return all(
+        type(layer).__name__ in LAYERS
+        and not layer.self_attn.training  # no dropout
+        and getattr(layer.self_attn, "sliding_window", None) is None
+        for layer in layers
+    )
+
+
+def hidden_at(body: Any, input_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the last hidden states of some tokens.
+
+    Args:
+        body: decoder of transformers that `fits` (untyped, hence Any).
+        input_ids: [B, S] int64, padded on the right; positions are 0..S-1.
+        rows: [K] int64, of the tokens.
+        columns: [K] int64.
+
+    Returns:
+        [K, H] float32, after the final norm.
+    """
+    x: Tensor = body.embed_tokens(input_ids)
+    turn = body.rotary_emb(x, torch.arange(input_ids.shape[1])[None])
+    where = rows * input_ids.shape[1] + columns
+    for number, layer in enumerate(body.layers, 1):
+        is_last = number == len(body.layers)
+        compute = partial(_layer, layer, turn=turn, where=where if is_last else None)
+        # As the modules do where they are told to: less memory for a second forward pass.
+        again = layer.training and layer.gradient_checkpointing and torch.is_grad_enabled()
+        x = checkpoint(compute, x, use_reentrant=False) if again else compute(x)
+    return _norm(body.norm, x)
+
+
+def _layer(layer: Any, x: Tensor, *, turn: tuple[Tensor, Tensor], where: Tensor | None) -> Tensor:
+    """Compute a decoder layer for all tokens [B, S, H], or for those at `where`, [K, H]."""
+    attended = _attend(layer, x, turn)
+    if where is not None:
+        x, attended = (part.flatten(0, 1).index_select(0, where) for part in (x, attended))
+    x = x + layer.self_attn.o_proj(attended)
+    mlp = layer.mlp
+    y = _norm(layer.post_attention_layernorm, x)
+    return x + cast(Tensor, mlp.down_proj(mlp.act_fn(mlp.gate_proj(y)) * mlp.up_proj(y)))
+
+
+def _attend(layer: Any, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Return what the heads of attention read, [B, S, heads * head size]."""
+    attention = layer.self_attn
+    shape = (*x.shape[:-1], -1, attention.head_dim)
+    x = _norm(layer.input_layernorm, x)
+    queries, keys, values = (
+        project(x).view(shape) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if hasattr(attention, "q_norm"):
+        queries, keys = _norm(attention.q_norm, queries), _norm(attention.k_norm, keys)
+    queries, keys = _rotated(queries, turn), _rotated(keys, turn)
+    queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
+    read = functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        is_causal=True,
+        scale=attention.scaling,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return read.transpose(1, 2).flatten(2)
+
+
+def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate [B, S, heads, head size] by its position."""
+    cosine, sine = turn
+    first, second = x.chunk(2, -1)
+    return x * cosine[:, :, None] + torch.cat([-second, first], -1) * sine[:, :, None]
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    """Apply a root-mean-square norm of transformers."""
+    if not torch.is_grad_enabled():
+        normed, _ = _normed(x, module.variance_epsilon)
+        return normed.mul_(module.weight)
+    apply: Any = _Norm.apply  # untyped in torch
+    result: Tensor = apply(x, module.weight, module.variance_epsilon)
+    return result
+
+
+def _normed(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Divide by the root mean square over the last dim; return also the inverse of that root."""
+    square = torch.linalg.vecdot(x, x).unsqueeze(-1)
+    scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return x * scale, scale
+
+
+class _Norm(torch.autograd.Function):
+    """Root-mean-square norm with a scale for each feature."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        normed, scale = _normed(x, epsilon)
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        of_weight = (gradient * normed).flatten(0, -2).sum(0)
+        of_normed = gradient * weight
+        # The part along the input changes nothing: a longer input has the same norm.
+        along = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1)
+        of_x = torch.addcmul(of_normed, normed, along, value=-1 / normed.shape[-1]).mul_(scale)
+        return of_x, of_weight, None
