@@ -1,23 +1,39 @@
 """What the monitoring servers load fits together, and fits what the code exports."""
 
+import csv
 import itertools
 import json
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
-from planish.minder.metrics_table import PUBLISHED_ORDER
+from planish.minder.metrics_table import JOB_SELECTOR, PUBLISHED_ORDER
+from planish.minder.metrics_table import METRICS as MINDER_METRICS
 from planish.minder.own_metrics import OwnMetrics
+from planish.minder.prometheus_query import Source
+from planish.minder.service_config import service_settings
 from planish.telemetry import METRICS
 from tests.contract.promql import metric_names
-from tests.golden.write_rules import MONITORING, RULES, TARGET, prometheus_rules
+from tests.golden.write_rules import (
+    MONITORING,
+    MONITORS,
+    RULES,
+    TARGET,
+    pod_monitors,
+    prometheus_rules,
+)
 
 DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
 RUNBOOK_PARTS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "Is it a false alarm?"]
 FOREIGN = {"up", "ALERTS", "kube_node_status_condition"}
 """Series of Prometheus itself and of kube-state-metrics."""
-MACHINE_SERIES = re.compile(r"DCGM_FI_\w+|node_(cpu|ethtool)_\w+")
+EXPORTERS = yaml.safe_load((Path(__file__).parent / "exporter_names.yaml").read_text("utf-8"))
+MACHINE_SERIES = {name for exporter in EXPORTERS.values() for name in exporter["names"]}
+PAUSE_FRAMES = re.compile(EXPORTERS["node_exporter"]["pattern"])
+COUNTERS = MONITORING / "exporters" / "dcgm-counters.csv"
 UNITS = {"none", "s", "percent", "percentunit", "ops", "pps", "cps", "Bps", "watt", "GBs"}
 PER_METRIC = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
@@ -45,9 +61,17 @@ def exported():
 
 
 def unknown(expression):
-    known = exported() | RECORDS | FOREIGN
+    known = exported() | RECORDS | FOREIGN | MACHINE_SERIES
     names = metric_names(expression)
-    return sorted(n for n in names - known if not MACHINE_SERIES.fullmatch(n))
+    return sorted(n for n in names - known if not PAUSE_FRAMES.fullmatch(n))
+
+
+def fields(text):
+    """Return the fields of a list of counters as dcgm-exporter reads it."""
+    rows = [row for row in csv.reader(text.splitlines()) if row]
+    assert all(len(row) == 3 for row in rows), rows
+    assert {row[1].strip() for row in rows} == {"gauge"}
+    return {row[0].strip() for row in rows}
 
 
 def targets(dashboard):
@@ -139,8 +163,59 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not():
     assert rests == ALERTS.keys()
 
 
-def test_the_operator_gets_the_same_rules():
+@pytest.mark.parametrize("name", MINDER_METRICS)
+def test_a_stock_exporter_has_what_the_query_of_a_metric_reads(name):
+    assert unknown(MINDER_METRICS[name].series.replace(JOB_SELECTOR, "")) == []
+
+
+def test_the_counters_of_the_gpu_exporter_are_those_that_detect_and_the_others_stand_by():
+    text = COUNTERS.read_text("utf-8")
+    listed = fields(re.sub("^#.*", "", text, flags=re.MULTILINE))
+    standing_by = fields("\n".join(re.findall(r"^# (DCGM_FI_.*)", text, re.MULTILINE)))
+    read = {
+        name: metric_names(one.series.replace(JOB_SELECTOR, ""))
+        for name, one in MINDER_METRICS.items()
+        if one.is_gpu
+    }
+    of_rules = {n for r in rules("record") for n in metric_names(r["expr"]) if n.startswith("DCGM")}
+    assert listed == {n for name in PUBLISHED_ORDER for n in read.get(name, ())} == of_rules
+    assert listed | standing_by == set().union(*read.values())
+    assert listed | standing_by <= set(EXPORTERS["dcgm-exporter"]["names"])
+
+
+def test_settings_for_infiniband_on_the_page_ask_for_what_its_exporter_has():
+    text = (MONITORING / "README.md").read_text("utf-8")
+    (block,) = re.findall(r"```toml\n(.+?)```", text, re.DOTALL)
+    settings = service_settings({"prometheus": {"url": "http://p:9090"}, **tomllib.loads(block)})
+    changed = {n for n, one in settings.sources.items() if one != Source.of(MINDER_METRICS[n])}
+    assert changed == {"pfc_tx_packet_rate"}
+    source = settings.sources["pfc_tx_packet_rate"]
+    assert unknown(source.series.replace(JOB_SELECTOR, "")) == []
+    assert (source.kind, source.agg) == ("counter", "sum")
+
+
+def test_the_operator_gets_the_same_rules_and_scrapes():
     assert TARGET.read_text("utf-8") == prometheus_rules()
+    assert MONITORS.read_text("utf-8") == pod_monitors()
+
+
+def test_with_and_without_the_operator_machines_and_jobs_are_labelled_alike():
+    monitors = {
+        one["metadata"]["name"]: one["spec"]["podMetricsEndpoints"][0]
+        for one in yaml.safe_load_all(MONITORS.read_text("utf-8"))
+    }
+    assert set(monitors) == {
+        f"planish-{name}" for name in ("minder", "node", "dcgm", "planish", "planish-rank")
+    }
+    for name, endpoint in monitors.items():
+        labels = {
+            rule["targetLabel"]: rule for rule in endpoint["relabelings"] if "targetLabel" in rule
+        }
+        assert labels["job"]["replacement"] == name.removeprefix("planish-")
+        if name in ("planish-node", "planish-dcgm"):
+            assert labels["node"]["sourceLabels"] == ["__meta_kubernetes_pod_node_name"]
+            assert (endpoint["interval"], endpoint["scrapeTimeout"]) == ("1s", "1s")
+    assert monitors["planish-minder"]["honorLabels"] is True
 
 
 def test_alertmanager_groups_by_job_and_holds_back_what_another_alert_explains():

@@ -63,13 +63,16 @@ class Fleet:
         """
         config = yaml.safe_load(SCRAPING.read_text("utf-8"))
         (dcgm,) = (one for one in config["scrape_configs"] if one["job_name"] == "dcgm")
+        # The chart of the exporter and the GPU operator label its pods differently.
+        names = ("app_kubernetes_io_name", "dcgm-exporter"), ("app", "nvidia-dcgm-exporter")
         pods = [
             {
                 "__metrics_path__": f"/machines/{machine}",
-                "__meta_kubernetes_pod_label_app_kubernetes_io_name": "dcgm-exporter",
+                f"__meta_kubernetes_pod_label_{names[i % 2][0]}": names[i % 2][1],
+                "__meta_kubernetes_pod_container_port_name": "metrics",
                 "__meta_kubernetes_pod_node_name": machine,
             }
-            for machine in self.machines
+            for i, machine in enumerate(self.machines)
         ]
         job = {
             "job_name": "fleet",

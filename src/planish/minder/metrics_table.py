@@ -94,10 +94,12 @@ _ROWS = (
          series=f"DCGM_FI_PROF_PCIE_TX_BYTES{_S} + DCGM_FI_PROF_PCIE_RX_BYTES{_S}"),
     _gpu("pcie_usage", "%", (0.0, 100.0), "", 100 / 64e9,
          series=f"DCGM_FI_PROF_PCIE_TX_BYTES{_S} + DCGM_FI_PROF_PCIE_RX_BYTES{_S}"),
-    Metric("ecn_packet_rate", "packet/s", None, f"node_infiniband_ecn_marked_packets_total{_S}",
-           kind="counter", agg="sum", transform="log1p"),
-    Metric("cnp_packet_rate", "packet/s", None, f"node_infiniband_cnp_packets_total{_S}",
-           kind="counter", agg="sum", transform="log1p"),
+    Metric("ecn_packet_rate", "packet/s", None,
+           f"node_infiniband_np_ecn_marked_roce_packets_received_total{_S}", kind="counter",
+           agg="sum", transform="log1p"),
+    Metric("cnp_packet_rate", "packet/s", None,
+           f"node_infiniband_np_cnp_packets_sent_total{_S}", kind="counter", agg="sum",
+           transform="log1p"),
 )  # fmt: skip
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ROWS}

@@ -96,6 +96,8 @@ class Surroundings:
     clock: Callable[[], float] = time.monotonic
     has_succeeded: threading.Event = field(default_factory=threading.Event)
     """Set by the first call that was done."""
+    lacking: set[str] = field(default_factory=set)
+    """Metrics of which some job has given no sample; each is said once, not for every job."""
 
 
 class WatchedDetector(Detector):
@@ -265,10 +267,23 @@ class JobWatch:
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
             around.metrics.pulled(frame, self._source.intervals)
+            self._say_lacking(frame)
             outcome = {"ok": "ok", "fault": "fault"}.get(result.status, "skipped")
             around.metrics.count("calls", self.job, outcome)
             self._take_in(result, deadline)
         around.has_succeeded.set()
+
+    def _say_lacking(self, frame: Frame) -> None:
+        """Log metrics without any sample, each of them once in the life of the program."""
+        lacking = {name for name, mask in frame.mask.items() if not mask.any()}
+        for name in sorted(lacking - self._around.lacking):
+            logger.warning(
+                "metric_without_samples metric=%s job=%s remedy=%r",
+                *(name, self.job),
+                "give the exporter its fields and flags, and its scrape the label `node`, as "
+                "monitoring/README.md has them; or leave the metric out of `detect.metrics`",
+            )
+        self._around.lacking |= lacking
 
     def _take_in(self, result: Result, deadline: Deadline) -> None:
         now = int(result.end or self.now())

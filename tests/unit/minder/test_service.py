@@ -125,6 +125,26 @@ def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
     assert watch._failures == 0
 
 
+def test_a_metric_without_samples_is_said_once_and_not_for_every_job(caplog):
+    watch, clock, around = watched()
+    lacking = day_of.METRICS[0]
+
+    class Lacking(day_of.DaySource):
+        def pull(self, machines, seconds, deadline):
+            frame = super().pull(machines, seconds, deadline)
+            frame.mask[lacking][:] = False
+            return frame
+
+    day = watch._source.day
+    for info in day.jobs()[:2]:
+        other = JobWatch(info, Lacking(day, info.key), around)
+        run(other, clock, clock.seconds + 120)
+    said = [line for line in caplog.messages if line.startswith("metric_without_samples")]
+    assert len(said) == 1
+    assert f"metric={lacking} " in said[0]
+    assert "monitoring/README.md" in said[0]
+
+
 def test_nothing_is_asked_about_a_job_with_too_few_machines_to_compare():
     watch, clock, around = watched()
     run(watch, clock, FAULT + 400)
