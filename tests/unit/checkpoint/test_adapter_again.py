@@ -132,7 +132,7 @@ def _moments_exchanged(state):
 
 
 def _counted(state):
-    held = state["optimizer"].state[next(state["model"].parameters())]
+    held = next(iter(state["optimizer"].state.values()))
     held["count"] = held.get("count", 0) + 1
 
 
