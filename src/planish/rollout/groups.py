@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from planish.engines.requests import FinishReason, Output
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import FinishReason as Finish
@@ -76,12 +78,13 @@ def _slots(group: Group, prompts: PromptSet) -> SlotGroup:
         answer=prompts.answer[group.prompt],
         verifier=prompts.verifier[group.prompt],
         slots=tuple(
-            Slot(sample).extended(
-                output.token_ids,
-                output.logprobs,
-                output.versions,
-                FINISH[output.finish_reason],
-                text,
+            Slot(
+                sample=sample,
+                tokens=np.asarray(output.token_ids, np.int32),
+                logprobs=np.asarray(output.logprobs, np.float32),
+                versions=np.asarray(output.versions, np.int32),
+                finish=FINISH[output.finish_reason],
+                text=text,
             )
             for sample, (output, text) in enumerate(
                 zip(group.outputs, group.responses, strict=True)
