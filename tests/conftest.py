@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 
 import hypothesis
 import numpy as np
@@ -20,6 +21,10 @@ from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 # The same examples in every run, and no failure because another process was using the machine.
 hypothesis.settings.register_profile("planish", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("planish")
+
+# What a shell starts in its background is deaf to SIGINT, and so would be what tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _bucket_numbers = itertools.count()
 
