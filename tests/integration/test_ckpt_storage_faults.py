@@ -52,7 +52,11 @@ def through(minio, proxy, bucket):
 
     def make(*, retry_seconds=10.0, **options):
         settings = Settings(
-            *(proxy.endpoint, minio.access_key, minio.secret_key, False, "us-east-1"),
+            proxy.endpoint,
+            minio.access_key,
+            minio.secret_key,
+            secure=False,
+            region="us-east-1",
             retry_seconds=retry_seconds,
         )
         opened.append(S3Storage(settings, bucket, **options))

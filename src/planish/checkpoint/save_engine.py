@@ -162,8 +162,9 @@ class SaveEngine:
         early = None
         try:
             with recorder.stage("plan"):
-                bring = lambda: self._bring(roles, options)  # noqa: E731
-                offer = self.planner.offer(call, bring, options, busy=busy)
+                offer = self.planner.offer(
+                    call, lambda: self._bring(roles, options), options, busy=busy
+                )
             if options.is_async and options.snapshot == "copy":
                 early = self._stage_early(call, offer, recorder)
             with recorder.stage("plan"):

@@ -190,7 +190,8 @@ class Alertmanager:
         filters = [f"{name}={json.dumps(value)}" for name, value in labels.items()]
         query = urllib.parse.urlencode({"filter": filters}, doseq=True)
         status, body = self._http.request(
-            *("GET", f"/api/v2/alerts?{query}"),
+            "GET",
+            f"/api/v2/alerts?{query}",
             deadline=deadline.sooner(self.config.timeout_seconds),
         )
         try:

@@ -252,13 +252,11 @@ def record(case: Case, variant: Variant) -> Recorded:
                 mine.take(slice(last - new, last), trace, trace.above - lift)
     alerts = tuple(sorted(silent.values(), key=lambda one: (one.time, one.machine)))
     outcome = Outcome(
-        *(
-            case.name or str(case.seed),
-            fault_of(case, config.detect.metrics),
-            count,
-            frame.num_seconds,
-            alerts,
-        )
+        case.name or str(case.seed),
+        fault_of(case, config.detect.metrics),
+        count,
+        frame.num_seconds,
+        alerts,
     )
     limit = max(2.0, config.detect.job_wide_share * count)
     hits = _hits(kept, case, config)

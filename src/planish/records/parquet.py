@@ -232,9 +232,8 @@ def read_batches(source: Any, *, size: int, name: str) -> Iterator[pa.RecordBatc
         if not file.metadata.num_rows:
             schema = file.schema_arrow
             yield pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
-        # A thread of Arrow that drops the last hold on the bytes while Python ends aborts the
-        # process.
-        # One row group at a time: a batch would else be filled from several.
+        # One row group at a time: a batch would else be filled from several. No threads: one of
+        # Arrow's that drops the last hold on the bytes while Python ends aborts the process.
         groups = range(file.metadata.num_row_groups)
         batches = (
             file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], use_threads=False)
