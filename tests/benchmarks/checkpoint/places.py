@@ -28,9 +28,7 @@ class Place:
         self.root = Path(tempfile.mkdtemp(prefix="ckpt-bench-", dir=ROOTS[kind]))
         (self.root / "files").mkdir()
         (self.root / "scratch").mkdir()
-        # Deleted data would stay on tmpfs, in memory, for minutes.
-        cleanup = {"MINIO_API_DELETE_CLEANUP_INTERVAL": "2s"}
-        self.server = Minio(self.root / "minio" / "data", settings=cleanup)
+        self.server = Minio(self.root / "minio" / "data")
         self.server.start()
         self.server.make_bucket(BUCKET)
         keys = self.server.access_key, self.server.secret_key
@@ -70,6 +68,9 @@ class Place:
             names = [DeleteObject(name) for name in self.objects(path)]
             for error in self.client.remove_objects(BUCKET, names):
                 raise OSError(f"could not delete: {error}")
+            # The server keeps what was deleted for five minutes: on tmpfs that fills the memory.
+            for trash in (self.server.data / ".minio.sys/tmp/.trash").iterdir():
+                shutil.rmtree(trash, ignore_errors=True)
         else:
             shutil.rmtree(path, ignore_errors=True)
 
