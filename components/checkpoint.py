@@ -19,7 +19,7 @@ def checkpoint(
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Exported", [("policy_pin", str)]):  # type: ignore[valid-type]
     """Export the train state as a Hugging Face folder. Reads train-state/2, writes policy/1."""
-    from planish.checkpoint_stage.stage import run
+    from planish.stages.export.stage import run
 
     return run(
         root=root,

@@ -16,7 +16,7 @@ def checkpoint_retain(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Keep the newest checkpoints below a folder, after success only; clear up leftovers."""
-    from planish.checkpoint_retain.stage import run
+    from planish.stages.reshard.retain import run
 
     run(
         root=root,

@@ -14,7 +14,7 @@ def checkpoint_verify(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Check every block of a checkpoint or policy, and every tensor against its source."""
-    from planish.checkpoint_verify.stage import run
+    from planish.stages.reshard.verify import run
 
     run(
         root=root,

@@ -14,6 +14,6 @@ def curate(
     report: dsl.Output[dsl.Markdown],
 ) -> None:
     """Read sources, clean, deduplicate, filter and split them. Writes prompts/1. CPU only."""
-    from planish.curate.stage import run
+    from planish.stages.curate.stage import run
 
     run(root=root, config_sha256=config_sha256, prompts=prompts, metrics=metrics, report=report)

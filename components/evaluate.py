@@ -15,7 +15,7 @@ def evaluate(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Measure the policy before and after on held-out prompts. Writes eval/1."""
-    from planish.evaluate.stage import run
+    from planish.stages.evaluate.stage import run
 
     run(
         root=root,

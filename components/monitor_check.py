@@ -21,7 +21,7 @@ def monitor_check(
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Checked", [("faulty_machine", str)]):  # type: ignore[valid-type]
     """Look for a faulty machine in Prometheus or in a recorded trace. A fault does not fail it."""
-    from planish.monitor_check.stage import run
+    from planish.stages.monitor_check.stage import run
 
     return run(
         root=root,

@@ -14,7 +14,7 @@ def next_run(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Submit run chain_index + 1 on the same root, once, until max_runs or the stop file."""
-    from planish.next_run.stage import run
+    from planish.stages.next_run.stage import run
 
     run(
         root=root,

@@ -31,7 +31,7 @@ def prepare(
     [("config_sha256", str), ("offset", int), ("chain_index", int), ("node_affinity", dict)],
 ):
     """Check configuration, store, lock and cluster; write run.json; say what will happen."""
-    from planish.prepare.stage import run
+    from planish.stages.prepare.stage import run
 
     return run(
         root=root,

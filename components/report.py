@@ -15,7 +15,7 @@ def report(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Write the report of the run from its root, whatever the state of the run."""
-    from planish.report.stage import run
+    from planish.stages.report.stage import run
 
     run(
         root=root,

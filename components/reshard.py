@@ -18,7 +18,7 @@ def reshard(
     "Resharded", [("source_pin", str), ("result_pin", str)]
 ):
     """Write the state of the run for other ranks, or merged as a Hugging Face folder."""
-    from planish.reshard.stage import run
+    from planish.stages.reshard.reshard import run
 
     return run(
         root=root, config_sha256=config_sha256, result=result, report=report, metrics=metrics

@@ -20,7 +20,7 @@ def reshard_prepare(
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("ReshardPrepared", [("config_sha256", str)]):  # type: ignore[valid-type]
     """Check source, layout and target of a reshard run; write run.json; say what will happen."""
-    from planish.reshard_prepare.stage import run
+    from planish.stages.reshard.prepare import run
 
     return run(
         root=root,

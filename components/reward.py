@@ -17,7 +17,7 @@ def reward(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Score the rollouts of all shards. Reads rollouts/1, writes rewards/1. CPU only."""
-    from planish.reward.stage import run
+    from planish.stages.reward.stage import run
 
     run(
         root=root,

@@ -19,7 +19,7 @@ def rollout(
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Sample groups of responses until this shard of the batch is full. Writes rollouts/1."""
-    from planish.rollout.stage import run
+    from planish.stages.rollout.stage import run
 
     run(
         root=root,

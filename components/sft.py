@@ -18,7 +18,7 @@ def sft(
     "Start", [("policy_pin", str), ("state_pin", str)]
 ):
     """Give the policy that the first iteration starts from. Writes policy/1."""
-    from planish.sft.stage import run
+    from planish.stages.sft.stage import run
 
     return run(
         root=root, config_sha256=config_sha256, prompts=prompts, policy=policy, metrics=metrics

@@ -21,7 +21,7 @@ def train(
     metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Trained", [("state_pin", str)]):  # type: ignore[valid-type]
     """Update the policy on one iteration's rollouts. Writes train-state/2 and update/1."""
-    from planish.train.stage import run
+    from planish.stages.train.stage import run
 
     return run(
         root=root,

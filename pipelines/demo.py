@@ -26,11 +26,11 @@ from rich.console import Console
 
 from pipelines.local import run_parameters
 from pipelines.runner import STOP_SECONDS
-from planish.config import preset_names
-from planish.errors import EXIT_FAILED, PlanishError, exit_code
-from planish.lock import check_free, current_holder
+from planish.base.config import preset_names
+from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.records import layout
-from planish.signals import Terminated, end_descendants, on_signal
+from planish.run.lock import check_free, current_holder
+from planish.run.signals import Terminated, end_descendants, on_signal
 from planish.store import file_uri, normal_uri, open_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -203,7 +203,7 @@ def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen
 
 def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
     """Spend `seconds` on more supervised training of the same start instead; return its scores."""
-    command = [sys.executable, "-m", "planish.sft.control", "--root", root]
+    command = [sys.executable, "-m", "planish.stages.sft.control", "--root", root]
     command += ["--seconds", f"{seconds:.1f}"]
     with log_path.open("ab") as log:
         done = subprocess.run(

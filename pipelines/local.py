@@ -14,7 +14,7 @@ from typing import Any
 from pipelines.monitor import monitor_of
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.runner import exit_status, run_here
-from planish.lock import acquire, current_holder
+from planish.run.lock import acquire, current_holder
 from planish.store import normal_uri
 
 

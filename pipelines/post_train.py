@@ -17,7 +17,7 @@ from components.dressing import WEBHOOK_ENV, dress
 from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 
 MAX_ITERATIONS = 30
 MAX_SHARDS = 32

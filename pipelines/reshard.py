@@ -16,7 +16,7 @@ from components import checkpoint_retain, checkpoint_verify, reshard, reshard_pr
 from components.dressing import dress
 from components.images import CPU_TINY, PROFILES, Profile, resolve_images
 from pipelines.runner import exit_status, run_here
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 
 DESCRIPTION = """Write a checkpoint anew for another layout, and read it back.
 

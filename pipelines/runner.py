@@ -12,8 +12,8 @@ from typing import Any
 
 from kfp import local
 
-from planish.errors import EXIT_FAILED, PlanishError, exit_code
-from planish.signals import end_descendants, on_signal
+from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.run.signals import end_descendants, on_signal
 
 STOP_SECONDS = 25.0
 """A task that was asked to end gets so long, its stage and what clears up after it together."""

@@ -254,8 +254,8 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     Raises:
         ValueError: no node can have that name.
     """
-    from planish import avoid as nodes
     from planish.records import layout
+    from planish.run import avoid as nodes
     from planish.store import open_store
 
     root = check_root(root)

@@ -1,6 +1,6 @@
 """The command line: `planish show`, `planish checkpoint`, `planish minder` and `planish doctor`.
 
-Stages have their own (`python -m planish.<stage>`), the pipeline too (`python -m pipelines.demo`).
+Stages have their own (`python -m planish.run STAGE`), the pipeline has `python -m pipelines.demo`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from planish import __version__, telemetry
-from planish.checkpoint import cli
-from planish.errors import PlanishError, exit_code
-from planish.minder import cli as minder_cli
+from planish import __version__
+from planish.base import telemetry
+from planish.base.errors import PlanishError, exit_code
+from planish.checkpoint.cli import command as cli
+from planish.minder.cli import command as minder_cli
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)
     try:
         if options.command == "doctor":
-            from planish.doctor import doctor
+            from planish.show.doctor import doctor
 
             return doctor(console)
         if options.command == "checkpoint":

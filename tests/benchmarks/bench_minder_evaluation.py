@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from planish.minder.cases import facts_of, facts_path
-from planish.minder.evaluate import SEEDS, Wanted, case_of, cases
-from planish.minder.files import write_frame
-from planish.minder.metrics_table import METRICS, PUBLISHED_ORDER
+from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
+from planish.minder.lab.cases import facts_of, facts_path
+from planish.minder.lab.evaluate import SEEDS, Wanted, case_of, cases
+from planish.minder.lab.files import write_frame
 from tests.benchmarks.facts import RESULTS, write_result
 from tests.benchmarks.studies.pictures import COLOURS
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from planish.minder.artefacts import default_models, load_models
-from planish.minder.config import minder_config
-from planish.minder.http_client import Deadline
-from planish.minder.metrics_table import METRICS, PUBLISHED_ORDER
-from planish.minder.prometheus import Prometheus, PrometheusConfig
-from planish.minder.prometheus_pull import Puller
-from planish.minder.prometheus_query import Source
-from planish.minder.session import JobMonitor
+from planish.minder.detect.artefacts import default_models, load_models
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
+from planish.minder.detect.session import JobMonitor
+from planish.minder.service.http_client import Deadline
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig
+from planish.minder.service.prometheus_pull import Puller
+from planish.minder.service.prometheus_query import Source
 from tests.benchmarks.facts import write_result
 from tests.servers.run_prometheus import PrometheusServer
 

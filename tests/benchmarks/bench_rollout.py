@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from planish.engines.requests import ModelRef, Request, Sampling
-from planish.engines.transformers_engine import TransformersEngine
-from planish.logprobs import TokenScorer
+from planish.engines.transformers.engine import TransformersEngine
 from planish.models.config import ModelConfig
+from planish.models.logprobs import TokenScorer
 from planish.models.policy import Policy, build_policy
 from tests.benchmarks.facts import write_result
 

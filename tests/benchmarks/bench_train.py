@@ -25,12 +25,12 @@ import torch
 
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators, TrainBatch
+from planish.base.parallel import SINGLE
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
-from planish.parallel import SINGLE
-from planish.train.batching import scatter_tokens
-from planish.train.config import TrainConfig
-from planish.train.fsdp2 import Fsdp2Trainer, set_up_torch
+from planish.stages.train.batching import scatter_tokens
+from planish.stages.train.config import TrainConfig
+from planish.stages.train.fsdp2 import Fsdp2Trainer, set_up_torch
 from tests.benchmarks.facts import write_result
 
 ROLLOUTS = 64

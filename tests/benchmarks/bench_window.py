@@ -21,11 +21,11 @@ import torch
 
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators, TrainBatch
+from planish.base.parallel import SINGLE
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy, save_policy
-from planish.parallel import SINGLE
-from planish.train.config import TrainConfig
-from planish.train.fsdp2 import Fsdp2Trainer
+from planish.stages.train.config import TrainConfig
+from planish.stages.train.fsdp2 import Fsdp2Trainer
 from tests.benchmarks.bench_train import make_batch
 from tests.benchmarks.facts import write_result
 

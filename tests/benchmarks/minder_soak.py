@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planish.errors import BackendUnavailable
-from planish.minder.alerts import Alert
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models
-from planish.minder.frame import Frame
-from planish.minder.kube_objects import JobInfo
-from planish.minder.own_metrics import OwnMetrics
-from planish.minder.service import Service
-from planish.minder.service_config import service_settings
-from planish.minder.service_job import Surroundings
+from planish.base.errors import BackendUnavailable
+from planish.minder.act.kube.objects import JobInfo
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Models
+from planish.minder.detect.frame import Frame
+from planish.minder.service.alerts import Alert
+from planish.minder.service.config import service_settings
+from planish.minder.service.job import Surroundings
+from planish.minder.service.own_metrics import OwnMetrics
+from planish.minder.service.service import Service
 from tests.benchmarks.facts import write_result
 
 METRICS = ("cpu_usage", "gpu_duty_cycle")

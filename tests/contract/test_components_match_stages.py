@@ -13,7 +13,7 @@ import pytest
 import components
 import planish
 from components import images
-from planish.stage import stage_parser
+from planish.run.stage import stage_parser
 
 FOLDER = Path(components.__file__).parent
 STAGES = {

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planish.base.errors import ConfigError, NotSupported
 from planish.engines.requests import FinishReason, Request, Sampling
-from planish.errors import ConfigError, NotSupported
 from tests.unit.engines.tiny import (
     ids_of,
     prompt,

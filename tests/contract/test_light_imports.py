@@ -9,20 +9,21 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "sklearn", "pandas", "datasets", "sympy")
 
+PACKAGE = REPOSITORY / "src/planish"
 CONFIGS = sorted(
-    f"planish.{path.parent.name}.config"
-    for path in (REPOSITORY / "src/planish").glob("*/config.py")
+    ".".join(("planish", *path.relative_to(PACKAGE).with_suffix("").parts))
+    for path in PACKAGE.rglob("config.py")
 )
 LIGHT = [
     "planish.records",
     "planish.store",
-    "planish.stage",
+    "planish.run.stage",
     "planish.verifiers",
-    "planish.shaping",
-    "planish.telemetry",
+    "planish.verifiers.shaping",
+    "planish.base.telemetry",
     "planish.algorithms",
     "planish.show.command",
-    "planish.doctor",
+    "planish.show.doctor",
     "planish.__main__",
     *CONFIGS,
 ]
@@ -61,7 +62,7 @@ def test_components_and_pipelines_import_no_heavy_package_and_no_stage():
 
 def test_every_configuration_class_is_found_without_heavy_packages():
     statement = (
-        "from planish.config import SECTIONS, section_class\n"
+        "from planish.base.config import SECTIONS, section_class\n"
         "tables = {'algorithm': {'name': 'dapo'}}\n"
         "[section_class(name, tables.get(name, {})) for name in SECTIONS]"
     )

@@ -1,6 +1,5 @@
 """Manifests: overlays resolve, references hold, pods are safe, steps fit the stages."""
 
-import importlib
 import re
 import shutil
 import subprocess
@@ -11,9 +10,10 @@ import yaml
 
 from components.dressing import ITERATION_LABEL, SECRET_ENV, STAGE_LABEL, WEBHOOK_ENV
 from components.images import IMAGES, METRICS_PORT, OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
-from planish.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
-from planish.stage import stage_parser
-from planish.stage_metrics import NUM_PORTS
+from planish.run.__main__ import stage_run
+from planish.run.stage import stage_parser
+from planish.run.stage_metrics import NUM_PORTS
+from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "manifests"
@@ -226,7 +226,7 @@ def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
 
 
 def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
-    code = (REPOSITORY / "src/planish/prepare/kubernetes_api.py").read_text()
+    code = (REPOSITORY / "src/planish/stages/prepare/kubernetes_api.py").read_text()
     code += (REPOSITORY / "pipelines/submit.py").read_text()
     called = set(re.findall(r"self\._(?:core|batch|custom|authorization)\.([a-z_]+)\(", code))
     assert called == {
@@ -275,7 +275,8 @@ def test_the_workflow_has_every_stage_but_the_chain():
 def test_the_command_line_of_a_step_fits_its_stage(name):
     container = TEMPLATES[name]["container"]
     assert container["command"][:2] == ["python", "-m"]
-    run = importlib.import_module(f"{container['command'][2]}.stage").run
+    assert container["command"][2] == "planish.run"
+    run = stage_run(container["command"][3])
     sample = {"true": "true", "false": "false"}
     words = []
     for argument in container["args"]:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planish.minder.metrics_table import JOB_SELECTOR, PUBLISHED_ORDER
-from planish.minder.metrics_table import METRICS as MINDER_METRICS
-from planish.minder.own_metrics import OwnMetrics
-from planish.minder.prometheus_query import Source
-from planish.minder.service_config import service_settings
-from planish.telemetry import METRICS
+from planish.base.telemetry import METRICS
+from planish.minder.detect.metrics_table import JOB_SELECTOR, PUBLISHED_ORDER
+from planish.minder.detect.metrics_table import METRICS as MINDER_METRICS
+from planish.minder.service.config import service_settings
+from planish.minder.service.own_metrics import OwnMetrics
+from planish.minder.service.prometheus_query import Source
 from tests.contract.promql import metric_names
 from tests.golden.write_rules import (
     MONITORING,

@@ -10,7 +10,7 @@ import yaml
 from components.dressing import ITERATION_LABEL, STAGE_LABEL
 from components.images import METRICS_PORT, PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, file_name
-from planish.stage_metrics import NUM_PORTS, PORT_VARIABLE
+from planish.run.stage_metrics import NUM_PORTS, PORT_VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOBS = {

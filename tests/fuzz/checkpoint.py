@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint import metafile
-from planish.checkpoint.commit_record import Commit
-from planish.checkpoint.cover import cover_faults
-from planish.checkpoint.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.journal import Record
-from planish.checkpoint.model import Columns, LocalItem
-from planish.checkpoint.safetensors_file import (
+from planish.base.errors import CheckpointCorrupt, CheckpointError, PlanMismatch
+from planish.checkpoint.commit.journal import Record
+from planish.checkpoint.commit.record import Commit
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.safetensors_file import (
     Entry,
     entry_name,
     header_bytes,
@@ -34,8 +34,8 @@ from planish.checkpoint.safetensors_file import (
     parse_header,
     plan_header,
 )
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointCorrupt, CheckpointError, PlanMismatch
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.plan.cover import cover_faults
 from tests.fuzz.mutations import damaged, lied
 from tests.unit.checkpoint.metadata_samples import small
 

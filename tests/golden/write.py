@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from planish.algorithms import build_algorithm
-from planish.parallel import SINGLE
+from planish.base.parallel import SINGLE
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.train.batching import train_batch
-from planish.train.config import CriticConfig, TrainConfig
-from planish.train.progress import Progress
-from planish.train.trainer import open_trainer
-from planish.train.update import run_update
-from tests.unit.train.runs import TINY, random_rollouts, rewards_for, start_run
+from planish.stages.train.batching import train_batch
+from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.progress import Progress
+from planish.stages.train.trainer import open_trainer
+from planish.stages.train.update import run_update
+from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
 
 LOSSES = Path(__file__).parent / "losses"
 COLUMNS = ("loss", "grad_norm", "value_loss", "value_grad_norm")

@@ -7,7 +7,6 @@ configuration. A change here is a change for users: it belongs in the changelog.
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 from pathlib import Path
 
@@ -15,9 +14,10 @@ import planish.records
 import planish.store
 from planish.__main__ import parser
 from planish.algorithms import ALGORITHMS
-from planish.config import SECTIONS, section_class
+from planish.base.config import SECTIONS, section_class
+from planish.base.telemetry import METRICS
 from planish.records import PromptSet, RewardSet, RolloutSet, TraceSet, ValueSet, WaitingSet
-from planish.telemetry import METRICS
+from planish.run.__main__ import STAGES, stage_run
 
 FOLDER = Path(__file__).parent / "surface"
 PACKAGE = Path(planish.records.__file__).parents[1]
@@ -26,12 +26,11 @@ PACKAGE = Path(planish.records.__file__).parents[1]
 def commands() -> str:
     """One line per option of `planish` and of every stage."""
     lines = options_of(parser(), "planish")
-    for folder in sorted(path.parent.name for path in PACKAGE.glob("*/__main__.py")):
-        run = importlib.import_module(f"planish.{folder}.stage").run
-        for parameter in inspect.signature(run).parameters.values():
+    for stage in sorted(STAGES):
+        for parameter in inspect.signature(stage_run(stage)).parameters.values():
             has_default = parameter.default is not inspect.Parameter.empty
             default = f" = {parameter.default!r}" if has_default else ""
-            lines.append(f"planish.{folder} --{parameter.name}: {parameter.annotation}{default}")
+            lines.append(f"planish.run {stage} --{parameter.name}: {parameter.annotation}{default}")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from planish.checkpoint.adapters.base import apply, collect
-from planish.checkpoint.load import load_state, open_on_all
-from planish.checkpoint.load_records import LoadOptions
-from planish.checkpoint.save import default_engine, save_state
-from planish.checkpoint.save_options import SaveOptions
+from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.save.options import SaveOptions
+from planish.checkpoint.save.save import default_engine, save_state
 
 
 def groups():

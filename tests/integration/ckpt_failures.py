@@ -18,12 +18,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from planish.checkpoint import catalog
-from planish.checkpoint.commit import read_commit
-from planish.checkpoint.control_store import started_at
-from planish.checkpoint.monitor import TIMINGS
-from planish.checkpoint.reader import open_state
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.commit.commit import read_commit
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.ranks.control_store import started_at
 from planish.checkpoint.storage import open_storage
+from planish.checkpoint.watch.monitor import TIMINGS
 from tests.integration.ckpt_forks import Forks, write_json
 from tests.integration.ckpt_seeds import COLUMNS, load_seed
 from tests.integration.waiting import wait_for

@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from planish.checkpoint import save_engine, upload
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.load import load_state, open_on_all
-from planish.checkpoint.load_records import LoadOptions
-from planish.checkpoint.loader_state import LoaderShard, LoaderState
-from planish.checkpoint.model import Collected, LocalItem
-from planish.checkpoint.save import SaveOptions, default_engine
+from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.save import engine as save_engine
+from planish.checkpoint.save import upload
+from planish.checkpoint.save.save import SaveOptions, default_engine
 from planish.checkpoint.storage import base
 from planish.checkpoint.storage.s3 import S3Storage
-from planish.checkpoint.tables import TensorSpec
 from planish.store.s3 import read_settings
 from tests.integration.ckpt_forks import get_ready, write_json
 from tests.integration.waiting import wait_for

@@ -7,14 +7,14 @@ import json
 import numpy as np
 import torch
 
-from planish.checkpoint import metafile
-from planish.checkpoint.commit import read_commit, read_meta
-from planish.checkpoint.extra_codec import decode_extra
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.integrity import check_blocks
-from planish.checkpoint.model import Collected, LocalItem
+from planish.checkpoint.commit.commit import read_commit, read_meta
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.extra_codec import decode_extra
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.integrity import check_blocks
+from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.tables import TensorSpec
 
 NUMPY = {"F32": np.float32, "I64": np.int64, "U8": np.uint8}
 

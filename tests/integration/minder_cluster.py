@@ -8,12 +8,12 @@ import time
 
 import yaml
 
-from planish.errors import ClusterError
-from planish.minder import kube_names as names
-from planish.minder.alerts import Alert
-from planish.minder.kube import Cluster
-from planish.minder.kube_config import KubernetesConfig
-from planish.minder.result import Finding, Result
+from planish.base.errors import ClusterError
+from planish.minder.act.kube import names
+from planish.minder.act.kube.client import Cluster
+from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.detect.result import Finding, Result
+from planish.minder.service.alerts import Alert
 from tests.integration.waiting import wait_for
 from tests.servers.program import REPOSITORY
 

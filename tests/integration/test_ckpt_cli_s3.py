@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planish.__main__ import main
-from planish.checkpoint.layouts import Layout
+from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.storage import open_storage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 

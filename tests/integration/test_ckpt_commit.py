@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from planish.checkpoint import catalog
-from planish.checkpoint.commit import Commit, read_commit
-from planish.checkpoint.journal import Journal, attempt_folder, new_attempt
+from planish.base.errors import CheckpointExists, StoreError
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.commit.commit import Commit, read_commit
+from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage, Stopped, stop_at
-from planish.errors import CheckpointExists, StoreError
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.servers.minio_files import objects, open_uploads
 from tests.unit.checkpoint.small_saves import (
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.server
 CHILD = """
 import sys
 from planish.checkpoint.storage import open_storage
-from planish.errors import CheckpointExists
+from planish.base.errors import CheckpointExists
 from tests.unit.checkpoint.small_saves import path_of, save
 
 storage, _ = open_storage(sys.argv[1])

@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from planish.checkpoint import catalog
-from planish.checkpoint.commit import Facts, publish
-from planish.checkpoint.journal import attempt_folder, journaled, new_attempt
+from planish.base.errors import StoreError, StoreMisconfigured
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.commit.commit import Facts, publish
+from planish.checkpoint.commit.journal import attempt_folder, journaled, new_attempt
 from planish.checkpoint.storage import open_storage, upload
-from planish.errors import StoreError, StoreMisconfigured
 from tests.servers.minio_files import objects, open_uploads
 from tests.servers.program import require
 from tests.servers.run_minio import Minio, require_minio, server_of_few_mib

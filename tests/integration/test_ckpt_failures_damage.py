@@ -7,18 +7,18 @@ import json
 
 import pytest
 
-from planish.checkpoint import catalog
-from planish.checkpoint.commit import read_commit
-from planish.checkpoint.reader import open_state
-from planish.checkpoint.storage.s3 import S3Storage
-from planish.checkpoint.verify import verify
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
     CheckpointNotFound,
     StoreError,
 )
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.commit.commit import read_commit
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.verify import verify
+from planish.checkpoint.storage.s3 import S3Storage
 from planish.store.s3 import read_settings
 from tests.integration.ckpt_seeds import load_seed
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from planish.checkpoint import catalog
-from planish.errors import CheckpointIncomplete, CheckpointNotFound
+from planish.base.errors import CheckpointIncomplete, CheckpointNotFound
+from planish.checkpoint.commit import catalog
 from tests.integration.ckpt_seeds import load_seed
 from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import Rule

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from planish.checkpoint import load_rates, monitor
+from planish.base.errors import CheckpointNotFound
 from planish.checkpoint.adapters.dtypes import TYPES
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.load import load_state, open_on_all
-from planish.checkpoint.load_rates import Rates
-from planish.checkpoint.load_records import LoadOptions
-from planish.checkpoint.model import Collected, LocalItem
-from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
-from planish.errors import CheckpointNotFound
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.load import rates as load_rates
+from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.rates import Rates
+from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.watch import monitor
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.checkpoint.tilings import random_tiling
 from tests.unit.checkpoint.written import write_checkpoint

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.load import load_state, open_on_all
-from planish.checkpoint.load_records import LoadOptions
-from planish.checkpoint.model import Collected
-from planish.checkpoint.reader import open_state
+from planish.checkpoint.format.records import Collected
+from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.ranks.coordination import Control
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
 from tests.integration.ckpt_forks import run_ranks
@@ -173,7 +173,7 @@ def test_a_rank_that_hangs_is_given_up_at_the_time_limit(tmp_path, place):
 
 @pytest.mark.server
 def test_a_bit_that_flips_on_the_way_is_read_again(s3_root, minio, monkeypatch):
-    from planish.checkpoint.slices import SliceReader
+    from planish.checkpoint.load.slices import SliceReader
 
     tensors = weights()
     place = write_checkpoint(f"{s3_root}/run/step-1", tensors, extra=False)

@@ -7,9 +7,9 @@ import threading
 import torch
 
 from planish.checkpoint import api
+from planish.checkpoint.adapters.loader_ahead import Foreseen
+from planish.checkpoint.adapters.loader_state import CONSUMED, LoaderShard
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
-from planish.checkpoint.loader_ahead import Foreseen
-from planish.checkpoint.loader_state import CONSUMED, LoaderShard
 from tests.integration.ckpt_forks import run_ranks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.save import close_engines
+from planish.checkpoint.save.save import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_memory as memory
 from tests.integration.ckpt_forks import run_ranks
@@ -192,8 +192,8 @@ FAMILIES = {
 def test_two_tensor_parallel_ranks_one_and_hugging_face_have_equal_logits(tmp_path, family):
     import transformers
 
-    from planish.checkpoint.export_hf import export_folder
-    from planish.checkpoint.hf_names import megatron_sources
+    from planish.checkpoint.convert.export_hf import export_folder
+    from planish.checkpoint.convert.hf_names import megatron_sources
 
     here = "tests.integration.test_ckpt_megatron"
     run_ranks(f"{here}:scenario_train", 2, tmp_path, timeout=200, family=family)

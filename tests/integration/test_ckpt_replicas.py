@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
-from planish.checkpoint.save import close_engines
+from planish.checkpoint.save.save import close_engines
 from planish.checkpoint.storage import open_storage
-from planish.errors import LayoutMismatch
 from tests.integration.ckpt_forks import run_ranks
 
 NAME = "tests.integration.test_ckpt_replicas"

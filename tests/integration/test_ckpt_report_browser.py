@@ -9,8 +9,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from planish.checkpoint.report_page import html_report
-from planish.checkpoint.timings import Timeline, Timing
+from planish.checkpoint.watch.report_page import html_report
+from planish.checkpoint.watch.timings import Timeline, Timing
 from tests.integration.browser import NEEDS_BROWSER, chromium
 
 pytestmark = NEEDS_BROWSER

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.streams import RandomStreams
-from planish.checkpoint.prompt_state import PromptState
-from planish.checkpoint.save import close_engines
-from planish.errors import LayoutMismatch
+from planish.checkpoint.load.prompt_state import PromptState
+from planish.checkpoint.save.save import close_engines
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
 from tests.integration.megatron_model import Layout, build

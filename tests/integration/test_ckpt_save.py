@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.geometry import whole
-from planish.checkpoint.model import Collected, LocalItem
-from planish.checkpoint.save import SaveOptions, close_engines, default_engine
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
+from planish.base.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
+from planish.checkpoint.format.geometry import whole
+from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.save.save import SaveOptions, close_engines, default_engine
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,
@@ -349,7 +349,7 @@ def test_a_cancelled_save_is_committed_nowhere_or_everywhere(file_root, tmp_path
 
 def mixed(rank, size, folder, root):
     """Loader shards, values that only some ranks have, two roles, an empty rank."""
-    from planish.checkpoint.loader_state import LoaderShard, LoaderState
+    from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
 
     shard = LoaderShard(rank, 0, buffer=[f"sample {rank}"], cursor={"web": rank})
     loader = LoaderState({"seed": 4}, [shard], dp_rank=rank, dp_size=size)

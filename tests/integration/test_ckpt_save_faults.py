@@ -14,12 +14,13 @@ import psutil
 import pytest
 import torch
 
-from planish.checkpoint import catalog, save_engine
+from planish.base.errors import SaveFailed
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
-from planish.checkpoint.model import Collected
-from planish.checkpoint.save import SaveOptions, close_engines, default_engine
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.format.records import Collected
+from planish.checkpoint.save import engine as save_engine
+from planish.checkpoint.save.save import SaveOptions, close_engines, default_engine
 from planish.checkpoint.storage import open_storage
-from planish.errors import SaveFailed
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_ranks import Ranks
 from tests.integration.ckpt_states import (

@@ -14,10 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from planish.checkpoint.commit import require_commit
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.s3 import S3Storage
-from planish.errors import (
+from planish.base.errors import (
     AccessRefused,
     CheckpointNotFound,
     ObjectChanged,
@@ -27,6 +24,9 @@ from planish.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
+from planish.checkpoint.commit.commit import require_commit
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.s3 import S3Storage
 from planish.store.s3 import Settings
 from tests.servers.http_proxy import HttpProxy, Rule
 

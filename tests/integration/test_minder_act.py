@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from planish.minder import kube_names as names
-from planish.minder.act import Actor
-from planish.minder.act_config import ActConfig
-from planish.minder.act_steps import change_node, cordon_change
+from planish.minder.act.actor import Actor
+from planish.minder.act.config import ActConfig
+from planish.minder.act.kube import names
+from planish.minder.act.steps import change_node, cordon_change
 from tests.integration.minder_cluster import Fleet, alert, result
 from tests.integration.waiting import wait_for
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planish.errors import BackendUnavailable
-from planish.minder.alertmanager import AlertContext, Alertmanager, labels_of
-from planish.minder.alerts import Alert
-from planish.minder.http_client import Deadline
-from planish.minder.service_config import AlertmanagerConfig
+from planish.base.errors import BackendUnavailable
+from planish.minder.service.alertmanager import AlertContext, Alertmanager, labels_of
+from planish.minder.service.alerts import Alert
+from planish.minder.service.config import AlertmanagerConfig
+from planish.minder.service.http_client import Deadline
 from tests.integration.waiting import wait_for
 from tests.servers.scripted_http import ScriptedServer
 

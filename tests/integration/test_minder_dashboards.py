@@ -14,9 +14,9 @@ import urllib.request
 import pytest
 import yaml
 
-from planish.minder.metrics_table import PUBLISHED_ORDER
-from planish.minder.own_metrics import BUCKETS, OwnMetrics
-from planish.telemetry import METRICS
+from planish.base.telemetry import METRICS
+from planish.minder.detect.metrics_table import PUBLISHED_ORDER
+from planish.minder.service.own_metrics import BUCKETS, OwnMetrics
 from tests.golden.write_rules import MONITORING, RULES
 from tests.servers.run_prometheus import PrometheusServer, require_prometheus
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planish.minder import kube_names as names
+from planish.minder.act.kube import names
 from planish.store import open_store
 from planish.store.documents import read_json
 from tests.golden.write_rules import MONITORING, RULES

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from planish.errors import ClusterError, ConfigError, RecordError
-from planish.minder import kube_names as names
-from planish.minder.kube import Cluster
-from planish.minder.kube_config import KubernetesConfig
-from planish.minder.kube_events import EventBook, Subject
-from planish.minder.kube_lease import Lease
-from planish.minder.kube_state import ConfigMapState
+from planish.base.errors import ClusterError, ConfigError, RecordError
+from planish.minder.act.kube import names
+from planish.minder.act.kube.client import Cluster
+from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.kube.events import EventBook, Subject
+from planish.minder.act.kube.lease import Lease
+from planish.minder.act.kube.state import ConfigMapState
 from tests.integration.minder_cluster import Fleet
 
 pytestmark = pytest.mark.server

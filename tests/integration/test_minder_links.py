@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from planish.minder import kube_names as names
-from planish.minder.act import Actor
-from planish.minder.act_config import ActConfig
-from planish.report.gather import gather
+from planish.minder.act.actor import Actor
+from planish.minder.act.config import ActConfig
+from planish.minder.act.kube import names
+from planish.stages.report.gather import gather
 from tests.integration.minder_cluster import Fleet, alert, install_workflows, result
 from tests.integration.waiting import wait_for
 

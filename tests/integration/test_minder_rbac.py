@@ -9,13 +9,13 @@ import tomllib
 import pytest
 import yaml
 
-from planish.errors import ClusterError
-from planish.minder.act import Actor
-from planish.minder.act_config import ActConfig
-from planish.minder.cli import add_commands
-from planish.minder.kube_lease import Lease
-from planish.minder.kube_state import ConfigMapState
-from planish.minder.service_config import service_settings
+from planish.base.errors import ClusterError
+from planish.minder.act.actor import Actor
+from planish.minder.act.config import ActConfig
+from planish.minder.act.kube.lease import Lease
+from planish.minder.act.kube.state import ConfigMapState
+from planish.minder.cli.command import add_commands
+from planish.minder.service.config import service_settings
 from tests.integration.minder_cluster import Fleet, account, alert, install_workflows, result
 from tests.integration.waiting import wait_for
 from tests.servers.program import REPOSITORY
@@ -59,7 +59,7 @@ def granted():
 
 def test_the_roles_grant_exactly_what_the_code_calls():
     called = set()
-    for path in sorted((REPOSITORY / "src/planish/minder").glob("*.py")):
+    for path in sorted((REPOSITORY / "src/planish/minder").rglob("*.py")):
         called |= set(re.findall(r"\b(?:core|coordination|_custom)\.([a-z_]+)\b", path.read_text()))
     assert called == set(CALLS)
     assert set().union(*granted().values()) == set(CALLS.values())
@@ -185,7 +185,7 @@ EVENT_SECONDS = 600
 
 
 def _subject(fleet):
-    from planish.minder.kube_events import Subject
+    from planish.minder.act.kube.events import Subject
 
     return Subject.of(fleet.node(0))
 

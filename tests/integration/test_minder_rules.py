@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import yaml
 
-from planish import telemetry
-from planish.minder.own_metrics import OwnMetrics
+from planish.base import telemetry
+from planish.minder.service.own_metrics import OwnMetrics
 from tests.golden.write_rules import MONITORING, RULES
 from tests.servers.program import require
 

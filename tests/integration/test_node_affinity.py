@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from planish.avoid import node_affinity
+from planish.run.avoid import node_affinity
 from tests.servers.program import BIN, few_variables
 
 pytestmark = pytest.mark.server

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.report.stage import run
-from planish.stage import PathArtifact
+from planish.run.stage import PathArtifact
+from planish.stages.report.stage import run
 from tests.integration.browser import NEEDS_BROWSER, chromium
-from tests.unit.report.synthetic_run import build_run
+from tests.unit.stages.report.synthetic_run import build_run
 
 pytestmark = NEEDS_BROWSER
 

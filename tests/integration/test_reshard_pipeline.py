@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.hf_files import Form, encode_header
-from planish.checkpoint.layouts import Layout
-from planish.checkpoint.reader import open_state
-from planish.checkpoint.slices import SliceReader
+from planish.checkpoint.convert.hf_files import Form, encode_header
+from planish.checkpoint.convert.layouts import Layout
+from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.tables import ITEM_BYTES
 from planish.records import fetch_files, layout, write_files
 from planish.store import open_store
 from planish.store.documents import read_json

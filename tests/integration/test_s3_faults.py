@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from planish.checkpoint.storage import open_storage
-from planish.errors import (
+from planish.base.errors import (
     EXIT_CONFIG,
     EXIT_TRANSIENT,
     AccessRefused,
@@ -22,6 +21,7 @@ from planish.errors import (
     StoreUnavailable,
     exit_code,
 )
+from planish.checkpoint.storage import open_storage
 from planish.store import retry, s3
 from planish.store.s3 import S3Store
 from tests.servers.faulty_proxy import FaultyProxy, http_answer

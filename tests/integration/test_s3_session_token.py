@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from minio.credentials import AssumeRoleProvider
 
+from planish.base.errors import AccessRefused
 from planish.checkpoint.storage import open_storage
-from planish.errors import AccessRefused
 from planish.store import open_store
 
 pytestmark = pytest.mark.server

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from planish.base.config import config_sha256
 from planish.checkpoint import train_state as api
-from planish.checkpoint_stage.stage import run as run_checkpoint
-from planish.config import config_sha256
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy
 from planish.records import layout
@@ -24,6 +23,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
+from planish.stages.export.stage import run as run_checkpoint
 from planish.store import open_store
 from tests.integration.test_train_stage import (
     all_tensors,
@@ -32,7 +32,7 @@ from tests.integration.test_train_stage import (
     stage_command,
     train_all,
 )
-from tests.unit.train.runs import (
+from tests.unit.stages.train.runs import (
     TINY_CRITIC,
     add_iteration,
     artifact,
@@ -40,7 +40,7 @@ from tests.unit.train.runs import (
     tiny_config,
     train_once,
 )
-from tests.unit.train.windows import add_window_iteration, whole_responses, window_of
+from tests.unit.stages.train.windows import add_window_iteration, whole_responses, window_of
 
 WINDOW = 6
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from planish.base.errors import LayoutMismatch, PeerLost
 from planish.checkpoint import train_state as api
-from planish.errors import LayoutMismatch, PeerLost
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
@@ -17,12 +17,12 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
-from planish.train.job import TrainJob
-from planish.train.launch import launch
-from planish.train.stage import train
+from planish.stages.train.job import TrainJob
+from planish.stages.train.launch import launch
+from planish.stages.train.stage import train
 from tests.integration.test_train_stage import all_tensors
-from tests.unit.train.runs import add_iteration, start_run, tiny_config
-from tests.unit.train.windows import add_window_iteration
+from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
+from tests.unit.stages.train.windows import add_window_iteration
 
 TOLERANCE = 1e-6
 WEIGHT_TOLERANCE = 2e-5

@@ -7,13 +7,13 @@ import torch
 
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
-from planish.parallel import Ranks
-from planish.train.batching import split_by_gradient
-from planish.train.config import CriticConfig, TrainConfig
-from planish.train.trainer import open_trainer
+from planish.base.parallel import Ranks
+from planish.stages.train.batching import split_by_gradient
+from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.trainer import open_trainer
 from tests.integration import ckpt_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
-from tests.unit.train.runs import TINY, start_run
+from tests.unit.stages.train.runs import TINY, start_run
 
 CPU = torch.device("cpu")
 ALGORITHM = Dapo(DapoConfig())

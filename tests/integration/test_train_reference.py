@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planish.base.config import config_sha256
 from planish.checkpoint import train_state as api
-from planish.config import config_sha256
-from planish.logprobs import TokenScorer
+from planish.models.logprobs import TokenScorer
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -20,7 +20,13 @@ from planish.store import open_store
 from tests.integration.test_train_critic import critic_config, train_windows
 from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
 from tests.integration.test_train_stage import failing, train_all
-from tests.unit.train.runs import add_iteration, random_rollouts, start_run, tiny_config, train_once
+from tests.unit.stages.train.runs import (
+    add_iteration,
+    random_rollouts,
+    start_run,
+    tiny_config,
+    train_once,
+)
 
 TOLERANCE = 1e-6
 

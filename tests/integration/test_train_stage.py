@@ -17,16 +17,16 @@ import torch
 
 from planish.checkpoint import train_state as api
 from planish.checkpoint.adapters.dtypes import TYPES
-from planish.checkpoint_stage.stage import run as run_checkpoint
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest, write_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
-from planish.stage import mark_stopped
+from planish.run.stage import mark_stopped
+from planish.stages.export.stage import run as run_checkpoint
 from planish.store import open_store
 from tests.golden.write import ALGORITHMS, LOSSES, golden_losses
-from tests.unit.train.runs import (
+from tests.unit.stages.train.runs import (
     add_iteration,
     artifact,
     random_rollouts,
@@ -129,7 +129,7 @@ def stage_command(tiny, iteration, state_pin, out):
         "metrics": str(out / "metrics"), "values": str(out / "values"),
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "planish.train", *flags]
+    return [sys.executable, "-m", "planish.run", "train", *flags]
 
 
 def environment():

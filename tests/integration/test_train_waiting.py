@@ -8,20 +8,20 @@ import subprocess
 import pytest
 
 from planish.checkpoint import train_state as api
-from planish.checkpoint.catalog import retain
+from planish.checkpoint.commit.catalog import retain
 from planish.checkpoint.storage import open_storage
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
+from planish.stages.train.stage import train
 from planish.store import open_store
-from planish.train.stage import train
 from tests.integration.test_train_critic import critic_config, scalars_of, train_windows
 from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors, environment, stage_command
-from tests.unit.train.runs import start_run, train_once
-from tests.unit.train.windows import add_window_iteration, whole_responses
+from tests.unit.stages.train.runs import start_run, train_once
+from tests.unit.stages.train.windows import add_window_iteration, whole_responses
 
 WINDOW, ENOUGH = 6, 16
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.config import config_sha256, resolve_config
+from planish.base.config import config_sha256, resolve_config
 from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import write_set
 from planish.records.prompts import PromptSet, TraceSet, prompt_id
-from planish.stage import PathArtifact, write_json
+from planish.run.stage import PathArtifact, write_json
 
 TINY_MODEL = {
     "num_layers": 1,

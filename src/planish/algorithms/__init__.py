@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planish.config import Section, nearest
-from planish.errors import ConfigError
+from planish.base.config import Section, nearest
+from planish.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from planish.algorithms.base import Algorithm, Recipe

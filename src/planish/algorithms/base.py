@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from planish.config import Section, parse_section
+from planish.base.config import Section, parse_section
 
 if TYPE_CHECKING:
     from torch import Tensor

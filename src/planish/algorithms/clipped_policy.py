@@ -25,7 +25,7 @@ from planish.algorithms.losses import (
 )
 from planish.algorithms.masked import hidden
 from planish.algorithms.mismatch import Correction, correction_weights
-from planish.config import Section
+from planish.base.config import Section
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from planish.checkpoint import catalog
-from planish.checkpoint.diff import diff
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.convert.diff import diff
+from planish.checkpoint.load.verify import verify
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.verify import verify
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.load_records import Loaded, LoadOptions
-    from planish.checkpoint.model import Collected
-    from planish.checkpoint.reader import Opened
-    from planish.checkpoint.save_handle import SaveHandle
+    from planish.checkpoint.format.records import Collected
+    from planish.checkpoint.load.reader import Opened
+    from planish.checkpoint.load.records import Loaded, LoadOptions
+    from planish.checkpoint.save.handle import SaveHandle
     from planish.checkpoint.storage import Storage
-    from planish.checkpoint.timings import CheckpointInfo
+    from planish.checkpoint.watch.timings import CheckpointInfo
     from planish.records.refs import Ref
 
 __all__ = [
@@ -146,8 +146,8 @@ def save(
         SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
     from planish.checkpoint.adapters.base import collect, split_roles
-    from planish.checkpoint.save import save_state
-    from planish.checkpoint.save_options import SaveOptions
+    from planish.checkpoint.save.options import SaveOptions
+    from planish.checkpoint.save.save import save_state
 
     def gathered() -> dict[str, Collected]:
         found = split_roles(state, framework, role)
@@ -191,9 +191,9 @@ def load(
         LayoutMismatch: names, shapes or types do not fit; every offender is listed, and no tensor
             has been touched.
     """
-    from planish.checkpoint.load import load_state, open_on_all
-    from planish.checkpoint.load_records import LoadOptions
-    from planish.checkpoint.save import default_engine
+    from planish.checkpoint.load.load import load_state, open_on_all
+    from planish.checkpoint.load.records import LoadOptions
+    from planish.checkpoint.save.save import default_engine
 
     chosen = LoadOptions(**options)
     control = default_engine(process_group).control
@@ -323,7 +323,7 @@ def export_hf(
     role: str = "main",
 ) -> Ref:
     """Write the model of a checkpoint as a Hugging Face folder; see `export_hf.export_folder`."""
-    from planish.checkpoint.export_hf import export_folder
+    from planish.checkpoint.convert.export_hf import export_folder
 
     return export_folder(
         path,
@@ -337,13 +337,13 @@ def export_hf(
 
 def import_dcp(folder: str | Path, path: str, *, step: int = 0) -> CheckpointInfo:
     """Turn a folder of torch.distributed.checkpoint into a checkpoint, running nothing of it."""
-    from planish.checkpoint import dcp_bridge
+    from planish.checkpoint.convert import dcp_bridge
 
     return dcp_bridge.import_dcp(folder, path, step=step)
 
 
 def export_dcp(path: str, folder: str | Path, *, role: str = "main") -> None:
     """Write a role of a checkpoint as a folder that `torch.distributed.checkpoint.load` reads."""
-    from planish.checkpoint import dcp_bridge
+    from planish.checkpoint.convert import dcp_bridge
 
     dcp_bridge.export_dcp(path, folder, role=role)

@@ -17,24 +17,24 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from planish import telemetry
-from planish.checkpoint import catalog
-from planish.checkpoint.loader_ahead import LoadersAhead
-from planish.checkpoint.save import SaveEngine, SaveHandle, SaveOptions, default_engine
-from planish.checkpoint.storage.base import Storage, open_storage
-from planish.checkpoint.timings import CheckpointInfo
-from planish.errors import (
+from planish.base import telemetry
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointIncomplete,
     CheckpointNotFound,
     StoreError,
 )
+from planish.checkpoint.adapters.loader_ahead import LoadersAhead
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.save.save import SaveEngine, SaveHandle, SaveOptions, default_engine
+from planish.checkpoint.storage.base import Storage, open_storage
+from planish.checkpoint.watch.timings import CheckpointInfo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.model import Collected
+    from planish.checkpoint.format.records import Collected
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planish.errors import CheckpointError, CheckpointIncomplete, ObjectMissing
+from planish.base.errors import CheckpointError, CheckpointIncomplete, ObjectMissing
 from planish.records.manifest import Manifest, read_manifest
 from planish.records.refs import parse_pin
 

@@ -12,22 +12,22 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from planish.checkpoint.pinned import read_pinned
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointError,
     ObjectMissing,
     StoreError,
     UnexpectedKeys,
 )
-from planish.parallel import SINGLE, Ranks
+from planish.base.parallel import SINGLE, Ranks
+from planish.checkpoint.pinned import read_pinned
 from planish.records import layout
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest, seal
 from planish.records.refs import Ref
 from planish.store import open_store
 
 if TYPE_CHECKING:
-    from planish.checkpoint.reader import Opened
+    from planish.checkpoint.load.reader import Opened
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def open_checkpoint(pin: str) -> Opened:
         CheckpointIncomplete: the save never finished.
         CheckpointError: damaged.
     """
-    from planish.checkpoint.reader import open_state
+    from planish.checkpoint.load.reader import open_state
 
     return open_state(_place(pin))
 
@@ -247,7 +247,7 @@ def latest(root: str) -> Ref | None:
 
 def _is_committed(uri: str, manifest: Manifest) -> bool:
     """Return whether the checkpoint that a manifest names has not been replaced since."""
-    from planish.checkpoint.commit import read_commit
+    from planish.checkpoint.commit.commit import read_commit
     from planish.checkpoint.storage import open_storage
 
     commit = read_commit(*open_storage(uri))
@@ -264,9 +264,9 @@ def read_state_info(pin: str) -> dict[str, Any]:
         CheckpointIncomplete: the save never finished.
         CheckpointError: damaged.
     """
-    from planish.checkpoint.extra_codec import decode_extra
-    from planish.checkpoint.load_extras import names_of
-    from planish.checkpoint.reader import BlockReader
+    from planish.checkpoint.format.extra_codec import decode_extra
+    from planish.checkpoint.load.extras import names_of
+    from planish.checkpoint.load.reader import BlockReader
 
     opened = open_checkpoint(pin)
     key = names_of(opened.metadata.objects, POLICY).shared
@@ -318,7 +318,7 @@ def export_hf(
         LayoutMismatch: the state's tensors are not those of the source.
         CheckpointError: the state or the source is damaged.
     """
-    from planish.checkpoint.export_hf import export
+    from planish.checkpoint.convert.export_hf import export
 
     return export(
         _place(pin),

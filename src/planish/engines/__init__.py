@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from planish.engines.base import BaseEngine
 
 ENGINES: dict[str, str] = {
-    "transformers": "planish.engines.transformers_engine:TransformersEngine",
+    "transformers": "planish.engines.transformers.engine:TransformersEngine",
 }
 """Engine name to `module:class`; each class is a `BaseEngine`."""
 

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from planish import telemetry
+from planish.base import telemetry
+from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported, PlanishError
 from planish.engines.protocol import PauseMode
 from planish.engines.requests import (
     Capabilities,
@@ -30,7 +31,6 @@ from planish.engines.requests import (
 )
 from planish.engines.turn_lock import TurnLock
 from planish.engines.weights import WeightSource
-from planish.errors import ConfigError, EngineBusy, EngineError, NotSupported, PlanishError
 
 logger = logging.getLogger(__name__)
 

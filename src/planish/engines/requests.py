@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 
 
 class FinishReason(StrEnum):

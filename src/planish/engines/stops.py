@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planish.tokens import check_stop_strings
+from planish.models.tokens import check_stop_strings
 
 Table = npt.NDArray[np.int32]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from planish.errors import EngineError
+from planish.base.errors import EngineError
 from planish.records.io import fetch_files
 from planish.records.refs import parse_pin
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from planish.config import Section
-from planish.tokens import check_stop_strings
+from planish.base.config import Section
+from planish.models.tokens import check_stop_strings
 
 NUM_SPECIAL_TOKENS = 4
 """pad, bos, eos and unk come before the alphabet."""

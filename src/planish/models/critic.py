@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from planish.errors import CheckpointError, ConfigError
+from planish.base.errors import CheckpointError, ConfigError
 from planish.models.policy import load_model
 from planish.models.pretrained import check_folder, find_folder
 
@@ -27,7 +27,7 @@ _BODY = re.compile(r"[A-Za-z0-9]+Model")
 
 
 class Critic(nn.Module):
-    """Backbone and head; `planish.logprobs.ValueScorer` is what computes values with it."""
+    """Backbone and head; `planish.models.logprobs.ValueScorer` is what computes values with it."""
 
     def __init__(self, body: Any, head: nn.Linear) -> None:
         """Join a decoder of transformers (untyped, hence Any) and a linear head with a bias."""

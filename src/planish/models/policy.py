@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.errors import ConfigError, RecordError
+from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
+from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
-from planish.tokens import Tokenizer, character_tokenizer, load_tokenizer
 
 SCHEMA = "policy/1"
 

@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.models.policy import Policy, load_model, read_model_config
+from planish.models.tokens import load_tokenizer
 from planish.store import file_path
-from planish.tokens import load_tokenizer
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is fetched from the hub: everything that a model without pickles and code needs."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records.manifest import (
     MANIFEST,
     Manifest,

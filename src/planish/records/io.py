@@ -9,14 +9,14 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
+from planish.base.telemetry import timed
 from planish.records.files import fetch_files, publish, write_files
 from planish.records.manifest import Manifest, Shard, read_manifest, seal
 from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.refs import Ref
 from planish.records.schema import ColumnData, Record, RecordT, join
 from planish.store import Store, open_store
-from planish.telemetry import timed
 
 __all__ = [
     "Manifest",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records.refs import Ref, Scalar
 from planish.store import open_store
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import Column, ColumnData, Kind, join
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planish.errors import ConfigError, ObjectMissing, RecordError
+from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records.manifest import read_manifest
 from planish.records.refs import parse_pin
 from planish.records.stream import state_root

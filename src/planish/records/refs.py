@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 
 Scalar = str | int | float
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.store import open_store
 
 _LIMIT_BYTES = 256 << 20

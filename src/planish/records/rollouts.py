@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import (
     Column,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 
 Kind = Literal[

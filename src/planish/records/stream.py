@@ -16,7 +16,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 import numpy.typing as npt
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import layout
 from planish.records.refs import parse_pin
 

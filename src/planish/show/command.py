@@ -7,7 +7,7 @@ import os
 
 from rich.console import Console, RenderableType
 
-from planish.errors import ConfigError, ObjectMissing, RecordError
+from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout, parse_pin, read_manifest
 from planish.records.manifest import MANIFEST
 from planish.show.run import document_tables, folder_tables, run_tables

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from planish.errors import PlanishError, RecordError
+from planish.base.errors import PlanishError, RecordError
 from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
 from planish.show.text import printable, table
 from planish.store import open_store

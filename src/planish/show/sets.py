@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import (
     PromptSet,
     Ragged,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote_from_bytes, unquote
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 
 STORES: dict[str, str] = {
     "file": "planish.store.file:FileStore",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from planish.errors import AccessRefused, ObjectMissing, StoreError, StoreUnavailable
+from planish.base.errors import AccessRefused, ObjectMissing, StoreError, StoreUnavailable
 from planish.store.processes import process_space, process_start
 
 TEMPORARY = ".planish-tmp-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.store import open_store
 
 _LIMIT_BYTES = 64 << 20

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from planish import telemetry
-from planish.errors import (
+from planish.base import telemetry
+from planish.base.errors import (
     ConfigError,
     ObjectExists,
     StoreError,

@@ -20,7 +20,7 @@ from urllib3.exceptions import (
 )
 from urllib3.response import BaseHTTPResponse
 
-from planish import telemetry
+from planish.base import telemetry
 
 logger = logging.getLogger(__name__)
 

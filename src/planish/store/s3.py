@@ -23,8 +23,8 @@ from minio.error import S3Error
 from urllib3 import Timeout
 from urllib3.response import BaseHTTPResponse
 
-from planish import telemetry
-from planish.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
+from planish.base import telemetry
+from planish.base.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
 from planish.store.base import Address, parse_uri
 from planish.store.retry import RETRY_SECONDS, TRANSIENT_ERRORS, RetryingPool, policy
 from planish.store.s3_errors import told

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import urllib3.exceptions
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
-from planish.errors import (
+from planish.base.errors import (
     AccessRefused,
     ConfigError,
     ObjectExists,

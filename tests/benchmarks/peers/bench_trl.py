@@ -36,22 +36,22 @@ import numpy as np
 import torch
 
 from planish.algorithms.advantages import group_advantages
-from planish.config import config_sha256, load_preset, merge, resolve_config
-from planish.curate.stage import run as curate
+from planish.base.config import config_sha256, load_preset, merge, resolve_config
 from planish.engines import open_engine
+from planish.engines.measure import generate_rollouts, judge
 from planish.engines.requests import Sampling
-from planish.measure import generate_rollouts, judge
 from planish.models.policy import load_policy, save_policy
+from planish.models.tokens import load_tokenizer
 from planish.records import layout
 from planish.records.io import fetch_files, read_manifest, read_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.stream import position
-from planish.sft.stage import run as sft
-from planish.shaping import overlong_penalty
-from planish.stage import PathArtifact, write_json
-from planish.tokens import load_tokenizer
+from planish.run.stage import PathArtifact, write_json
+from planish.stages.curate.stage import run as curate
+from planish.stages.sft.stage import run as sft
 from planish.verifiers import VerifierOptions, verify_many
+from planish.verifiers.shaping import overlong_penalty
 from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
 from tests.benchmarks.peers.trl_table import ARMS, REACHES, SYSTEMS, readme_rows, summary
 from tests.benchmarks.peers.turns import Player

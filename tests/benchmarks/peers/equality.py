@@ -35,10 +35,10 @@ from planish.algorithms.losses import (
 )
 from planish.algorithms.masked import masked_whiten
 from planish.algorithms.mismatch import correction_weights
-from planish.logprobs import TokenScorer
 from planish.models.config import ModelConfig
+from planish.models.logprobs import TokenScorer
 from planish.models.policy import build_policy
-from planish.shaping import overlong_penalty
+from planish.verifiers.shaping import overlong_penalty
 from tests.benchmarks.facts import write_result
 from tests.benchmarks.peers.exchange import Case, Tensors, ask
 from tests.unit.algorithms.batches import make_batch

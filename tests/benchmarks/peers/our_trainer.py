@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from planish.checkpoint_stage.stage import run as checkpoint
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
-from planish.reward.stage import run as reward
-from planish.rollout.stage import run as rollout
-from planish.stage import PathArtifact
-from planish.train.stage import run as train
+from planish.run.stage import PathArtifact
+from planish.stages.export.stage import run as checkpoint
+from planish.stages.reward.stage import run as reward
+from planish.stages.rollout.stage import run as rollout
+from planish.stages.train.stage import run as train
 from tests.benchmarks.peers.turns import Turns
 
 STAGES = ("rollout", "reward", "train", "checkpoint")

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from turns import Turns
 
-from planish.shaping import overlong_penalty
 from planish.verifiers import verify_many
+from planish.verifiers.shaping import overlong_penalty
 
 
 class Reward:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.config import merge
+from planish.base.config import merge
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[2]

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 import planish
-from planish.config import config_sha256, resolve_config
-from planish.prepare.run_file import RunFile, Start, write_run_file
+from planish.base.config import config_sha256, resolve_config
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import EvalReport, read_report
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.stage import PathArtifact
+from planish.run.stage import PathArtifact
+from planish.stages.prepare.run_file import RunFile, Start, write_run_file
 from tests.benchmarks.facts import commit
 from tests.benchmarks.studies.arms import (
     SHARED,
@@ -79,7 +79,7 @@ class Stages:
 
     def evaluate(self, pin: str) -> dict[str, float]:
         """Return the scores of one policy on the held-out prompts."""
-        from planish.evaluate.stage import SAMPLED, run
+        from planish.stages.evaluate.stage import SAMPLED, run
 
         _, metrics = self.call(
             "evaluate",
@@ -101,8 +101,8 @@ class Stages:
 
 def make_base(arm: Arm, seed: int) -> dict[str, Any]:
     """Make prompts and initial policy of a task; returns the content of the result file."""
-    from planish.curate.stage import run as curate
-    from planish.sft.stage import run as sft
+    from planish.stages.curate.stage import run as curate
+    from planish.stages.sft.stage import run as sft
 
     definition = arm.definition(seed)
     root = base_root(arm.task, seed)
@@ -132,10 +132,10 @@ class Training:
 
     def iterate(self) -> dict[str, Any]:
         """Run one iteration; returns the metrics of its stages."""
-        from planish.checkpoint_stage.stage import run as checkpoint
-        from planish.reward.stage import run as reward
-        from planish.rollout.stage import run as rollout
-        from planish.train.stage import run as train
+        from planish.stages.export.stage import run as checkpoint
+        from planish.stages.reward.stage import run as reward
+        from planish.stages.rollout.stage import run as rollout
+        from planish.stages.train.stage import run as train
 
         stages, policy_pin = self.stages, self.policy_pin
         place = {"number": self.number + 1, "offset": 0}

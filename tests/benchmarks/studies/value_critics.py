@@ -10,12 +10,12 @@ from torch import Tensor
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators, LossOutput, TrainBatch, ValueLossFn
 from planish.algorithms.masked import last_column
-from planish.parallel import SINGLE
-from planish.train.batching import split_minibatches
-from planish.train.config import CriticConfig
-from planish.train.fsdp2 import Fsdp2Trainer
-from planish.train.progress import Progress
-from planish.train.update import run_update
+from planish.base.parallel import SINGLE
+from planish.stages.train.batching import split_minibatches
+from planish.stages.train.config import CriticConfig
+from planish.stages.train.fsdp2 import Fsdp2Trainer
+from planish.stages.train.progress import Progress
+from planish.stages.train.update import run_update
 from tests.benchmarks.studies.value_lab import Lab, values_folder
 
 Weights = dict[str, Tensor]

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 
 from planish.algorithms.base import TrainBatch
-from planish.config import parse_section, resolve_config
+from planish.base.config import parse_section, resolve_config
 from planish.engines import open_engine
+from planish.engines.measure import generate_rollouts
 from planish.engines.requests import FinishReason as EngineFinish
 from planish.engines.requests import Request, Sampling
 from planish.engines.sampling import request_seed
 from planish.engines.weights import DictWeights
-from planish.measure import generate_rollouts
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_set
@@ -31,11 +31,11 @@ from planish.records.prompts import PromptSet
 from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.reward.config import RewardConfig
-from planish.reward.score import score
-from planish.rollout.config import RolloutConfig
-from planish.train.batching import train_batch
-from planish.train.config import TrainConfig
+from planish.stages.reward.config import RewardConfig
+from planish.stages.reward.score import score
+from planish.stages.rollout.config import RolloutConfig
+from planish.stages.train.batching import train_batch
+from planish.stages.train.config import TrainConfig
 from tests.benchmarks.studies.arms import RUNS, Arm, base_root
 from tests.benchmarks.studies.reading import Run
 from tests.benchmarks.studies.runner import BASE, write_json

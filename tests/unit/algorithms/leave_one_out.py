@@ -11,7 +11,7 @@ from planish.algorithms.advantages import spread
 from planish.algorithms.base import LossOutput, Recipe
 from planish.algorithms.losses import aggregate, loss_counts
 from planish.algorithms.masked import hidden
-from planish.config import Section
+from planish.base.config import Section
 
 
 class LeaveOneOutConfig(Section):

@@ -8,7 +8,7 @@ import torch
 from planish.algorithms.advantages import gae, scaled_advantages, terminal_rewards
 from planish.algorithms.losses import aggregate, clipped_surrogate, policy_ratio
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.config import merge, resolve_config
+from planish.base.config import merge, resolve_config
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
 
 SEVEN = {

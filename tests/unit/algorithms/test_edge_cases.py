@@ -11,7 +11,7 @@ from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.train.batching import train_batch
+from planish.stages.train.batching import train_batch
 
 PADDING = 0
 """The id that `train_batch` pads with; here it is the end token too, and an ordinary one."""

@@ -23,7 +23,7 @@ from planish.algorithms.grpo import GrpoConfig
 from planish.algorithms.losses import aggregate, clipped_surrogate, loss_counts, policy_ratio
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.shaping import overlong_penalty
+from planish.verifiers.shaping import overlong_penalty
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -13,8 +13,8 @@ from planish.algorithms.clipped_policy import ClippedPolicyConfig, clipped_polic
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.grpo import GrpoConfig
 from planish.algorithms.losses import loss_counts
-from planish.config import config_sha256, load_preset, merge, preset_names, resolve_config
-from planish.errors import ConfigError
+from planish.base.config import config_sha256, load_preset, merge, preset_names, resolve_config
+from planish.base.errors import ConfigError
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
 
 MASK = torch.tensor([[0, 1, 1], [0, 1, 0]]).bool()

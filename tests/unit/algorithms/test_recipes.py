@@ -12,8 +12,8 @@ import torch
 from planish.algorithms import algorithm_config, build_algorithm
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.grpo import GrpoConfig
-from planish.config import parse_section
-from planish.errors import ConfigError
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from planish.algorithms import ALGORITHMS, build_algorithm
-from planish.config import load_preset, merge, resolve_config
-from planish.errors import ConfigError
+from planish.base.config import load_preset, merge, resolve_config
+from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.store import open_store
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
-from tests.unit.train.runs import add_iteration, start_run, tiny_config, train_once
+from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config, train_once
 
 OVERRIDES = ["algorithm.name=leave_one_out", "algorithm.scale=0.5"]
 

@@ -11,8 +11,8 @@ from planish.algorithms.advantages import gae, terminal_rewards
 from planish.algorithms.masked import without_last
 from planish.algorithms.tppo import Tppo, TppoConfig, expected_lengths, trained_tokens
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.config import parse_section
-from planish.errors import ConfigError
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 SEEDS = st.integers(0, 2**32 - 1)

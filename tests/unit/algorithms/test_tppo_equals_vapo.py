@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from planish.algorithms import build_algorithm
-from planish.parallel import SINGLE
-from planish.train.batching import train_batch
-from planish.train.config import CriticConfig, TrainConfig
-from planish.train.progress import Progress
-from planish.train.trainer import open_trainer
-from planish.train.update import run_update
-from tests.unit.train.runs import TINY, random_rollouts, rewards_for, start_run
+from planish.base.parallel import SINGLE
+from planish.stages.train.batching import train_batch
+from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.progress import Progress
+from planish.stages.train.trainer import open_trainer
+from planish.stages.train.update import run_update
+from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
 
 DECAY = {"lambda_alpha": 0.5, "lambda_min": 0.5}
 # As wide as never to bite: `None` cannot be said in a configuration file.

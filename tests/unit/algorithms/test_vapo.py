@@ -11,8 +11,8 @@ from planish.algorithms import build_algorithm
 from planish.algorithms.ppo import PpoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.algorithms.vc_ppo import VcPpoConfig
-from planish.config import parse_section
-from planish.errors import ConfigError
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 NAN = float("nan")

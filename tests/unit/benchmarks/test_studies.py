@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from planish.config import resolve_config
+from planish.base.config import resolve_config
 from planish.verifiers import verify
 from tests.benchmarks.facts import RESULTS
 from tests.benchmarks.studies import arms, column_arms, generated, reading, runner

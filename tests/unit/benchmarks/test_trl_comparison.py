@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planish.algorithms import build_algorithm
-from planish.config import load_preset, merge, resolve_config
+from planish.base.config import load_preset, merge, resolve_config
 from tests.benchmarks.peers.bench_trl import OVERRIDES, SEEDS
 from tests.benchmarks.peers.trl_table import ARMS, SYSTEMS, iterations_to, readme_rows, summary
 from tests.benchmarks.studies.reading import ratio_interval

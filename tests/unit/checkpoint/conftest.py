@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.save_engine import SaveEngine
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.save.engine import SaveEngine
 
 
 @pytest.fixture(name="engine")

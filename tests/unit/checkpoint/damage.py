@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from planish.checkpoint.adapters.dtypes import TYPES
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import whole
-from planish.checkpoint.model import Collected, LocalItem
-from planish.checkpoint.reader import Opened
+from planish.checkpoint.format.geometry import whole
+from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.storage import open_storage
 
 _numbers = itertools.count()

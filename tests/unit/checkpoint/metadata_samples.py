@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from planish.checkpoint.geometry import volumes
-from planish.checkpoint.model import FileTable, Metadata, Shards
-from planish.checkpoint.tables import TensorSpec, TensorTable
+from planish.checkpoint.format.geometry import volumes
+from planish.checkpoint.format.records import FileTable, Metadata, Shards
+from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
 ODD_NAMES = ["0", "a/b", "..", "a|b", "a b", "é中\U0001f600", '"\\%', "x" * 1000, "", "\n"]

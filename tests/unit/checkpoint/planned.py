@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint.geometry import Box, flat_boxes, shift, whole
-from planish.checkpoint.model import Columns, LocalItem
+from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.plan.share import rank_reads
-from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
 
 DTYPES = ("F64", "F32", "BF16", "U8", "C128")
 

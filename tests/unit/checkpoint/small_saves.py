@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import json
 
-from planish.checkpoint.catalog import latest, list_checkpoints
-from planish.checkpoint.commit import Facts, publish, read_commit, read_meta, standing
-from planish.checkpoint.journal import Journal, attempt_folder, new_attempt
-from planish.errors import SaveFailed, StoreError
+from planish.base.errors import SaveFailed, StoreError
+from planish.checkpoint.commit.catalog import latest, list_checkpoints
+from planish.checkpoint.commit.commit import Facts, publish, read_commit, read_meta, standing
+from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
 
 ROOT = "run/states"
 

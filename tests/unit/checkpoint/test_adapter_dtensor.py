@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.base import collect
 from planish.checkpoint.adapters.fsdp2 import _box
-from planish.errors import LayoutMismatch
 
 
 @st.composite

@@ -7,8 +7,8 @@ import io
 import pytest
 import torch
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.base import collect
-from planish.errors import LayoutMismatch
 from tests.integration import ckpt_memory as memory
 
 pytestmark = [

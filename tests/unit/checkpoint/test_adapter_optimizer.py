@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.base import collect
-from planish.errors import LayoutMismatch
 from tests.integration import ckpt_memory as memory
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from planish.base.errors import DtypeMismatch, LayoutMismatch, MissingKeys, ShapeMismatch
 from planish.checkpoint.adapters.base import collect, split_roles
 from planish.checkpoint.adapters.dtypes import NAMES, TYPES
 from planish.checkpoint.adapters.flat import FlatShard
 from planish.checkpoint.adapters.names import clean, named_tensors
-from planish.checkpoint.tables import ITEM_BYTES
-from planish.errors import DtypeMismatch, LayoutMismatch, MissingKeys, ShapeMismatch
+from planish.checkpoint.format.tables import ITEM_BYTES
 from tests.integration import ckpt_memory as memory
 
 

@@ -7,10 +7,7 @@ import copy
 import pytest
 import torch
 
-from planish.checkpoint import api
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.errors import (
+from planish.base.errors import (
     CheckpointError,
     CheckpointExists,
     CheckpointNotFound,
@@ -19,6 +16,9 @@ from planish.errors import (
     StoreError,
     UnexpectedKeys,
 )
+from planish.checkpoint import api
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
 
 
 def trained(seed):

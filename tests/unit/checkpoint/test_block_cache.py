@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 
-from planish.checkpoint.block_cache import CachedReader
-from planish.checkpoint.reader import BlockReader, open_state
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.load.block_cache import CachedReader
+from planish.checkpoint.load.reader import BlockReader, open_state
 from planish.checkpoint.storage import open_storage
-from planish.errors import CheckpointCorrupt
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
 MIB = 1 << 20

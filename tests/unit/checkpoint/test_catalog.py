@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from planish.checkpoint import catalog
-from planish.checkpoint.commit import read_commit
-from planish.checkpoint.journal import Journal, attempt_folder, new_attempt
+from planish.base.errors import CheckpointNotFound, ConfigError
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.commit.commit import read_commit
+from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.mem import MemStorage
-from planish.errors import CheckpointNotFound, ConfigError
 from tests.unit.checkpoint.small_saves import ROOT, check_all, load, path_of, save, stray
 
 

@@ -13,11 +13,13 @@ import torch
 from safetensors.numpy import load_file
 
 from planish.__main__ import main
-from planish.checkpoint import cli, monitor, train_state
-from planish.checkpoint.layouts import Layout
-from planish.checkpoint.reader import open_state
+from planish.checkpoint import train_state
+from planish.checkpoint.cli import command as cli
+from planish.checkpoint.convert.layouts import Layout
+from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.timings import Timeline, Timing
+from planish.checkpoint.watch import monitor
+from planish.checkpoint.watch.timings import Timeline, Timing
 from planish.records import fetch_files, parse_pin
 from tests.unit.checkpoint.written import EXTRA, SHARED, tiny_model, write_checkpoint
 

@@ -10,20 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.commit import (
-    Facts,
-    discard,
-    new_attempt,
-    publish,
-    read_commit,
-    read_meta,
-    require_commit,
-)
-from planish.checkpoint.commit_record import Commit
-from planish.checkpoint.journal import Journal, Record, attempt_folder, journaled, started
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.storage.mem import MemStorage
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointExists,
@@ -32,6 +19,19 @@ from planish.errors import (
     ConfigError,
     SaveFailed,
 )
+from planish.checkpoint.commit.commit import (
+    Facts,
+    discard,
+    new_attempt,
+    publish,
+    read_commit,
+    read_meta,
+    require_commit,
+)
+from planish.checkpoint.commit.journal import Journal, Record, attempt_folder, journaled, started
+from planish.checkpoint.commit.record import Commit
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.checkpoint.storage.mem import MemStorage
 from tests.unit.checkpoint.small_saves import load, path_of, save
 
 FACTS = Facts(7, ("actor", "critic"), {"data/x": 3}, run_id="r1", tags={"why": "test"})

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from planish.checkpoint import catalog
-from planish.checkpoint.commit import Commit, read_commit
-from planish.checkpoint.storage.faulty import FaultyStorage, Stopped, once_at, stop_at
-from planish.checkpoint.storage.mem import MemStorage
-from planish.errors import (
+from planish.base.errors import (
     CheckpointExists,
     SaveFailed,
     StoreError,
     StoreUnavailable,
 )
+from planish.checkpoint.commit import catalog
+from planish.checkpoint.commit.commit import Commit, read_commit
+from planish.checkpoint.storage.faulty import FaultyStorage, Stopped, once_at, stop_at
+from planish.checkpoint.storage.mem import MemStorage
 from tests.unit.checkpoint.small_saves import (
     check_all,
     files_of,

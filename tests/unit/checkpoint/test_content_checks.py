@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 
-from planish import telemetry
+from planish.base import telemetry
 from planish.checkpoint import api
 from planish.checkpoint.adapters.base import collect
-from planish.checkpoint.content_checks import checksums, count_nonfinite, unequal
+from planish.checkpoint.save.content_checks import checksums, count_nonfinite, unequal
 
 
 def items(**tensors):

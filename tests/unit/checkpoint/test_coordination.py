@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.checkpoint import control_errors
-from planish.checkpoint.control_store import Line, here_at, listen, pack, unpack
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.tree import plan_tree
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     LayoutMismatch,
     PeerLost,
@@ -22,6 +18,10 @@ from planish.errors import (
     ShapeMismatch,
     StoreUnavailable,
 )
+from planish.checkpoint.ranks import control_errors
+from planish.checkpoint.ranks.control_store import Line, here_at, listen, pack, unpack
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.tree import plan_tree
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(2, 8))

@@ -15,17 +15,17 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint import dcp_bridge
-from planish.checkpoint.dcp_bridge import export_dcp, import_dcp
-from planish.checkpoint.dcp_pickle import read_dcp_metadata
-from planish.checkpoint.diff import diff
-from planish.checkpoint.extra_codec import decode_extra
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.reader import open_state
-from planish.checkpoint.slices import SliceReader
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
+from planish.checkpoint.convert import dcp_bridge
+from planish.checkpoint.convert.dcp_bridge import export_dcp, import_dcp
+from planish.checkpoint.convert.dcp_pickle import read_dcp_metadata
+from planish.checkpoint.convert.diff import diff
+from planish.checkpoint.format.extra_codec import decode_extra
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.slices import SliceReader
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 

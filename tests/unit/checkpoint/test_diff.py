@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 
-from planish.checkpoint import diff as module
-from planish.checkpoint.diff import diff
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointCorrupt
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.convert import diff as module
+from planish.checkpoint.convert.diff import diff
+from planish.checkpoint.format.tables import TensorSpec
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.tilings import random_tiling
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
@@ -29,7 +29,7 @@ def tiled(seed, size):
 
 def rows_of(size):
     def boxes(spec, rank):
-        from planish.checkpoint.geometry import Box, whole
+        from planish.checkpoint.format.geometry import Box, whole
 
         if not spec.shape:
             return (whole(()),)

@@ -13,13 +13,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from planish.checkpoint import api, export_hf
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.hf_files import Form, cast, encode_header, plan_files, to_bfloat16
-from planish.checkpoint.hf_names import renamed
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
+from planish.base.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
+from planish.checkpoint import api
+from planish.checkpoint.convert import export_hf
+from planish.checkpoint.convert.hf_files import Form, cast, encode_header, plan_files, to_bfloat16
+from planish.checkpoint.convert.hf_names import renamed
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load.fill import RAW
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
@@ -247,7 +248,7 @@ def test_export_needs_neither_torch_nor_transformers(file_root):
     place, source = state_of(tiny(5).model, f"{file_root}/step-1"), source_pin(file_root)
     arguments = json.dumps([place, f"{file_root}/policies/00001", source])
     code = (
-        "import sys, json; from planish.checkpoint.export_hf import export\n"
+        "import sys, json; from planish.checkpoint.convert.export_hf import export\n"
         f"pin, uri, source = json.loads({arguments!r})\n"
         "export(pin, uri, source=source, parents={}, attributes={})\n"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
@@ -267,7 +268,7 @@ def test_memory_stays_within_the_largest_tensor_and_256_mib(tmp_path):
     }
     place = write_checkpoint(f"file://{tmp_path}/state", tensors, extra=False)
     code = (
-        "import resource; from planish.checkpoint.export_hf import export_folder\n"
+        "import resource; from planish.checkpoint.convert.export_hf import export_folder\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         f"export_folder({place!r}, 'file://{tmp_path}/out', dtype='BF16')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.extra_codec import TORCH_TYPES, RawTensor, decode_extra, encode_extra
-from planish.checkpoint.tables import ITEM_BYTES
-from planish.errors import CheckpointCorrupt, CheckpointError
+from planish.base.errors import CheckpointCorrupt, CheckpointError
+from planish.checkpoint.format.extra_codec import TORCH_TYPES, RawTensor, decode_extra, encode_extra
+from planish.checkpoint.format.tables import ITEM_BYTES
 
 
 def back(value, **options):
@@ -237,7 +237,7 @@ def test_damaged_bytes_are_refused(data, told):
 def test_plain_data_need_neither_torch_nor_pickle():
     code = (
         "import pickle, sys; pickle.loads = pickle.dumps = None\n"
-        "from planish.checkpoint.extra_codec import decode_extra, encode_extra\n"
+        "from planish.checkpoint.format.extra_codec import decode_extra, encode_extra\n"
         "assert decode_extra(encode_extra({'a': (1, b'x')})) == {'a': (1, b'x')}\n"
         "assert 'torch' not in sys.modules\n"
     )

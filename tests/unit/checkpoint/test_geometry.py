@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.cover import cover_fault
-from planish.checkpoint.geometry import Box, BoxIndex, flat_boxes, intersect, shift, whole
+from planish.checkpoint.format.geometry import Box, BoxIndex, flat_boxes, intersect, shift, whole
+from planish.checkpoint.plan.cover import cover_fault
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
 SHAPES = st.lists(st.integers(0, 6), max_size=5).map(tuple)

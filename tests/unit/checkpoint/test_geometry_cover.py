@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.cover import cover_fault, cover_faults
-from planish.checkpoint.geometry import Box, flat_boxes
+from planish.checkpoint.format.geometry import Box, flat_boxes
+from planish.checkpoint.plan.cover import cover_fault, cover_faults
 from tests.unit.checkpoint.test_geometry import arrays, view
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 

@@ -6,7 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from planish.checkpoint.integrity import (
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format.integrity import (
     ALGORITHMS,
     BLOCK,
     DEFAULT,
@@ -16,7 +17,6 @@ from planish.checkpoint.integrity import (
     joined_crc,
     widen,
 )
-from planish.errors import CheckpointCorrupt
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK + 17, np.uint8)
 

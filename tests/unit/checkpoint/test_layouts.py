@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.layouts import Layout, tensor_parallel_dim
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
+from planish.checkpoint.convert.layouts import Layout, tensor_parallel_dim
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.tables import TensorSpec
 
 
 def spec(fqn, *shape):

@@ -10,19 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint import monitor
-from planish.checkpoint.adapters.dtypes import TYPES
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import Box, flat_boxes, whole
-from planish.checkpoint.load import load_state, open_on_all
-from planish.checkpoint.load_records import LoadOptions
-from planish.checkpoint.model import LocalItem
-from planish.checkpoint.reader import open_state
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -32,6 +20,18 @@ from planish.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
+from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.format.geometry import Box, flat_boxes, whole
+from planish.checkpoint.format.records import LocalItem
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.checkpoint.watch import monitor
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.checkpoint import api
+from planish.checkpoint.adapters.loader_ahead import Foreseen, LoadersAhead
+from planish.checkpoint.adapters.loader_state import LoaderShard
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.loader_ahead import Foreseen, LoadersAhead
-from planish.checkpoint.loader_state import LoaderShard
-from planish.checkpoint.save_engine import SaveEngine
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.save.engine import SaveEngine
 
 PER_STEP = 3
 """Samples that a step is expected to take."""

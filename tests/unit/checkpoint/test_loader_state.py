@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish.base.errors import CheckpointCorrupt, LayoutMismatch
 from planish.checkpoint.adapters.base import apply, collect
-from planish.checkpoint.loader_state import (
+from planish.checkpoint.adapters.loader_state import (
     Consumed,
     LoaderShard,
     LoaderState,
@@ -18,7 +19,6 @@ from planish.checkpoint.loader_state import (
     runs,
     sources,
 )
-from planish.errors import CheckpointCorrupt, LayoutMismatch
 
 SOURCES = ("web", "code")
 

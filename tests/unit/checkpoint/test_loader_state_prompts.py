@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.base import apply, collect
-from planish.checkpoint.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.loader_state import LoaderShard, LoaderState
-from planish.checkpoint.prompt_state import PromptState
-from planish.errors import CheckpointCorrupt
+from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
+from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
+from planish.checkpoint.load.prompt_state import PromptState
 from planish.records.rollouts import FinishReason
 from planish.records.stream import advance, assign, fresh_cursor
-from planish.rollout.carry import place, refill, settle
-from planish.rollout.slots import Slot, SlotGroup
+from planish.stages.rollout.carry import place, refill, settle
+from planish.stages.rollout.slots import Slot, SlotGroup
 
 GROUP_SIZE, WINDOW = 2, 3
 

@@ -8,10 +8,10 @@ import signal
 import pytest
 import torch
 
-from planish.checkpoint import catalog
+from planish.base.errors import CheckpointCorrupt, SaveFailed
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
+from planish.checkpoint.commit import catalog
 from planish.checkpoint.storage import open_storage
-from planish.errors import CheckpointCorrupt, SaveFailed
 
 
 def state_at(step):

@@ -10,11 +10,11 @@ import zlib
 import numpy as np
 import pytest
 
-from planish.checkpoint import metafile
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.model import FileTable, Metadata, Shards
-from planish.checkpoint.tables import TensorSpec, TensorTable
-from planish.errors import CheckpointCorrupt
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.records import FileTable, Metadata, Shards
+from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.metadata_samples import ODD_NAMES, large, small
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from planish.checkpoint import metafile
-from planish.checkpoint.integrity import block_crcs
-from planish.checkpoint.model import FileTable, Metadata, Shards
-from planish.checkpoint.safetensors_file import Entry, entry_name, plan_header
-from planish.checkpoint.tables import TensorSpec, TensorTable
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.integrity import block_crcs
+from planish.checkpoint.format.records import FileTable, Metadata, Shards
+from planish.checkpoint.format.safetensors_file import Entry, entry_name, plan_header
+from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint import reader_100_lines
 from tests.unit.checkpoint.tilings import random_tiling
 

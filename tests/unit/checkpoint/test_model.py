@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.geometry import Box, flat_boxes
-from planish.checkpoint.model import Columns, LocalItem
-from planish.checkpoint.tables import ITEM_BYTES, TensorSpec, TensorTable
-from planish.errors import LayoutMismatch, PlanMismatch
+from planish.base.errors import LayoutMismatch, PlanMismatch
+from planish.checkpoint.format.geometry import Box, flat_boxes
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, TensorTable
 
 W = TensorSpec("main", "model", "model.w", "F32", (3, 2))
 STEP = TensorSpec("main", "optim", "optim.w.step", "F32", ())

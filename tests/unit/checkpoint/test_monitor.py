@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from planish import telemetry
-from planish.checkpoint import monitor
-from planish.checkpoint.commit import Facts, new_attempt, publish
+from planish.base import telemetry
+from planish.base.errors import CheckpointNotFound, RecordError, SaveFailed
+from planish.checkpoint.commit.commit import Facts, new_attempt, publish
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.timings import Recorder, Timeline, Timing
-from planish.errors import CheckpointNotFound, RecordError, SaveFailed
+from planish.checkpoint.watch import monitor
+from planish.checkpoint.watch.timings import Recorder, Timeline, Timing
 from tests import pages
 
 
@@ -109,7 +109,7 @@ def test_objects_that_move_at_the_same_time_count_once():
 
 
 def test_a_straggler_is_logged_and_counted(caplog):
-    with caplog.at_level(logging.WARNING, logger="planish.checkpoint.monitor"):
+    with caplog.at_level(logging.WARNING, logger="planish.checkpoint.watch.monitor"):
         found = monitor.warn_of_stragglers(Timeline(uploads(1.0, 1.0, 5.0)))
     assert len(found) == 1
     line = "checkpoint_straggler op=save rank=2 host=node-1 stage=upload seconds=5 median_seconds=1"

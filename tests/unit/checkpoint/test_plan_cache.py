@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.model import Columns, LocalItem
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan.cache import PlanCache, plan_key
-from planish.checkpoint.tables import TensorSpec
 
 
 def signatures(**changes):

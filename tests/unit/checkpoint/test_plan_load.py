@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.geometry import Box, intersect, whole
-from planish.checkpoint.model import Columns, LocalItem
+from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
+from planish.checkpoint.format.geometry import Box, intersect, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan import lookup
 from planish.checkpoint.plan.load import match
 from planish.checkpoint.plan.lookup import ShardIndex
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import LayoutMismatch, MissingKeys, ShapeMismatch
 from tests.unit.checkpoint.planned import random_tensors, random_world
 
 

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from planish.checkpoint.cover import cover_faults
-from planish.checkpoint.geometry import Box, flat_boxes, whole
-from planish.checkpoint.model import Columns, LocalItem
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.format.geometry import Box, flat_boxes, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.plan.cover import cover_faults
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.tiling import untiled
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import LayoutMismatch
 from tests.unit.checkpoint.planned import random_shards
 
 

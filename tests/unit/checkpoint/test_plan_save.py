@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 
-from planish.checkpoint.geometry import Box, flat_boxes, whole
-from planish.checkpoint.model import Columns, LocalItem
+from planish.base.errors import LayoutMismatch, PlanMismatch
+from planish.checkpoint.format.geometry import Box, flat_boxes, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan import save
 from planish.checkpoint.plan.records import RankPlan
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import LayoutMismatch, PlanMismatch
 from tests.unit.checkpoint.planned import World, box_bytes, random_tensors, random_world, write
 
 

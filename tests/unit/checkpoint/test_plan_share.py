@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.geometry import Box, whole
-from planish.checkpoint.model import Columns, LocalItem
+from planish.base.errors import CheckpointCorrupt, PlanMismatch
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan import coalesce, share
 from planish.checkpoint.plan.coalesce import Costs
 from planish.checkpoint.plan.load import match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import rank_reads, share_reads
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointCorrupt, PlanMismatch
 from tests.unit.checkpoint.planned import (
     World,
     item_bytes,

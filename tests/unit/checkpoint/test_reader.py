@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.integrity import BLOCK
-from planish.checkpoint.read_pool import RING, Place, Schedule
-from planish.checkpoint.reader import BlockReader, check_objects, open_state
-from planish.checkpoint.slices import Slice, SliceReader
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointIncomplete,
     CheckpointNotFound,
     MissingKeys,
     StoreUnavailable,
 )
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load.read_pool import RING, Place, Schedule
+from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
+from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import EXTRA, tiny_model, write_checkpoint
 
@@ -177,18 +177,22 @@ def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
     code = {
         "load": (
             "import torch\n"
-            "from planish.checkpoint.geometry import whole\n"
-            "from planish.checkpoint.coordination import Control\n"
-            "from planish.checkpoint.load import load_state, open_on_all\n"
-            "from planish.checkpoint.model import Collected, LocalItem\n"
-            "from planish.checkpoint.tables import TensorSpec\n"
+            "from planish.checkpoint.format.geometry import whole\n"
+            "from planish.checkpoint.ranks.coordination import Control\n"
+            "from planish.checkpoint.load.load import load_state, open_on_all\n"
+            "from planish.checkpoint.format.records import Collected, LocalItem\n"
+            "from planish.checkpoint.format.tables import TensorSpec\n"
             f"specs = [TensorSpec('main', 'model', f'w{{n}}', 'F32', {shape}) for n in range(6)]\n"
             f"items = [LocalItem(s, (whole(s.shape),), torch.ones({shape})) for s in specs]\n"
             "run = lambda: load_state(open_on_all(place, Control.single()), "
             "{'main': Collected(items)}, Control.single())\n"
         ),
-        "verify": "from planish.checkpoint.verify import verify\nrun = lambda: verify(place)\n",
-        "diff": "from planish.checkpoint.diff import diff\nrun = lambda: diff(place, place)\n",
+        "verify": (
+            "from planish.checkpoint.load.verify import verify\nrun = lambda: verify(place)\n"
+        ),
+        "diff": (
+            "from planish.checkpoint.convert.diff import diff\nrun = lambda: diff(place, place)\n"
+        ),
     }[what]
     code = (
         f"import resource, json\nplace = {json.dumps(place)}\n{code}"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish.checkpoint.load.relay import DIRECT, agree, is_useful, propose
 from planish.checkpoint.plan.reads import Messages, Pieces, RankReads, Requests
-from planish.checkpoint.relay import DIRECT, agree, is_useful, propose
 
 NONE = np.zeros(0, np.int64)
 

@@ -5,10 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from planish.checkpoint import heatmap
-from planish.checkpoint.report_page import html_report
-from planish.checkpoint.report_text import SHADES, text_report
-from planish.checkpoint.timings import Timeline, Timing
+from planish.checkpoint.watch import heatmap
+from planish.checkpoint.watch.report_page import html_report
+from planish.checkpoint.watch.report_text import SHADES, text_report
+from planish.checkpoint.watch.timings import Timeline, Timing
 
 
 def uploads(*seconds, per_host=8, name="node"):

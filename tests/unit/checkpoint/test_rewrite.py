@@ -5,20 +5,20 @@ import itertools
 import numpy as np
 import pytest
 
-from planish.checkpoint import monitor
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.layouts import Layout
-from planish.checkpoint.reader import BlockReader, check_objects, open_state
-from planish.checkpoint.rewrite import rewrite
-from planish.checkpoint.slices import SliceReader
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.tables import ITEM_BYTES
-from planish.errors import (
+from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointExists,
     CheckpointNotFound,
     ConfigError,
 )
+from planish.checkpoint.convert.layouts import Layout
+from planish.checkpoint.convert.rewrite import rewrite
+from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.load.fill import RAW
+from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
+from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.watch import monitor
 from tests.unit.checkpoint.written import EXTRA, OBJECTS, tiny_model, write_checkpoint
 
 _numbers = itertools.count()

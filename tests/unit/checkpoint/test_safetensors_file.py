@@ -9,8 +9,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.safetensors_file import (
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.safetensors_file import (
     Entry,
     StoredEntry,
     entry_name,
@@ -20,8 +21,7 @@ from planish.checkpoint.safetensors_file import (
     plan_header,
     quote_fqn,
 )
-from planish.checkpoint.tables import ITEM_BYTES
-from planish.errors import CheckpointCorrupt
+from planish.checkpoint.format.tables import ITEM_BYTES
 
 ENTRIES = [
     Entry("step||", "F64", ()),

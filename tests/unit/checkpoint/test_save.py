@@ -15,16 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.checkpoint.coordination import Control
-from planish.checkpoint.geometry import whole
-from planish.checkpoint.model import Collected, LocalItem
-from planish.checkpoint.save_engine import SaveEngine
-from planish.checkpoint.save_options import SaveOptions
-from planish.checkpoint.small_objects import Claim, choose_writers, differing, list_objects
+from planish.base.errors import CheckpointExists, LayoutMismatch, SaveFailed
+from planish.checkpoint.format.geometry import whole
+from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.save.engine import SaveEngine
+from planish.checkpoint.save.options import SaveOptions
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.tables import TensorSpec
-from planish.errors import CheckpointExists, LayoutMismatch, SaveFailed
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.host_memory import SharedBuffer, StagingPool
-from planish.checkpoint.model import LocalItem
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.records import LocalItem
+from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan.records import FilePlan, RankPlan
-from planish.checkpoint.staging import BufferLayout, Stager, part_of
-from planish.checkpoint.tables import TensorSpec
+from planish.checkpoint.save.host_memory import SharedBuffer, StagingPool
+from planish.checkpoint.save.staging import BufferLayout, Stager, part_of
 
 
 def items_of(*tensors):

@@ -8,10 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from planish.checkpoint.storage import SINGLE_PUT_BYTES, open_storage, upload
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.storage.mem import MemStorage
-from planish.errors import (
+from planish.base.errors import (
     ConfigError,
     ObjectChanged,
     ObjectExists,
@@ -19,6 +16,9 @@ from planish.errors import (
     ObjectTooLarge,
     StoreError,
 )
+from planish.checkpoint.storage import SINGLE_PUT_BYTES, open_storage, upload
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.checkpoint.storage.mem import MemStorage
 from planish.store import file_uri
 
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from planish.base.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch, RecordError
 from planish.checkpoint import api as checkpoint
 from planish.checkpoint import train_state as api
-from planish.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch, RecordError
 from planish.records import layout
 from planish.records.manifest import manifest_uri, read_manifest, seal
 from planish.store import open_store

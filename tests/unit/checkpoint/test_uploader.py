@@ -12,15 +12,15 @@ import numpy as np
 import psutil
 import pytest
 
-from planish.checkpoint.channel import Channel
-from planish.checkpoint.host_memory import SharedBuffer
-from planish.checkpoint.integrity import block_crcs
-from planish.checkpoint.journal import new_attempt
+from planish.base.errors import SaveFailed, StoreError
+from planish.checkpoint.commit.journal import new_attempt
+from planish.checkpoint.format.integrity import block_crcs
+from planish.checkpoint.save.channel import Channel
+from planish.checkpoint.save.host_memory import SharedBuffer
+from planish.checkpoint.save.upload import Cancelled, FileUpload, Progress
+from planish.checkpoint.save.upload_job import ThreadUploader, UploadJob
+from planish.checkpoint.save.uploader import ProcessUploader
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.upload import Cancelled, FileUpload, Progress
-from planish.checkpoint.upload_job import ThreadUploader, UploadJob
-from planish.checkpoint.uploader import ProcessUploader
-from planish.errors import SaveFailed, StoreError
 
 
 @pytest.fixture(name="uploader", scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from planish.checkpoint.geometry import Box, flat_boxes, shift, whole
+from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
 
 
 def random_shape(rng):

@@ -6,19 +6,19 @@ import threading
 
 import numpy as np
 
-from planish.checkpoint import metafile
-from planish.checkpoint.commit import Facts, new_attempt, publish
-from planish.checkpoint.extra_codec import encode_extra
-from planish.checkpoint.fill import RAW
-from planish.checkpoint.geometry import whole
-from planish.checkpoint.integrity import block_crcs
-from planish.checkpoint.journal import attempt_folder, join, journaled
-from planish.checkpoint.model import Columns, LocalItem
+from planish.checkpoint.commit.commit import Facts, new_attempt, publish
+from planish.checkpoint.commit.journal import attempt_folder, join, journaled
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.extra_codec import encode_extra
+from planish.checkpoint.format.geometry import whole
+from planish.checkpoint.format.integrity import block_crcs
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save
+from planish.checkpoint.save.upload import FileUpload, ReusedMemory, upload_files
 from planish.checkpoint.storage import open_storage
-from planish.checkpoint.tables import ITEM_BYTES, TensorSpec
-from planish.checkpoint.timings import Recorder
-from planish.checkpoint.upload import FileUpload, ReusedMemory, upload_files
+from planish.checkpoint.watch.timings import Recorder
 
 SHARED = "data/main.extra/shared.bin"
 COMMON = "data/main.loader/common.bin"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from planish.engines import fused_decoder
+from planish.base.errors import EngineError
 from planish.engines.requests import ModelRef
-from planish.engines.transformers_engine import TransformersEngine
-from planish.errors import EngineError
+from planish.engines.transformers import fused_decoder
+from planish.engines.transformers.engine import TransformersEngine
 from tests.unit.engines.tiny import (
     family_policy,
     ids_of,

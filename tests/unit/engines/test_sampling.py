@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from planish.base.errors import ConfigError
 from planish.engines.requests import Sampling
 from planish.engines.sampling import Choice, choose, noise, request_seed
-from planish.errors import ConfigError
 
 
 def test_noise_is_the_published_mixer_of_seed_and_position():

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from planish.base.errors import ConfigError
 from planish.engines.requests import FinishReason, Request, Sampling
 from planish.engines.stops import stop_table
-from planish.engines.transformers_engine import TransformersEngine
-from planish.errors import ConfigError
+from planish.engines.transformers.engine import TransformersEngine
 from planish.models.policy import Policy, save_policy
-from planish.tokens import MAX_STOP_BYTES, Tokenizer
+from planish.models.tokens import MAX_STOP_BYTES, Tokenizer
 from tests.unit.engines.tiny import family_policy, prompt, qwen3_policy, start
 
 LETTERS = st.text("abc", min_size=1, max_size=4)

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish.base.errors import ConfigError, EngineError
 from planish.engines import open_engine
 from planish.engines.requests import FinishReason, ModelRef
-from planish.engines.transformers_engine import TransformersEngine
+from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.turn_lock import TurnLock
 from planish.engines.weights import DictWeights, FolderWeights, open_weights
-from planish.errors import ConfigError, EngineError
-from planish.logprobs import TokenScorer
+from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
 from tests.unit.engines.tiny import (
     family_policy,
@@ -269,8 +269,8 @@ def test_the_lock_serves_threads_in_the_order_they_came():
 
 def test_the_engine_table_imports_without_torch():
     code = (
-        "import sys, planish.engines, planish.engines.requests, planish.rollout.config, "
-        "planish.rollout.stage; print('torch' in sys.modules, 'transformers' in sys.modules)"
+        "import sys, planish.engines, planish.engines.requests, planish.stages.rollout.config, "
+        "planish.stages.rollout.stage; print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False", "False"]

@@ -7,10 +7,10 @@ import torch
 
 from planish.engines.requests import ModelRef, Output, Request, Sampling
 from planish.engines.sampling import noise
-from planish.engines.transformers_engine import TransformersEngine
+from planish.engines.transformers.engine import TransformersEngine
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy
-from planish.tokens import character_tokenizer
+from planish.models.tokens import character_tokenizer
 
 SIZES = {
     "vocab_size": 54,

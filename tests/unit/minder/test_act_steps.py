@@ -9,17 +9,17 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from planish.errors import ClusterError
-from planish.minder import kube_names as names
-from planish.minder.act import Actor
-from planish.minder.act_config import ActConfig
-from planish.minder.act_steps import Evictions, change_node, evict_round, uncordon_change
-from planish.minder.alerts import Alert
-from planish.minder.kube import Cluster
-from planish.minder.kube_config import KubernetesConfig
-from planish.minder.kube_objects import NodeInfo, PodInfo
-from planish.minder.kube_parse import selector
-from planish.minder.result import Result
+from planish.base.errors import ClusterError
+from planish.minder.act.actor import Actor
+from planish.minder.act.config import ActConfig
+from planish.minder.act.kube import names
+from planish.minder.act.kube.client import Cluster
+from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.kube.objects import NodeInfo, PodInfo
+from planish.minder.act.kube.parse import selector
+from planish.minder.act.steps import Evictions, change_node, evict_round, uncordon_change
+from planish.minder.detect.result import Result
+from planish.minder.service.alerts import Alert
 
 POD = PodInfo("p", "team", "u", "n1", "job", "Running")
 CONFIG = ActConfig()

@@ -7,12 +7,17 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from planish.errors import BackendUnavailable
-from planish.minder.alertmanager import AlertContext, Alertmanager, annotations_of, labels_of
-from planish.minder.alerts import Alert
-from planish.minder.http_client import Deadline
-from planish.minder.service_build import build
-from planish.minder.service_config import AlertmanagerConfig, service_settings
+from planish.base.errors import BackendUnavailable
+from planish.minder.service.alertmanager import (
+    AlertContext,
+    Alertmanager,
+    annotations_of,
+    labels_of,
+)
+from planish.minder.service.alerts import Alert
+from planish.minder.service.build import build
+from planish.minder.service.config import AlertmanagerConfig, service_settings
+from planish.minder.service.http_client import Deadline
 from tests.integration.minder_service import raw_settings
 from tests.servers.scripted_http import Reply, ScriptedServer
 

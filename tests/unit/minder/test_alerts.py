@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from planish.minder.alerts import AlertBook
-from planish.minder.config import minder_config
-from planish.minder.result import Candidate, Finding, Result
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.result import Candidate, Finding, Result
+from planish.minder.service.alerts import AlertBook
 
 MEMBERS = tuple(f"node-{i}" for i in range(8))
 T0 = 1_000_000

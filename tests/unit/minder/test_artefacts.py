@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from planish.errors import ConfigError
-from planish.minder.artefacts import load_models, read_facts
-from planish.minder.config import minder_config
-from planish.minder.frame import Frame
-from planish.minder.train import split_by_job, train_models
-from planish.minder.vae import Training
+from planish.base.errors import ConfigError
+from planish.minder.detect.artefacts import load_models, read_facts
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.frame import Frame
+from planish.minder.lab.train import split_by_job, train_models
+from planish.minder.lab.vae import Training
 
 TRAINING = Training(max_epochs=16, batch_size=64, learning_rate=1e-2, seed=3)
 CONFIG = minder_config({"detect": {"metrics": ["cpu_usage", "gpu_power_draw"]}})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.baseline import Baseline, History
-from planish.minder.config import minder_config
-from planish.minder.frame import Frame
-from planish.minder.preprocess import Prepared
-from planish.minder.traces import Job, compared_values
+from planish.minder.detect.baseline import Baseline, History
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.preprocess import Prepared
+from planish.minder.detect.traces import Job, compared_values
 
 NAMES = ("a", "b", "c", "d", "e")
 CONFIG = minder_config().detect

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models, detect
-from planish.minder.frame import Frame
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Models, detect
+from planish.minder.detect.frame import Frame
 
 START = 1_000_000
 GPU = ("gpu_duty_cycle", "gpu_power_draw", "gpu_tensor_core_activity")

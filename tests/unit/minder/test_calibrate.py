@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from planish.minder.artefacts import default_models
-from planish.minder.calibrate import Recorded, Settings, named_by, record, search
-from planish.minder.evaluate import replayed
-from planish.minder.evaluate_score import Fault, Named, Outcome
-from planish.minder.simulator import simulate
-from planish.minder.variants import build
+from planish.minder.detect.artefacts import default_models
+from planish.minder.lab.calibrate import Recorded, Settings, named_by, record, search
+from planish.minder.lab.evaluate import replayed
+from planish.minder.lab.evaluate_score import Fault, Named, Outcome
+from planish.minder.lab.simulator import simulate
+from planish.minder.lab.variants import build
 
 FAULT = Fault(("b",), "ecc-error", 1000, 1600, True)
 START = Settings(2.0, 0.9, {"cpu_usage": 0.05})

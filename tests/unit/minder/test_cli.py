@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planish.__main__ import main
-from planish.minder.result import schema
+from planish.minder.detect.result import schema
 from tests.unit.minder.command import run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.continuity import NOBODY, Run, first_long_run, runs
+from planish.minder.detect.continuity import NOBODY, Run, first_long_run, runs
 
 
 def candidates(*pieces):

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from planish.minder.config import minder_config
-from planish.minder.detect import Detector, detect
-from planish.minder.frame import Frame
-from planish.minder.traces import Job
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.detect import Detector, detect
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.traces import Job
 from tests.unit.minder.waves import METRICS, MODELS, START, waves
 
 

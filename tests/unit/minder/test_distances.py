@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.distances import distance_sums, normal_scores, threshold
+from planish.minder.detect.distances import distance_sums, normal_scores, threshold
 
 
 def plain_sums(x, distance):

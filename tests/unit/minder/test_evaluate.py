@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from planish.errors import ConfigError
-from planish.minder.artefacts import default_models
-from planish.minder.config import minder_config
-from planish.minder.evaluate import Plan, cases, evaluate, outcome_from
-from planish.minder.evaluate_report import GOALS, markdown, report
-from planish.minder.evaluate_score import Fault, Named, Outcome
-from planish.minder.variants import RECIPES, build
+from planish.base.errors import ConfigError
+from planish.minder.detect.artefacts import default_models
+from planish.minder.detect.config import minder_config
+from planish.minder.lab.evaluate import Plan, cases, evaluate, outcome_from
+from planish.minder.lab.evaluate_report import GOALS, markdown, report
+from planish.minder.lab.evaluate_score import Fault, Named, Outcome
+from planish.minder.lab.variants import RECIPES, build
 
 WANTED = [(4_000_000, "ecc-error"), (4_000_001, "pcie-downgrading"), (4_000_002, None)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.evaluate_score import (
+from planish.minder.lab.evaluate_score import (
     Fault,
     Named,
     Outcome,

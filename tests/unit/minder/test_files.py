@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from planish.errors import ConfigError, RecordError
-from planish.minder.files import read_frame, write_frame, write_samples
-from planish.minder.frame import Frame
-from planish.minder.simulator import simulate
+from planish.base.errors import ConfigError, RecordError
+from planish.minder.detect.frame import Frame
+from planish.minder.lab.files import read_frame, write_frame, write_samples
+from planish.minder.lab.simulator import simulate
 from tests.unit.records.bombs import bomb
 
 HEADER = "ts,machine,metric,value\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.errors import RecordError
-from planish.minder.frame import Frame, align, clean
+from planish.base.errors import RecordError
+from planish.minder.detect.frame import Frame, align, clean
 
 
 def one(ts, values, *, start=0, end=4, metric="cpu_usage"):

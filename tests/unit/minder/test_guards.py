@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.minder import kube_names as names
-from planish.minder.act_config import ActConfig
-from planish.minder.breaker import Breaker
-from planish.minder.guards import (
+from planish.minder.act.breaker import Breaker
+from planish.minder.act.config import ActConfig
+from planish.minder.act.guards import (
     Ledger,
     Situation,
     Taken,
@@ -20,7 +19,8 @@ from planish.minder.guards import (
     refusals,
     spares,
 )
-from planish.minder.kube_objects import NodeInfo, PodInfo
+from planish.minder.act.kube import names
+from planish.minder.act.kube.objects import NodeInfo, PodInfo
 
 NOW = 100_000.0
 CONFIG = ActConfig()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from planish.errors import ConfigError
-from planish.minder.http_status import StatusServer
-from planish.minder.own_metrics import OwnMetrics
+from planish.base.errors import ConfigError
+from planish.minder.service.http_status import StatusServer
+from planish.minder.service.own_metrics import OwnMetrics
 from tests import pages
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from planish.minder.inference import Vae, shapes
-from planish.minder.vae import LstmVae
+from planish.minder.detect.inference import Vae, shapes
+from planish.minder.lab.vae import LstmVae
 
 
 @pytest.mark.parametrize(("hidden", "latent"), [(4, 8), (6, 3)])

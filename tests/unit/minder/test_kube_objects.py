@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from planish.config import parse_section
-from planish.errors import ConfigError
-from planish.minder import kube_names as names
-from planish.minder.act_config import ActConfig
-from planish.minder.kube_config import KubernetesConfig
-from planish.minder.kube_jobs import group_jobs, pods_on
-from planish.minder.kube_parse import amounts, parse_node, parse_pod, requests_of, seconds
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError
+from planish.minder.act.config import ActConfig
+from planish.minder.act.kube import names
+from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.kube.jobs import group_jobs, pods_on
+from planish.minder.act.kube.parse import amounts, parse_node, parse_pod, requests_of, seconds
 
 CONFIG = KubernetesConfig()
 

@@ -7,11 +7,11 @@ import csv
 import numpy as np
 import pytest
 
-from planish.minder.artefacts import GATE, default_models, load_models, read_facts
-from planish.minder.config import minder_config
-from planish.minder.files import read_frame
-from planish.minder.metrics_table import METRICS, PUBLISHED_ORDER
-from planish.minder.replay import replay
+from planish.minder.detect.artefacts import GATE, default_models, load_models, read_facts
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
+from planish.minder.lab.files import read_frame
+from planish.minder.lab.replay import replay
 
 FOLDER = default_models()
 NAMES = tuple(sorted(place.parent.name for place in FOLDER.glob("*/meta.json")))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.errors import ConfigError
-from planish.minder.config import minder_config
-from planish.minder.frame import Frame
-from planish.minder.prioritise import features, labelled, largest_scores, rank
+from planish.base.errors import ConfigError
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.frame import Frame
+from planish.minder.lab.prioritise import features, labelled, largest_scores, rank
 
 METRICS = ["cpu_usage", "gpu_duty_cycle", "memory_usage"]
 CONFIG = minder_config({"detect": {"metrics": METRICS}})

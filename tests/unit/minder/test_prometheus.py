@@ -9,11 +9,11 @@ import urllib.parse
 import numpy as np
 import pytest
 
-from planish.errors import BackendUnavailable, ConfigError
-from planish.minder.http_client import Deadline
-from planish.minder.metrics_table import METRICS
-from planish.minder.prometheus import Prometheus, PrometheusConfig
-from planish.minder.prometheus_query import Source, check_source, queries_of
+from planish.base.errors import BackendUnavailable, ConfigError
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.service.http_client import Deadline
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig
+from planish.minder.service.prometheus_query import Source, check_source, queries_of
 from tests.servers.scripted_http import Reply, ScriptedServer
 
 GOLDEN = {

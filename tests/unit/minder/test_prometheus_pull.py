@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from planish.errors import BackendUnavailable
-from planish.minder.http_client import Deadline
-from planish.minder.metrics_table import METRICS
-from planish.minder.prometheus import PrometheusConfig, Series
-from planish.minder.prometheus_pull import Puller, run_all
-from planish.minder.prometheus_query import Source
+from planish.base.errors import BackendUnavailable
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.service.http_client import Deadline
+from planish.minder.service.prometheus import PrometheusConfig, Series
+from planish.minder.service.prometheus_pull import Puller, run_all
+from planish.minder.service.prometheus_query import Source
 
 NAMES = ("a", "b", "c", "d")
 T0 = 1_000_000

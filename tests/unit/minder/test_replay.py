@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models
-from planish.minder.frame import Frame
-from planish.minder.replay import Membership, replay
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Models
+from planish.minder.detect.frame import Frame
+from planish.minder.lab.replay import Membership, replay
 
 METRICS = ("cpu_usage", "gpu_tensor_core_activity")
 MODELS = Models({name: Identity(name) for name in METRICS})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planish.minder.act_types import Outcome
+from planish.minder.act.types import Outcome
 from tests.unit.minder.test_service import FAULT, Recorder, run, watched
 
 

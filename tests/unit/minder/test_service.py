@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 from kubernetes.client import ApiClient
 
-from planish.errors import BackendUnavailable, ClusterError
-from planish.minder.act import Actor
-from planish.minder.act_config import ActConfig
-from planish.minder.act_types import Outcome
-from planish.minder.kube import Cluster
-from planish.minder.kube_config import KubernetesConfig
-from planish.minder.kube_objects import JobInfo, PodInfo
-from planish.minder.kube_state import MAX_BYTES
-from planish.minder.service import Service
-from planish.minder.service_config import service_settings
-from planish.minder.service_job import JobWatch, Surroundings
-from planish.minder.service_schedule import Schedule
-from planish.minder.service_state import FileState
+from planish.base.errors import BackendUnavailable, ClusterError
+from planish.minder.act.actor import Actor
+from planish.minder.act.config import ActConfig
+from planish.minder.act.kube.client import Cluster
+from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.kube.objects import JobInfo, PodInfo
+from planish.minder.act.kube.state import MAX_BYTES
+from planish.minder.act.types import Outcome
+from planish.minder.service.config import service_settings
+from planish.minder.service.job import JobWatch, Surroundings
+from planish.minder.service.schedule import Schedule
+from planish.minder.service.service import Service
+from planish.minder.service.state import FileState
 from tests import pages
 from tests.benchmarks import minder_soak as day_of
 

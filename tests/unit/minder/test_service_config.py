@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from planish.errors import ConfigError
-from planish.minder.metrics_table import PUBLISHED_ORDER
-from planish.minder.service_config import load_service_config, service_settings
+from planish.base.errors import ConfigError
+from planish.minder.detect.metrics_table import PUBLISHED_ORDER
+from planish.minder.service.config import load_service_config, service_settings
 
 LEAST = {"prometheus": {"url": "http://p:9090"}}
 

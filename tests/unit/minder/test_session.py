@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models
-from planish.minder.frame import Frame
-from planish.minder.session import JobMonitor
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Models
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.session import JobMonitor
 from tests.unit.minder.waves import METRICS, MODELS, START, waves
 
 OFF = {"role_baseline": False, "usual_distance": False}

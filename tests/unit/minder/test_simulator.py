@@ -7,12 +7,12 @@ import collections
 import numpy as np
 import pytest
 
-from planish.errors import ConfigError
-from planish.minder.frame import align
-from planish.minder.metrics_table import METRICS
-from planish.minder.simulator import FAULTS, simulate
-from planish.minder.simulator.faults import draw_duration, draw_kind
-from planish.minder.simulator.schedule import draw_layout
+from planish.base.errors import ConfigError
+from planish.minder.detect.frame import align
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.lab.simulator import FAULTS, simulate
+from planish.minder.lab.simulator.faults import draw_duration, draw_kind
+from planish.minder.lab.simulator.schedule import draw_layout
 
 RNG = np.random.default_rng
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planish.errors import RecordError
-from planish.minder.cases import facts_of, facts_path, read_case, trace_files, write_recorded
-from planish.minder.config import minder_config
-from planish.minder.files import write_frame
-from planish.minder.metrics_table import METRICS
-from planish.minder.simulator import Case, Truth, simulate
+from planish.base.errors import RecordError
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.lab.cases import facts_of, facts_path, read_case, trace_files, write_recorded
+from planish.minder.lab.files import write_frame
+from planish.minder.lab.simulator import Case, Truth, simulate
 from tests.unit.minder.command import run
 
 BOARD = "NVIDIA H100 80GB HBM3"

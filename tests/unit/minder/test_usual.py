@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.minder.baseline import Baseline
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models
-from planish.minder.frame import Frame
-from planish.minder.session import JobMonitor
+from planish.minder.detect.baseline import Baseline
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Models
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.session import JobMonitor
 
 METRIC = "gpu_tensor_core_activity"
 MODELS = Models({METRIC: Identity(METRIC)})

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity, Pca, restoration_error, windows_of
-from planish.minder.train import train_models
-from planish.minder.vae import Training, reconstruction_error, train_vae
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity, Pca, restoration_error, windows_of
+from planish.minder.lab.train import train_models
+from planish.minder.lab.vae import Training, reconstruction_error, train_vae
 from tests.unit.minder.waves import waves
 
 

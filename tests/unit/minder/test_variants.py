@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from sklearn.covariance import LedoitWolf
 
-from planish.errors import ConfigError
-from planish.minder.config import minder_config
-from planish.minder.denoise import Identity
-from planish.minder.detect import Detector, Job
-from planish.minder.preprocess import prepare
-from planish.minder.vae import LstmVae, Training
-from planish.minder.variants import RECIPES, build
-from planish.minder.variants_fit import Integrated, fit_comparison, load_comparison
-from planish.minder.variants_traces import (
+from planish.base.errors import ConfigError
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Detector, Job
+from planish.minder.detect.preprocess import prepare
+from planish.minder.lab.vae import LstmVae, Training
+from planish.minder.lab.variants import RECIPES, build
+from planish.minder.lab.variants_fit import Integrated, fit_comparison, load_comparison
+from planish.minder.lab.variants_traces import (
     TOGETHER,
     ConcatenatedDetector,
     IntegratedDetector,

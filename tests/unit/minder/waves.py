@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.minder.denoise import Identity
-from planish.minder.detect import Models
-from planish.minder.frame import Frame
+from planish.minder.detect.denoise import Identity
+from planish.minder.detect.detect import Models
+from planish.minder.detect.frame import Frame
 
 METRICS = ("cpu_usage", "gpu_duty_cycle")
 MODELS = Models({name: Identity(name) for name in METRICS})

@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from planish.errors import CheckpointError, ConfigError
-from planish.logprobs import ValueScorer
+from planish.base.errors import CheckpointError, ConfigError
 from planish.models.config import ModelConfig
 from planish.models.critic import (
     blank_critic,
@@ -18,6 +17,7 @@ from planish.models.critic import (
     load_critic_model,
     random_critic,
 )
+from planish.models.logprobs import ValueScorer
 from planish.models.policy import build_policy, save_policy
 
 SIZES = {

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, save_policy
 from planish.models.pretrained import load_pretrained
-from planish.tokens import check_stop_strings, load_tokenizer
+from planish.models.tokens import check_stop_strings, load_tokenizer
 
 TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8)
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")

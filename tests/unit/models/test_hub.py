@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.models.pretrained import find_folder
 
 

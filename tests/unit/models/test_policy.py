@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from planish.errors import ConfigError, ObjectMissing, RecordError
+from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.models.config import ModelConfig
 from planish.models.policy import (
     build_policy,

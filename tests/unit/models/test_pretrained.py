@@ -12,11 +12,11 @@ import time
 import pytest
 import torch
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, save_policy
 from planish.models.pretrained import find_folder, load_pretrained
-from planish.tokens import MINIMAL_CHAT_TEMPLATE
+from planish.models.tokens import MINIMAL_CHAT_TEMPLATE
 
 TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8)
 
@@ -130,7 +130,7 @@ def run_apart(code, tmp_path, **environment):
 
 
 FETCH = """
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.models.pretrained import find_folder
 try:
     print("found", find_folder("someone/model"))

@@ -13,8 +13,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from planish.logprobs import TokenScorer, hidden_before
 from planish.models import selected_states
+from planish.models.logprobs import TokenScorer, hidden_before
 
 SHAPE = {
     "vocab_size": 31,

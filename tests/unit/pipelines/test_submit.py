@@ -7,9 +7,9 @@ import pytest
 
 from pipelines import submit
 from pipelines.post_train import profile_named
-from planish.avoid import avoided
 from planish.records import layout
-from planish.stage import is_stopped, mark_stopped
+from planish.run.avoid import avoided
+from planish.run.stage import is_stopped, mark_stopped
 from planish.store import open_store
 from tests.unit.pipelines.kfp_server import Server
 

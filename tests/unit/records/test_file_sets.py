@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import fetch_files, read_manifest, write_files
 from planish.records import files as files_module
 from planish.store import open_store

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records import manifest as manifest_module
 from planish.records.manifest import Manifest, Shard, parse_manifest, read_manifest, seal
 from planish.store import open_store

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import PromptSet, Ragged, RolloutSet, TraceSet, write_set
 from planish.records import parquet as parquet_module
 from planish.records.parquet import (
@@ -251,7 +251,7 @@ def test_a_small_file_that_decodes_to_much_is_refused_before_it_is_decoded(kind,
     (tmp_path / "bomb.parquet").write_bytes(data)
     code = f"""
 from pathlib import Path
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records.parquet import read_batches
 path = Path({str(tmp_path / "bomb.parquet")!r})
 try:

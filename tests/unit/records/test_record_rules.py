@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import Ragged, RolloutSet
 from planish.records.prompts import prompt_id
 from tests.unit.records.samples import (

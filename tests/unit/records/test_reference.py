@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.io import write_files
 from planish.records.reference import KEY, find_reference

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records import Ref, layout, parse_pin
 from planish.store import parse_uri
 from planish.store.documents import read_json, write_json

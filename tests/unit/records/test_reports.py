@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records import EvalReport, UpdateReport, read_report, write_report
 from planish.records.reports import parse_report
 from planish.store import open_store

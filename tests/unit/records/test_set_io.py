@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records import (
     PromptSet,
     RolloutSet,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import layout
 from planish.records.stream import (
     StreamState,

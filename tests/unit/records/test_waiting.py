@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planish.errors import RecordError
+from planish.base.errors import RecordError
 from planish.records import Ragged, WaitingSet, read_set, write_set
 from tests.unit.records.samples import random_waiting
 

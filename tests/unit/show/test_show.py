@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.numpy import save as save_tensors
 
 from planish.__main__ import main
-from planish.errors import ObjectMissing, RecordError
+from planish.base.errors import ObjectMissing, RecordError
 from planish.records import (
     EvalReport,
     Ragged,

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from planish.errors import PlanishError, RecordError
+from planish.base.errors import PlanishError, RecordError
 from planish.records import layout
 from planish.show.command import show
 from planish.store import open_store

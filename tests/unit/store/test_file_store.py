@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.errors import AccessRefused, ObjectExists, StoreError, StoreUnavailable
+from planish.base.errors import AccessRefused, ObjectExists, StoreError, StoreUnavailable
 from planish.store import file as file_module
 from planish.store import open_store
 from planish.store.disk import TEMPORARY

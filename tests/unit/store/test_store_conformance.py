@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from planish.errors import ConfigError, ObjectExists, ObjectMissing
+from planish.base.errors import ConfigError, ObjectExists, ObjectMissing
 from planish.store import open_store
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.errors import ConfigError
+from planish.base.errors import ConfigError
 from planish.store import file_uri, normal_uri, open_store, parse_uri
 
 

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from planish.checkpoint.adapters.flat import FlatShard
 from planish.checkpoint.adapters.optimizer import PART, torch_optimizers
-from planish.checkpoint.model import DescribedItems
+from planish.checkpoint.format.records import DescribedItems
 
 if TYPE_CHECKING:
     from planish.checkpoint.adapters.gathering import Gathered
-    from planish.checkpoint.geometry import Box
-    from planish.checkpoint.tables import TensorSpec
+    from planish.checkpoint.format.geometry import Box
+    from planish.checkpoint.format.tables import TensorSpec
 
 FRAMEWORKS = ("plain", "ddp", "fsdp2", "flat")
 """Those whose tensors carry their own layout."""

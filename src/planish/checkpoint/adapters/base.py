@@ -17,12 +17,12 @@ from torch import Tensor
 from planish.checkpoint.adapters.again import Description, Descriptions, Outline, described, outline
 from planish.checkpoint.adapters.gathering import PARTS as LOADED
 from planish.checkpoint.adapters.gathering import Gathered, Gathering, place
+from planish.checkpoint.adapters.loader_state import LoaderState, reshard
 from planish.checkpoint.adapters.nested import restore, unpacked
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
 from planish.checkpoint.adapters.optimizer import gather_groups, torch_optimizers
 from planish.checkpoint.adapters.streams import RandomStreams
-from planish.checkpoint.loader_state import LoaderState, reshard
-from planish.checkpoint.model import Collected, Metadata
+from planish.checkpoint.format.records import Collected, Metadata
 
 FRAMEWORKS = ("plain", "ddp", "fsdp", "fsdp2", "flat", "megatron")
 """Names of `framework`."""
@@ -235,7 +235,7 @@ def _loader_of(loader: Any, *, for_load: bool) -> LoaderState:
 
 
 def _opaque(loader: Any, *, for_load: bool) -> LoaderState:
-    from planish.checkpoint.loader_state import LoaderShard
+    from planish.checkpoint.adapters.loader_state import LoaderShard
 
     if not hasattr(loader, "state_dict"):
         raise TypeError(

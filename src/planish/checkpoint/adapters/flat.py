@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from planish.checkpoint.adapters.placed import Placed, check_dense
-from planish.checkpoint.geometry import Box, flat_boxes, shift
+from planish.checkpoint.format.geometry import Box, flat_boxes, shift
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.placed import Placed, check_dense
-from planish.checkpoint.geometry import Box
-from planish.errors import LayoutMismatch
+from planish.checkpoint.format.geometry import Box
 
 
 def place_dtensor(key: str, tensor: DTensor) -> Placed:

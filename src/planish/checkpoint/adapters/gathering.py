@@ -24,9 +24,9 @@ from planish.checkpoint.adapters.placed import (
     is_expanded,
     place_whole,
 )
-from planish.checkpoint.geometry import Box
-from planish.checkpoint.model import Collected, LocalItem, Metadata
-from planish.checkpoint.tables import TensorSpec
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.records import Collected, LocalItem, Metadata
+from planish.checkpoint.format.tables import TensorSpec
 
 Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 """(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""

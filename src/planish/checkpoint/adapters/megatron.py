@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, place, unite
 from planish.checkpoint.adapters.nested import checked, name_of_path
 from planish.checkpoint.adapters.optimizer import Site, gather_stacked
 from planish.checkpoint.adapters.placed import Placed, check_dense
 from planish.checkpoint.adapters.plain import gather_rest
-from planish.checkpoint.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.geometry import Box, intersect, shift, whole
-from planish.errors import LayoutMismatch
+from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
+from planish.checkpoint.format.geometry import Box, intersect, shift, whole
 
 MAX_OBJECT_BYTES = 64 << 20
 """A sharded object beyond this is refused on load."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.dtypes import TYPES
 from planish.checkpoint.adapters.gathering import Gathering, place, unite
 from planish.checkpoint.adapters.nested import checked, restore
 from planish.checkpoint.adapters.placed import Placed
-from planish.errors import LayoutMismatch
 
 PART = "optimizer"
 """Part of the state, and key of its small values."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planish.checkpoint.geometry import Box, whole
+from planish.checkpoint.format.geometry import Box, whole
 
 
 class Placed(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.flat import FlatShard
 from planish.checkpoint.adapters.gathering import Gathering, place
 from planish.checkpoint.adapters.names import (
@@ -30,7 +31,6 @@ from planish.checkpoint.adapters.optimizer import (
     gather_optimizers,
     torch_optimizers,
 )
-from planish.errors import LayoutMismatch
 
 Sites = Callable[[Tensor], Site | None]
 """Parameter -> where its optimizer state lies; None for a parameter without a name."""

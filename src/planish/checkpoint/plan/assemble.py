@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, Box, flat_boxes, intersect, volumes
-from planish.checkpoint.model import Metadata
-from planish.checkpoint.packing import PackFault, pack, signed, unpack
+from planish.base.errors import CheckpointCorrupt, PlanMismatch
+from planish.checkpoint.format.geometry import I64, Box, flat_boxes, intersect, volumes
+from planish.checkpoint.format.packing import PackFault, pack, signed, unpack
+from planish.checkpoint.format.records import Metadata
 from planish.checkpoint.plan.coalesce import line_bases
 from planish.checkpoint.plan.lookup import fit
 from planish.checkpoint.plan.ordering import (
@@ -26,7 +27,6 @@ from planish.checkpoint.plan.ordering import (
     strides_of,
 )
 from planish.checkpoint.plan.reads import LocalReads, Messages, Pieces, RankReads, Requests
-from planish.errors import CheckpointCorrupt, PlanMismatch
 
 _MAGIC = b"PLNSHRDS"
 _VERSION = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, volumes
+from planish.checkpoint.format.geometry import I64, volumes
 from planish.checkpoint.plan.gather import Gathered, Replicas
 from planish.checkpoint.plan.ordering import before, ranges, run_sums
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64
-from planish.checkpoint.integrity import BLOCK
+from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.plan.ordering import Flags, before, fresh, order_by, ranges
 
 GAP_BYTES = 256 << 10

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.columns_codec import decode_columns
-from planish.checkpoint.control_errors import told_ranks
-from planish.checkpoint.geometry import I64, MAX_ELEMENTS, Box, volumes
-from planish.checkpoint.model import Columns
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.format.columns_codec import decode_columns
+from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, Box, volumes
+from planish.checkpoint.format.records import Columns
+from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.ordering import before, fresh, ranges, run_sums, strides_of
-from planish.checkpoint.tables import TensorTable
-from planish.errors import LayoutMismatch
+from planish.checkpoint.ranks.control_errors import told_ranks
 
 
 @dataclass(frozen=True)

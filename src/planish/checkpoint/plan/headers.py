@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64
+from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.safetensors_file import ALIGNMENT, Entry, plan_header
+from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.plan.ordering import run_sums
-from planish.checkpoint.safetensors_file import ALIGNMENT, Entry, plan_header
-from planish.checkpoint.tables import ITEM_BYTES
 
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planish.checkpoint.cover import cover_faults
-from planish.checkpoint.geometry import I64
-from planish.checkpoint.model import Columns, LocalItem, Metadata
+from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
+from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.records import Columns, LocalItem, Metadata
+from planish.checkpoint.plan.cover import cover_faults
 from planish.checkpoint.plan.gather import told_box
 from planish.checkpoint.plan.lookup import ShardIndex, fit
 from planish.checkpoint.plan.ordering import ranges
 from planish.checkpoint.plan.reads import LocalReads
 from planish.checkpoint.plan.tiling import untiled
-from planish.errors import LayoutMismatch, MissingKeys, ShapeMismatch
 
 
 def match(

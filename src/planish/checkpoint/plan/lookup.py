@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, MAX_ELEMENTS
-from planish.checkpoint.model import Metadata
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS
+from planish.checkpoint.format.records import Metadata
 from planish.checkpoint.plan.ordering import before, fresh, order_by, ranges
-from planish.errors import LayoutMismatch
 
 _CHUNK = 1 << 20
 """Candidate pairs that are held in memory at a time."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from planish.checkpoint.geometry import I64
+from planish.checkpoint.format.geometry import I64
 
 Flags = NDArray[np.bool_]
 """One truth value for each row."""

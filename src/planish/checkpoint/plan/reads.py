@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planish.checkpoint.geometry import I64
+from planish.checkpoint.format.geometry import I64
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, volumes
-from planish.checkpoint.model import Columns, FileTable, Metadata, Shards
+from planish.base.errors import PlanMismatch
+from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.records import Columns, FileTable, Metadata, Shards
+from planish.checkpoint.format.safetensors_file import quote_fqn
+from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.headers import Rows, header
 from planish.checkpoint.plan.ordering import before, order_by, ranges, strides_of
-from planish.checkpoint.safetensors_file import quote_fqn
-from planish.checkpoint.tables import TensorTable
-from planish.errors import PlanMismatch
 
 _MAGIC = b"PLNSHSAV"
 _HEAD = struct.Struct("<8sII")

@@ -14,16 +14,16 @@ from urllib.parse import quote
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, volumes
-from planish.checkpoint.model import Columns
+from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.records import Columns
+from planish.checkpoint.format.safetensors_file import quote_fqn
+from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.balance import Parts, choose_writers, cut_parts
 from planish.checkpoint.plan.gather import Gathered, gather, group_replicas
 from planish.checkpoint.plan.headers import Rows, header_sizes
 from planish.checkpoint.plan.ordering import before, fresh, order_by, ranges, run_sums
 from planish.checkpoint.plan.records import GlobalPlan
 from planish.checkpoint.plan.tiling import refuse_gaps
-from planish.checkpoint.safetensors_file import quote_fqn
-from planish.checkpoint.tables import TensorTable
 
 SPLIT_BYTES = 64 << 20
 """Larger replicated items are shared by several ranks."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64
+from planish.checkpoint.format.geometry import I64
 
 
 class RankSets:

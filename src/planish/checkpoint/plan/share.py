@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64
-from planish.checkpoint.integrity import BLOCK
-from planish.checkpoint.model import Metadata
+from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.records import Metadata
 from planish.checkpoint.plan.assemble import (
     Part,
     assemble,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.checkpoint.cover import cover_faults
-from planish.checkpoint.geometry import I64, volumes
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.tables import TensorTable
+from planish.checkpoint.plan.cover import cover_faults
 from planish.checkpoint.plan.ordering import Flags, before, fresh, order_by, strides_of
-from planish.checkpoint.tables import TensorTable
-from planish.errors import LayoutMismatch
 
 
 def refuse_gaps(tensors: TensorTable, owners: I64, offsets: I64, lengths: I64) -> None:

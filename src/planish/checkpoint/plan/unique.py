@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, volumes
-from planish.checkpoint.model import Metadata
+from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.records import Metadata
 from planish.checkpoint.plan.lookup import fit
 from planish.checkpoint.plan.tiling import overlapping
 

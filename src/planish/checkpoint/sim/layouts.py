@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planish.checkpoint.geometry import I64, Box, flat_boxes, shift
-from planish.checkpoint.model import Columns, LocalItem
-from planish.checkpoint.tables import TensorSpec, TensorTable
+from planish.checkpoint.format.geometry import I64, Box, flat_boxes, shift
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import TensorSpec, TensorTable
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """Optimizer states of each parameter, all of type F32."""

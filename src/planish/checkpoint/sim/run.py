@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from planish.checkpoint import metafile
-from planish.checkpoint.integrity import BLOCK
-from planish.checkpoint.model import Columns, Metadata
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.records import Columns, Metadata
 from planish.checkpoint.plan.cache import PlanCache, plan_key
 from planish.checkpoint.plan.gather import decode_all
 from planish.checkpoint.plan.load import match
@@ -20,8 +20,8 @@ from planish.checkpoint.plan.lookup import ShardIndex
 from planish.checkpoint.plan.records import GlobalPlan, RankPlan
 from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
 from planish.checkpoint.plan.share import share_reads
+from planish.checkpoint.ranks.tree import plan_tree
 from planish.checkpoint.sim.layouts import Layout
-from planish.checkpoint.tree import plan_tree
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from planish import telemetry
-from planish.errors import StoreError, StoreMisconfigured
+from planish.base import telemetry
+from planish.base.errors import StoreError, StoreMisconfigured
 from planish.store.base import file_uri, parse_uri
 
 logger = logging.getLogger(__name__)

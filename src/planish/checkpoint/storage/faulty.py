@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from planish.base.errors import StoreUnavailable
 from planish.checkpoint.storage.base import (
     Buffer,
     Counters,
@@ -20,7 +21,6 @@ from planish.checkpoint.storage.base import (
     Storage,
     Upload,
 )
-from planish.errors import StoreUnavailable
 
 T = TypeVar("T")
 Fault = Callable[[int, str, str], str]

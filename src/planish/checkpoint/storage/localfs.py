@@ -14,6 +14,13 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from planish.base.errors import (
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreError,
+)
 from planish.checkpoint.storage.base import (
     Buffer,
     Counters,
@@ -23,13 +30,6 @@ from planish.checkpoint.storage.base import (
     check_key,
     inside,
     part_bytes,
-)
-from planish.errors import (
-    ObjectChanged,
-    ObjectExists,
-    ObjectMissing,
-    ObjectTooLarge,
-    StoreError,
 )
 from planish.store.base import file_uri
 from planish.store.disk import (

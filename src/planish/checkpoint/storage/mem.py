@@ -10,6 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from planish.base.errors import (
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreError,
+    StoreMisconfigured,
+)
 from planish.checkpoint.storage.base import (
     Buffer,
     Counters,
@@ -19,14 +27,6 @@ from planish.checkpoint.storage.base import (
     check_key,
     inside,
     part_bytes,
-)
-from planish.errors import (
-    ObjectChanged,
-    ObjectExists,
-    ObjectMissing,
-    ObjectTooLarge,
-    StoreError,
-    StoreMisconfigured,
 )
 
 _named: dict[str, MemStorage] = {}

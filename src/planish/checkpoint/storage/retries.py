@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from planish import telemetry
+from planish.base import telemetry
 from planish.checkpoint.storage.base import Counters
 from planish.store.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RETRY_SECONDS
 

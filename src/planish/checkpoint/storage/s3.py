@@ -19,6 +19,14 @@ from typing import Any
 from urllib.parse import unquote_plus
 from xml.sax.saxutils import escape
 
+from planish.base.errors import (
+    ConfigError,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreMisconfigured,
+)
 from planish.checkpoint.storage.base import (
     TIMEOUT_SECONDS,
     Buffer,
@@ -43,14 +51,6 @@ from planish.checkpoint.storage.s3_messages import (
     objects,
 )
 from planish.checkpoint.storage.wire import READ_SECONDS, Answer, Line
-from planish.errors import (
-    ConfigError,
-    ObjectChanged,
-    ObjectExists,
-    ObjectMissing,
-    ObjectTooLarge,
-    StoreMisconfigured,
-)
 from planish.store.s3 import Settings, read_settings
 
 _DELETE_KEYS = 1000

@@ -15,6 +15,13 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import quote
 
+from planish.base.errors import (
+    AccessRefused,
+    ObjectMissing,
+    StoreError,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from planish.checkpoint.storage.base import Counters
 from planish.checkpoint.storage.retries import (
     Transient,
@@ -24,13 +31,6 @@ from planish.checkpoint.storage.retries import (
 )
 from planish.checkpoint.storage.sigv4 import canonical_query, sign
 from planish.checkpoint.storage.wire import READ_SECONDS, Answer, Line, Pool
-from planish.errors import (
-    AccessRefused,
-    ObjectMissing,
-    StoreError,
-    StoreMisconfigured,
-    StoreUnavailable,
-)
 from planish.store.retry import FULL_CODES, passes
 from planish.store.s3 import Settings
 from planish.store.s3_errors import BAD_TOKEN, bad_token

@@ -11,11 +11,11 @@ from urllib.parse import unquote_plus
 import google_crc32c
 import numpy as np
 
+from planish.base.errors import StoreError
 from planish.checkpoint.storage.base import Buffer, Stat
 from planish.checkpoint.storage.retries import Transient
 from planish.checkpoint.storage.s3_client import Client, Refused
 from planish.checkpoint.storage.wire import Answer, Line
-from planish.errors import StoreError
 from planish.store.retry import passes
 
 _PAGE_BYTES = 16 << 20

@@ -1,0 +1,341 @@
+"""Load, merge and check configuration: TOML presets and files, then dotted overrides.
+
+Each section's class stands beside the code that it configures; this module only knows where they
+are. It reads no environment variable and coerces no type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from planish.base.errors import ConfigError
+
+SECTIONS: dict[str, str] = {
+    "run": "planish.base.config:RunConfig",
+    "model": "planish.models.config:ModelConfig",
+    "curate": "planish.stages.curate.config:CurateConfig",
+    "sft": "planish.stages.sft.config:SftConfig",
+    "rollout": "planish.stages.rollout.config:RolloutConfig",
+    "reward": "planish.stages.reward.config:RewardConfig",
+    "algorithm": "planish.algorithms:algorithm_config",
+    "train": "planish.stages.train.config:TrainConfig",
+    "critic": "planish.stages.train.config:CriticConfig",
+    "evaluate": "planish.stages.evaluate.config:EvaluateConfig",
+}
+"""Section name to `module:class`, or to `module:function` that picks a class from the raw table."""
+
+CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
+"""`module:function` of checks that look across sections; each returns a list of faults."""
+
+_MAX_DEPTH = 16
+"""Most tables and lists inside each other; settings need three."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, numbers that are finite.
+
+    TOML has no null: the text `none` stands for None in every number or table that may be None.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        return {key: None if _is_none(cls, key, value) else value for key, value in raw.items()}
+
+    def _off(self) -> list[str]:
+        """Return the settings that a dump leaves out: runs without them keep their digest."""
+        return []
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        table: dict[str, Any] = handler(self)
+        off = self._off()
+        return {name: value for name, value in table.items() if name not in off}
+
+
+def _is_none(cls: type[BaseModel], key: str, value: object) -> bool:
+    if value != "none" or key not in cls.model_fields:
+        return False
+    kinds = get_args(cls.model_fields[key].annotation)
+    has_text = any(kind is str or get_origin(kind) is Literal for kind in kinds)
+    return NoneType in kinds and not has_text
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class RunConfig(Section):
+    """What belongs to the whole run."""
+
+    seed: int = Field(default=0, ge=0, lt=2**53)
+    """Seed of every random choice; 0 <= seed < 2**53 (KFP carries numbers as doubles)."""
+
+
+def _resolve(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
+    """Return the class of `section`; the table `raw` decides where several exist.
+
+    Raises:
+        ConfigError: no such section; the nearest name is given.
+    """
+    if section not in SECTIONS:
+        raise ConfigError(
+            f"a configuration section must be one of {sorted(SECTIONS)}, got {section!r}"
+            f"{nearest(section, SECTIONS)}"
+        )
+    _check_table(section, raw)
+    found = _resolve(SECTIONS[section])
+    if isinstance(found, type):
+        return found
+    picker: Callable[[Mapping[str, Any]], type[Section]] = found
+    return picker(raw)
+
+
+def _check_table(section: str, raw: object) -> None:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"`{section}` must be a table of settings, got {raw!r:.200}")
+
+
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """Return "; did you mean `...`?" with the valid name most like `key`, or nothing."""
+    close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) -> SectionT:
+    """Validate one raw table as `cls`; all faults are told at once.
+
+    Raises:
+        ConfigError: names each key, the value seen and the nearest valid key.
+    """
+    _check_table(section, raw)
+    try:
+        return cls.model_validate(dict(raw))
+    except ValidationError as error:
+        faults = [_fault(section, item, cls) for item in error.errors()]
+        raise ConfigError("; ".join(faults)) from None
+
+
+def _fault(section: str, item: Any, cls: type[BaseModel]) -> str:
+    path = ".".join([section, *(str(part) for part in item["loc"])])
+    value = f"{item.get('input')!r:.200}"
+    if item["type"] == "extra_forbidden":
+        hint = nearest(str(item["loc"][-1]), cls.model_fields) or (
+            f"; valid keys are {sorted(cls.model_fields)}"
+        )
+        return f"`{path}` is not a known key, got {value}{hint}"
+    if item["type"] == "value_error":
+        return f"`{path}`: {item['ctx']['error']}"
+    return f"`{path}`: {item['msg']}, got {value}"
+
+
+def parse_toml(text: str | bytes, *, name: str) -> dict[str, dict[str, Any]]:
+    """Parse TOML made of tables only.
+
+    Raises:
+        ConfigError: not TOML, or a key outside a table.
+    """
+    tables = load_toml(text, name=name)
+    for key, value in tables.items():
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"`{name}` must hold tables only, got `{key} = {value!r:.200}` outside a table"
+            )
+    return tables
+
+
+def load_toml(text: str | bytes, *, name: str) -> dict[str, Any]:
+    """Parse TOML whose values every later step can hold and print.
+
+    Raises:
+        ConfigError: not TOML in UTF-8, nested too deeply, or an integer beyond 64 bits.
+    """
+    try:
+        return _loads(text if isinstance(text, str) else text.decode("utf-8"), name)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{name}` must be valid TOML in UTF-8: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of this machine.
+
+    Raises:
+        ConfigError: no such file, or as `load_toml`.
+    """
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`{path}` must be a readable TOML file, got {error}") from None
+    return load_toml(data, name=str(path))
+
+
+def _loads(text: str, name: str) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        # Integers of thousands of digits, and brackets without end.
+        raise ConfigError(f"`{name}` must be TOML of usual size, got {error}") from None
+    check_limits(tables, name)
+    return tables
+
+
+def check_limits(tables: Mapping[str, Any], name: str) -> None:
+    """Refuse values that not every later step can hold, compare and print.
+
+    Raises:
+        ConfigError: nested too deeply, or an integer beyond 64 bits.
+    """
+    level: list[Any] = [tables]
+    for _ in range(_MAX_DEPTH):
+        level = [item for value in level for item in _children(value)]
+        if any(type(item) is int and not -(2**63) <= item < 2**63 for item in level):
+            raise ConfigError(f"`{name}` must hold integers of at most 64 bits, got a longer one")
+    if level:
+        raise ConfigError(f"`{name}` must be nested at most {_MAX_DEPTH} deep, got more")
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets that ship with the package, sorted."""
+    folder = resources.files("planish") / "presets"
+    return sorted(p.name[: -len(".toml")] for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def load_preset(name: str) -> dict[str, dict[str, Any]]:
+    """Return the raw tables of a shipped preset.
+
+    Raises:
+        ConfigError: no preset of that name.
+    """
+    names = preset_names()
+    if name not in names:
+        raise ConfigError(f"a preset must be one of {names}, got {name!r}{nearest(name, names)}")
+    text = (resources.files("planish") / "presets" / f"{name}.toml").read_text("utf-8")
+    return parse_toml(text, name=f"preset {name}")
+
+
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """Split `section.key=value`; the value is a TOML value, or else a plain string.
+
+    Example:
+        >>> parse_override("train.learning_rate=1e-6")
+        ('train', 'learning_rate', 1e-06)
+    """
+    path, equals, value = text.strip().removeprefix("--").partition("=")
+    section, dot, key = path.partition(".")
+    if not (equals and dot and key and key.count(".") < _MAX_DEPTH):
+        raise ConfigError(f"an override must read `section.key=value`, got {text!r:.200}")
+    if text != text.encode(errors="ignore").decode():
+        raise ConfigError(f"an override must be valid Unicode, got {text!r:.200}")
+    try:
+        tables = _loads(f"v = {value}", path)
+    except tomllib.TOMLDecodeError:
+        return section, key, value
+    # More keys: text of several lines that looks like TOML.
+    return section, key, tables["v"] if len(tables) == 1 else value
+
+
+def merge(
+    *layers: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Merge raw tables, later layers and then overrides winning key by key.
+
+    An override of `a.b.c` reaches into nested tables.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, table in layer.items():
+            merged.setdefault(section, {}).update(table)
+    for text in overrides:
+        section, key, value = parse_override(text)
+        target = merged.setdefault(section, {})
+        *path, last = key.split(".")
+        for part in path:
+            above = target.get(part, {})
+            if not isinstance(above, Mapping):
+                raise ConfigError(
+                    f"an override must name a setting, got {text!r:.200} below `{part}`, which "
+                    f"is {above!r:.200} and no table"
+                )
+            nested = dict(above)
+            target[part] = nested
+            target = nested
+        target[last] = value
+    return merged
+
+
+def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Validate every section and the checks across them; return plain JSON with defaults.
+
+    Raises:
+        ConfigError: every fault of every section in one message.
+    """
+    faults: list[str] = []
+    resolved: dict[str, dict[str, Any]] = {}
+    parsed: dict[str, Section] = {}
+    for section in sorted({*SECTIONS, *raw}):
+        table = raw.get(section, {})
+        try:
+            parsed[section] = parse_section(section_class(section, table), table, section=section)
+            resolved[section] = parsed[section].model_dump(mode="json")
+        except ConfigError as error:
+            faults.append(str(error))
+    if not faults:
+        for check in CHECKS:
+            faults.extend(_resolve(check)(parsed))
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return resolved
+
+
+def config_sha256(resolved: Mapping[str, Any]) -> str:
+    """Return the sha256 of the canonical JSON of a resolved configuration.
+
+    Raises:
+        ConfigError: a number is infinite or NaN.
+    """
+    try:
+        canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise ConfigError(f"a configuration must be finite, got {error}") from None
+    return hashlib.sha256(canonical.encode()).hexdigest()

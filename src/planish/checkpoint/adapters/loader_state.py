@@ -1,0 +1,383 @@
+"""Data-loader state: what each reader holds, and how it is dealt out to another number of ranks.
+
+Nothing is lost and nothing comes twice: for every source, the samples taken before, those in
+buffers and those still to come are the same multiset before and after. Which sample an index means
+(permutation, tokenizer, packing) is the loader's business and is never looked at.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (replicated and sharded loader state, buffers
+split and merged); readers, uneven numbers of ranks and the rule for cursors are ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from planish.base.errors import CheckpointCorrupt, LayoutMismatch
+
+CONSUMED = "consumed"
+"""Key of `LoaderState.common` under which the consumed set of each source lies."""
+
+
+class Loader(Protocol):
+    """What a data loader offers so that its position becomes part of a train state."""
+
+    dp_rank: int
+    """Data-parallel rank of this process, 0 .. dp_size - 1."""
+    dp_size: int
+    """Number of data-parallel ranks."""
+    num_readers: int
+    """Readers (worker processes) per data-parallel rank."""
+
+    def ckpt_common(self) -> dict[str, Any]:
+        """Return what all ranks agree on: sources, sampling ratios, seed, `consumed`."""
+
+    def ckpt_shards(self) -> list[LoaderShard]:
+        """Return the state of this rank's readers."""
+
+    def ckpt_restore(self, common: dict[str, Any], shards: list[LoaderShard]) -> None:
+        """Go on from here: `shards` are those of this rank's readers."""
+
+
+@dataclass
+class Consumed:
+    """Which indices of a source have been taken: all below `count`, and those in `ahead`.
+
+    Example:
+        >>> Consumed(2, (3,)).has(1), Consumed(2, (3,)).has(2), Consumed(2, (3,)).has(3)
+        (True, False, True)
+    """
+
+    count: int = 0
+    """First index that is not taken."""
+    ahead: tuple[int, ...] = ()
+    """Taken indices above `count`, rising."""
+
+    def has(self, index: int) -> bool:
+        """Return whether an index has been taken."""
+        return index < self.count or index in self.ahead
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what `from_data` reads."""
+        return {"count": self.count, "ahead": list(self.ahead)}
+
+    @classmethod
+    def from_data(cls, raw: object) -> Consumed:
+        """Check a consumed set that was read from a checkpoint.
+
+        Raises:
+            CheckpointCorrupt: of another form, or `ahead` is not rising and above `count`.
+        """
+        if isinstance(raw, Mapping) and {"count", "ahead"} <= set(raw):
+            count, ahead = raw["count"], raw["ahead"]
+            if isinstance(ahead, (list, tuple)):
+                numbers = [count, *ahead]
+                rising = all(type(n) is int and n >= 0 for n in numbers) and all(
+                    a < b for a, b in itertools.pairwise(numbers)
+                )
+                if rising:
+                    return cls(count, tuple(ahead))
+        raise CheckpointCorrupt(
+            "a consumed set must be {count, ahead} with `ahead` rising above `count`, got "
+            f"{str(raw)[:200]}; load an earlier checkpoint"
+        )
+
+    @classmethod
+    def of(cls, indices: Iterable[int]) -> Consumed:
+        """Build the set of some indices.
+
+        Example:
+            >>> Consumed.of([4, 0, 1])
+            Consumed(count=2, ahead=(4,))
+        """
+        taken = sorted(set(indices))
+        count = next((k for k, index in enumerate(taken) if k != index), len(taken))
+        return cls(count, tuple(taken[count:]))
+
+    def after(self, positions: Sequence[int]) -> Consumed:
+        """Return the set once every worker has gone on to its position.
+
+        Args:
+            positions: [w] first index that worker w has not taken; it takes the indices i with
+                `i % w == its number` that this set lacks, in rising order.
+
+        Example:
+            >>> Consumed().after([4, 1])   # worker 0 took 0 and 2, worker 1 took nothing
+            Consumed(count=1, ahead=(2,))
+        """
+        workers = len(positions)
+        low = min([self.count, *positions])
+        taken = set(self.ahead).union(range(low, self.count))
+        for worker, position in enumerate(positions):
+            first = low + (worker - low) % workers
+            taken.update(range(first, position, workers))
+        above = sorted(taken)
+        count = low + next((k for k, i in enumerate(above) if i != low + k), len(above))
+        return Consumed(count, tuple(i for i in above if i > count))
+
+    def left(self, worker: int, num_workers: int) -> Iterator[int]:
+        """Return the endless indices that one worker is to take, rising.
+
+        Example:
+            >>> list(itertools.islice(Consumed(3, (5,)).left(1, 2), 3))
+            [3, 7, 9]
+        """
+        skip = set(self.ahead)
+        first = self.count + (worker - self.count) % num_workers
+        return (i for i in itertools.count(first, num_workers) if i not in skip)
+
+
+@dataclass
+class LoaderShard:
+    """What one reader holds.
+
+    Example:
+        >>> LoaderShard(0, 1, buffer=["a"], cursor={"web": 7}).index()["num_samples"]
+        1
+    """
+
+    dp_rank: int
+    """Data-parallel rank of the reader."""
+    reader: int
+    """Number of the reader within its rank."""
+    order_key: Any = 0
+    """Orders the shards of one reader where it has several (int, str or tuple of them)."""
+    buffer: list[Any] = field(default_factory=list)
+    """Samples that were taken from a source and not handed out yet, in order."""
+    cursor: dict[str, int] = field(default_factory=dict)
+    """Source -> first index that this reader has not taken."""
+    opaque: Any = None
+    """State of a loader that says nothing about itself: good for the same layout only."""
+    num_samples: int = -1
+    """Length of `buffer` where the buffer has not been read; -1: it has."""
+    encoded: bytes | None = field(default=None, repr=False, compare=False)
+    """`to_data()` as a save writes it, where that was made ahead; `buffer` is empty then."""
+
+    def index(self) -> dict[str, Any]:
+        """Return all but the samples: what metadata says of the shard."""
+        return {
+            "dp_rank": self.dp_rank,
+            "reader": self.reader,
+            "order_key": self.order_key,
+            "cursor": dict(self.cursor),
+            "num_samples": len(self.buffer) if self.num_samples < 0 else self.num_samples,
+        }
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what `from_data` reads; samples as they are."""
+        return {**self.index(), "buffer": list(self.buffer), "opaque": self.opaque}
+
+    @classmethod
+    def from_data(cls, raw: object) -> LoaderShard:
+        """Check a shard that was read from a checkpoint; without `buffer` only its index.
+
+        Raises:
+            CheckpointCorrupt: of another form.
+        """
+        if isinstance(raw, Mapping):
+            numbers = [raw.get("dp_rank"), raw.get("reader"), raw.get("num_samples")]
+            cursor = raw.get("cursor")
+            if isinstance(cursor, Mapping) and all(type(n) is int for n in numbers):
+                numbers += list(cursor.values())
+                names = all(isinstance(source, str) for source in cursor)
+                if names and all(type(n) is int and n >= 0 for n in numbers):
+                    return cls._of(raw, dict(cursor))
+        raise CheckpointCorrupt(
+            "a loader shard must be {dp_rank, reader, order_key, cursor, num_samples, buffer}, "
+            f"got {str(raw)[:200]}; load an earlier checkpoint"
+        )
+
+    @classmethod
+    def _of(cls, raw: Mapping[str, Any], cursor: dict[str, int]) -> LoaderShard:
+        order = raw.get("order_key", 0)
+        order = tuple(order) if isinstance(order, list) else order  # as JSON gives it back
+        shard = cls(raw["dp_rank"], raw["reader"], order, cursor=cursor)
+        if "buffer" not in raw:
+            return replace(shard, num_samples=raw["num_samples"])
+        buffer = raw["buffer"]
+        if not isinstance(buffer, list) or len(buffer) != raw["num_samples"]:
+            raise CheckpointCorrupt(
+                f"loader shard {raw['dp_rank']}-{raw['reader']} must hold {raw['num_samples']} "
+                "samples, got another number; load an earlier checkpoint"
+            )
+        return replace(shard, buffer=list(buffer), opaque=raw.get("opaque"))
+
+
+@dataclass
+class LoaderState:
+    """Loader state of one rank (save), of all ranks (as read) or wanted by one rank (load).
+
+    Example:
+        >>> LoaderState(dp_rank=1, dp_size=4).num_readers
+        1
+    """
+
+    common: dict[str, Any] = field(default_factory=dict)
+    """What all ranks agree on; `consumed` maps a source to what was taken at the last restore."""
+    shards: list[LoaderShard] = field(default_factory=list)
+    """Save: this rank's, none unless its rank is 0 in every axis but dp. Read: all."""
+    dp_rank: int = 0
+    """Of the rank that saves or loads."""
+    dp_size: int = 1
+    """Data-parallel ranks that the shards are of, or (load) are wanted for."""
+    num_readers: int = 1
+    """Readers per data-parallel rank."""
+
+    def common_data(self) -> dict[str, Any]:
+        """Return the replicated part, for one object per role."""
+        return {"common": self.common, "dp_size": self.dp_size, "num_readers": self.num_readers}
+
+    @classmethod
+    def from_data(cls, common: object, shards: Iterable[object]) -> LoaderState:
+        """Put together what was read; shards may come without their `buffer`.
+
+        Raises:
+            CheckpointCorrupt: of another form, or shards are missing or come twice.
+        """
+        good = isinstance(common, Mapping) and isinstance(common.get("common"), Mapping)
+        sizes = [common.get("dp_size"), common.get("num_readers")] if good else []  # type: ignore[attr-defined]
+        if not good or not all(type(n) is int and n > 0 for n in sizes):
+            raise CheckpointCorrupt(
+                "the common loader state must be {common, dp_size, num_readers}, got "
+                f"{str(common)[:200]}; load an earlier checkpoint"
+            )
+        record: Any = common
+        state = cls(
+            dict(record["common"]),
+            sorted((LoaderShard.from_data(raw) for raw in shards), key=_place),
+            dp_size=record["dp_size"],
+            num_readers=record["num_readers"],
+        )
+        seen = {(shard.dp_rank, shard.reader) for shard in state.shards}
+        full = set(itertools.product(range(state.dp_size), range(state.num_readers)))
+        if state.shards and seen != full:
+            raise CheckpointCorrupt(
+                f"loader state of {state.dp_size} ranks with {state.num_readers} readers must "
+                f"hold a shard of each, got {sorted(seen ^ full)[:8]} missing or too many; load "
+                "an earlier checkpoint"
+            )
+        return state
+
+
+def _place(shard: LoaderShard) -> tuple[int, int, Any]:
+    return (shard.dp_rank, shard.reader, shard.order_key)
+
+
+def sources(saved_dp_size: int, dp_rank: int, dp_size: int) -> range:
+    """Return which saved data-parallel ranks' buffers one rank of the new layout needs.
+
+    Example:
+        >>> sources(2, 3, 4), sources(4, 1, 2), sources(3, 0, 2)
+        (range(1, 2), range(2, 4), range(0, 3))
+    """
+    if dp_size % saved_dp_size == 0:
+        first = dp_rank * saved_dp_size // dp_size
+        return range(first, first + 1)
+    if saved_dp_size % dp_size == 0:
+        share = saved_dp_size // dp_size
+        return range(dp_rank * share, (dp_rank + 1) * share)
+    return range(saved_dp_size)
+
+
+def runs(count: int, parts: int, first: int = 0) -> list[slice]:
+    """Cut `count` samples into consecutive runs whose lengths differ by at most one.
+
+    Args:
+        count: Samples.
+        parts: Runs.
+        first: The longer runs begin at this part, modulo `parts`.
+
+    Example:
+        >>> runs(5, 2), runs(5, 2, first=1)
+        ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2, None), slice(2, 5, None)])
+    """
+    small, longer = divmod(count, parts)
+    lengths = (small + ((part - first) % parts < longer) for part in range(parts))
+    return [slice(a, b) for a, b in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+
+
+def reshard(saved: LoaderState, wanted: LoaderState, *, policy: str = "exact") -> LoaderState:
+    """Deal saved loader state out to one rank of another layout.
+
+    Args:
+        saved: of all ranks; buffers outside `sources(...)` may be unread.
+        wanted: `dp_rank`, `dp_size` and `num_readers` say who asks.
+        policy: "exact", or "restart": a loader that cannot be resharded begins anew.
+
+    Returns:
+        The state to restore; unchanged for an unchanged layout, without shards after a restart.
+
+    Raises:
+        LayoutMismatch: the saved state is opaque and the layout has changed.
+    """
+    rank, size, readers = wanted.dp_rank, wanted.dp_size, wanted.num_readers
+    if (saved.dp_size, saved.num_readers) == (size, readers):
+        mine = [shard for shard in saved.shards if shard.dp_rank == rank]
+        return replace(wanted, common=dict(saved.common), shards=mine)
+    if any(shard.opaque is not None for shard in saved.shards):
+        if policy == "restart":
+            return replace(wanted, common=dict(saved.common), shards=[])
+        raise LayoutMismatch(
+            f"a loader whose state is opaque must be loaded by {saved.dp_size} data-parallel "
+            f"ranks with {saved.num_readers} readers as saved, got {size} with {readers}; load "
+            "with the saved layout, or pass loader_policy='restart' to begin its data anew"
+        )
+    common, consumed = _merged(saved)
+    buffers = _buffers(saved, wanted)
+    shards = []
+    for reader in range(readers):
+        worker = rank * readers + reader
+        cursor = {
+            source: next(taken.left(worker, size * readers)) for source, taken in consumed.items()
+        }
+        shards.append(LoaderShard(rank, reader, buffer=buffers[reader], cursor=cursor))
+    return replace(wanted, common=common, shards=shards)
+
+
+def _merged(saved: LoaderState) -> tuple[dict[str, Any], dict[str, Consumed]]:
+    """Return the common part brought up to date, and what was taken of each source."""
+    before = saved.common.get(CONSUMED, {})
+    names = sorted({*before, *(source for shard in saved.shards for source in shard.cursor)})
+    consumed = {}
+    for source in names:
+        base = Consumed.from_data(before[source]) if source in before else Consumed()
+        first = [next(base.left(worker, len(saved.shards))) for worker in range(len(saved.shards))]
+        positions = [
+            shard.cursor.get(source, first[worker]) for worker, shard in enumerate(saved.shards)
+        ]
+        consumed[source] = base.after(positions)
+    common = dict(saved.common)
+    if consumed:
+        kept = {source: dict(before.get(source, {})) for source in names}
+        common[CONSUMED] = {s: {**kept[s], **consumed[s].to_data()} for s in names}
+    return common, consumed
+
+
+def _buffers(saved: LoaderState, wanted: LoaderState) -> list[list[Any]]:
+    """Return the samples of each reader of the rank that asks."""
+    rank, size, readers = wanted.dp_rank, wanted.dp_size, wanted.num_readers
+    block = sources(saved.dp_size, rank, size)
+    # The block of saved ranks goes to the block of new ranks that has the same samples.
+    spread = max(1, size // saved.dp_size) if len(block) == 1 else size if _odd(saved, size) else 1
+    place = rank % spread
+    chosen = [shard for shard in saved.shards if shard.dp_rank in block]
+    if any(shard.num_samples > len(shard.buffer) for shard in chosen):
+        raise AssertionError("buffers that a rank needs must have been read")
+    if saved.num_readers == readers and not _odd(saved, size):
+        found, before = [], 0
+        for reader in range(readers):
+            stream = [x for shard in chosen if shard.reader == reader for x in shard.buffer]
+            # One reader's longer runs follow on those of the last, so that ranks get equally many.
+            found.append(stream[runs(len(stream), spread, before)[place]])
+            before += len(stream)
+        return found
+    flat = [x for shard in chosen for x in shard.buffer]
+    mine = flat[runs(len(flat), spread)[place]]
+    return [mine[cut] for cut in runs(len(mine), readers)]
+
+
+def _odd(saved: LoaderState, size: int) -> bool:
+    """Return whether neither number of ranks divides the other."""
+    return bool(size % saved.dp_size and saved.dp_size % size)

@@ -1,0 +1,305 @@
+"""Which checkpoints there are below a root, and which leftovers may go.
+
+A checkpoint is a folder with a COMMIT, the root itself or at most two levels below it; nothing
+else is believed, neither names nor the hint in LATEST. Whatever is cleared away loses its COMMIT
+first, and an attempt is fenced before its data go, so that no save can commit to missing bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from planish.base import telemetry
+from planish.base.errors import CheckpointCorrupt, ConfigError, SaveFailed
+from planish.checkpoint.commit.commit import LATEST, discard
+from planish.checkpoint.commit.journal import (
+    COMMIT,
+    announced,
+    attempt_folder,
+    is_attempt,
+    join,
+    started,
+)
+from planish.checkpoint.commit.record import Commit, read_commit, require_commit
+from planish.checkpoint.storage.base import Folder, Storage
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 86400.0
+_DEPTH = 2
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A committed checkpoint.
+
+    Example:
+        >>> commit = Commit("0" * 26, "m", 1, "0" * 64, 1, 1, step=7)
+        >>> Entry("run/step-7", "mem://a/run/step-7", commit).step
+        7
+    """
+
+    path: str
+    """Key of its folder."""
+    uri: str
+    commit: Commit
+
+    @property
+    def step(self) -> int:
+        """Step of the run at which it was saved."""
+        return self.commit.step
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """What later checkpoints have more of: the step, then the time of the attempt."""
+        return self.commit.step, self.commit.attempt
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is done with a checkpoint or a leftover, and why.
+
+    Example:
+        >>> Verdict("run/step-7", "keep", "newest 3").action
+        'keep'
+    """
+
+    key: str
+    """Folder of the checkpoint or the attempt, or `key@upload-id` of an upload."""
+    action: Literal["keep", "delete"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A folder that holds a commit or attempts."""
+
+    path: str
+    content: Folder
+
+    def attempts(self) -> list[str]:
+        names = [folder.rpartition("/")[2] for folder in self.content.folders]
+        return [name[2:] for name in names if name.startswith("a-") and is_attempt(name[2:])]
+
+    def commit_modified(self) -> float | None:
+        name = join(self.path, COMMIT)
+        return next((s.modified for s in self.content.objects if s.key == name), None)
+
+
+def _places(storage: Storage, root: str) -> list[_Place]:
+    """Find every folder with a commit or attempts, at most `_DEPTH` levels below `root`."""
+    found: list[_Place] = []
+    level = [root]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in range(_DEPTH + 1):
+            contents = pool.map(storage.folder, level)
+            places = [_Place(*pair) for pair in zip(level, contents, strict=True)]
+            level = []
+            for place in places:
+                if place.commit_modified() is not None or place.attempts():
+                    found.append(place)
+                else:
+                    level += place.content.folders
+    return found
+
+
+def list_checkpoints(storage: Storage, root: str) -> list[Entry]:
+    """Return the committed checkpoints at and below `root`, oldest step first.
+
+    One whose COMMIT can not be read is left out with a warning.
+    """
+    return sorted(_entries(storage, _places(storage, root)), key=lambda entry: entry.order)
+
+
+def _entries(storage: Storage, places: Iterable[_Place]) -> Iterator[Entry]:
+    committed = [place.path for place in places if place.commit_modified() is not None]
+
+    def read(path: str) -> Commit | None:
+        try:
+            return read_commit(storage, path)
+        except CheckpointCorrupt as error:
+            logger.warning("%s", telemetry.event("commit_unreadable", path=path, reason=str(error)))
+            return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for path, commit in zip(committed, pool.map(read, committed), strict=True):
+            if commit is not None:
+                yield Entry(path, storage.uri(path), commit)
+
+
+def latest(storage: Storage, root: str) -> Entry | None:
+    """Return the newest committed checkpoint at and below `root`, None if there is none.
+
+    Newest is the highest step, then the later attempt.
+    """
+    found = list_checkpoints(storage, root)
+    return found[-1] if found else None
+
+
+def info(storage: Storage, path: str) -> Entry:
+    """Return the checkpoint at a path.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there.
+        CheckpointCorrupt: its COMMIT can not be read.
+    """
+    return Entry(path, storage.uri(path), require_commit(storage, path))
+
+
+def delete(storage: Storage, path: str) -> None:
+    """Remove the checkpoint at a path: from the first request on nothing is visible.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there.
+    """
+    commit = require_commit(storage, path)
+    _remove(storage, path, commit.attempt)
+
+
+def _remove(storage: Storage, path: str, attempt: str) -> None:
+    storage.delete([join(path, COMMIT)])
+    discard(storage, path, attempt)
+
+
+def retain(
+    storage: Storage,
+    root: str,
+    *,
+    keep_last: int = 3,
+    keep_every: int = 0,
+    pins: Iterable[int | str] = (),
+    dry_run: bool = False,
+) -> list[Verdict]:
+    """Remove the checkpoints at and below `root` that no rule keeps.
+
+    Args:
+        storage: where.
+        root: key of the folder.
+        keep_last: so many of the newest stay; at least 1.
+        keep_every: those whose step is a multiple stay; 0 for no such rule.
+        pins: steps, and keys or URIs of folders (with or without a digest), that stay.
+        dry_run: only tell.
+
+    Returns:
+        A verdict for each checkpoint, newest first.
+
+    Raises:
+        ConfigError: `keep_last` below 1, or `keep_every` below 0.
+    """
+    if keep_last < 1 or keep_every < 0:
+        raise ConfigError(
+            "`keep_last` must be at least 1 and `keep_every` at least 0, "
+            f"got {keep_last} and {keep_every}"
+        )
+    pinned = {p if isinstance(p, int) else p.partition("#")[0].rstrip("/") for p in pins}
+    verdicts = []
+    for number, entry in enumerate(reversed(list_checkpoints(storage, root))):
+        if number < keep_last:
+            verdict = Verdict(entry.path, "keep", f"one of the newest {keep_last}")
+        elif keep_every and entry.step % keep_every == 0:
+            verdict = Verdict(entry.path, "keep", f"step {entry.step}, every {keep_every}")
+        elif pinned & {entry.step, entry.path, entry.uri}:
+            verdict = Verdict(entry.path, "keep", "pinned")
+        else:
+            verdict = Verdict(entry.path, "delete", f"step {entry.step}: no rule keeps it")
+            if not dry_run:
+                _remove(storage, entry.path, entry.commit.attempt)
+        verdicts.append(verdict)
+    return verdicts
+
+
+def gc(
+    storage: Storage, root: str, *, grace_s: float = GRACE_SECONDS, dry_run: bool = False
+) -> list[Verdict]:
+    """Clear away what saves, retention and crashes have left at and below `root`.
+
+    May run beside saves and loads, be killed at any time and run again.
+
+    Args:
+        storage: where.
+        root: key of the folder.
+        grace_s: an attempt that was written to, or replaced, within so many seconds stays; shorter
+            than the longest save or load it makes these fail, though never wrong.
+        dry_run: only tell.
+
+    Returns:
+        A verdict for each attempt and each upload that nothing names.
+    """
+    verdicts: list[Verdict] = []
+    places = _places(storage, root)
+    for place in places:
+        verdicts += _collect_place(storage, place, grace_s, dry_run)
+    for folder in {root, *(place.path.rpartition("/")[0] for place in places)}:
+        verdicts += _collect_uploads(storage, None, join(folder, LATEST), grace_s, dry_run)
+    return verdicts
+
+
+def _collect_place(storage: Storage, place: _Place, grace_s: float, dry_run: bool) -> list[Verdict]:
+    try:
+        commit = read_commit(storage, place.path)
+    except CheckpointCorrupt as error:
+        return [Verdict(place.path, "keep", f"nothing is safe to remove: {error}")]
+    verdicts: list[Verdict] = []
+    for attempt in place.attempts():
+        verdict = _judge(storage, place, attempt, commit, grace_s)
+        if verdict.action == "delete" and not dry_run:
+            try:
+                discard(storage, place.path, attempt)
+            except SaveFailed as error:
+                verdict = Verdict(verdict.key, "keep", str(error))
+        verdicts.append(verdict)
+    return verdicts + _collect_uploads(storage, place, join(place.path, COMMIT), grace_s, dry_run)
+
+
+def _judge(
+    storage: Storage, place: _Place, attempt: str, commit: Commit | None, grace_s: float
+) -> Verdict:
+    """Tell whether an attempt, or what it should not have left, may go."""
+    folder = attempt_folder(place.path, attempt)
+    objects = list(storage.list(folder))
+    now = storage.now()
+    if commit is not None and commit.attempt == attempt:
+        start = join(folder, "journal/")
+        journals = [stat.modified for stat in objects if stat.key.startswith(start)]
+        if journals and max(0.0, now - max(journals)) >= grace_s:
+            return Verdict(start + "*", "delete", "journals of a save that is committed")
+        return Verdict(folder, "keep", f"committed as step {commit.step}")
+    # Who reads a checkpoint that was replaced has as long as who writes one.
+    touched = [stat.modified for stat in objects]
+    touched += [started(attempt), place.commit_modified() or 0.0]
+    age = max(0.0, now - max(touched))  # the store's clock may tell whole seconds only
+    if age < grace_s:
+        return Verdict(folder, "keep", f"written or replaced {age:.0f} s ago, less than {grace_s}")
+    size = sum(stat.size for stat in objects)
+    return Verdict(
+        folder, "delete", f"not committed, idle for {age:.0f} s, {len(objects)} objects, {size} B"
+    )
+
+
+def _collect_uploads(
+    storage: Storage, place: _Place | None, key: str, grace_s: float, dry_run: bool
+) -> list[Verdict]:
+    """Abort the uploads of one key which no journal names: their process died just then."""
+    found = storage.open_uploads(key)
+    if not found:
+        return []
+    named: set[str] = set()
+    if place is not None:
+        for attempt in place.attempts():
+            named |= {upload for _, upload in announced(storage, place.path, attempt)}
+    verdicts = []
+    for upload in found:
+        name = f"{key}@{upload.upload_id}"
+        age = max(0.0, storage.now() - upload.started)
+        if upload.upload_id in named or age < grace_s:
+            verdicts.append(Verdict(name, "keep", f"an upload begun {age:.0f} s ago"))
+            continue
+        verdicts.append(Verdict(name, "delete", f"an upload of nobody, begun {age:.0f} s ago"))
+        if not dry_run:
+            storage.abort_upload(key, upload.upload_id)
+    return verdicts

@@ -1,0 +1,336 @@
+"""The journal of an attempt: a lease, what must be undone, and the fence of the collection.
+
+An attempt is one try to save a checkpoint; its objects lie below `<path>/a-<attempt>/`. Each
+process that writes there keeps one small object, `journal/<name>.json`: its age is the lease, and
+it names the uploads that somebody must abort should the process die. A journal is rewritten only
+over the version that its owner wrote last; whoever clears the attempt away marks it as fenced
+first. From then on the owner can not announce anything more, so it can not commit either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from planish.base import telemetry
+from planish.base.errors import (
+    ConfigError,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    SaveFailed,
+    StoreError,
+)
+from planish.checkpoint.storage.base import Storage, check_key
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 60.0
+COORDINATOR = "commit"
+"""Name of the journal that the committing process keeps; the fence that decides."""
+COMMIT = "COMMIT"
+_LIMIT_BYTES = 16 << 20
+_DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_ATTEMPT = re.compile(f"[{_DIGITS}]{{26}}")
+
+
+def new_attempt() -> str:
+    """Return 26 characters that sort by time: 48 bits of milliseconds, then 80 random bits.
+
+    Example:
+        >>> len(new_attempt())
+        26
+    """
+    number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    return "".join(_DIGITS[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def is_attempt(text: object) -> bool:
+    """Return whether `text` could be an attempt."""
+    return isinstance(text, str) and _ATTEMPT.fullmatch(text) is not None
+
+
+def started(attempt: str) -> float:
+    """Return when an attempt was minted, seconds since 1970 by the clock of its coordinator.
+
+    Example:
+        >>> started("0" * 9 + "G" + "0" * 16)
+        0.016
+    """
+    number = 0
+    for digit in attempt[:10]:
+        number = number << 5 | _DIGITS.index(digit)
+    return number / 1000
+
+
+def attempt_folder(path: str, attempt: str) -> str:
+    """Return the key of the folder that holds the objects of an attempt."""
+    if not is_attempt(attempt):
+        raise ConfigError(f"an attempt must be 26 letters and digits, got {attempt!r}")
+    return join(path, f"a-{attempt}")
+
+
+def join(path: str, name: str) -> str:
+    """Return the key of `name` in a folder; the folder may be the root."""
+    return f"{path}/{name}" if path else name
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of a journal.
+
+    Example:
+        >>> Record(keys=("a/x",), uploads=(("a/x", "id"),)).fenced
+        False
+    """
+
+    keys: tuple[str, ...] = ()
+    """Objects that are or will be written in parts, relative to the checkpoint's folder."""
+    uploads: tuple[tuple[str, str], ...] = ()
+    """Key and upload id of those that have begun."""
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    """Seconds since 1970."""
+    fenced: bool = False
+    """Whether the attempt is being cleared away."""
+
+    def encode(self) -> bytes:
+        """Return JSON."""
+        return json.dumps(
+            {
+                "format": 1,
+                "host": self.host,
+                "pid": self.pid,
+                "started": self.started,
+                "fenced": self.fenced,
+                "keys": self.keys,
+                "uploads": self.uploads,
+            }
+        ).encode()
+
+    @staticmethod
+    def decode(data: bytes, attempt: str) -> Record:
+        """Read what a journal names; whatever it must not name is left out.
+
+        A damaged journal is an empty one: its attempt is cleared by age and by listing alone.
+        """
+        try:
+            found = json.loads(data.decode())
+            keys = tuple(key for key in found["keys"] if _is_own(key, attempt))
+            uploads = tuple(
+                (str(key), str(upload))
+                for key, upload in found["uploads"]
+                if _is_own(key, attempt) and isinstance(upload, str)
+            )
+            host, pid = str(found["host"]), int(found["pid"])
+            return Record(keys, uploads, host, pid, float(found["started"]), bool(found["fenced"]))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return Record()
+
+
+def _is_own(key: object, attempt: str) -> bool:
+    """Return whether an attempt may write `key`: its own objects and the commit."""
+    if not isinstance(key, str):
+        return False
+    with contextlib.suppress(ConfigError):
+        return key == COMMIT or check_key(key).startswith(f"a-{attempt}/")
+    return False
+
+
+class Journal:
+    """One process's hold on an attempt; safe to use from several threads.
+
+    Example:
+        >>> from planish.checkpoint.storage import open_storage
+        >>> storage, path = open_storage("mem://doc/run/step-1")
+        >>> journal = Journal(storage, path, new_attempt(), name="00000")
+        >>> journal.begin()
+        >>> journal.close()
+    """
+
+    def __init__(self, storage: Storage, path: str, attempt: str, *, name: str = COORDINATOR):
+        """Prepare the journal `name` (the rank in five digits) without writing it."""
+        self._storage = storage
+        self._path = path
+        self.attempt = attempt
+        self.key = join(attempt_folder(path, attempt), f"journal/{name}.json")
+        self._record = Record(
+            host=socket.gethostname(), pid=os.getpid(), started=round(time.time(), 3)
+        )
+        self._etag = ""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def record(self) -> Record:
+        """What has been written last."""
+        return self._record
+
+    def begin(self, keys: Iterable[str] = ()) -> None:
+        """Write the journal; must precede every other object of this process.
+
+        Args:
+            keys: the full keys that this process is going to write in parts.
+
+        Raises:
+            SaveFailed: the attempt is being cleared away, or another process has this name.
+        """
+        with self._lock:
+            record = self._with(keys, ())
+            try:
+                self._etag = self._storage.put(self.key, record.encode(), if_none_match=True)
+            except ObjectExists:
+                raise self._lost() from None
+            self._record = record
+
+    def add(self, uploads: Iterable[tuple[str, str]]) -> None:
+        """Announce uploads (full key, upload id); must precede their completion.
+
+        Raises:
+            SaveFailed: the attempt is being cleared away.
+        """
+        with self._lock:
+            self._write(self._with((), uploads))
+
+    def refresh(self) -> None:
+        """Renew the lease.
+
+        Raises:
+            SaveFailed: the attempt is being cleared away.
+        """
+        with self._lock:
+            self._write(self._record)
+
+    def keep(self, seconds: float = REFRESH_SECONDS) -> None:
+        """Renew the lease from a thread every so often, until `close`."""
+        self._thread = threading.Thread(target=self._run, args=(seconds,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop renewing; the object stays until the attempt is committed or cleared away."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, seconds: float) -> None:
+        while not self._closed.wait(seconds):
+            try:
+                self.refresh()
+            except SaveFailed:
+                return  # the next `add` says so to the caller
+            except StoreError as error:
+                # The lease is far longer than one renewal: the next one may succeed.
+                logger.warning("%s", telemetry.event("journal_not_renewed", reason=str(error)))
+
+    def _with(self, keys: Iterable[str], uploads: Iterable[tuple[str, str]]) -> Record:
+        old = self._record
+        return Record(
+            (*old.keys, *(self._own(key) for key in keys)),
+            (*old.uploads, *((self._own(key), upload) for key, upload in uploads)),
+            old.host,
+            old.pid,
+            old.started,
+        )
+
+    def _own(self, key: str) -> str:
+        start = join(self._path, "")
+        inner = key[len(start) :] if key.startswith(start) else ""
+        if not _is_own(inner, self.attempt):
+            raise ConfigError(f"an attempt must write its own objects only, got {key!r}")
+        return inner
+
+    def _write(self, record: Record) -> None:
+        try:
+            self._etag = self._storage.put(self.key, record.encode(), if_match=self._etag)
+        except (ObjectChanged, ObjectMissing):
+            raise self._lost() from None
+        self._record = record
+
+    def _lost(self) -> SaveFailed:
+        return SaveFailed(
+            f"attempt {self.attempt} must not be cleared away while it is written, but "
+            f"`{self._storage.uri(self.key)}` has changed hands; raise the collection's `grace_s`"
+        )
+
+
+def announced(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
+    """Return full key and upload id of all that the journals of an attempt name."""
+    found: list[tuple[str, str]] = []
+    for stat in storage.list(join(attempt_folder(path, attempt), "journal")):
+        with contextlib.suppress(ObjectMissing, ObjectTooLarge):
+            data, _ = storage.get(stat.key, _LIMIT_BYTES)
+            uploads = Record.decode(data, attempt).uploads
+            found += [(join(path, inner), upload) for inner, upload in uploads]
+    return found
+
+
+def fence(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
+    """Keep an attempt from ever being committed by an upload that is not returned.
+
+    Returns:
+        Full key and upload id of all that its journals name and that the store remembers of their
+        keys; when they are aborted and COMMIT does not name the attempt, it never will.
+
+    Raises:
+        SaveFailed: the owner keeps writing; the attempt is alive.
+    """
+    folder = attempt_folder(path, attempt)
+    decider = join(folder, f"journal/{COORDINATOR}.json")
+    keys = {stat.key for stat in storage.list(join(folder, "journal"))} | {decider}
+    uploads: set[tuple[str, str]] = set()
+    for key in sorted(keys):
+        record = _fence_one(storage, key, attempt)
+        uploads |= {(join(path, inner), upload) for inner, upload in record.uploads}
+        for inner in record.keys:
+            full = join(path, inner)
+            uploads |= {(full, found.upload_id) for found in storage.open_uploads(full)}
+    return sorted(uploads)
+
+
+def _fence_one(storage: Storage, key: str, attempt: str) -> Record:
+    for _ in range(5):
+        try:
+            data, etag = storage.get(key, _LIMIT_BYTES)
+        except ObjectMissing:
+            data, etag = b"", ""
+        except ObjectTooLarge:
+            data, etag = b"", storage.head(key).etag
+        record = Record.decode(data, attempt)
+        if record.fenced:
+            return record
+        marked = Record(
+            record.keys, record.uploads, record.host, record.pid, record.started, fenced=True
+        )
+        try:
+            storage.put(key, marked.encode(), if_none_match=not etag, if_match=etag)
+        except (ObjectExists, ObjectChanged, ObjectMissing):
+            continue
+        return record
+    raise SaveFailed(f"`{storage.uri(key)}` must rest to be cleared away, but keeps changing")
+
+
+@contextlib.contextmanager
+def journaled(
+    storage: Storage, path: str, attempt: str, keys: Iterable[str] = ()
+) -> Iterator[Journal]:
+    """Hold an attempt as its committing process for the length of a block."""
+    journal = Journal(storage, path, attempt)
+    journal.begin(keys)
+    journal.keep()
+    try:
+        yield journal
+    finally:
+        journal.close()

@@ -1,0 +1,1 @@
+"""Checkpoints rewritten, merged, compared, imported and exported."""

@@ -1,0 +1,207 @@
+"""Two checkpoints compared tensor by tensor, bit by bit, whatever layouts saved them.
+
+Needs no torch. Windows of both sides are read next to each other, so memory does not grow with the
+size of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from planish.checkpoint.convert.hf_files import to_numbers
+from planish.checkpoint.format.geometry import flat_boxes, whole
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.load.extras import names_of
+from planish.checkpoint.load.fill import Array
+from planish.checkpoint.load.fit import told
+from planish.checkpoint.load.reader import Opened, open_state
+from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.storage import Storage
+
+WINDOW_BYTES = 32 << 20
+"""Of one side; a window holds many small tensors, or a part of a large one."""
+
+
+class TensorDiff(NamedTuple):
+    """How one tensor differs.
+
+    Example:
+        >>> TensorDiff("`model.w`", "values", 3, (0, 1), 0.5).num_elements
+        3
+    """
+
+    name: str
+    reason: str
+    """`values`, or what its shape or type is on both sides."""
+    num_elements: int = 0
+    """Elements whose bits differ."""
+    first: tuple[int, ...] = ()
+    """Index of the first of them."""
+    max_abs: float = math.nan
+    """Largest absolute difference of numbers; NaN where one is no number, or for odd types."""
+
+
+@dataclass
+class Diff:
+    """How two checkpoints differ.
+
+    Example:
+        >>> Diff().is_equal
+        True
+    """
+
+    only_a: list[str] = field(default_factory=list)
+    """Names of tensors that only the first one has."""
+    only_b: list[str] = field(default_factory=list)
+    differing: list[TensorDiff] = field(default_factory=list)
+    """In the order of names."""
+    values: list[str] = field(default_factory=list)
+    """Roles whose shared small values differ."""
+    num_equal: int = 0
+    """Tensors that are equal bit by bit."""
+    num_bytes: int = 0
+    """Of tensors that both have, compared."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether nothing differs."""
+        return not (self.only_a or self.only_b or self.differing or self.values)
+
+
+class _Window(NamedTuple):
+    tensor: TensorSpec
+    start: int
+    """First element, row-major."""
+    stop: int
+
+    def slice(self) -> Slice:
+        whole_box = whole(self.tensor.shape)
+        full = (self.start, self.stop) == (0, whole_box.volume)
+        cut = (whole_box,) if full else tuple(flat_boxes(self.tensor.shape, self.start, self.stop))
+        return Slice(self.tensor, cut)
+
+
+def diff(
+    a: str,
+    b: str,
+    *,
+    storage_a: Storage | None = None,
+    storage_b: Storage | None = None,
+    parts: Sequence[str] = ("model", "optim"),
+    progress: Callable[[int, int], None] | None = None,
+) -> Diff:
+    """Compare two checkpoints.
+
+    Args:
+        a: URI or pin of the first.
+        b: URI or pin of the second.
+        storage_a: in place of the one that `a` names.
+        storage_b: in place of the one that `b` names.
+        parts: kinds of tensors to compare: `model`, `optim`, `extra` (of single ranks: they
+            differ between layouts by design).
+        progress: called with bytes compared and bytes in all.
+
+    Raises:
+        CheckpointNotFound: nothing is committed at `a` or `b`.
+        CheckpointIncomplete: an object of one is missing or short.
+        CheckpointCorrupt: one is damaged.
+    """
+    sides = open_state(a, storage_a), open_state(b, storage_b)
+    found = Diff()
+    common = list(_common(sides, parts, found))
+    found.values = _differing_values(sides)
+    total = sum(ITEM_BYTES[spec.dtype] * math.prod(spec.shape) for spec in common)
+    readers = SliceReader(sides[0]), SliceReader(sides[1])
+    faults: dict[str, TensorDiff] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for windows in _groups(common):
+            slices = [window.slice() for window in windows]
+            first, second = pool.map(SliceReader.read_many, readers, (slices, slices))
+            for window, x, y in zip(windows, first, second, strict=True):
+                _compare(window, x, y, faults)
+                found.num_bytes += x.nbytes
+            if progress is not None:
+                progress(found.num_bytes, total)
+    found.differing = sorted([*found.differing, *faults.values()])
+    found.num_equal = len(common) - len(faults)
+    return found
+
+
+def _common(
+    sides: tuple[Opened, Opened], parts: Sequence[str], found: Diff
+) -> Iterator[TensorSpec]:
+    """Yield the tensors that both have in one form; note the others."""
+    ids = [side.metadata.tensor_ids for side in sides]
+    for key in sorted({*ids[0], *ids[1]}):
+        if key[1] not in parts:
+            continue
+        name = told(*key)
+        if key not in ids[0] or key not in ids[1]:
+            (found.only_a if key in ids[0] else found.only_b).append(name)
+            continue
+        x, y = (side.metadata.tensors.spec(i[key]) for side, i in zip(sides, ids, strict=True))
+        if x != y:
+            form = f"{x.dtype} {list(x.shape)} against {y.dtype} {list(y.shape)}"
+            found.differing.append(TensorDiff(name, form))
+            continue
+        yield x
+
+
+def _groups(tensors: Sequence[TensorSpec]) -> Iterator[list[_Window]]:
+    """Yield windows that together have about `WINDOW_BYTES`."""
+    group: list[_Window] = []
+    filled = 0
+    for tensor in tensors:
+        size, volume = ITEM_BYTES[tensor.dtype], math.prod(tensor.shape)
+        step = max(1, WINDOW_BYTES // size)
+        for start in range(0, max(volume, 1), step):
+            window = _Window(tensor, start, min(start + step, volume))
+            nbytes = (window.stop - start) * size
+            if group and filled + nbytes > WINDOW_BYTES:
+                yield group
+                group, filled = [], 0
+            group.append(window)
+            filled += nbytes
+    if group:
+        yield group
+
+
+def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff]) -> None:
+    # Complex numbers are compared as what they consist of, since equal bits may be unequal NaNs.
+    width = x.dtype.itemsize
+    bits = [side.view(np.uint64 if width == 16 else side.dtype) for side in (x, y)]
+    places = np.flatnonzero(bits[0] != bits[1]) // (2 if width == 16 else 1)
+    if not len(places):
+        return
+    places = np.unique(places)
+    name = told(window.tensor.role, window.tensor.kind, window.tensor.fqn)
+    first = np.unravel_index(window.start + int(places[0]), window.tensor.shape)
+    numbers = [to_numbers(side[places], window.tensor.dtype) for side in (x, y)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = math.nan if numbers[0] is None else float(np.abs(numbers[0] - numbers[1]).max())
+    before = faults.get(name)
+    if before is not None:
+        largest = float(np.maximum(largest, before.max_abs))
+        faults[name] = before._replace(
+            num_elements=before.num_elements + len(places), max_abs=largest
+        )
+    else:
+        index = tuple(int(i) for i in first)
+        faults[name] = TensorDiff(name, "values", len(places), index, largest)
+
+
+def _differing_values(sides: tuple[Opened, Opened]) -> list[str]:
+    """Return the roles whose shared small values are not the same bytes."""
+    forms = []
+    for side in sides:
+        reader = SliceReader(side).reader
+        objects = side.metadata.objects
+        names = {role: names_of(objects, role).shared for role in objects}
+        forms.append({r: reader.read_file(key) for r, key in names.items() if key})
+    return sorted(r for r in {*forms[0], *forms[1]} if forms[0].get(r) != forms[1].get(r))

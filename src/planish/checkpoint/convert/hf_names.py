@@ -1,0 +1,180 @@
+"""Which stored tensors make up each weight of a Hugging Face model.
+
+A weight is one stored tensor, or boxes of one: Megatron keeps queries, keys and values of a group
+next to each other, gate and up projection in one matrix, all layers in one tensor and a padded
+vocabulary. All of that is a choice of boxes; no arithmetic and no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.convert.hf_files import Form
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load.reader import Opened
+from planish.checkpoint.load.slices import Slice
+
+
+class Part(NamedTuple):
+    """What a weight is made of.
+
+    Example:
+        >>> spec = TensorSpec("main", "model", "w", "F32", (4, 2))
+        >>> rows_of(spec, [(0, 1), (2, 4)]).form
+        Form(dtype='F32', shape=(3, 2))
+    """
+
+    slice: Slice
+    form: Form
+    """Stored type, and the shape of the weight."""
+
+
+Sources = dict[str, Part]
+"""Name of a weight to what it is made of."""
+
+
+def model_tensors(opened: Opened, role: str) -> dict[str, TensorSpec]:
+    """Return the model tensors of a role by name."""
+    table = opened.metadata.tensors
+    return {
+        fqn: table.spec(row)
+        for (owner, kind, fqn), row in table.ids.items()
+        if owner == role and kind == "model"
+    }
+
+
+def rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = None) -> Part:
+    """Return runs `[start, stop)` of rows, of one layer where layers are stacked."""
+    lead = () if layer is None else (layer,)
+    rest = spec.shape[len(lead) + 1 :]
+    boxes = tuple(
+        Box((*lead, start, *(0,) * len(rest)), (*(1,) * len(lead), stop - start, *rest))
+        for start, stop in runs
+    )
+    count = sum(stop - start for start, stop in runs)
+    return Part(Slice(spec, boxes), Form(spec.dtype, (count, *rest)))
+
+
+def plain_sources(opened: Opened, role: str) -> Sources:
+    """Return every model tensor of a role under its own name."""
+    return {
+        name: Part(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
+        for name, spec in model_tensors(opened, role).items()
+    }
+
+
+def renamed(names: Callable[[str], str | None]) -> Callable[[Opened, str], Sources]:
+    """Return sources under other names; None leaves a tensor out."""
+
+    def sources(opened: Opened, role: str) -> Sources:
+        found: Sources = {}
+        for name, part in plain_sources(opened, role).items():
+            new = names(name)
+            if new is None:
+                continue
+            if new in found:
+                raise LayoutMismatch(f"two tensors must not both become `{new}`; one is `{name}`")
+            found[new] = part
+        return found
+
+    return sources
+
+
+_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_SAME = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+"""Of one layer, the same rows under another name."""
+
+
+def megatron_sources(config: Mapping[str, Any]) -> Callable[[Opened, str], Sources]:
+    """Return the weights of a Llama- or Qwen-like model that Megatron-core's GPTModel trained.
+
+    Args:
+        config: the model's `config.json`: `num_hidden_layers`, `num_attention_heads`,
+            `num_key_value_heads`, `head_dim`, `hidden_size`, `vocab_size`, `tie_word_embeddings`.
+
+    Returns:
+        What each weight is made of; fused projections are taken apart, the padding of the
+        vocabulary and a tied head are left out.
+    """
+
+    def sources(opened: Opened, role: str) -> Sources:
+        found: Sources = {}
+        unknown = []
+        for name, spec in model_tensors(opened, role).items():
+            made = dict(_weights(name, spec, config))
+            if not made and not _is_left_out(name, config):
+                unknown.append(name)
+            found |= made
+        if unknown:
+            raise LayoutMismatch(
+                f"every tensor must have a place in a Llama- or Qwen-like model, {unknown} have "
+                "none; export with `names` of your own"
+            )
+        return found
+
+    return sources
+
+
+def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
+    return name == "output_layer.weight" and bool(config.get("tie_word_embeddings"))
+
+
+def _weights(name: str, spec: TensorSpec, config: Mapping[str, Any]) -> Iterator[tuple[str, Part]]:
+    """Yield the weights that one stored tensor becomes."""
+    if name in _TOP and not _is_left_out(name, config):
+        rows = spec.shape[0] if "layernorm" in name else int(config["vocab_size"])
+        yield _TOP[name], rows_of(spec, [(0, rows)])
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return
+    stacked = match[1] is None
+    layers = range(int(config["num_hidden_layers"])) if stacked else [int(match[1])]
+    for number in layers:
+        layer = number if stacked else None
+        for short, runs in _runs(match[2], spec.shape[1 if stacked else 0], config):
+            yield f"model.layers.{number}.{short}", rows_of(spec, runs, layer)
+
+
+def _runs(
+    name: str, rows: int, config: Mapping[str, Any]
+) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield the weights of one layer that a tensor becomes, as runs of its rows."""
+    if name in _SAME:
+        yield _SAME[name], [(0, rows)]
+    elif name == "mlp.linear_fc1.weight":
+        yield "mlp.gate_proj.weight", [(0, rows // 2)]
+        yield "mlp.up_proj.weight", [(rows // 2, rows)]
+    elif name in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+        kind = name.rpartition(".")[2]
+        heads = int(config["num_attention_heads"])
+        groups = int(config.get("num_key_value_heads") or heads)
+        width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        queries = heads // groups * width
+        if rows != groups * (queries + 2 * width):
+            raise LayoutMismatch(
+                f"`{name}` must have {groups * (queries + 2 * width)} rows for {heads} heads and "
+                f"{groups} groups of width {width}, got {rows}; pass the config of this model"
+            )
+        starts = [group * (queries + 2 * width) for group in range(groups)]
+        yield f"self_attn.q_proj.{kind}", [(s, s + queries) for s in starts]
+        for place, short in enumerate(("k_proj", "v_proj")):
+            low = queries + place * width
+            yield f"self_attn.{short}.{kind}", [(s + low, s + low + width) for s in starts]

@@ -1,0 +1,161 @@
+"""Layouts that a checkpoint can be rewritten for, and which boxes of a tensor each rank gets.
+
+A layout is text: `merged`, or degrees such as `fsdp=4,tp=2`. Nothing here knows models beyond the
+names that their linear layers usually have; a tensor without a known name is whole on every rank
+of `tp`. Whatever the layout, a checkpoint loads under every other one: rewriting only decides which
+bytes lie side by side.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from planish.base.errors import ConfigError
+from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
+from planish.checkpoint.format.tables import TensorSpec
+
+MERGED = "merged"
+"""One rank, as a Hugging Face folder that engines load."""
+AXES = ("dp", "fsdp", "flat", "tp")
+"""Whole copies, rows, runs of elements, and the dimension that tensor parallelism cuts."""
+MAX_RANKS = 65_536
+
+_SPLIT_ROWS = frozenset(
+    (
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj"),
+        *("embed_tokens", "lm_head"),
+        *("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"),
+    )
+)
+"""Layers that tensor parallelism cuts along dimension 0, with their biases."""
+_SPLIT_COLUMNS = frozenset(["o_proj", "down_proj", "linear_proj", "linear_fc2"])
+"""Layers that it cuts along dimension 1; their biases are whole."""
+_STACKED = re.compile(r"(?:^|\.)decoder\.layers\.(?!\d)")
+_AXIS = re.compile(r"(?P<name>[a-z]+)=(?P<degree>[0-9]{1,6})")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of a rewritten checkpoint share its tensors.
+
+    Example:
+        >>> tensor = TensorSpec("main", "model", "o_proj.weight", "F32", (4, 6))
+        >>> Layout.parse("fsdp=2,tp=2").boxes(tensor, 3)
+        (Box(offsets=(2, 3), lengths=(2, 3)),)
+    """
+
+    dp: int = 1
+    """Ranks that hold the same."""
+    fsdp: int = 1
+    """Ranks that share the rows of every tensor."""
+    flat: int = 1
+    """Ranks that share the elements of every tensor, wherever rows end."""
+    tp: int = 1
+    """Ranks that share linear layers and embeddings."""
+    is_merged: bool = False
+    """A Hugging Face folder in place of a checkpoint."""
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read `merged` or degrees, e.g. `tp=4` or `dp=2,tp=2`.
+
+        Raises:
+            ConfigError: with every fault.
+        """
+        if text.strip() == MERGED:
+            return cls(is_merged=True)
+        degrees: dict[str, int] = {}
+        faults = []
+        for part in text.split(","):
+            match = _AXIS.fullmatch(part.strip())
+            if match is None or match["name"] not in AXES or match["name"] in degrees:
+                faults.append(f"{part.strip()!r} is none of {', '.join(f'{a}=N' for a in AXES)}")
+                continue
+            degrees[match["name"]] = int(match["degree"])
+        faults += [f"`{name}` must be at least 1, got 0" for name, n in degrees.items() if n < 1]
+        if min(degrees.get("fsdp", 1), degrees.get("flat", 1)) > 1:
+            faults.append("`fsdp` and `flat` exclude each other")
+        if math.prod(degrees.values()) > MAX_RANKS:
+            faults.append(f"must have at most {MAX_RANKS} ranks")
+        if faults:
+            raise ConfigError(
+                f"`layout` must be `{MERGED}` or degrees such as `fsdp=4,tp=2`, got {text!r}: "
+                f"{'; '.join(faults)}"
+            )
+        dp, fsdp, flat, tp = (degrees.get(name, 1) for name in AXES)
+        return cls(dp, fsdp, flat, tp)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the layout."""
+        return self.dp * self.fsdp * self.flat * self.tp
+
+    def __str__(self) -> str:
+        """Read `tp=4`: degrees above one, in the order of AXES; `dp=1` for a single rank."""
+        if self.is_merged:
+            return MERGED
+        degrees = {name: getattr(self, name) for name in AXES}
+        return ",".join(f"{name}={n}" for name, n in degrees.items() if n > 1) or "dp=1"
+
+    def boxes(self, tensor: TensorSpec, rank: int) -> tuple[Box, ...]:
+        """Return what a rank gets of a tensor; empty where others get all of it.
+
+        `tp` is the fastest axis of the rank's number, then `fsdp` or `flat`, then `dp`. Cuts are
+        those of `torch.chunk`: the first ranks get the longer parts.
+        """
+        tp, data = rank % self.tp, rank // self.tp
+        box: Box | None = whole(tensor.shape)
+        dim = tensor_parallel_dim(tensor.fqn, len(tensor.shape))
+        if dim is not None and self.tp > 1:
+            box = _chunk(whole(tensor.shape), dim, self.tp, tp)
+        if box is None:
+            return ()
+        if self.fsdp > 1:
+            number = data % self.fsdp
+            if not box.lengths:
+                return (box,) if number == 0 else ()
+            part = _chunk(box, 0, self.fsdp, number)
+            return () if part is None else (part,)
+        if self.flat > 1:
+            step = -(-box.volume // self.flat)
+            start = min(box.volume, data % self.flat * step)
+            parts = flat_boxes(box.lengths, start, min(box.volume, start + step))
+            return tuple(shift(part, box.offsets) for part in parts)
+        return (box,) if box.volume else ()
+
+
+def _chunk(box: Box, dim: int, parts: int, number: int) -> Box | None:
+    """Return one of `parts` runs of a box along a dimension; None for an empty one."""
+    length = box.lengths[dim]
+    step = -(-length // parts)
+    start = min(length, number * step)
+    extent = min(length, start + step) - start
+    if not extent or not box.volume:
+        return None
+    offsets, lengths = list(box.offsets), list(box.lengths)
+    offsets[dim] += start
+    lengths[dim] = extent
+    return Box(tuple(offsets), tuple(lengths))
+
+
+def tensor_parallel_dim(fqn: str, num_dims: int) -> int | None:
+    """Return the dimension that tensor parallelism cuts, None for a tensor that stays whole.
+
+    Moments of an optimizer (`<fqn>.exp_avg`) are cut as their parameter.
+
+    Example:
+        >>> tensor_parallel_dim("layers.0.self_attn.o_proj.weight.exp_avg", 2)
+        1
+    """
+    names = fqn.split(".")
+    # Megatron may keep one parameter of all layers as one tensor, and norms inside linear layers.
+    lead = 1 if _STACKED.search(fqn) else 0
+    if any(name.startswith("layer_norm") for name in names):
+        return None
+    if any(name in _SPLIT_ROWS for name in names):
+        return lead if num_dims > lead else None
+    if any(name in _SPLIT_COLUMNS for name in names) and num_dims > lead + 1:
+        return lead + 1
+    return None

@@ -1,0 +1,118 @@
+"""What a reshard run is asked for: agreed on once by its first stage, obeyed by the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from planish.base.errors import ConfigError
+from planish.checkpoint.convert.layouts import Layout
+from planish.checkpoint.load.reader import split_place
+
+SECTION = "reshard"
+"""Table of the configuration in `run.json`."""
+CHECKPOINT_SCHEMA = "checkpoint/1"
+"""Schema of a Ref whose digest is that of a checkpoint's metadata."""
+
+
+@dataclass(frozen=True)
+class ReshardJob:
+    """One state to write anew, and how.
+
+    Example:
+        >>> pin = f"file:///r/states/step-7#sha256={'0' * 64}"
+        >>> job = ReshardJob.of(pin, "file:///r/tp", "tp=2", root="file:///r/reshard")
+        >>> ReshardJob.from_config({"reshard": job.as_config()}) == job
+        True
+    """
+
+    source_pin: str
+    """Pin of the committed checkpoint."""
+    target: str
+    """URI of the result."""
+    layout: str
+    """As `Layout` writes it."""
+    parts: Literal["all", "model"] = "all"
+    """`model` leaves out optimizers, small values and loader positions."""
+    role: str = ""
+    """Which of several; empty for all."""
+    policy_pin: str = ""
+    """Policy that gives configuration, tokenizer and types of a merged result."""
+
+    @classmethod
+    def of(
+        cls,
+        source_pin: str,
+        target: str,
+        layout: str,
+        *,
+        root: str,
+        parts: str = "all",
+        role: str = "",
+        policy_pin: str = "",
+    ) -> ReshardJob:
+        """Check and complete what a person asked for.
+
+        Args:
+            source_pin: pin of the checkpoint.
+            target: URI of the result; empty for a folder below `root`.
+            layout: `merged` or degrees.
+            root: URI of the run.
+            parts: `all` or `model`.
+            role: one role, or empty.
+            policy_pin: needed for `merged`, and for nothing else.
+
+        Raises:
+            ConfigError: with every fault.
+        """
+        parsed = Layout.parse(layout)
+        name = str(parsed).replace("=", "-").replace(",", "-")
+        place = target.rstrip("/") or f"{root.rstrip('/')}/{name}"
+        faults = []
+        if parts not in ("all", "model"):
+            faults.append(f"`parts` must be `all` or `model`, got {parts!r}")
+        if parsed.is_merged and not policy_pin:
+            faults.append(
+                "`policy` must name a policy of the same model for a merged result, got none; its "
+                "configuration and tokenizer are copied"
+            )
+        if not parsed.is_merged and policy_pin:
+            faults.append(f"`policy` must be empty for the layout {str(parsed)!r}")
+        if place == split_place(source_pin)[0]:
+            faults.append(f"`target` must not be the place of the source, got {place!r}")
+        if "://" not in place:
+            faults.append(f"`target` must be a URI like s3://bucket/prefix, got {target!r}")
+        if faults:
+            raise ConfigError("; ".join(faults))
+        kept = cast("Literal['all', 'model']", parts)
+        return cls(source_pin, place, str(parsed), kept, role, policy_pin)
+
+    @property
+    def parsed(self) -> Layout:
+        """The layout."""
+        return Layout.parse(self.layout)
+
+    @property
+    def source_sha256(self) -> str:
+        """Digest of the state."""
+        return split_place(self.source_pin)[1]
+
+    def as_config(self) -> dict[str, Any]:
+        """Return it as a table of the configuration."""
+        return asdict(self)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Mapping[str, Any]]) -> ReshardJob:
+        """Read what `as_config` wrote.
+
+        Raises:
+            ConfigError: the configuration is of another pipeline.
+        """
+        try:
+            return cls(**config[SECTION])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"`run.json` must have the table `{SECTION}` of a reshard run, got "
+                f"{sorted(config)} ({error}); choose another root"
+            ) from None

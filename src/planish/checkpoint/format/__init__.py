@@ -1,0 +1,1 @@
+"""What lies in the store: records, tensor files, metadata, checksums."""

@@ -1,0 +1,223 @@
+"""`meta/global.bin`: the metadata of a checkpoint as one file of columns.
+
+The layout is that of `packing.py`, followed by the SHA-256 of everything before it. Columns::
+
+    tensor.role .kind .dtype   number in `roles`, `kinds`, `dtypes` of the head
+    tensor.dims .shape.<d>     dimensions; extent in dimension d, of the tensors that have it
+    tensor.name_size .names    characters of each fqn; all fqns as UTF-8
+    file.size .algorithm       bytes; number in `algorithms` of the head
+    file.key_size .keys        characters of each key; all keys as UTF-8
+    file.crcs                  checksum of every MiB of every file, in order
+    shard.tensor .file         rows of the tables above
+    shard.start .bytes         place in the file
+    shard.offset.<d> .length.<d>   the box, in dimension d, of the shards whose tensor has it
+
+A type belongs to a tensor, not to a shard, so the deduplicated table of basic metadata is the
+column `tensor.dtype`. The bytes follow from the content alone: no time, no random id, no machine.
+Nothing in the file is executed, and nothing is allocated before its size has been checked.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (global metadata file, byte metadata).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format.columns_codec import column_of, read_table, table_columns
+from planish.checkpoint.format.geometry import MAX_ELEMENTS, volumes
+from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.packing import (
+    JSON_GROWTH,
+    NewerVersion,
+    PackFault,
+    Unsigned,
+    head_bytes,
+    pack,
+    pack_choices,
+    pack_ragged,
+    pack_texts,
+    signed,
+    unpack,
+    unpack_choices,
+    unpack_ragged,
+    unpack_texts,
+)
+from planish.checkpoint.format.records import KINDS, FileTable, Metadata, Shards
+from planish.checkpoint.format.tables import TensorTable
+
+NAME = "meta/global.bin"
+"""Key of the file, relative to the folder of an attempt."""
+MAGIC = b"PLNSHCKP"
+VERSION = 1
+MAX_BYTES = 4 << 30
+"""Default bound of what `decode` may hold."""
+
+_DIGEST = 32
+_TEXT_BYTES = 160
+"""Bound of a row's Python objects in the tables of tensors and files."""
+_KEY = re.compile(r"(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+)*")
+
+
+def encode(meta: Metadata) -> bytes:
+    """Return the file; equal metadata gives equal bytes.
+
+    Raises:
+        ValueError: a file lacks checksums, or `header` or `objects` is not plain JSON.
+    """
+    files, shards = meta.files, meta.shards
+    lacking = [
+        key for row, key in enumerate(files.keys) if len(files.crcs[row]) != files.num_blocks(row)
+    ]
+    if lacking:
+        raise ValueError(
+            f"every file must have a checksum for each MiB, {len(lacking)} do not, first "
+            f"`{lacking[0]}`; fill `files.crcs` from the ranks' results before encoding"
+        )
+    head, columns = table_columns(meta.tensors)
+    algorithms, algorithm = pack_choices(files.algorithms, len(files))
+    key_sizes, keys = pack_texts(files.keys)
+    dims = meta.tensors.dims[shards.tensor]
+    columns |= {
+        "file.size": np.array(files.sizes, np.int64),
+        "file.algorithm": algorithm,
+        "file.key_size": key_sizes,
+        "file.keys": keys,
+        "file.crcs": np.concatenate([np.zeros(0, np.uint32), *files.crcs]).astype(np.int64),
+        "shard.tensor": shards.tensor,
+        "shard.file": shards.file,
+        "shard.start": shards.start,
+        "shard.bytes": shards.nbytes,
+        **pack_ragged("shard.offset", shards.offsets, dims),
+        **pack_ragged("shard.length", shards.lengths, dims),
+    }
+    head |= {"algorithms": algorithms, "header": meta.header, "objects": meta.objects}
+    body = pack(MAGIC, VERSION, head, columns)
+    return body + hashlib.sha256(body).digest()
+
+
+def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Metadata:
+    """Read an untrusted file.
+
+    Args:
+        data: The whole file.
+        max_bytes: Never hold more than this, besides `data` itself.
+        file: Its key, for errors.
+
+    Raises:
+        CheckpointCorrupt: not what `encode` writes, too large, or of a newer version. A tensor
+            whose shards do not tile it is not found here but by `cover.cover_faults`.
+    """
+    try:
+        body = memoryview(data)[:-_DIGEST]
+        if head_bytes(body, MAGIC, VERSION) * JSON_GROWTH > max_bytes:
+            raise PackFault(f"its head needs more than the bound of {max_bytes} bytes")
+        if hashlib.sha256(body).digest() != data[-_DIGEST:]:
+            raise PackFault("its SHA-256 differs")
+        head, columns = unpack(body, MAGIC, VERSION)
+        _bound(columns, head_bytes(body, MAGIC, VERSION), max_bytes)
+        tensors = read_table(head, columns)
+        _check_tensors(tensors)
+        files = _files(head, columns)
+        shards = _shards(columns, tensors)
+        _check_shards(tensors, files, shards)
+        header, objects = head.get("header"), head.get("objects")
+        if not isinstance(header, dict) or not isinstance(objects, dict):
+            raise PackFault("`header` and `objects` must be objects")
+    except NewerVersion as fault:
+        raise CheckpointCorrupt(
+            f"`{file}` was written by a newer version of this program: it {fault}; upgrade",
+            file=file,
+        ) from None
+    except PackFault as fault:
+        raise CheckpointCorrupt(
+            f"`{file}` is damaged: {fault}; go back to an older checkpoint", file=file
+        ) from None
+    return Metadata(header, tensors, files, shards, objects)
+
+
+def _bound(columns: Mapping[str, Unsigned], head: int, max_bytes: int) -> None:
+    """Refuse what would need more than `max_bytes`, before any of it is allocated."""
+    dims = column_of(columns, "tensor.dims")
+    width = int(dims.max(initial=0))
+    shards, tensors = len(column_of(columns, "shard.tensor")), len(dims)
+    texts = len(column_of(columns, "tensor.names")) + len(column_of(columns, "file.keys"))
+    # Columns of shards, and as much again for the arrays that check them.
+    needed = shards * 8 * (2 * (4 + 2 * width) + 8)
+    needed += tensors * (8 * (width + 8) + _TEXT_BYTES * 4) + 8 * texts
+    needed += len(column_of(columns, "file.size")) * _TEXT_BYTES * 4
+    needed += 24 * len(column_of(columns, "file.crcs")) + head * JSON_GROWTH
+    if needed > max_bytes:
+        raise PackFault(
+            f"{shards} shards, {tensors} tensors and a head of {head} bytes may need {needed} "
+            f"bytes, more than the bound of {max_bytes}"
+        )
+
+
+def _check_tensors(tensors: TensorTable) -> None:
+    if not set(tensors.kinds) <= set(KINDS):
+        raise PackFault(f"a kind must be one of {', '.join(KINDS)}, got {set(tensors.kinds)!r:.80}")
+    sizes = np.multiply.reduce(tensors.shapes.astype(np.float64), axis=1) * tensors.item_bytes
+    if (sizes >= MAX_ELEMENTS).any():
+        raise PackFault("a tensor must have less than 2**62 bytes")
+
+
+def _files(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> FileTable:
+    sizes = signed(column_of(columns, "file.size"))
+    count = len(sizes)
+    algorithms = unpack_choices(head.get("algorithms"), column_of(columns, "file.algorithm", count))
+    keys = unpack_texts(column_of(columns, "file.key_size", count), column_of(columns, "file.keys"))
+    strange = [key for key in keys if not _KEY.fullmatch(key)]
+    if strange or len(set(keys)) != count:
+        raise PackFault(f"keys of files must differ and stay in their folder, got {strange!r:.80}")
+    blocks = sizes // BLOCK + (sizes % BLOCK > 0)
+    crcs = column_of(columns, "file.crcs")
+    if int(blocks.max(initial=0)) > len(crcs) or int(blocks.sum()) != len(crcs):
+        raise PackFault(f"{len(crcs)} checksums do not fit the sizes of {count} files")
+    bounds = [0, *np.cumsum(blocks).tolist()]
+    values = crcs.astype(np.uint32)
+    if crcs.dtype.itemsize == 8 and (values != crcs).any():
+        raise PackFault("a checksum must have 32 bits")
+    parts = [values[a:b] for a, b in itertools.pairwise(bounds)]
+    return FileTable(keys, sizes.tolist(), list(algorithms), parts)
+
+
+def _shards(columns: Mapping[str, Unsigned], tensors: TensorTable) -> Shards:
+    tensor = signed(column_of(columns, "shard.tensor"))
+    if len(tensor) and int(tensor.max()) >= len(tensors):
+        raise PackFault(f"shard of tensor {int(tensor.max())} of {len(tensors)}")
+    file, start, nbytes = (
+        signed(column_of(columns, f"shard.{name}", len(tensor)))
+        for name in ("file", "start", "bytes")
+    )
+    dims = tensors.dims[tensor]
+    offsets, lengths = (
+        unpack_ragged(f"shard.{name}", columns, dims, width=tensors.max_dims, fill=fill)
+        for name, fill in (("offset", 0), ("length", 1))
+    )
+    return Shards(tensor, file, start, nbytes, offsets, lengths)
+
+
+def _check_shards(tensors: TensorTable, files: FileTable, shards: Shards) -> None:
+    """Refuse shards outside of their tensor or file, or of another size than their box."""
+    if not shards.num_shards:
+        return
+    if int(shards.file.max()) >= len(files):
+        raise PackFault(f"shard in file {int(shards.file.max())} of {len(files)}")
+    inside = shards.start <= np.array(files.sizes, np.int64)[shards.file] - shards.nbytes
+    for dim in range(tensors.max_dims):
+        length = shards.lengths[:, dim]
+        inside &= (length > 0) & (
+            shards.offsets[:, dim] <= tensors.shapes[shards.tensor, dim] - length
+        )
+    if not inside.all():
+        raise PackFault(f"shard {int(np.argmin(inside))} lies outside of its tensor or file")
+    fits = shards.nbytes == volumes(shards.lengths) * tensors.item_bytes[shards.tensor]
+    if not fits.all():
+        raise PackFault(f"shard {int(np.argmin(fits))} has another size than its box")

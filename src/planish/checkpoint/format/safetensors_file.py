@@ -1,0 +1,255 @@
+"""Headers of safetensors files: planned before a byte is copied, and read without trust.
+
+A file is a length word, a JSON header, and the entries' bytes without gaps: any safetensors
+library reads it. An entry is one box of a tensor and is named `<fqn>|<offsets>|<lengths>`.
+Deliberately without torch, and without reading or writing files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+import numpy as np
+
+from planish.base.errors import CheckpointCorrupt
+from planish.checkpoint.format.geometry import I64, Box
+from planish.checkpoint.format.packing import PackFault, dump_json, load_json
+from planish.checkpoint.format.tables import ITEM_BYTES, MAX_DIMS
+
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors libraries accept."""
+ALIGNMENT = 64
+"""The first entry begins at a multiple of it; a file sorted by item size stays aligned."""
+
+_LENGTH = struct.Struct("<Q")
+_STORED = {
+    "C64": ("F32", 2), "C128": ("F64", 2), "F8_E4M3FNUZ": ("U8", 1), "F8_E5M2FNUZ": ("U8", 1),
+}  # fmt: skip
+"""Types that readers of safetensors may not know -> (the type to store, values per element)."""
+_PLAIN = re.compile(r"[A-Za-z0-9_.\-/:@+=()\[\] ]*")
+_PRINTED = re.compile(r"[ !#-\[\]-~]*")
+"""What JSON writes as it is."""
+_SAFE = "_.-/:@+=()[] "
+_NAMED = re.compile(r"(.*)\|([0-9,]*)\|([0-9,]*)", re.DOTALL)
+
+
+class Entry(NamedTuple):
+    """One box to be written.
+
+    Example:
+        >>> Entry("w|0,0|1,2", "F32", (1, 2)).nbytes
+        8
+    """
+
+    name: str
+    """In the file."""
+    dtype: str
+    """Key of `ITEM_BYTES`: the type of the tensor, not of its storage."""
+    shape: tuple[int, ...]
+    """Of the box."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entry."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """One entry as the header of a file describes it."""
+
+    dtype: str
+    """A type of safetensors."""
+    shape: tuple[int, ...]
+    """As stored."""
+    start: int
+    """First byte in the file."""
+    stop: int
+    """One past the last byte in the file."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header."""
+
+    entries: dict[str, StoredEntry]
+    """By name, in the order of their bytes."""
+    notes: dict[str, str]
+    """`__metadata__` of the file."""
+    data_start: int
+    """First byte after the header."""
+
+
+def quote_fqn(fqn: str) -> str:
+    """Return a name without the characters that mean something in entry names and keys.
+
+    Example:
+        >>> quote_fqn("a|b"), quote_fqn("layers.0.weight")
+        ('a%7Cb', 'layers.0.weight')
+    """
+    return fqn if _PLAIN.fullmatch(fqn) else quote(fqn, safe=_SAFE, errors="surrogatepass")
+
+
+def entry_name(fqn: str, box: Box) -> str:
+    """Return the name of a box of a tensor inside its file.
+
+    Example:
+        >>> entry_name("w", Box((0, 2), (1, 4))), entry_name("step", Box((), ()))
+        ('w|0,2|1,4', 'step||')
+    """
+    sides = ",".join(map(str, box.offsets)), ",".join(map(str, box.lengths))
+    return f"{quote_fqn(fqn)}|{sides[0]}|{sides[1]}"
+
+
+def parse_entry_name(name: str) -> tuple[str, Box]:
+    """Read what `entry_name` wrote.
+
+    Raises:
+        ValueError: `entry_name` would not write such a name.
+
+    Example:
+        >>> parse_entry_name("a%7Cb|0|4")
+        ('a|b', Box(offsets=(0,), lengths=(4,)))
+    """
+    found = _NAMED.fullmatch(name)
+    if found:
+        sides = [tuple(int(v) for v in side.split(",") if v) for side in found.groups()[1:]]
+        fqn = unquote(found[1], errors="surrogatepass")
+        if len(sides[0]) == len(sides[1]) and entry_name(fqn, Box(*sides)) == name:
+            return fqn, Box(sides[0], sides[1])
+    raise ValueError(f"an entry must be named `<fqn>|<offsets>|<lengths>`, got {name!r:.120}")
+
+
+def plan_header(
+    entries: Sequence[Entry], *, notes: Mapping[str, str] | None = None
+) -> tuple[bytes, I64]:
+    """Return the first bytes of a file and where each entry begins in it.
+
+    Args:
+        entries: In the order of their bytes; sorted by item size, 8, 4, 2, 1, they stay aligned.
+        notes: `__metadata__` of the file, texts only.
+
+    Returns:
+        The length word and the header; [len(entries)] first byte of each entry in the file. The
+        file ends where the last entry ends (after the header when there is none).
+
+    Raises:
+        ValueError: two entries have one name, or the header is longer than readers accept.
+
+    Example:
+        >>> header, starts = plan_header([Entry("w|0|4", "F32", (4,)), Entry("b|0|1", "I8", (1,))])
+        >>> len(header), starts.tolist()
+        (128, [128, 144])
+    """
+    if len({entry.name for entry in entries}) != len(entries):
+        raise ValueError("entries of one file must have different names; split the file")
+    forms = [entry[1:] for entry in entries]
+    nbytes = {form: Entry("", *form).nbytes for form in set(forms)}
+    sizes = np.fromiter(map(nbytes.__getitem__, forms), np.int64, len(entries))
+    ends = np.cumsum(sizes)
+    rows = [f'"__metadata__":{dump_json(dict(notes)).decode()}'] if notes else []
+    rows += _rows(entries, (ends - sizes).tolist(), ends.tolist())
+    text = ("{" + ",".join(rows) + "}").encode("ascii")
+    size = -(-(len(text) + _LENGTH.size) // ALIGNMENT) * ALIGNMENT
+    if size - _LENGTH.size > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a header must have at most {MAX_HEADER_BYTES} bytes, got {size}; split the file"
+        )
+    header = _LENGTH.pack(size - _LENGTH.size) + text.ljust(size - _LENGTH.size)
+    return header, ends - sizes + size
+
+
+def _rows(entries: Sequence[Entry], starts: list[int], ends: list[int]) -> Iterable[str]:
+    is_plain = _PRINTED.fullmatch("".join([entry.name for entry in entries]))
+    kinds = {pair: _kind(*pair) for pair in {(entry.dtype, entry.shape) for entry in entries}}
+    for (name, dtype, shape), start, end in zip(entries, starts, ends, strict=True):
+        told = f'"{name}"' if is_plain else dump_json(name).decode()
+        yield f'{told}:{{{kinds[dtype, shape]},"data_offsets":[{start},{end}]}}'
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return type and shape of a stored entry as JSON."""
+    kind, values = _STORED.get(dtype, (dtype, 1))
+    sides = shape if values == 1 else (*shape, values)
+    return f'"dtype":"{kind}","shape":[{",".join(map(str, sides))}]'
+
+
+def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:
+    """Return how many bytes of a file `parse_header` needs, from its first 8 bytes.
+
+    Raises:
+        CheckpointCorrupt: no safetensors file of that size begins so.
+    """
+    if len(word) < _LENGTH.size or file_size < _LENGTH.size:
+        raise _corrupt(file, f"must have at least {_LENGTH.size} bytes, got {file_size}")
+    size: int = _LENGTH.unpack_from(word)[0]
+    if size > min(MAX_HEADER_BYTES, file_size - _LENGTH.size):
+        raise _corrupt(file, f"a header of {size} bytes does not fit into {file_size}")
+    return _LENGTH.size + size
+
+
+def parse_header(data: bytes, file_size: int, *, file: str = "") -> Header:
+    """Read the header of an untrusted file.
+
+    Args:
+        data: The first `header_bytes(...)` bytes of the file, or more.
+        file_size: Bytes of the whole file.
+        file: Its key, for errors.
+
+    Raises:
+        CheckpointCorrupt: not a header, or its entries do not fill the file exactly.
+    """
+    data_start = header_bytes(data[: _LENGTH.size], file_size, file=file)
+    if len(data) < data_start:
+        raise _corrupt(file, f"the header has {data_start} bytes, got {len(data)}")
+    try:
+        raw = load_json(data[_LENGTH.size : data_start])
+        if not isinstance(raw, dict):
+            raise PackFault("the header must be an object")
+        notes = raw.pop("__metadata__", {})
+        if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
+            raise PackFault("`__metadata__` must hold texts")
+        entries = {name: _entry(name, value, data_start) for name, value in raw.items()}
+    except PackFault as fault:
+        raise _corrupt(file, str(fault)) from None
+    ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].start, pair[1].stop)))
+    end = data_start
+    for name, entry in ordered.items():
+        if entry.start != end:
+            raise _corrupt(file, f"entry {name!r:.120} must begin at {end}, got {entry.start}")
+        end = entry.stop
+    if end != file_size:
+        raise _corrupt(file, f"the entries end at {end}, the file at {file_size}")
+    return Header(ordered, notes, data_start)
+
+
+def _entry(name: str, raw: Any, data_start: int) -> StoredEntry:
+    if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
+        raise PackFault(f"entry {name!r:.120} must have dtype, shape and data_offsets")
+    dtype, shape, places = raw["dtype"], raw["shape"], raw["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise PackFault(f"entry {name!r:.120} has unknown type {dtype!r:.40}")
+    if not _is_counts(shape) or len(shape) > MAX_DIMS or not _is_counts(places):
+        raise PackFault(f"entry {name!r:.120} must have counts as shape and places")
+    if len(places) != 2 or places[1] - places[0] != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise PackFault(
+            f"entry {name!r:.120} at {places!r:.60} must fit its shape {shape!r:.80} of {dtype}"
+        )
+    return StoredEntry(dtype, tuple(shape), data_start + places[0], data_start + places[1])
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
+
+
+def _corrupt(file: str, reason: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"`{file}` is not a safetensors file: {reason}; it was changed after it was written",
+        file=file,
+    )

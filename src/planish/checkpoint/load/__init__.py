@@ -1,0 +1,1 @@
+"""From the bytes in the store to the tensors of every rank."""

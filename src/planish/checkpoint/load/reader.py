@@ -1,0 +1,294 @@
+"""Committed checkpoints opened, and their bytes read in blocks that are each verified.
+
+A ranged read is always widened to blocks of 1 MiB, so that the checksums of the metadata cover
+every byte that leaves this module. Knows neither tensors nor ranks, and needs no torch.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (global metadata first, then byte ranges).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from planish.base.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    ObjectChanged,
+    ObjectMissing,
+    StoreError,
+)
+from planish.checkpoint.commit.journal import attempt_folder, join
+from planish.checkpoint.commit.record import Commit, read_commit, read_meta, require_commit
+from planish.checkpoint.format import metafile
+from planish.checkpoint.format.integrity import BLOCK, check_blocks, widen
+from planish.checkpoint.format.records import Metadata
+from planish.checkpoint.storage import Storage, open_storage
+
+MAX_DECODED_BYTES = 16 << 30
+"""Metadata that would take more memory is refused: that of about 100 million shards."""
+_TRIES = 3
+
+
+@dataclass
+class Opened:
+    """A committed checkpoint whose metadata has been read and verified.
+
+    Example:
+        >>> Opened.__dataclass_fields__["metadata"].type
+        'Metadata'
+    """
+
+    storage: Storage
+    """Where its objects lie."""
+    path: str
+    """Key of its folder there."""
+    commit: Commit
+    """What makes it exist."""
+    metadata: Metadata
+    """Everything but the data."""
+
+    @property
+    def uri(self) -> str:
+        """Place as a user writes it."""
+        return self.storage.uri(self.path)
+
+    @property
+    def pin(self) -> str:
+        """Place and identity as one text."""
+        return f"{self.uri}#sha256={self.commit.meta_sha256}"
+
+    def key(self, file: int) -> str:
+        """Return the key of a file of the metadata in the storage."""
+        return self.folder_key(self.metadata.files.keys[file])
+
+    def folder_key(self, name: str) -> str:
+        """Return the key of an object that is named relative to the folder of the attempt."""
+        return join(attempt_folder(self.path, self.commit.attempt), name)
+
+
+def split_place(place: str) -> tuple[str, str]:
+    """Return (uri, sha256 or empty) of `<uri>` or `<uri>#sha256=<digest>`."""
+    uri, _, digest = place.partition("#sha256=")
+    return uri.rstrip("/"), digest
+
+
+def read_metadata(place: str, storage: Storage | None = None) -> tuple[Storage, str, Commit, bytes]:
+    """Read COMMIT and the global metadata of a checkpoint, verified but not decoded.
+
+    Args:
+        place: URI of the checkpoint, or its pin.
+        storage: in place of the one that the URI names.
+
+    Returns:
+        Storage, key of the folder, COMMIT, content of `meta/global.bin`.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there.
+        CheckpointIncomplete: COMMIT names metadata that is not there, or is short.
+        CheckpointCorrupt: COMMIT or the metadata is damaged, or not what the pin names.
+    """
+    uri, digest = split_place(place)
+    store, path = locate(uri, storage)
+    for _ in range(_TRIES):
+        commit = require_commit(store, path)
+        if digest and commit.meta_sha256 != digest:
+            raise CheckpointCorrupt(
+                f"`{uri}` must hold the state {digest}, got {commit.meta_sha256}; it was "
+                "overwritten, or the pin is of another run",
+                file=commit.meta_key,
+            )
+        try:
+            return store, path, commit, read_meta(store, path, commit)
+        except CheckpointIncomplete:
+            # Between the two reads another save may have replaced this one and swept it away.
+            newer = read_commit(store, path)
+            if newer is None or newer.attempt == commit.attempt:
+                raise
+    raise CheckpointIncomplete(f"`{uri}` must stand still while it is read; it is being rewritten")
+
+
+def locate(uri: str, storage: Storage | None = None) -> tuple[Storage, str]:
+    """Return the storage of a URI, or the given one, and the key of the folder in it."""
+    if storage is None:
+        return open_storage(uri)
+    if uri.startswith("/"):
+        return storage, uri.strip("/")
+    scheme, _, rest = uri.partition("://")
+    return storage, (rest if scheme == "file" else rest.partition("/")[2]).strip("/")
+
+
+def _get(store: Storage, key: str, start: int, target: memoryview) -> None:
+    try:
+        store.get_into(key, start, target)
+    except (ObjectMissing, ObjectChanged):
+        raise CheckpointIncomplete(
+            f"`{store.uri(key)}` must be there as it was written, but is missing; load an earlier "
+            "checkpoint"
+        ) from None
+    except StoreError as error:
+        if type(error) is not StoreError:
+            raise
+        raise CheckpointIncomplete(
+            f"`{store.uri(key)}` must have at least {start + len(target)} bytes: {error}"
+        ) from error
+
+
+def open_state(place: str, storage: Storage | None = None) -> Opened:
+    """Open a committed checkpoint for reading by this process alone.
+
+    Args:
+        place: URI of the checkpoint, or its pin.
+        storage: in place of the one that the URI names.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there.
+        CheckpointIncomplete: an object that COMMIT names is missing or short.
+        CheckpointCorrupt: damaged, or not the state that the pin names.
+    """
+    store, path, commit, data = read_metadata(place, storage)
+    return Opened(store, path, commit, metafile.decode(data, max_bytes=MAX_DECODED_BYTES))
+
+
+def check_objects(opened: Opened, files: set[int] | None = None) -> list[str]:
+    """Return what is missing or has another size among the objects, by one listing.
+
+    Args:
+        opened: the checkpoint.
+        files: rows of its file table that matter; None for all.
+
+    Returns:
+        One sentence per fault, in the order of the file table.
+    """
+    table = opened.metadata.files
+    sizes = {stat.key: stat.size for stat in opened.storage.list(opened.folder_key("data"))}
+    faults = []
+    for row in sorted(range(len(table)) if files is None else files):
+        seen = sizes.get(opened.key(row))
+        if seen is None:
+            faults.append(f"`{table.keys[row]}` is missing")
+        elif seen != table.sizes[row]:
+            faults.append(f"`{table.keys[row]}` must have {table.sizes[row]} bytes, got {seen}")
+    return faults
+
+
+@dataclass
+class ReadCounters:
+    """What one process has read from the store for a load; any thread may add."""
+
+    num_bytes: int = 0
+    """Bytes read, blocks that were read again included."""
+    requests: int = 0
+    rereads: int = 0
+    """Requests that were repeated because a checksum differed."""
+    files: set[int] = field(default_factory=set)
+    """Rows of the file table that were touched."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, file: int, num_bytes: int, *, again: bool = False) -> None:
+        """Count one request."""
+        with self._lock:
+            self.num_bytes += num_bytes
+            self.requests += 1
+            self.rereads += again
+            self.files.add(file)
+
+
+class BlockReader:
+    """Reads ranges of the files of one checkpoint and verifies every block.
+
+    Methods may be called from any thread.
+    """
+
+    def __init__(self, opened: Opened, *, verify: bool = True) -> None:
+        """Read from `opened`; `verify=False` leaves the checksums out."""
+        self.opened, self.verify = opened, verify
+        self.counters = ReadCounters()
+
+    def fill(self, file: int, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of a file from `start`, whole blocks only.
+
+        Args:
+            file: row of the file table.
+            start: a multiple of 1 MiB.
+            target: reaches to a multiple of 1 MiB or to the end of the file.
+
+        Raises:
+            CheckpointIncomplete: the object is missing or short.
+            CheckpointCorrupt: a block differs from its checksum, twice.
+        """
+        self.fetch(file, start, target)
+        self.check(file, start, target)
+
+    def fetch(self, file: int, start: int, target: memoryview) -> None:
+        """Do the first half of `fill`: read, and verify nothing."""
+        self._read(file, start, target, again=False)
+
+    def check(self, file: int, start: int, target: memoryview) -> None:
+        """Do the second half of `fill`: verify; what differs is read again, once."""
+        if not self.verify:
+            return
+        table = self.opened.metadata.files
+        crcs = table.crcs[file]
+        name, algorithm, first = table.keys[file], table.algorithms[file], start // BLOCK
+        try:
+            check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
+        except CheckpointCorrupt:
+            # Once more: bytes may have been flipped on the way and be right in the store.
+            self._read(file, start, target, again=True)
+            check_blocks(target, crcs, file=name, algorithm=algorithm, first=first)
+
+    def read(self, file: int, start: int, stop: int) -> memoryview:
+        """Return bytes `[start, stop)` of a file; whole blocks are read and verified.
+
+        Raises:
+            CheckpointIncomplete: the object is missing or short.
+            CheckpointCorrupt: a block differs from its checksum, twice.
+        """
+        first, last = widen(start, stop, self.opened.metadata.files.sizes[file])
+        if not 0 <= start <= stop <= last:
+            raise CheckpointCorrupt(
+                f"a range must lie in the {last} bytes of its file, got [{start}, {stop})",
+                file=self.opened.metadata.files.keys[file],
+            )
+        if start == stop:
+            return memoryview(b"")
+        data = memoryview(bytearray(last - first))
+        self.fill(file, first, data)
+        return data[start - first : stop - first]
+
+    def read_file(self, name: str, limit: int = 1 << 30) -> bytes:
+        """Return a whole file by its name relative to the attempt, verified.
+
+        Raises:
+            CheckpointCorrupt: the metadata has no such file, or it is larger than `limit` bytes.
+        """
+        table = self.opened.metadata.files
+        row = table.keys.index(name) if name in table.keys else -1
+        if row < 0 or table.sizes[row] > limit:
+            seen = f"{table.sizes[row]} bytes" if row >= 0 else "none"
+            raise CheckpointCorrupt(
+                f"`{name}` must be a file of at most {limit} bytes, got {seen}", file=name
+            )
+        return bytes(self.read(row, 0, table.sizes[row]))
+
+    def _read(self, file: int, start: int, target: memoryview, *, again: bool) -> None:
+        opened = self.opened
+        self.counters.add(file, len(target), again=again)
+        try:
+            _get(opened.storage, opened.key(file), start, target)
+        except CheckpointIncomplete as error:
+            raise self._explain(error) from None
+
+    def _explain(self, error: CheckpointIncomplete) -> CheckpointError:
+        """Say so if the object is gone because another save has replaced this checkpoint."""
+        opened = self.opened
+        newer = read_commit(opened.storage, opened.path)
+        if newer is not None and newer.attempt == opened.commit.attempt:
+            return error
+        state = "deleted" if newer is None else f"overwritten by the save {newer.attempt}"
+        return CheckpointIncomplete(
+            f"`{opened.uri}` must stand still while it is read, but was {state}; load again "
+            f"({error})"
+        )

@@ -1,0 +1,81 @@
+"""What the caller of a load asks for, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from planish.checkpoint.adapters.loader_state import LoaderState
+from planish.checkpoint.load.rates import Rates, Sharing
+from planish.checkpoint.watch.timings import CheckpointInfo
+
+PARTS = ("model", "optim", "extra", "loader")
+"""What a role's state consists of: tensors of the model and of the optimizer, small values, and
+the position of the data loader."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load; equal on all ranks but for `map_fqn`, which may be any function.
+
+    Example:
+        >>> LoadOptions(parts=("model",)).strict
+        True
+    """
+
+    strict: bool = True
+    """Refuse tensors that only one side has; otherwise they stay as they are and are reported."""
+    parts: tuple[str, ...] = PARTS
+    """Which of `PARTS` to load; the bytes of others are never read."""
+    verify: Literal["crc", "none"] = "crc"
+    """Whether each block is checked against its checksum before it is used."""
+    map_fqn: Callable[[str], str] | None = None
+    """Name in the target to name in the checkpoint, of model and optimizer tensors alike."""
+    dtype_policy: Literal["exact", "cast"] = "exact"
+    """`cast` converts where the types differ; the default refuses."""
+    redundancy: Literal["auto", "off"] = "auto"
+    """`auto`: bytes that several ranks need are read once and exchanged, between the ranks of one
+    machine always, between machines where the network was measured to be faster than the store;
+    `off`: each reads all."""
+    max_host_bytes: int = 256 << 20
+    """Limit on buffers of one rank, beside the tensors themselves."""
+    timeout_s: float = 1800.0
+    """Limit on the whole load."""
+    store_timings: bool = False
+    """Whether the timings of all ranks are kept beside those of the save; a store that can not be
+    written fails no load."""
+    allow_pickle: bool = False
+    """Whether small values that were saved with `allow_pickle` may be read."""
+
+
+@dataclass
+class Loaded:
+    """What a load has brought besides the tensors, which were filled in place."""
+
+    info: CheckpointInfo
+    """Which checkpoint it was, and this rank's timings."""
+    header: Mapping[str, Any]
+    """Of the global metadata: step, roles, layout, parents, attributes."""
+    shared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role to the small values that are equal on all ranks."""
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role to the values of the saving rank of the same number, where there was one."""
+    loader: dict[str, LoaderState] = field(default_factory=dict)
+    """Role to the loader state of all saving ranks, where there is one."""
+    missing: tuple[str, ...] = ()
+    """Without `strict`: tensors of the target that the checkpoint lacks, left untouched."""
+    unexpected: tuple[str, ...] = ()
+    """Without `strict`: tensors of the checkpoint that nothing asked for."""
+    bytes_from_store: int = 0
+    """Read by all ranks together."""
+    bytes_over_network: int = 0
+    """Received by all ranks together from ranks of other machines."""
+    unique_bytes_needed: int = 0
+    """Of the checkpoint's tensor bytes: those that at least one rank needs, each counted once."""
+    sharing: Sharing = "none"
+    """Between whom bytes were exchanged, equal on all ranks."""
+    replication: float = 1.0
+    """How many ranks need a block of the checkpoint on average."""
+    rates: Rates | None = None
+    """Of store and network, where they were measured; equal on all ranks."""

@@ -1,0 +1,103 @@
+"""Any part of any tensor of a checkpoint as a numpy array, by one process, without torch.
+
+Only the blocks that hold the wanted elements are read, each verified. For exports, comparisons and
+evaluation; a training state is loaded by `load`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planish.base.errors import MissingKeys
+from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.load.fill import RAW, Array, numpy_targets
+from planish.checkpoint.load.read_pool import ReadPool, Schedule
+from planish.checkpoint.load.reader import BlockReader, Opened
+from planish.checkpoint.plan.load import match
+from planish.checkpoint.plan.share import share_reads
+from planish.checkpoint.watch.timings import Recorder
+
+
+class Slice(NamedTuple):
+    """Boxes of one tensor, one after the other.
+
+    Example:
+        >>> spec = TensorSpec("main", "model", "w", "F32", (4, 2))
+        >>> Slice(spec, (Box((1, 0), (2, 2)),)).nbytes
+        16
+    """
+
+    tensor: TensorSpec
+    """As the checkpoint has it."""
+    boxes: tuple[Box, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes."""
+        return ITEM_BYTES[self.tensor.dtype] * sum(box.volume for box in self.boxes)
+
+
+class SliceReader:
+    """Reads slices of one checkpoint.
+
+    Example:
+        >>> SliceReader.__init__.__doc__.split(";")[0]
+        'Read from `opened`'
+    """
+
+    def __init__(self, opened: Opened, *, verify: bool = True, num_threads: int = 0) -> None:
+        """Read from `opened`; threads 0: twice the cores, at most 4."""
+        self.opened = opened
+        self.reader = BlockReader(opened, verify=verify)
+        self.num_threads = num_threads or min(4, 2 * (os.cpu_count() or 1))
+
+    def spec(self, fqn: str, *, kind: str = "model", role: str = "main") -> TensorSpec:
+        """Return a tensor of the checkpoint by name.
+
+        Raises:
+            MissingKeys: there is none.
+        """
+        row = self.opened.metadata.tensor_ids.get((role, kind, fqn))
+        if row is None:
+            raise MissingKeys(
+                f"`{self.opened.uri}` must hold `{kind}.{fqn}` of role `{role}`, but does not; "
+                "`info` lists what it holds"
+            )
+        return self.opened.metadata.tensors.spec(row)
+
+    def read(self, tensor: TensorSpec, box: Box | None = None) -> Array:
+        """Return one box of a tensor (None: all of it), as unsigned integers of its items' size.
+
+        Raises:
+            CheckpointIncomplete: an object is missing or short.
+            CheckpointCorrupt: a block differs from its checksum.
+        """
+        part = box or whole(tensor.shape)
+        return self.read_many([Slice(tensor, (part,))])[0].reshape(part.lengths)
+
+    def read_many(self, slices: Sequence[Slice]) -> list[Array]:
+        """Return [volume] elements of each slice, in the order of its boxes.
+
+        Raises:
+            CheckpointIncomplete: an object is missing or short.
+            CheckpointCorrupt: a block differs from its checksum.
+        """
+        arrays = [
+            np.zeros(sum(box.volume for box in part.boxes), RAW[ITEM_BYTES[part.tensor.dtype]])
+            for part in slices
+        ]
+        items = [LocalItem(part.tensor, part.boxes) for part in slices]
+        metadata = self.opened.metadata
+        mine = match(metadata, Columns.from_items(items))
+        reads = share_reads(metadata, [mine]).rank(metadata, 0, mine)
+        targets = numpy_targets(arrays, [part.boxes for part in slices])
+        pool = ReadPool(self.reader, reads, targets, Recorder(0, "load"), Schedule({}, 0, 0))
+        pool.start(np.zeros(0, np.uint8), self.num_threads)
+        pool.finish()
+        return arrays

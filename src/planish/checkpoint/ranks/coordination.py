@@ -1,0 +1,302 @@
+"""Control messages between the ranks of one save or load: small, in a tree, with a time limit.
+
+Messages travel through a TCP store of our own, on its own port. The process group that training
+uses is touched once, by the calling thread, to tell every rank where that store listens; after
+that a background thread may talk while training runs its own collectives. Tensors do not pass
+here.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (tree of control messages, no NCCL).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from planish.base.errors import PeerLost, PlanishError, PlanMismatch, SaveFailed
+from planish.checkpoint.ranks import control_errors
+from planish.checkpoint.ranks.control_store import (
+    CONNECT_SECONDS,
+    Line,
+    Peer,
+    TooLate,
+    here_at,
+    listen,
+    pack,
+    unpack,
+)
+from planish.checkpoint.ranks.tree import Tree, plan_tree
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
+
+GRACE_SECONDS = 5.0
+"""How much longer a rank waits for an answer from above than for one from below."""
+
+
+class Control:
+    """Collectives of bytes between all ranks; each call is made by every rank in the same order.
+
+    `call` opens a numbered operation with its own time limit and its own message names. Use one
+    object from one thread at a time; `twin` gives the background thread its own connection.
+
+    Example:
+        >>> Control.single().call("save", 5.0).gather(b"x", "plan")
+        [b'x']
+    """
+
+    def __init__(self, line: Line | None, rank: int, tree: Tree) -> None:
+        """Use `Control.single()` or `Control.join()`."""
+        self.rank, self.size, self.tree = rank, len(tree.parents), tree
+        self.hosts: tuple[int, ...] = tree.hosts
+        """Number of the machine of every rank, from 0."""
+        self.kept: dict[str, object] = {}
+        """What this rank has found out and keeps for later operations, by name."""
+        self._line = line
+        self._scope, self._deadline = "root", time.monotonic() + CONNECT_SECONDS
+        self._subject = ""
+        self._missing: type[PlanishError] = PlanMismatch
+        self._uses: dict[str, itertools.count[int]] = {}
+        self._said: dict[str, str] = {}
+
+    @classmethod
+    def single(cls) -> Control:
+        """Return the control of a job of one process; needs no torch.distributed."""
+        return cls(None, 0, plan_tree([0]))
+
+    @classmethod
+    def join(cls, group: ProcessGroup | None = None) -> Control:
+        """Meet the other ranks of `group` (default: all): a collective of the calling thread.
+
+        Raises:
+            PeerLost: not every rank could reach the store of rank 0 within a minute.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls.single()
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size == 1:
+            return cls.single()
+        server = listen() if rank == 0 else None
+        peers: list[Peer] = [here_at(0)] * size
+        dist.all_gather_object(peers, here_at(server.port if server else 0), group=group)
+        machines = list(dict.fromkeys(peer.machine for peer in peers))
+        hosts = [machines.index(peer.machine) for peer in peers]
+        address = "127.0.0.1" if hosts[rank] == 0 else peers[0].address
+        line = Line(address, server, peers, rank)
+        # Now, because to connect to a rank that has ended meanwhile takes the whole limit.
+        line.twin()
+        return cls(line, rank, plan_tree(hosts))
+
+    def call(
+        self, subject: str, timeout_s: float, *, missing: type[PlanishError] = PlanMismatch
+    ) -> Control:
+        """Open the next operation; every rank calls this in the same order.
+
+        Args:
+            subject: What is being done, equal on all ranks (`save s3://b/run/step-8`).
+            timeout_s: Limit in seconds on the whole operation, from now.
+            missing: The error for a rank that does not answer in time.
+        """
+        opened = Control(self._line, self.rank, self.tree)
+        opened._subject, opened._missing = subject, missing
+        opened.kept = self.kept
+        opened._deadline = time.monotonic() + timeout_s
+        if self._line is not None:
+            opened._scope = self._line.next_scope(subject)
+            self._line.note(f"began {subject}")
+        return opened
+
+    def twin(self, *, missing: type[PlanishError]) -> Control:
+        """Return the same operation over a connection of its own, for another thread."""
+        other = Control(self._line.twin() if self._line else None, self.rank, self.tree)
+        other._scope, other._subject, other._missing = self._scope, self._subject, missing
+        other._deadline, other._uses = self._deadline, self._uses
+        return other
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the time limit, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def note(self, stage: str) -> None:
+        """Tell the others what this rank is doing: named if it is missed later."""
+        if self._line is not None:
+            self._line.note(stage)
+
+    def gather(self, data: bytes, tag: str) -> list[bytes] | None:
+        """Collect the bytes of every rank on rank 0, in rank order; None elsewhere."""
+        if self._line is None:
+            return [data]
+        name = self._name(tag)
+        found = {self.rank: data}
+        waiting = {child: f"{name}/{child}" for child in self.tree.children[self.rank]}
+        for child in list(waiting):
+            found |= unpack(self._take(waiting.pop(child), child, 0.0, waiting))
+        if self.rank:
+            self._line.put(f"{name}/{self.rank}", pack(found))
+            return None
+        return [found[rank] for rank in range(self.size)]
+
+    def broadcast(self, data: bytes | None, tag: str) -> bytes:
+        """Return the bytes of rank 0 on every rank (`data` is ignored elsewhere)."""
+        if self._line is None:
+            assert data is not None
+            return data
+        name = self._name(tag)
+        if self.rank:
+            parent = self.tree.parents[self.rank]
+            data = self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS)
+        assert data is not None
+        for child in self.tree.children[self.rank]:
+            self._line.put(f"{name}/{child}", data)
+        return data
+
+    def scatter(self, data: Sequence[bytes] | None, tag: str) -> bytes:
+        """Return the bytes that rank 0 has for this rank."""
+        if self._line is None:
+            assert data is not None
+            return data[0]
+        name = self._name(tag)
+        if self.rank:
+            parent = self.tree.parents[self.rank]
+            mine = unpack(self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS))
+        else:
+            assert data is not None
+            mine = dict(enumerate(data))
+        for child in self.tree.children[self.rank]:
+            below = {rank: mine[rank] for rank in self.tree.below(child)}
+            self._line.put(f"{name}/{child}", pack(below))
+        return mine[self.rank]
+
+    def barrier(self, tag: str) -> None:
+        """Return when every rank has come here."""
+        self.gather(b"", f"{tag}.up")
+        self.broadcast(b"", f"{tag}.down")
+
+    def settle(self, error: Exception | None, tag: str, *, whose: int | None = None) -> None:
+        """Raise on every rank if any rank brings an error; of several, the first rank's kind.
+
+        Args:
+            error: What this rank brings.
+            tag: Of the messages.
+            whose: `EVERYONE` if rank 0 brings it for all; this rank's own without it.
+
+        Raises:
+            Exception: the kind that was brought, naming every rank that failed.
+        """
+        rank = self.rank if whose is None else whose
+        brought = self.gather(control_errors.encode({rank: error} if error else {}), tag)
+        reply = b""
+        if brought is not None:
+            found = {k: v for part in brought for k, v in control_errors.decode(part).items()}
+            reply = control_errors.encode(found)
+        found = control_errors.decode(self.broadcast(reply, f"{tag}.reply"))
+        if found:
+            self.see_off()
+            raise control_errors.joined(found, self.size) from error
+
+    def serial(self, name: str) -> int:
+        """Return how often this rank has asked for the name: equal on ranks that do the same."""
+        return next(self._uses.setdefault(f"serial/{name}", itertools.count()))
+
+    def first_to_say(self, key: str, value: str) -> str:
+        """Fix a lasting value unless a rank has already; returns the one that stands."""
+        if self._line is None:
+            return self._said.setdefault(key, value)
+        return self._line.first_to_set(f"said/{key}", value)
+
+    def said(self, key: str) -> str:
+        """Return the value that a rank has fixed with `first_to_say`, empty if none has."""
+        if self._line is None:
+            return self._said.get(key, "")
+        return self._line.lasting(f"said/{key}")
+
+    def see_off(self) -> None:
+        """Let every rank hear of an error before rank 0 can leave and take the store away."""
+        self.leave_together("seen", GRACE_SECONDS)
+
+    def leave_together(self, tag: str, seconds: float) -> None:
+        """Wait a little until every rank below has come here too; nobody's absence is an error."""
+        if self._line is None:
+            return
+        deadline = time.monotonic() + seconds
+        try:
+            for child in self.tree.children[self.rank]:
+                with contextlib.suppress(TooLate):
+                    self._line.take(f"{self._scope}/{tag}/{child}", "quiet", child, deadline, {})
+            if self.rank:
+                self._line.put(f"{self._scope}/{tag}/{self.rank}", b"")
+        except PeerLost:
+            return
+
+    def abort(self, error: Exception) -> None:
+        """End this operation for all: a rank that waits in it, or comes to wait, raises `error`."""
+        if self._line is not None:
+            self._line.abort(self._scope, control_errors.encode({self.rank: error}))
+
+    def give_up(self, interrupt: BaseException) -> None:
+        """End this operation for all, since this rank was interrupted in it."""
+        self.abort(control_errors.joined({self.rank: SaveFailed(repr(interrupt))}, self.size))
+
+    def check(self) -> None:
+        """Raise if this operation has been aborted, or if a rank next to this one has ended."""
+        line = self._line
+        if line is None:
+            return
+        line.raise_abort(self._scope)
+        above = [self.tree.parents[self.rank]] if self.rank else []
+        near = (*above, *self.tree.children[self.rank])
+        try:
+            for rank in near:
+                line.watch(rank)
+        except TooLate as late:
+            raise self._missed(line, late, "its part") from None
+
+    def rendezvous(self) -> TCPStore:
+        """Return a connection to the store, for a group of the same ranks to meet in."""
+        assert self._line is not None
+        return self._line.store
+
+    def close(self) -> None:
+        """Leave; rank 0 takes the store with it."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _name(self, tag: str) -> str:
+        number = next(self._uses.setdefault(tag, itertools.count()))
+        return f"{self._scope}/{tag}#{number}"
+
+    def _take(
+        self, key: str, peer: int, grace: float, watched: Mapping[int, str] | None = None
+    ) -> bytes:
+        line = self._line
+        assert line is not None
+        try:
+            return line.take(key, self._scope, peer, self._deadline + grace, watched or {})
+        except TooLate as late:
+            raise self._missed(line, late, key.split("/")[1]) from None
+
+    def _missed(self, line: Line, late: TooLate, what: str) -> Exception:
+        """Give the operation up for all, because of a rank that does not answer."""
+        rank, why = late.args
+        text = (
+            f"rank {rank} must answer in `{self._subject}`, {why}; its last stage was "
+            f"`{line.stage_of(rank)}`: every rank must take part with the same arguments "
+            f"(rank {self.rank} waits for {what})"
+        )
+        error = self._missing(text)
+        error.per_rank = {rank: text}
+        line.abort(self._scope, control_errors.encode({rank: error}))
+        line.forget(self._scope, self._subject)
+        if self.rank == 0:
+            line.see_heard(self._scope, rank, GRACE_SECONDS)
+        else:
+            line.put(f"{self._scope}/heard/{self.rank}", b"")
+        return error

@@ -1,0 +1,1 @@
+"""From the tensors of every rank to the bytes in the store."""

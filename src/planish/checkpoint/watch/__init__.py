@@ -1,0 +1,1 @@
+"""What saves and loads cost: metrics, timing records and their page."""

@@ -1,0 +1,246 @@
+"""What operators see of saves and loads: metrics, the straggler rule, stored timing records.
+
+A save's records lie beside its data, as JSON lines written after the commit, and so do those of
+the last load that was asked to keep them; they are no part of the checkpoint, and their absence is
+no fault. Nothing here fails a save or load.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planish.base import telemetry
+from planish.base.errors import CheckpointNotFound, ObjectMissing, RecordError
+from planish.base.telemetry import event
+from planish.checkpoint.storage import Storage, open_storage
+from planish.checkpoint.watch.timings import RETRY, Operation, Timeline, Timing
+
+logger = logging.getLogger(__name__)
+
+TIMINGS = "timings.jsonl"
+"""Name of the records of a save below the folder of its attempt."""
+LOAD_TIMINGS = "load-timings.jsonl"
+"""Name of those of the last load that was asked to keep them."""
+MAX_TIMINGS_BYTES = 256 << 20
+"""Larger records are refused."""
+STRAGGLER_RATIO = 2.0
+"""A rank that takes more than this many times the median is a straggler ..."""
+STRAGGLER_SECONDS = 1.0
+"""... unless it takes no longer than this."""
+
+_TRANSFER = {"save": "upload", "load": "read"}
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that holds up all others.
+
+    Example:
+        >>> str(Straggler(3, "node-1", "upload", 9.0, 2.0))
+        'rank 3 on node-1 took 9.0 s (median 2.0 s), most of it beyond the others in upload'
+    """
+
+    rank: int
+    """Global rank."""
+    host: str
+    """Name of its machine, empty where unknown."""
+    stage: str
+    """Stage in which it lost the most time against the median of all ranks."""
+    seconds: float
+    """From its first start to its last end."""
+    median_seconds: float
+    """The same of the median rank."""
+
+    def __str__(self) -> str:
+        """Say it in one sentence."""
+        where = f" on {self.host}" if self.host else ""
+        return (
+            f"rank {self.rank}{where} took {self.seconds:.1f} s "
+            f"(median {self.median_seconds:.1f} s), most of it beyond the others in {self.stage}"
+        )
+
+
+def own_work(timeline: Timeline) -> Timeline:
+    """Return the records of what each rank does itself.
+
+    Waiting for others does not count, nor what the coordinator of a save does after all of them:
+    otherwise the coordinator, or every rank, would seem as slow as the slowest.
+    """
+    waits = {"save": {"barrier", "meta", "commit"}, "load": {"barrier"}}
+    return Timeline([r for r in timeline.records if r.stage not in waits[r.op]])
+
+
+def rank_seconds(timeline: Timeline) -> dict[int, float]:
+    """Return per rank the seconds from the start to the end of its own work."""
+    spans = own_work(timeline).end_to_end()
+    return {rank: spans.get(rank, 0.0) for rank in timeline.end_to_end()}
+
+
+def stragglers(timeline: Timeline) -> list[Straggler]:
+    """Return the ranks over twice the median time and over one second, slowest first."""
+    spans = rank_seconds(timeline)
+    if len(spans) < 2:
+        return []
+    median = statistics.median(spans.values())
+    limit = max(STRAGGLER_RATIO * median, STRAGGLER_SECONDS)
+    slow = sorted((-seconds, rank) for rank, seconds in spans.items() if seconds > limit)
+    if not slow:
+        return []
+    hosts = host_of(timeline.records)
+    by_stage = _seconds_by_stage(own_work(timeline).records)
+    return [
+        Straggler(rank, hosts.get(rank, ""), _worst(by_stage, rank, spans), -seconds, median)
+        for seconds, rank in slow
+    ]
+
+
+def host_of(records: Sequence[Timing]) -> dict[int, str]:
+    """Return the machine of each rank that names one."""
+    return {record.rank: record.host for record in records if record.host}
+
+
+def _seconds_by_stage(records: Sequence[Timing]) -> dict[str, dict[int, float]]:
+    """Return stage -> rank -> seconds from the first start to the last end in that stage.
+
+    Objects move in parallel: the sum of their durations would count the same second many times.
+    """
+    stages: dict[str, list[Timing]] = {}
+    for record in records:
+        stages.setdefault(record.stage, []).append(record)
+    return {stage: Timeline(found).end_to_end() for stage, found in stages.items()}
+
+
+def _worst(
+    by_stage: Mapping[str, Mapping[int, float]], rank: int, spans: Mapping[int, float]
+) -> str:
+    def beyond(stage: str) -> float:
+        seconds = by_stage[stage]
+        return seconds.get(rank, 0.0) - statistics.median(seconds.get(r, 0.0) for r in spans)
+
+    return max(sorted(by_stage), key=beyond)
+
+
+def warn_of_stragglers(timeline: Timeline) -> list[Straggler]:
+    """Log and count every straggler of a finished save or load, and return them.
+
+    Call it where the records of all ranks come together.
+    """
+    found = stragglers(timeline)
+    op = timeline.records[0].op if timeline.records else "save"
+    for one in found:
+        telemetry.count("planish_checkpoint_stragglers_total", op=op, stage=one.stage)
+        logger.warning(
+            event(
+                "checkpoint_straggler",
+                op=op,
+                rank=one.rank,
+                host=one.host,
+                stage=one.stage,
+                seconds=one.seconds,
+                median_seconds=one.median_seconds,
+            )
+        )
+    return found
+
+
+def publish(timeline: Timeline, rank: int) -> None:
+    """Add the records of one rank to the metrics of its process."""
+    for record in timeline.records:
+        if record.rank != rank:
+            continue
+        op, state = record.op, record.state or "all"
+        if record.object.startswith(RETRY):
+            publish_retries({record.object.removeprefix(RETRY): record.retries})
+            continue
+        telemetry.observe(
+            *("planish_checkpoint_stage_seconds", max(record.seconds, 0.0)),
+            op=op,
+            stage=record.stage,
+            state=state,
+        )
+        if record.stage == _TRANSFER[op] and record.num_bytes:
+            telemetry.count("planish_checkpoint_bytes_total", record.num_bytes, op=op, state=state)
+
+
+def publish_commit(step: int, when: float) -> None:
+    """Note that a save has become visible; `when` in seconds since 1970."""
+    telemetry.set_level("planish_checkpoint_last_committed_step", step)
+    telemetry.set_level("planish_checkpoint_last_commit_timestamp_seconds", when)
+
+
+def publish_failure(op: str, error: BaseException) -> None:
+    """Count a save or load that failed, by the kind of its error."""
+    telemetry.count("planish_checkpoint_failures_total", op=op, reason=type(error).__name__)
+
+
+def publish_retries(retries: Mapping[str, int]) -> None:
+    """Count repeated store requests by their reason (an HTTP status or the name of an error)."""
+    for code, number in retries.items():
+        telemetry.count("planish_checkpoint_retries_total", number, code=code)
+
+
+def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
+    """Return the key of the records of one save of the checkpoint at `folder`, or of its loads.
+
+    Example:
+        >>> timings_key("runs/a/step-7", "01J")
+        'runs/a/step-7/a-01J/timings.jsonl'
+    """
+    name = TIMINGS if op == "save" else LOAD_TIMINGS
+    return f"{folder}/a-{attempt}/{name}" if folder else f"a-{attempt}/{name}"
+
+
+def store_timings(
+    storage: Storage, folder: str, attempt: str, timeline: Timeline, op: Operation = "save"
+) -> None:
+    """Write the records of a committed save, or of a load, beside the data of the checkpoint.
+
+    Failing to is only logged: a checkpoint may be loaded from where nothing can be written.
+    """
+    key = timings_key(folder, attempt, op)
+    try:
+        storage.put(key, timeline.encode())
+    except OSError as error:
+        logger.warning(event("timings_not_written", uri=storage.uri(key), error=error))
+
+
+def read_timings(uri: str, op: Operation = "save") -> Timeline:
+    """Return the records of a committed checkpoint, or those of one JSON-lines file.
+
+    Args:
+        uri: a checkpoint, or a file whose name ends in `.jsonl`.
+        op: of the save, or of the last load that was asked to keep its records.
+
+    Raises:
+        CheckpointNotFound: nothing is committed there, or there are no such records.
+        RecordError: what lies there are no records.
+    """
+    from planish.checkpoint.commit.commit import read_commit
+
+    storage, key = open_storage(uri.partition("#")[0])
+    if not key.endswith(".jsonl"):
+        commit = read_commit(storage, key)
+        if commit is None:
+            raise CheckpointNotFound(
+                f"`{uri}` must be a committed checkpoint, but has no COMMIT; `planish checkpoint "
+                "ls` shows those that are there"
+            )
+        key = timings_key(key, commit.attempt, op)
+    try:
+        data, _ = storage.get(key, MAX_TIMINGS_BYTES)
+    except ObjectMissing:
+        why = {
+            "save": "the saver ended before it wrote them",
+            "load": "no load was asked to keep them (`store_timings=True`), or it could not",
+        }
+        raise CheckpointNotFound(
+            f"`{storage.uri(key)}` must hold the timing records of a {op}, but is not there; "
+            f"{why[op]}"
+        ) from None
+    try:
+        return Timeline.decode(data)
+    except ValueError as error:
+        raise RecordError(f"`{storage.uri(key)}` is damaged: {error}; remove it") from None

@@ -1,1 +1,0 @@
-"""The verify stage: reads a checkpoint or policy back and compares it with its source."""

@@ -1,0 +1,131 @@
+"""Sample responses to prompts and verify them: how a policy's accuracy is measured.
+
+Used wherever accuracy is measured and nothing is trained on; it filters no group and shapes no
+reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from planish.base.errors import VerifierFailure
+from planish.engines.requests import FinishReason as EngineFinish
+from planish.engines.requests import Output, Request, Sampling
+from planish.engines.sampling import request_seed
+from planish.models.tokens import Tokenizer
+from planish.records.prompts import PromptSet
+from planish.records.ragged import Ragged
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.verifiers import Verdict, VerifierOptions, verify_many
+
+if TYPE_CHECKING:
+    from planish.engines.base import BaseEngine
+
+MEASURING = 0
+"""In place of the iteration in seeds: no training iteration has this number."""
+
+_FINISH = {
+    EngineFinish.STOP: FinishReason.STOP,
+    EngineFinish.LENGTH: FinishReason.LENGTH,
+    EngineFinish.ABORT: FinishReason.ABORT,
+    EngineFinish.ERROR: FinishReason.ABORT,
+}
+
+
+def generate_rollouts(
+    engine: BaseEngine,
+    tokenizer: Tokenizer,
+    prompts: PromptSet,
+    *,
+    num_samples: int,
+    sampling: Sampling,
+    run_seed: int,
+) -> RolloutSet:
+    """Sample `num_samples` responses to each prompt.
+
+    The noise of a response is a function of (run seed, prompt id, sample index) only, so that two
+    policies meet the same noise.
+
+    Args:
+        engine: started engine.
+        tokenizer: of the engine's policy.
+        prompts: P prompts; group g of the result is prompt g.
+        num_samples: responses to each prompt.
+        sampling: of every response; its seed is replaced.
+        run_seed: seed of the run.
+
+    Returns:
+        P groups of `num_samples` rollouts each. Requests that the engine refused have no tokens
+        and finish as ABORT.
+    """
+    prompt_tokens = [tokenizer.encode_prompt(messages) for messages in prompts.messages]
+    requests = []
+    for row, prompt in enumerate(prompts.prompt_id):
+        for sample in range(num_samples):
+            seed = request_seed(run_seed, MEASURING, prompt, sample)
+            requests.append(
+                Request(
+                    request_id=f"{prompt}-{sample:03d}",
+                    group_id=prompt,
+                    prompt_ids=tuple(prompt_tokens[row]),
+                    sampling=replace(sampling, seed=seed),
+                )
+            )
+    outputs = engine.generate(requests)
+    return _as_rollouts(prompts, prompt_tokens, outputs, tokenizer, num_samples)
+
+
+def _as_rollouts(
+    prompts: PromptSet,
+    prompt_tokens: Sequence[Sequence[int]],
+    outputs: Sequence[Output],
+    tokenizer: Tokenizer,
+    num_samples: int,
+) -> RolloutSet:
+    groups = np.repeat(np.arange(prompts.num_rows, dtype=np.int32), num_samples)
+    return RolloutSet(
+        group_index=groups,
+        sample_index=np.tile(np.arange(num_samples, dtype=np.int32), prompts.num_rows),
+        prompt_tokens=Ragged.from_lists(prompt_tokens, np.int32),
+        response_tokens=Ragged.from_lists([o.token_ids for o in outputs], np.int32),
+        rollout_logprobs=Ragged.from_lists([o.logprobs for o in outputs], np.float32),
+        policy_version=Ragged.from_lists([o.versions for o in outputs], np.int32),
+        window_start=np.zeros(len(outputs), dtype=np.int32),
+        finish=np.array([_FINISH[o.finish_reason] for o in outputs], dtype=np.int8),
+        rollout_id=[o.request_id for o in outputs],
+        prompt_id=[prompts.prompt_id[group] for group in groups],
+        response=[tokenizer.decode(o.token_ids) for o in outputs],
+        answer=[prompts.answer[group] for group in groups],
+        verifier=[prompts.verifier[group] for group in groups],
+    )
+
+
+def judge(
+    rollouts: RolloutSet, options: VerifierOptions, *, max_error_rate: float = 0.01
+) -> list[Verdict]:
+    """Verify every rollout.
+
+    Args:
+        rollouts: R rollouts.
+        options: of the verifiers.
+        max_error_rate: share of rollouts whose verifier itself may fail.
+
+    Returns:
+        R verdicts; a failed verifier counts as wrong.
+
+    Raises:
+        VerifierFailure: more verifiers failed than `max_error_rate` allows.
+    """
+    rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
+    verdicts = verify_many(rows, options)
+    errors = sum(verdict.error for verdict in verdicts)
+    if errors > max_error_rate * len(verdicts):
+        raise VerifierFailure(
+            f"at most {max_error_rate:.1%} of verifications may fail, got {errors} of "
+            f"{len(verdicts)}; check the answers of these prompts and their `verifier` column"
+        )
+    return verdicts

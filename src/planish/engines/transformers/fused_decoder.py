@@ -1,0 +1,254 @@
+"""The forward of the Llama and Qwen families in few kernels, from tensors by name.
+
+A decode step of a small model is bound by the number of kernels and of Python calls, not by
+arithmetic; here a layer is one QKV product, one rotation, two products of attention and two of the
+MLP. It needs no module of transformers, whose import takes longer than most rollouts of a tiny
+model. Models outside `FAMILIES`, and settings that these lines do not cover, go to `ModuleDecoder`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from planish.engines.transformers.kv_cache import KeyValueCache
+from planish.engines.transformers.rotary import SCALINGS, rotation_table
+
+FAMILIES = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Classes whose layer is: norm, QKV, optional norm of heads, rotation, attention, norm, SwiGLU."""
+
+_NEEDED = ("hidden_act", "num_attention_heads", "num_hidden_layers", "rms_norm_eps")
+_NAME = re.compile(
+    r"lm_head\.weight|model\.embed_tokens\.weight|model\.norm\.weight|model\.layers\.\d+\."
+    r"((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)"
+    r"|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))"
+)
+
+
+def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether the lines below compute what transformers computes.
+
+    Args:
+        architecture: name of the model's class.
+        config: its config.json, or `to_dict()` of its configuration; nothing is guessed, so an
+            absent key means no.
+        names: of its tensors.
+    """
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    rope = config.get("rope_parameters") or {}
+    windowed = "layer_types" not in config and config.get("sliding_window")
+    return (
+        architecture in FAMILIES
+        and all(config.get(key) is not None for key in _NEEDED)
+        and config["hidden_act"] == "silu"
+        and kinds == {"full_attention"}
+        and not windowed
+        and rope.get("rope_type") in SCALINGS
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and all(_NAME.fullmatch(name) for name in names)
+        and ("lm_head.weight" in names or bool(config.get("tie_word_embeddings")))
+    )
+
+
+Linear = tuple[Tensor, Tensor | None]
+"""Weight and bias."""
+
+
+def _join(tensors: dict[str, Tensor], names: Sequence[str], share: bool) -> Linear:
+    """Lay the weights of several linears in one tensor; `share` makes theirs views of it."""
+    joined: list[Tensor | None] = []
+    for kind in ("weight", "bias"):
+        found = [f"{name}.{kind}" for name in names if f"{name}.{kind}" in tensors]
+        whole = torch.cat([tensors[name] for name in found]) if found else None
+        joined.append(whole)
+        if whole is not None and share:
+            sizes = [tensors[name].shape[0] for name in found]
+            tensors.update(zip(found, torch.split(whole, sizes), strict=True))
+    weight, bias = joined
+    assert weight is not None
+    return weight, bias
+
+
+class _Layer:
+    """Weights of one decoder layer, laid out for few products."""
+
+    def __init__(self, tensors: dict[str, Tensor], index: int, heads: int, share: bool) -> None:
+        self._tensors, self._place, self._share = tensors, f"model.layers.{index}.", share
+        norm = self._place + "self_attn.q_norm.weight"
+        key_rows = tensors[self._place + "self_attn.k_proj.weight"].shape[0]
+        query_rows = tensors[self._place + "self_attn.q_proj.weight"].shape[0]
+        self.head_dim = query_rows // heads
+        self.heads, self.kv_heads = heads, key_rows // self.head_dim
+        self._has_head_norm = norm in tensors
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        tensors, place = self._tensors, self._place
+        attention, mlp = place + "self_attn.", place + "mlp."
+        inputs = [attention + f"{x}_proj" for x in "qkv"]
+        self.qkv = _join(tensors, inputs, self._share)
+        self.gate_up = _join(tensors, [mlp + "gate_proj", mlp + "up_proj"], self._share)
+        self.out = _linear(tensors, attention + "o_proj")
+        self.down = _linear(tensors, mlp + "down_proj")
+        self.norm_1 = tensors[place + "input_layernorm.weight"]
+        self.norm_2 = tensors[place + "post_attention_layernorm.weight"]
+        self.head_norm: Tensor | None = None
+        self.refresh_head_norm()
+
+    def refresh_head_norm(self) -> None:
+        """Repeat the norm of queries and keys for each head: [heads + kv heads, head size]."""
+        if self._has_head_norm:
+            queries, keys = (self._tensors[f"{self._place}self_attn.{x}_norm.weight"] for x in "qk")
+            self.head_norm = torch.stack([queries] * self.heads + [keys] * self.kv_heads)
+
+    def refresh(self) -> None:
+        """Take over weights that were changed in place."""
+        if self._share:
+            self.refresh_head_norm()
+        else:
+            self._lay_out()
+
+
+def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear:
+    return tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+
+
+def _add_linear(x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    """Return `x` plus the linear of `y`, in one kernel where there is no bias."""
+    weight, bias = linear
+    if bias is not None:
+        return x + functional.linear(y, weight, bias)
+    flat = torch.addmm(x.flatten(0, -2), y.flatten(0, -2), weight.t())
+    return flat.view(x.shape)
+
+
+class FusedDecoder:
+    """Decoder over joined weights."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tensors: dict[str, Tensor],
+        cache: KeyValueCache,
+        *,
+        share: bool,
+    ) -> None:
+        """Lay out the weights.
+
+        Args:
+            config: as given to `fits`.
+            tensors: weights by canonical name.
+            cache: rows.
+            share: replace the entries of `tensors` by views of the joined ones, which saves memory
+                and lets changes in place reach both.
+        """
+        self.cache = cache
+        self._config = config
+        self._embedding = tensors["model.embed_tokens.weight"]
+        self._head = tensors.get("lm_head.weight", self._embedding)
+        self._last_norm = tensors["model.norm.weight"]
+        self._eps: float = config["rms_norm_eps"]
+        self._eps_tensor = torch.tensor(self._eps)
+        heads = int(config["num_attention_heads"])
+        self._layers = [
+            _Layer(tensors, i, heads, share) for i in range(int(config["num_hidden_layers"]))
+        ]
+        first = self._layers[0]
+        self._heads, self._kv_heads, self._head_dim = first.heads, first.kv_heads, first.head_dim
+        self._scale = self._head_dim**-0.5
+        self._rotation = torch.empty(0)
+
+    def refresh(self) -> None:
+        """Take over weights that were changed in place."""
+        for layer in self._layers:
+            layer.refresh()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Divide by the root mean square over the last dim, then scale."""
+        size = x.shape[-1]
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return functional.rms_norm(x, (size,), None, self._eps) * weight
+        # torch's CPU kernel for it is a chain of seven operators; this is four
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps_tensor, length, length, value=1 / size).rsqrt_()
+        return (x * scale).mul_(weight)
+
+    def _rotations(self, length: int) -> Tensor:
+        """Return [positions, 2, head size] for at least `length` positions."""
+        if self._rotation.shape[0] < length:
+            table = rotation_table(
+                self._config["rope_parameters"], self._head_dim, max(length, 64) * 2
+            )
+            self._rotation = table.to(self._embedding.device, self._embedding.dtype)
+        return self._rotation
+
+    def _project(self, layer: _Layer, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries, rotated keys and values, each [..., heads, head size]."""
+        num = self._heads + self._kv_heads
+        flat = functional.linear(self._norm(x, layer.norm_1), *layer.qkv)
+        joint = flat.view(*flat.shape[:-1], num + self._kv_heads, self._head_dim)
+        turned, values = joint[..., :num, :], joint[..., num:, :]
+        if layer.head_norm is not None:
+            turned = self._norm(turned, layer.head_norm)
+        swapped = turned.roll(self._head_dim // 2, -1)
+        turned = torch.addcmul(turned * turn[..., :1, :], swapped, turn[..., 1:, :])
+        return turned[..., : self._heads, :], turned[..., self._heads :, :], values
+
+    def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """Add the output of attention and of the MLP to the residual stream."""
+        x = _add_linear(x, attended, layer.out)
+        both = functional.linear(self._norm(x, layer.norm_2), *layer.gate_up)
+        gate, up = both.chunk(2, -1)
+        return _add_linear(x, functional.silu(gate).mul_(up), layer.down)
+
+    def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
+        """Fill rows from position 0; see `Decoder.prefill`."""
+        x = functional.embedding(tokens, self._embedding)
+        turn = self._rotations(tokens.shape[1])[: tokens.shape[1]]
+        for index, layer in enumerate(self._layers):
+            queries, keys, values = (part.transpose(1, 2) for part in self._project(layer, x, turn))
+            self.cache.fill(index, keys, values, rows, owner)
+            if index + 1 == len(self._layers):
+                break
+            attended = functional.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                is_causal=True,
+                scale=self._scale,
+                enable_gqa=self._heads != self._kv_heads,
+            )
+            x = self._finish(layer, x, attended.transpose(1, 2).flatten(2))
+
+    def decode(self, tokens: Tensor, positions: Tensor, cells: Tensor, bias: Tensor) -> Tensor:
+        """Add one token to each row; see `Decoder.decode`."""
+        num, longest = bias.shape
+        x = functional.embedding(tokens, self._embedding)
+        turn = self._rotations(longest).index_select(0, positions)
+        group = self._heads // self._kv_heads
+        hidden = bias.to(x.dtype)[:, None]
+        if self._kv_heads > 1:
+            hidden = hidden.repeat_interleave(self._kv_heads, 0)
+        for index, layer in enumerate(self._layers):
+            queries, keys, values = self._project(layer, x, turn)
+            all_keys, all_values = self.cache.append(
+                index, keys.unsqueeze(2), values.unsqueeze(2), cells, longest
+            )
+            # the query heads of one kv head are rows of one product
+            scores = torch.baddbmm(
+                hidden,
+                queries.reshape(num * self._kv_heads, group, self._head_dim),
+                all_keys.flatten(0, 1).transpose(1, 2),
+                alpha=self._scale,
+            )
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
+            attended = torch.bmm(weights, all_values.flatten(0, 1))
+            x = self._finish(layer, x, attended.reshape(num, -1))
+        return functional.linear(self._norm(x, self._last_norm), self._head)

@@ -1,0 +1,329 @@
+"""The batch of running requests: one row each, rows 0..n-1 always alive.
+
+A row that ends leaves a hole, which a new request or the last row fills at once, so that no step
+computes a dead row. Rows know no model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engines.requests import FinishReason, Output, Request, Sampling
+from planish.engines.sampling import PLAIN, Choice, noise
+from planish.engines.transformers.stop_states import StopStates
+
+_NOISE_BLOCK = 32
+"""Steps of noise computed at once."""
+
+
+@dataclass
+class Row:
+    """What the host remembers of one running request."""
+
+    request: Request
+    prompt_length: int
+    """Prompt tokens."""
+    start: int
+    """Prompt and prefix: absolute position of the first token of this call."""
+    end: int
+    """Absolute length at which the budget is used up."""
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
+    """(absolute position, policy version) of each change of weights while it ran."""
+    stats: dict[str, float] = field(default_factory=dict)
+    admitted_seconds: float = 0.0
+
+
+class Rows:
+    """Tokens, log-probabilities and sampling settings of all running requests.
+
+    Column p of `tokens` and `logprobs` is the token at absolute position p, prompt included. The
+    current token of a row (at `positions`) is known and not in the cache yet.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        vocab_size: int,
+        device: torch.device,
+        strings: StopStates | None = None,
+    ) -> None:
+        self.capacity, self.vocab_size, self.device = capacity, vocab_size, device
+        self._strings = strings
+        self.rows: list[Row] = []
+        self.width = 0
+        self.longest = 0
+        """Upper bound of the columns in use after the step in progress."""
+        self.choice = PLAIN
+        self._numbers = torch.zeros((capacity, len(_FIELDS)), dtype=torch.int64, device=device)
+        self._settings = torch.ones((capacity, 2), dtype=torch.float32, device=device)
+        self._noise = torch.zeros((capacity, _NOISE_BLOCK), dtype=torch.float64, device=device)
+        self._column = _NOISE_BLOCK
+        self._stops: dict[frozenset[int], int] = {}
+        self._stop_sets: list[frozenset[int]] = []
+        self._stop_table = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._has_minimum = False
+        self._num_special = 0
+        self._allocate(0)
+
+    def _allocate(self, width: int) -> None:
+        shape = (self.capacity, width)
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self.bias = torch.full(shape, -torch.inf, dtype=torch.float32, device=self.device)
+        self.base = torch.arange(self.capacity, device=self.device) * width
+        self.width = width
+
+    def widen(self, width: int) -> None:
+        """Make every row `width` columns wide, keeping what is there."""
+        old = (self.tokens, self.logprobs, self.bias)
+        self._allocate(width)
+        for new, before in zip((self.tokens, self.logprobs, self.bias), old, strict=True):
+            new[:, : before.shape[1]] = before
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _field(self, name: str) -> Tensor:
+        return self._numbers[: len(self.rows), _FIELDS[name]]
+
+    def positions(self) -> Tensor:
+        """Return [n] int64: absolute position of each current token."""
+        return self._field("position")
+
+    def add(self, rows: Sequence[Row], stops: Sequence[frozenset[int]]) -> Tensor:
+        """Put new requests behind the living rows; return their indices [k] int64."""
+        first, last = len(self.rows), len(self.rows) + len(rows)
+        self.rows.extend(rows)
+        lengths = torch.tensor([row.start for row in rows])
+        longest = int(lengths.max())
+        ids = [row.request.prompt_ids + row.request.response_prefix for row in rows]
+        padded = torch.tensor([i + (0,) * (longest - len(i)) for i in ids])
+        self.tokens[first:last, :longest] = padded.to(self.device)
+        seen = torch.arange(self.width) < lengths[:, None] - 1
+        self.bias[first:last] = torch.where(seen, 0.0, -torch.inf).to(self.device)
+        numbers = [self._number_row(r, s) for r, s in zip(rows, stops, strict=True)]
+        self._numbers[first:last] = torch.tensor(numbers, device=self.device)
+        samplings = [row.request.sampling for row in rows]
+        self._settings[first:last] = torch.tensor(
+            [(s.temperature, s.top_p) for s in samplings], device=self.device
+        )
+        if self._strings is not None:
+            self._strings.add(first, [row.request for row in rows])
+        if self._column < _NOISE_BLOCK:
+            self._fill_noise(first, self._column)
+        self._num_special += sum(_is_special(sampling) for sampling in samplings)
+        self._refresh_choice()
+        return torch.arange(first, last, device=self.device)
+
+    def _number_row(self, row: Row, stop: frozenset[int]) -> tuple[int, ...]:
+        sampling = row.request.sampling
+        return (
+            row.start - 1,
+            row.end,
+            row.prompt_length,
+            sampling.seed,
+            self._stop_set(stop),
+            row.prompt_length + sampling.min_new_tokens,
+            sampling.top_k or self.vocab_size,
+        )
+
+    def _stop_set(self, stop: frozenset[int]) -> int:
+        if stop not in self._stops:
+            line = torch.zeros((1, self.vocab_size), dtype=torch.bool, device=self.device)
+            line[0, sorted(stop)] = True
+            self._stops[stop] = len(self._stops)
+            self._stop_sets.append(stop)
+            self._stop_table = torch.cat([self._stop_table, line])
+        return self._stops[stop]
+
+    def _refresh_choice(self) -> None:
+        """Find which sampling settings any row uses, so that a plain batch pays for none."""
+        if not self._num_special:
+            self.choice, self._has_minimum = PLAIN, False
+            return
+        samplings = [row.request.sampling for row in self.rows]
+        temperatures = self._settings[: len(self.rows), 0]
+        greedy = any(s.temperature == 0.0 for s in samplings)
+        warm = greedy or any(s.temperature != 1.0 for s in samplings)
+        self._has_minimum = any(s.min_new_tokens > 0 for s in samplings)
+        self.choice = Choice(
+            temperature=torch.where(temperatures == 0.0, 1.0, temperatures) if warm else None,
+            greedy=temperatures == 0.0 if greedy else None,
+            top_k=self._field("top_k") if any(s.top_k for s in samplings) else None,
+            top_p=self._settings[: len(self.rows), 1]
+            if any(s.top_p < 1.0 for s in samplings)
+            else None,
+        )
+
+    def _fill_noise(self, first: int, column: int) -> None:
+        """Compute the block of rows from `first` on, so that `column` fits the next token."""
+        numbers = self._numbers[first : len(self.rows)]
+        next_token = numbers[:, _FIELDS["position"]] + 1 - numbers[:, _FIELDS["prompt"]]
+        steps = torch.arange(_NOISE_BLOCK, device=self.device) - column
+        self._noise[first : len(self.rows)] = noise(
+            numbers[:, _FIELDS["seed"], None], next_token[:, None] + steps
+        )
+
+    def uniform(self) -> Tensor:
+        """Return [n] float64: the noise of the token that each row samples next."""
+        if self._column == _NOISE_BLOCK:
+            self._column = 0
+            self._fill_noise(0, 0)
+        return self._noise[: len(self.rows), self._column]
+
+    def current(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the current tokens [n] and their cells [n], made visible, and the bias [n, L]."""
+        num = len(self.rows)
+        cells = self.base[:num] + self.positions()
+        self.bias.view(-1).index_fill_(0, cells, 0.0)
+        return self.tokens.view(-1)[cells], cells, self.bias[:num, : self.longest]
+
+    def forbid_stops(self, logits: Tensor) -> Tensor:
+        """Put -inf on tokens that would end rows below their minimum length."""
+        if not self._has_minimum:
+            return logits
+        early = self.positions() + 1 < self._field("minimum")
+        ends = self._stop_table[self._field("stop")]
+        if self._strings is not None:
+            ends = ends | self._strings.would_complete(len(self.rows))
+        return logits.masked_fill(early[:, None] & ends, -torch.inf)
+
+    def accept(self, ids: Tensor, logprobs: Tensor, cells: Tensor) -> np.ndarray:
+        """Store the sampled tokens; return the indices of the rows that ended (host, sorted)."""
+        cells = cells + 1
+        self.tokens.view(-1).index_copy_(0, cells, ids)
+        self.logprobs.view(-1).index_copy_(0, cells, logprobs)
+        positions = self.positions()
+        positions += 1
+        self._column += 1
+        self.longest += 1
+        table = self._stop_table
+        stopped = table[0][ids] if len(table) == 1 else table[self._field("stop"), ids]
+        if self._strings is not None:
+            stopped = stopped | self._strings.read(ids)
+        ended = stopped | (positions + 1 >= self._field("end")) | ~(logprobs > -torch.inf)
+        return ended.nonzero().squeeze(-1).cpu().numpy()
+
+    def outputs(
+        self, indices: Sequence[int], version: int, reason: FinishReason | None
+    ) -> list[Output]:
+        """Return the outputs of rows; a reason of None finds STOP, LENGTH or ERROR of each."""
+        # One copy from the device for all of them.
+        where = torch.tensor(indices, device=self.device)
+        numbers = self._numbers[where].cpu()
+        lengths = (numbers[:, _FIELDS["position"]] + 1).tolist()
+        tokens, logprobs = (
+            wide[where, : max(lengths)].tolist() for wide in (self.tokens, self.logprobs)
+        )
+        stops = [self._stop_sets[stop] for stop in numbers[:, _FIELDS["stop"]].tolist()]
+        strings = self._strings.strings(where) if self._strings else [None] * len(indices)
+        outputs = []
+        for place, index in enumerate(indices):
+            new = slice(self.rows[index].start, lengths[place])
+            found = (tokens[place][new], logprobs[place][new])
+            output = self._output(self.rows[index], *found, version, reason)
+            outputs.append(_stopped(output, stops[place], strings[place]))
+        return outputs
+
+    def _output(
+        self,
+        row: Row,
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
+        reason: FinishReason | None,
+    ) -> Output:
+        """Return the output of a row; without a reason it is LENGTH or ERROR."""
+        stats: dict[str, float | str] = dict(row.stats)
+        stats["decode_seconds"] = time.monotonic() - row.admitted_seconds
+        if reason is None:
+            reason = FinishReason.LENGTH
+            if not math.isfinite(logprobs[-1]):
+                reason = FinishReason.ERROR
+                place = row.start + len(tokens) - 1
+                tokens, logprobs = tokens[:-1], logprobs[:-1]
+                stats["error"] = f"logits must be finite, got NaN or inf at position {place}"
+        versions = _versions(row, len(tokens), version)
+        return Output(row.request.request_id, tokens, logprobs, versions, reason, stats=stats)
+
+    def remove(self, ended: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """Drop rows and fill the holes with the last rows.
+
+        Returns:
+            (source, target) of the rows that moved, for the cache; None when none did.
+        """
+        gone = set(ended)
+        left = len(self.rows) - len(gone)
+        holes = [i for i in sorted(gone) if i < left]
+        movers = [i for i in range(left, len(self.rows)) if i not in gone]
+        self._num_special -= sum(_is_special(self.rows[i].request.sampling) for i in gone)
+        for target, source in zip(holes, movers, strict=True):
+            self.rows[target] = self.rows[source]
+        del self.rows[left:]
+        moved = None
+        if holes:
+            origin = torch.tensor(movers, device=self.device)
+            hole = torch.tensor(holes, device=self.device)
+            for storage in (self._numbers, self._settings, self._noise):
+                storage[hole] = storage[origin]
+            if self._strings is not None:
+                self._strings.move(origin, hole)
+            for wide in (self.tokens, self.logprobs, self.bias):
+                wide[hole, : self.longest] = wide[origin, : self.longest]
+            moved = origin, hole
+        if left:
+            self._refresh_choice()
+        return moved
+
+    def update_longest(self) -> None:
+        """Recompute the columns in use after rows came or went."""
+        self.longest = int(self.positions().max()) + 1 if self.rows else 0
+
+    def mark_version(self, version: int) -> None:
+        """Remember that tokens up to now were sampled by `version`."""
+        for index, row in enumerate(self.rows):
+            length = int(self._numbers[index, _FIELDS["position"]]) + 1
+            row.version_starts.append((length, version))
+
+
+_FIELDS: Mapping[str, int] = {
+    name: index
+    for index, name in enumerate(("position", "end", "prompt", "seed", "stop", "minimum", "top_k"))
+}
+"""Columns of the table of integers of each row."""
+
+
+def _is_special(sampling: Sampling) -> bool:
+    """Tell whether a token is more than a draw from the softmax of the logits."""
+    return (
+        sampling.temperature != 1.0
+        or sampling.top_p < 1.0
+        or sampling.top_k > 0
+        or sampling.min_new_tokens > 0
+    )
+
+
+def _stopped(output: Output, stop_ids: frozenset[int], string: str | None) -> Output:
+    """Make LENGTH STOP where the last token ends the response."""
+    if output.finish_reason is FinishReason.LENGTH and output.token_ids:
+        last = output.token_ids[-1]
+        output.stop_token_id = last if last in stop_ids else None
+        output.stop_string = string
+        if string is not None or last in stop_ids:
+            output.finish_reason = FinishReason.STOP
+    return output
+
+
+def _versions(row: Row, num_tokens: int, version: int) -> list[int]:
+    """Return the version of each new token; `version_starts` holds (length, older version)."""
+    versions = [version] * num_tokens
+    for length, older in reversed(row.version_starts):
+        versions[: length - row.start] = [older] * (length - row.start)
+    return versions[:num_tokens]

@@ -1,0 +1,138 @@
+"""The model that an engine serves: tensors by name, and modules of transformers only when needed.
+
+Importing the modules of a model family takes seconds; a family that the fused decoder knows is
+served from the files alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.base.errors import EngineError
+from planish.engines.requests import ModelRef
+from planish.engines.stops import StopTable, stop_table
+from planish.engines.transformers import fused_decoder
+from planish.engines.weights import FolderWeights, WeightSource
+from planish.models.policy import load_policy, read_model_config
+from planish.models.tokens import Tokenizer, load_tokenizer
+from planish.records.io import fetch_files, read_manifest
+from planish.records.refs import parse_pin
+
+
+@dataclass
+class ServedModel:
+    """A model in memory."""
+
+    architecture: str
+    """Name of its class."""
+    config: Mapping[str, Any]
+    """Its config.json, or the same as a dictionary."""
+    tensors: dict[str, Tensor]
+    """Weights by canonical name; tied ones once."""
+    tokenizer: Tokenizer
+    """Knows what ends a response."""
+    version: int
+    """Policy version."""
+    pin: str
+    """Where it came from; "" when it was handed over in memory."""
+    modules: Any = None
+    """Causal LM of transformers over the same storage; None until something needs it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head."""
+        head = self.tensors.get("lm_head.weight")
+        if head is None and self.modules is not None:
+            head = self.modules.get_output_embeddings().weight
+        return int((self.tensors["model.embed_tokens.weight"] if head is None else head).shape[0])
+
+    def stop_table(self) -> StopTable | None:
+        """Return what finds the stop strings among tokens; None where there are none.
+
+        Raises:
+            ConfigError: the tokenizer does not say what its tokens add to the text.
+        """
+        if not self.tokenizer.stop_strings:
+            return None
+        texts = self.tokenizer.token_bytes()[: self.vocab_size]
+        texts += [b""] * (self.vocab_size - len(texts))
+        return stop_table(self.tokenizer.stop_strings, texts)
+
+    def fits_fused(self) -> bool:
+        """Return whether the fused decoder computes this model."""
+        return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
+
+    def as_modules(self, device: torch.device) -> Any:
+        """Return the causal LM of transformers, over the tensors of this object."""
+        if self.modules is None:
+            self.modules = load_policy(self.pin, device=device).model
+            for name, parameter in self.modules.named_parameters():
+                parameter.data = self.tensors[name]
+        return self.modules
+
+    def write(self, source: WeightSource) -> tuple[int, int]:
+        """Read all of `source`, then write in place; return the number of tensors and bytes.
+
+        Raises:
+            EngineError: a name is missing or a shape differs; nothing was changed.
+        """
+        given = source.names()
+        faults = [f"{name} is missing" for name in self.tensors if name not in given]
+        faults += [
+            f"{name} has shape {tuple(given[name][0])} in place of {tuple(tensor.shape)}"
+            for name, tensor in self.tensors.items()
+            if name in given and tuple(given[name][0]) != tuple(tensor.shape)
+        ]
+        if faults:
+            raise EngineError(
+                f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
+                f" ({len(faults)} in all); export the policy of this run"
+            )
+        fresh = {name: source.read(name) for name in self.tensors}
+        with torch.no_grad():
+            for name, tensor in fresh.items():
+                self.tensors[name].copy_(tensor)
+        return len(fresh), sum(tensor.nbytes for tensor in fresh.values())
+
+
+def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedModel:
+    """Load the model of a policy; its modules only where `fused` is off or does not fit."""
+    if model.policy is None and fused:
+        bare = _from_files(model.pin, device)
+        if bare.fits_fused():
+            return bare
+    policy = model.policy or load_policy(model.pin, device=device)
+    modules = policy.model.eval()
+    return ServedModel(
+        type(modules).__name__,
+        modules.config.to_dict(),
+        {name: parameter.data for name, parameter in modules.named_parameters()},
+        policy.tokenizer,
+        int(policy.version),
+        model.pin,
+        modules,
+    )
+
+
+def _from_files(pin: str, device: torch.device) -> ServedModel:
+    uri, digest = parse_pin(pin)
+    folder = fetch_files(uri, sha256=digest, schema="policy/1")
+    config = read_model_config(folder)
+    names = config.get("architectures")
+    weights = FolderWeights(folder)
+    tensors = {name: weights.read(name).to(device, copy=True) for name in weights.names()}
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    return ServedModel(
+        str(names[0]) if isinstance(names, list) and names else "",
+        config,
+        tensors,
+        load_tokenizer(folder),
+        int(read_manifest(uri, sha256=digest).attributes["policy_version"]),
+        pin,
+    )

@@ -1,0 +1,1 @@
+"""What is done about a faulty machine, and what must hold before."""

@@ -1,0 +1,1 @@
+"""Kubernetes, as far as the monitor reads and changes it."""

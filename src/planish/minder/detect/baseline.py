@@ -1,0 +1,244 @@
+"""What machines of a healthy job differ by for good: collector hosts, capped boards, stages.
+
+Ours; the paper compares machines as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planish.minder.detect.config import DetectConfig
+from planish.minder.detect.frame import F32, I64, Mask
+from planish.minder.detect.traces import fleet_median, floor_of, median_of_known
+
+CHUNK_SECONDS = 60
+"""History is kept as medians over so many seconds, or a power of two times it."""
+
+_MAX_CHUNKS = 64
+_FLOOR_WITHOUT_FLOORS = 0.02
+_SETTLED = 0.25
+"""A baseline moves only by more than this share of the floor, so that old windows stay valid."""
+_GROWTH = 1.25
+"""It is looked at anew when history has grown by this factor, for the same reason."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What is learned from: values by metric [T, N], True in `masked` where they are not known."""
+
+    ts: I64
+    """[T] unix seconds, a step of 1."""
+    values: Mapping[str, F32]
+    masked: Mapping[str, Mask]
+
+
+class Baseline:
+    """The lasting difference of each machine from the fleet's median, metric by metric.
+
+    History grows for as long as the job is healthy: medians of a minute, later of two, four and so
+    on, so that at most 64 of them are kept. A machine whose two halves of history disagree by more
+    than the metric's floor keeps the value that it had before, or none.
+    """
+
+    def __init__(self, config: DetectConfig) -> None:
+        """Begin without history."""
+        self.config = config
+        self.machines: tuple[str, ...] = ()
+        self.until = 0
+        """Unix second before which all history has been looked at."""
+        self._stride = 1
+        self._chunks: dict[str, list[F32]] = {}
+        self._waiting: dict[str, list[tuple[int, F32]]] = {}
+        """Minutes that are no whole chunk yet: medians of 2^k of them, the longest first."""
+        self._used: dict[str, dict[str, float]] = {}
+        self._decided: dict[str, dict[str, int]] = {}
+
+    @property
+    def mature(self) -> Mask:
+        """[N], machines with `baseline_min_seconds` of history in some metric."""
+        counts = np.zeros(len(self.machines), int)
+        for chunks in self._chunks.values():
+            if chunks:
+                counts = np.maximum(counts, np.isfinite(np.stack(chunks)).sum(axis=0))
+        found: Mask = counts * self._stride * CHUNK_SECONDS >= self.config.baseline_min_seconds
+        return found
+
+    @property
+    def begun(self) -> bool:
+        """Whether there has been history enough for a first value."""
+        seconds = max(map(len, self._chunks.values()), default=0) * self._stride * CHUNK_SECONDS
+        return seconds >= self.config.baseline_early_seconds
+
+    def keep(self, machines: Sequence[str]) -> None:
+        """Go on with these machines: history of others is forgotten, new ones have none."""
+        names = tuple(machines)
+        if names == self.machines:
+            return
+        old = {name: place for place, name in enumerate(self.machines)}
+        places = [old.get(name, len(old)) for name in names]
+
+        def moved(row: F32) -> F32:
+            return np.append(row, np.float32(np.nan))[places]
+
+        for rows in self._chunks.values():
+            rows[:] = map(moved, rows)
+        for waiting in self._waiting.values():
+            waiting[:] = [(count, moved(row)) for count, row in waiting]
+        self._used = {
+            metric: {name: value for name, value in found.items() if name in names}
+            for metric, found in self._used.items()
+        }
+        for decided in self._decided.values():
+            for name in old.keys() - set(names):
+                decided.pop(name, None)
+        self.machines = names
+
+    def add(self, history: History, until: int, unsure: Mask) -> None:
+        """Take in the healthy seconds since the last call, whole chunks of them.
+
+        Args:
+            history: of the machines that `keep` was told.
+            until: unix seconds; nothing from then on is healthy for sure.
+            unsure: [N], machines of which nothing is learned now.
+        """
+        ts = history.ts
+        if not len(ts):
+            return
+        self.until = max(self.until, int(ts[0]))
+        while self.until + CHUNK_SECONDS <= min(until, int(ts[-1]) + 1):
+            rows = slice(*np.searchsorted(ts, [self.until, self.until + CHUNK_SECONDS]).tolist())
+            for metric, array in history.values.items():
+                row = _difference(array[rows], history.masked[metric][rows])
+                row[unsure] = np.nan
+                self._append(metric, row)
+            self.until += CHUNK_SECONDS
+        self._decide()
+
+    def skip(self, until: int) -> None:
+        """Leave out what was measured before; it may not be healthy."""
+        self.until = max(self.until, until)
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """Return metric to machine to the accepted difference, normalised; machines without: 0."""
+        return {metric: found for metric, found in self._used.items() if found}
+
+    def unknown(self, metric: str) -> list[str]:
+        """Return the machines of which nothing has been accepted yet."""
+        known = self._decided.get(metric, {})
+        return [name for name in self.machines if name not in known]
+
+    def _append(self, metric: str, row: F32) -> None:
+        waiting = self._waiting.setdefault(metric, [])
+        waiting.append((1, row))
+        while len(waiting) > 1 and waiting[-1][0] == waiting[-2][0]:
+            (count, second), (_, first) = waiting.pop(), waiting.pop()
+            waiting.append((2 * count, _median(np.stack([first, second]))))
+        if waiting[0][0] < self._stride:
+            return
+        chunks = self._chunks.setdefault(metric, [])
+        chunks.append(waiting.pop(0)[1])
+        if len(chunks) >= _MAX_CHUNKS:
+            self._stride *= 2
+            for name, rows in self._chunks.items():
+                pairs = zip(rows[0::2], rows[1::2], strict=False)
+                self._chunks[name] = [_median(np.stack(pair)) for pair in pairs]
+
+    def _decide(self) -> None:
+        """Accept what both halves of a machine's history agree on."""
+        needed = max(2, -(-self.config.baseline_early_seconds // (CHUNK_SECONDS * self._stride)))
+        for metric, chunks in self._chunks.items():
+            rows = np.stack(chunks)
+            floor = floor_of(metric, self.config)
+            floor = floor if np.isfinite(floor) else _FLOOR_WITHOUT_FLOORS
+            used = self._used.setdefault(metric, {})
+            decided = self._decided.setdefault(metric, {})
+            minutes = np.isfinite(rows).sum(axis=0) * self._stride
+            last = np.array([decided.get(name, 0) for name in self.machines])
+            due = (minutes >= needed * self._stride) & (minutes >= _GROWTH * last)
+            if not due.any():
+                continue
+            found = _agreed(rows, floor, needed)
+            for place in np.flatnonzero(due).tolist():
+                name, value = self.machines[place], float(found[place])
+                if np.isfinite(value):
+                    decided[name] = int(minutes[place])
+                # A comparison with NaN is false.
+                if abs(value - used.get(name, 0.0)) > _SETTLED * floor:
+                    used[name] = round(value, 5)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: what is used, and the history as the medians of its two halves."""
+        halves = {}
+        for metric, chunks in self._chunks.items():
+            if len(chunks) > 1:
+                rows, half = np.stack(chunks), len(chunks) // 2
+                halves[metric] = [_plain(_median(rows[:half])), _plain(_median(rows[half:]))]
+        return {
+            "machines": list(self.machines),
+            "until": self.until,
+            "minutes": max(map(len, self._chunks.values()), default=0) * self._stride,
+            "halves": halves,
+            "used": self._used,
+        }
+
+    @classmethod
+    def from_json(cls, config: DetectConfig, raw: Mapping[str, Any]) -> Baseline:
+        """Go on from what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        made = cls(config)
+        made.machines, made.until = tuple(map(str, raw["machines"])), int(raw["until"])
+        made._stride = 1
+        count = int(raw["minutes"]) // 2
+        for metric, (first, second) in raw["halves"].items():
+            rows = [np.array(row, np.float32) for row in (first, second)]
+            if any(row.shape != (len(made.machines),) for row in rows):
+                raise ValueError("a baseline must have one number for each machine")
+            # Shorter when it is very long: new history then weighs more, as it should.
+            times = max(1, min(count, _MAX_CHUNKS // 4))
+            made._chunks[str(metric)] = [rows[0]] * times + [rows[1]] * times
+        made._used = {
+            str(metric): {str(name): float(value) for name, value in found.items()}
+            for metric, found in raw["used"].items()
+        }
+        return made
+
+
+def _agreed(rows: F32, floor: float, needed: int) -> F32:
+    """Return [N] the median of each machine's known rows; NaN: too few, or its halves disagree."""
+    known = np.isfinite(rows)
+    result = np.full(rows.shape[1], np.nan, np.float32)
+    # Machines with the same number of rows, mostly all, are looked at together.
+    counts = known.sum(axis=0)
+    for count in sorted(set(counts.tolist())):
+        if count < needed:
+            continue
+        columns = np.flatnonzero(counts == count)
+        mine = rows[:, columns].T[known[:, columns].T].reshape(len(columns), count)
+        first, second = np.median(mine[:, : count // 2], 1), np.median(mine[:, count // 2 :], 1)
+        agree = np.abs(first - second) <= floor
+        result[columns] = np.where(agree, np.median(mine, axis=1), np.nan)
+    return result
+
+
+def _difference(values: F32, masked: Mask) -> F32:
+    """Return [N], the median over the seconds of each machine minus the fleet; NaN: not known."""
+    gap = values - fleet_median(values, masked)[:, None]
+    return _median(np.where(masked, np.nan, gap))
+
+
+def _median(rows: F32) -> F32:
+    """Return the median [N] of the known numbers of [R, N]; NaN where fewer than half are known."""
+    known = np.isfinite(rows)
+    found = median_of_known(rows.T, known.T)
+    return np.where(2 * known.sum(axis=0) >= len(rows), found, np.nan).astype(np.float32)
+
+
+def _plain(row: F32) -> list[float | None]:
+    return [None if np.isnan(value) else round(float(value), 5) for value in row]

@@ -1,0 +1,263 @@
+"""Configuration of the monitor.
+
+`profile = "paper"` is the published behaviour alone; `"default"` adds ours. A key that a file
+gives wins over its profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from planish.base.config import Section, nearest, parse_section
+from planish.base.errors import ConfigError
+from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
+
+Profile = Literal["default", "paper"]
+
+
+class PreprocessConfig(Section):
+    """From raw samples to numbers between 0 and 1."""
+
+    max_gap_seconds: int = Field(default=30, ge=0)
+    """Longer gaps are not filled and break continuity; 0 fills every gap, as published."""
+    min_real_share: float = Field(default=0.9, gt=0.0, le=1.0)
+    """A metric needs this share of real samples on enough machines."""
+    min_machine_share: float = Field(default=0.8, gt=0.0, le=1.0)
+    """How many machines are enough, as a share; never fewer than four."""
+    join_grace_seconds: int = Field(default=120, ge=0)
+    """Younger machines are left out."""
+    mask_broken_exporter: bool = True
+    """A GPU metric that is 0 on one machine alone, whose other GPU metrics move, is no fault."""
+    silent_after_seconds: int = Field(default=60, ge=0)
+    """No sample of any metric for longer is an anomaly of its own; 0 is off, as published."""
+    outage_share: float = Field(default=0.2, gt=0.0, le=1.0)
+    """More silent machines than this are an outage of the telemetry."""
+    widen_limits: bool = True
+    """Fitted limits that cut off what most machines of a job show are widened for this job."""
+    frozen_after_seconds: int = Field(default=60, ge=0)
+    """An exporter of one machine whose values all stand still for longer, while those of its peers
+    move, is broken; 0 is off, as published."""
+
+
+class DenoiseConfig(Section):
+    """What takes the noise out of windows before they are compared."""
+
+    denoiser: Literal["vae", "pca", "none"] = "vae"
+    """LSTM-VAE as published, principal components, or the windows themselves."""
+    embedding: Literal["reconstruction", "latent"] = "reconstruction"
+    """What is compared: the reconstructed window or the mean of the latent variable."""
+    fall_back_to_pca: bool = True
+    """A metric whose VAE failed its gate is denoised by principal components."""
+
+
+class DetectConfig(Section):
+    """When a machine is faulty."""
+
+    metrics: tuple[str, ...] = PUBLISHED_ORDER
+    """Tried in this order."""
+    distance: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
+    """Between the embeddings of two machines."""
+    theta: float = Field(default=2.0, gt=0.0)
+    """Normal score above which a machine is a candidate; the published value is not known."""
+    kappa: float | None = Field(default=0.9, gt=0.0, le=1.0)
+    """theta is at most this share of the largest possible score of N machines; None is no limit."""
+    floors: dict[str, float] | None = Field(
+        default={
+            "pfc_tx_packet_rate": 0.04,
+            "cpu_usage": 0.02,
+            "gpu_duty_cycle": 0.05,
+            "gpu_power_draw": 0.05,
+            "gpu_graphics_engine_activity": 0.05,
+            "gpu_tensor_core_activity": 0.05,
+            "gpu_nvlink_bandwidth": 0.05,
+        }
+    )
+    """Smallest distance above the median machine's, in normalised units, by metric; None is off."""
+    default_floor: float = Field(default=0.05, ge=0.0)
+    """Floor of metrics that `floors` does not name."""
+    role_baseline: bool = True
+    """Subtract what a machine has differed by in healthy history of the same job."""
+    usual_distance: bool = True
+    """A machine's floor lies above the distance that it has had in healthy history of the same
+    job: hosts that hold their samples, or take them at another moment, are always apart."""
+    unknown_role_distance: float = Field(default=0.1, ge=0.0)
+    """A machine without a baseline, as all are at first, counts only when it is so much further
+    away; 0 is off, as published."""
+    baseline_min_seconds: int = Field(default=600, ge=60)
+    """Healthy history from which on a baseline is no longer learned while anyone is candidate."""
+    baseline_early_seconds: int = Field(default=120, ge=120)
+    """Healthy history that a first baseline needs."""
+    compare_within_stage: bool = True
+    """Compare machines of the same pipeline stage where a stage has at least four."""
+    continuity_seconds: int = Field(default=240, ge=1)
+    """A machine must be candidate for more than this without a break; 0 s apart is one window."""
+    gap_tolerance: int = Field(default=3, ge=0)
+    """Windows in a run that may have no candidate, at most 2 % of the run; 0 as published."""
+    max_masked_share: float = Field(default=0.2, gt=0.0, le=1.0)
+    """A window with more masked machines neither counts nor resets."""
+    only_most_unlike: bool = False
+    """Of several machines above the threshold only the most unlike one is candidate, as published;
+    two machines that are faulty alike then hide each other."""
+    exhaustive: bool = True
+    """Go on after the first faulty machine."""
+    max_rounds: int = Field(default=3, ge=1)
+    """Faulty machines that are looked for one after the other."""
+    job_wide_share: float = Field(default=0.05, gt=0.0, le=1.0)
+    """More faulty machines than this share, and than two, are an event of the whole job."""
+    two_modes: bool = True
+    """So is a part of the machines, of that size up to half of them, that lies apart from the rest;
+    each of them is too like the others of its part to be named alone."""
+    warmup_seconds: int = Field(default=180, ge=0)
+    """Ignored after a start of the job; 0 as published."""
+    idle_seconds: int = Field(default=60, ge=0)
+    """Detection stops when all machines have been idle for so long; 0 is off."""
+    min_machines: int = Field(default=4, ge=3)
+    """Smaller jobs are not looked at."""
+
+    @model_validator(mode="after")
+    def _known_metrics(self) -> DetectConfig:
+        for name in (*self.metrics, *(self.floors or {})):
+            if name not in METRICS:
+                raise ValueError(f"a metric must be known, got {name!r}{nearest(name, METRICS)}")
+        if not self.metrics or len(set(self.metrics)) != len(self.metrics):
+            raise ValueError(f"`metrics` must be unique and at least one, got {self.metrics}")
+        return self
+
+
+class ServiceConfig(Section):
+    """How often the monitor looks, and how far back."""
+
+    interval_seconds: int = Field(default=60, ge=1)
+    """Between two calls for one job."""
+    window_seconds: int = Field(default=900, ge=60)
+    """History that a call looks at."""
+    call_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    """A call that takes longer has failed."""
+
+
+class AlertConfig(Section):
+    """How long an alert stays."""
+
+    keep_firing_seconds: int = Field(default=900, ge=0)
+    """A machine must have been like its peers for so long before its alert is resolved."""
+    telemetry_hold_seconds: int = Field(default=120, ge=0)
+    """The same for alerts about the measuring itself."""
+    max_age_seconds: int = Field(default=86_400, ge=60)
+    """Older alerts are resolved, whatever is seen; the same run never raises another one."""
+
+
+Range = Annotated[tuple[float, float], Field(strict=False)]
+"""Lowest and highest value of a metric, in its unit."""
+
+
+class MinderConfig(Section):
+    """All sections that decide what is found; those of servers and actions stand beside them."""
+
+    profile: Profile = "default"
+    preprocess: PreprocessConfig = PreprocessConfig()
+    denoise: DenoiseConfig = DenoiseConfig()
+    detect: DetectConfig = DetectConfig()
+    service: ServiceConfig = ServiceConfig()
+    alerts: AlertConfig = AlertConfig()
+    limits: dict[str, Range] = Field(default_factory=dict)
+    """Metric to its limits at this site, in place of those that the models were trained with: a
+    model sees shares of the limits only, so it serves any hardware whose limits are right."""
+    boards: dict[str, dict[str, Range]] = Field(default_factory=dict)
+    """Board model, or a part of its name, to the limits of jobs that run on it; of several that fit
+    the longest counts."""
+
+    @model_validator(mode="after")
+    def _known_limits(self) -> MinderConfig:
+        for where, limits in (("limits", self.limits), *self.boards.items()):
+            for name, (low, high) in limits.items():
+                if name not in METRICS:
+                    raise ValueError(
+                        f"`{where}` must name known metrics, got {name!r}{nearest(name, METRICS)}"
+                    )
+                if not (math.isfinite(low) and math.isfinite(high) and low < high):
+                    raise ValueError(
+                        f"`{where}.{name}` must be two finite numbers, the lower one first, got "
+                        f"{[low, high]}"
+                    )
+        return self
+
+    def site_limits(self, metric: str, board: str = "") -> tuple[float, float] | None:
+        """Return the limits of a metric at this site, in its unit; None: those of the model.
+
+        Args:
+            metric: its name.
+            board: model of the boards that the job runs on; empty when not known.
+
+        Example:
+            >>> config = minder_config({"boards": {"H100": {"gpu_power_draw": [0, 700]}}})
+            >>> config.site_limits("gpu_power_draw", "NVIDIA H100 80GB HBM3")
+            (0.0, 700.0)
+        """
+        fitting = [name for name in self.boards if name in board and metric in self.boards[name]]
+        if fitting:
+            return self.boards[max(fitting, key=lambda name: (len(name), name))][metric]
+        return self.limits.get(metric)
+
+
+PAPER: dict[str, dict[str, Any]] = {
+    "preprocess": {
+        "max_gap_seconds": 0,
+        "join_grace_seconds": 0,
+        "mask_broken_exporter": False,
+        "silent_after_seconds": 0,
+        "widen_limits": False,
+        "frozen_after_seconds": 0,
+    },
+    "denoise": {"fall_back_to_pca": False},
+    "detect": {
+        "kappa": 0.9,
+        "floors": None,
+        "role_baseline": False,
+        "usual_distance": False,
+        "unknown_role_distance": 0.0,
+        "compare_within_stage": False,
+        "gap_tolerance": 0,
+        "only_most_unlike": True,
+        "two_modes": False,
+        "exhaustive": False,
+        "warmup_seconds": 0,
+        "idle_seconds": 0,
+    },
+    "service": {"interval_seconds": 480, "window_seconds": 900},
+}
+"""What the published behaviour switches off. `kappa` stays: without it no job of four machines
+could ever have an alert, while the smallest published one has four."""
+
+
+def minder_config(raw: Mapping[str, Any] | None = None) -> MinderConfig:
+    """Return the configuration of a table as TOML or JSON gives it.
+
+    Example:
+        >>> minder_config({"profile": "paper"}).service.interval_seconds
+        480
+
+    Raises:
+        ConfigError: an unknown section or key, or a value that can not be; every one is named.
+    """
+    table = dict(raw or {})
+    profile = table.get("profile", "default")
+    if profile not in ("default", "paper"):
+        raise ConfigError(f"`profile` must be 'default' or 'paper', got {profile!r}")
+    base = PAPER if profile == "paper" else {}
+    for section in (*base, *table):
+        value = table.get(section, {})
+        if section != "profile" and not isinstance(value, Mapping):
+            raise ConfigError(f"`{section}` must be a table, got {value!r:.80}")
+    merged: dict[str, Any] = {
+        section: {**base.get(section, {}), **table.get(section, {})}
+        for section in {**base, **table}
+        if section != "profile"
+    }
+    lists = merged.get("detect", {})
+    if isinstance(lists.get("metrics"), list):
+        lists["metrics"] = tuple(lists["metrics"])
+    return parse_section(MinderConfig, {"profile": profile, **merged}, section="minder")

@@ -1,0 +1,211 @@
+"""Frames: what all machines of one job measured, second by second.
+
+Imports numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planish.base.errors import RecordError
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
+"""Metric to machine to (timestamps in unix seconds, values), in any order."""
+
+COARSEST_SECONDS = 60.0
+"""Samples that come less often than this say nothing about the seconds between them."""
+_DENSE_SECONDS = 1.5
+_FEWEST_SPACINGS = 8
+"""A series with fewer samples has no spacing to speak of."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The traces of one job on a grid of seconds.
+
+    Example:
+        >>> ts = np.arange(100, 103)
+        >>> cpu = np.array([[1, 2], [1, np.nan], [1, 2]], np.float32)
+        >>> frame = Frame("job", ts, ("a", "b"), {"cpu_usage": cpu})
+        >>> frame.mask["cpu_usage"].sum(), frame.slice(101, 103).num_seconds
+        (np.int64(5), 2)
+    """
+
+    job: str
+    """Name of the job."""
+    ts: I64
+    """[T] unix seconds, a step of 1."""
+    machines: tuple[str, ...]
+    """N names of Kubernetes nodes, sorted."""
+    values: dict[str, F32]
+    """Metric to [T, N]; NaN where nothing was measured."""
+    mask: dict[str, Mask] = field(default_factory=dict)
+    """Metric to [T, N], True for a real sample; made from `values` where it is not given."""
+
+    def __post_init__(self) -> None:
+        """Check the shapes.
+
+        Raises:
+            RecordError: the grid has gaps, machines are not sorted, or an array has another shape.
+        """
+        if len(self.ts) and not np.array_equal(np.diff(self.ts), np.ones(len(self.ts) - 1)):
+            raise RecordError(
+                "the timestamps of a frame must rise by 1 second, got steps "
+                f"{sorted(set(np.diff(self.ts).tolist()))[:5]}; align the samples first"
+            )
+        if list(self.machines) != sorted(set(self.machines)):
+            raise RecordError(
+                f"the machines of a frame must be sorted and unique, got {self.machines[:8]}"
+            )
+        shape = (len(self.ts), len(self.machines))
+        for name, array in self.values.items():
+            if array.shape != shape:
+                raise RecordError(f"`{name}` must have the shape {shape}, got {array.shape}")
+            self.mask.setdefault(name, np.isfinite(array))
+
+    @property
+    def num_seconds(self) -> int:
+        """Length of the grid."""
+        return len(self.ts)
+
+    @property
+    def num_machines(self) -> int:
+        """N."""
+        return len(self.machines)
+
+    def slice(self, start: int, end: int) -> Frame:
+        """Return the seconds `start <= t < end` (unix), views of these arrays."""
+        low, high = np.searchsorted(self.ts, [start, end])
+        return Frame(
+            self.job,
+            self.ts[low:high],
+            self.machines,
+            {name: array[low:high] for name, array in self.values.items()},
+            {name: array[low:high] for name, array in self.mask.items()},
+        )
+
+    def select(self, machines: Sequence[str]) -> Frame:
+        """Return some of the machines.
+
+        Raises:
+            RecordError: one of them is not in the frame.
+        """
+        place = {name: i for i, name in enumerate(self.machines)}
+        unknown = sorted(set(machines) - place.keys())
+        if unknown:
+            raise RecordError(f"machines must be of the frame, got {unknown}")
+        names = tuple(sorted(machines))
+        columns = [place[name] for name in names]
+        return Frame(
+            self.job,
+            self.ts,
+            names,
+            {name: array[:, columns] for name, array in self.values.items()},
+            {name: array[:, columns] for name, array in self.mask.items()},
+        )
+
+
+def align(
+    job: str,
+    start: int,
+    end: int,
+    machines: Sequence[str],
+    samples: Samples,
+    *,
+    nonnegative: Mapping[str, bool] | None = None,
+) -> Frame:
+    """Put raw samples on the grid `start <= t < end`.
+
+    Each grid point takes the sample nearest in time within half a second, after the timestamps of
+    the series have been moved by their median distance from whole seconds: exporters of one machine
+    are asked at different fractions of a second, and its clock may be off. A series whose samples
+    come regularly but less than once a second, up to `COARSEST_SECONDS`, stands for as long as it
+    takes until the next one. Samples that are not finite, or negative where that can not be, are
+    dropped; of equal timestamps the last one wins.
+
+    Args:
+        job: name of the job.
+        start: first second.
+        end: second after the last.
+        machines: all machines of the job; one without samples stays, without values.
+        samples: metric to machine to (timestamps, values).
+        nonnegative: metrics of which a negative value is a broken sample; default all.
+    """
+    names = tuple(sorted(set(machines)))
+    grid = np.arange(start, end, dtype=np.int64)
+    values: dict[str, F32] = {}
+    for metric, by_machine in samples.items():
+        keep_negative = nonnegative is not None and not nonnegative.get(metric, True)
+        array = np.full((len(grid), len(names)), np.nan, np.float32)
+        for column, name in enumerate(names):
+            if name in by_machine:
+                ts, found = clean(*by_machine[name], keep_negative=keep_negative)
+                array[:, column] = nearest(ts - _skew(ts), found, grid, reach=_reach(ts))
+        values[metric] = array
+    return Frame(job, grid, names, values)
+
+
+def clean(ts: F64, values: F64, *, keep_negative: bool = False) -> tuple[F64, F64]:
+    """Sort samples by time and drop those that can not be.
+
+    Example:
+        >>> clean(np.array([2.0, 1.0, 1.0, 3.0]), np.array([5.0, 7.0, 8.0, np.nan]))
+        (array([1., 2.]), array([8., 5.]))
+    """
+    ts, values = np.asarray(ts, np.float64), np.asarray(values, np.float64)
+    # What float32 can not hold is no measurement.
+    good = np.isfinite(ts) & (np.abs(values) <= np.finfo(np.float32).max)
+    if not keep_negative:
+        good &= values >= 0
+    ts, values = ts[good], values[good]
+    order = np.argsort(ts, kind="stable")
+    ts, values = ts[order], values[order]
+    last = np.append(ts[1:] != ts[:-1], True) if len(ts) else np.zeros(0, bool)
+    return ts[last], values[last]
+
+
+def nearest(ts: F64, values: F64, grid: I64, *, reach: float = 0.5) -> F32:
+    """Return for each grid second the value of the sample nearest in time, or NaN.
+
+    Samples farther away than `reach` seconds do not count.
+
+    Example:
+        >>> nearest(np.array([0.4, 2.0]), np.array([5.0, 6.0]), np.array([0, 1, 2]))
+        array([ 5., nan,  6.], dtype=float32)
+    """
+    if not len(ts):
+        return np.full(len(grid), np.nan, np.float32)
+    after = np.searchsorted(ts, grid)
+    left, right = np.clip(after - 1, 0, None), np.clip(after, None, len(ts) - 1)
+    # The earlier one wins a tie.
+    use_left = np.abs(ts[left] - grid) <= np.abs(ts[right] - grid)
+    chosen = np.where(use_left, left, right)
+    close = np.abs(ts[chosen] - grid) <= reach + 1e-9
+    return np.where(close, values[chosen], np.nan).astype(np.float32)
+
+
+def _skew(ts: F64) -> float:
+    """Return how far timestamps lie from whole seconds in the median, -0.5 to 0.5 or a bit more."""
+    fractions = ts % 1.0
+    if not fractions.any():
+        return 0.0
+    # The mean on the circle finds the place of the fractions, the median about it the skew.
+    centre = float(np.angle(np.exp(2j * np.pi * fractions).mean())) / (2 * np.pi)
+    return centre + float(np.median((ts - centre + 0.5) % 1.0 - 0.5))
+
+
+def _reach(ts: F64) -> float:
+    """Return how far from a sample it still speaks for its series, in seconds."""
+    if len(ts) < _FEWEST_SPACINGS:
+        return 0.5
+    spacing = float(np.median(np.diff(ts)))
+    return spacing / 2 if _DENSE_SECONDS < spacing <= COARSEST_SECONDS else 0.5

@@ -1,0 +1,339 @@
+"""From a frame to numbers between 0 and 1: fill short gaps, scale, say which metrics will do.
+
+Source: Minder, arXiv 2411.01791, section 4.1 (nearest padding, min-max by the limits of the
+metric); limits on gaps, usability and silence are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.frame import F32, F64, I64, Frame, Mask
+from planish.minder.detect.metrics_table import METRICS, Metric
+
+_STEP = 1.1
+"""Limits are widened by powers of this, and only when they are too narrow by more."""
+_TOP_QUANTILE = 0.99
+"""Of the samples of a machine, what lies above may be glitches."""
+_FRESH_ROWS = 10
+"""A machine whose last sample is older has stopped, which is another matter than standing still."""
+
+Limits = Mapping[str, tuple[float, float]]
+"""Metric to the transformed values that become 0 and 1."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What detection looks at."""
+
+    frame: Frame
+    """As it was measured."""
+    values: dict[str, F32]
+    """Usable metric to [T, N] in 0 .. 1; 0 where `masked`."""
+    masked: dict[str, Mask]
+    """[T, N], True where nothing is known even after filling."""
+    skipped: dict[str, str]
+    """Other metrics to the reason: absent, missing, flat, coarse, limits."""
+    clipped: dict[str, float]
+    """Share of values beyond the limits that were given, widened or not."""
+    broken: dict[str, tuple[str, ...]]
+    """Metric to machines whose exporter says 0, or stands still, and can not be believed."""
+    silent_seconds: F64
+    """[N], how long before the end of the frame each machine gave its last sample of anything."""
+
+
+def prepare(
+    frame: Frame,
+    config: MinderConfig,
+    limits: Limits,
+    *,
+    board: str = "",
+    scales: Mapping[str, float] | None = None,
+    table: Mapping[str, Metric] = METRICS,
+) -> Prepared:
+    """Clean one frame.
+
+    Args:
+        frame: of one job.
+        config: of the monitor; only metrics of `detect.metrics` are looked at.
+        limits: of metrics whose limits are fitted; others have theirs in `table`.
+        board: model of the boards that the job runs on; empty when not known.
+        scales: metric to the factor by which its limits are too narrow for this job.
+        table: all metrics.
+    """
+    values: dict[str, F32] = {}
+    masked: dict[str, Mask] = {}
+    skipped: dict[str, str] = {}
+    clipped: dict[str, float] = {}
+    rules = config.preprocess
+    broken = broken_exporters(frame, table) if rules.mask_broken_exporter else {}
+    frozen = frozen_exporters(frame, table, rules.frozen_after_seconds)
+    for name in config.detect.metrics:
+        if name not in frame.values:
+            skipped[name] = "absent"
+            continue
+        real = frame.mask[name].copy()
+        real[:, [frame.machines.index(m) for m in broken.get(name, ())]] = False
+        for machine, first in frozen.get(name, {}).items():
+            real[first:, frame.machines.index(machine)] = False
+        reason = unusable(frame.values[name], real, config)
+        bounds = limits_of(table[name], config, limits, board)
+        if not reason and (bounds is None or bounds[0] >= bounds[1]):
+            reason = "limits"
+        if reason:
+            skipped[name] = reason
+            continue
+        assert bounds is not None
+        filled, unknown = fill(frame.values[name], real, rules.max_gap_seconds)
+        for machine, first in frozen.get(name, {}).items():
+            unknown[first:, frame.machines.index(machine)] = True
+        scaled = transformed(filled, table[name])
+        scaled = (scaled - np.float32(bounds[0])) / np.float32(bounds[1] - bounds[0])
+        known = ~unknown
+        beyond = known & ((scaled < 0) | (scaled > 1))
+        clipped[name] = float(beyond.sum() / max(1, known.sum()))
+        scaled = np.clip(scaled / np.float32((scales or {}).get(name, 1.0)), 0.0, 1.0)
+        scaled[unknown] = 0.0
+        values[name], masked[name] = scaled.astype(np.float32), unknown
+    for name, machines in frozen.items():
+        broken[name] = tuple(sorted({*broken.get(name, ()), *machines}))
+    return Prepared(frame, values, masked, skipped, clipped, broken, silent_seconds(frame))
+
+
+def limits_of(
+    metric: Metric, config: MinderConfig, fitted: Limits, board: str = ""
+) -> tuple[float, float] | None:
+    """Return the transformed values that become 0 and 1; None where nobody knows them.
+
+    The board's limits go before those of the site, these before the metric's own, and what the
+    models were trained with is last.
+    """
+    site = config.site_limits(metric.name, board)
+    if site is not None:
+        low, high = transformed(np.array(site, np.float32), metric).tolist()
+        return low, high
+    return metric.limits or fitted.get(metric.name)
+
+
+def needed_scale(
+    frame: Frame, metric: Metric, limits: tuple[float, float], known: float = 1.0
+) -> float:
+    """Return the factor by which limits are too narrow for a job, in steps of a tenth; at least 1.
+
+    They are when most machines are far beyond them for more than one second in a hundred: other
+    hardware, not a fault. Few machines, or a little beyond, change nothing.
+
+    Args:
+        frame: of the job.
+        metric: that the limits are of.
+        limits: transformed values that become 0 and 1.
+        known: factor that was found before.
+    """
+    low, high = limits
+    values, real = frame.values[metric.name], frame.mask[metric.name]
+    top = low + (high - low) * known * _STEP
+    raw_top = np.expm1(top) if metric.transform == "log1p" else top
+    counts = real.sum(axis=0)
+    beyond = (real & (values > np.float32(raw_top))).sum(axis=0)
+    heard = counts > 0
+    if 2 * np.count_nonzero(beyond > (1 - _TOP_QUANTILE) * counts) <= np.count_nonzero(heard):
+        return known
+    seen = np.where(real, transformed(values, metric), np.nan)[:, heard]
+    reached = float(np.median(np.nanquantile(seen, _TOP_QUANTILE, axis=0)))
+    steps = math.ceil(math.log((reached - low) / (high - low)) / math.log(_STEP))
+    return max(known, round(_STEP**steps, 4))
+
+
+def transformed(values: F32, metric: Metric) -> F32:
+    """Return values on the scale on which limits are measured."""
+    if metric.transform == "log1p":
+        return np.log1p(np.maximum(values, 0.0)).astype(np.float32)
+    return values.astype(np.float32)
+
+
+def fill(values: F32, real: Mask, max_gap_seconds: int) -> tuple[F32, Mask]:
+    """Fill gaps with the sample of the same machine that is nearest in time, ties with the earlier.
+
+    Args:
+        values: [T, N].
+        real: [T, N], True for real samples.
+        max_gap_seconds: longer gaps stay; 0 fills all. A gap at the border of the frame has one
+            end only and counts by its length.
+
+    Returns:
+        The filled values and a mask that is True where nothing is known.
+
+    Example:
+        >>> v = np.array([[1], [0], [0], [4]], np.float32)
+        >>> fill(v, v > 0, 30)[0].ravel()
+        array([1., 1., 4., 4.], dtype=float32)
+    """
+    count = len(values)
+    filled = values.astype(np.float32)
+    unknown = np.zeros(values.shape, bool)
+    # Machine after machine, so that the neighbours of a gap stand beside it.
+    known = np.flatnonzero(real.T)
+    columns, rows = np.nonzero(~real.T)
+    if not len(rows):
+        return filled, unknown
+    if not len(known):
+        return filled, ~unknown
+    next_known = np.searchsorted(known, columns * count + rows)
+    before = known[np.maximum(next_known - 1, 0)] - columns * count
+    before[(next_known == 0) | (before < 0)] = -1
+    after = known[np.minimum(next_known, len(known) - 1)] - columns * count
+    after[(next_known == len(known)) | (after > count)] = count
+    to_before = np.where(before >= 0, rows - before, 2 * count)
+    to_after = np.where(after < count, after - rows, 2 * count)
+    chosen = np.where(to_before <= to_after, before, after)
+    filled[rows, columns] = values[np.clip(chosen, 0, count - 1), columns]
+    gone = (before < 0) & (after >= count)
+    if max_gap_seconds:
+        gone |= after - before - 1 > max_gap_seconds
+    unknown[rows, columns] = gone
+    return filled, unknown
+
+
+def unusable(values: F32, real: Mask, config: MinderConfig) -> str:
+    """Return why a metric can not be used in this frame; empty when it can."""
+    rules = config.preprocess
+    if not real.any():
+        return "missing"
+    machines = values.shape[1]
+    good = real.mean(axis=0) >= rules.min_real_share
+    if good.sum() < min(machines, max(4, int(np.ceil(rules.min_machine_share * machines)))):
+        return "coarse" if _is_coarse(real) else "missing"
+    seen = values[real]
+    return "flat" if seen.min() == seen.max() else ""
+
+
+def _is_coarse(real: Mask) -> bool:
+    """Tell whether samples come regularly, but less often than every two seconds."""
+    for column in real.T:
+        rows = np.flatnonzero(column)
+        if len(rows) > 2:
+            return bool(np.median(np.diff(rows)) > 2)
+    return False
+
+
+def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
+    """Find GPU metrics that are 0 on one machine only, while another one of it moves."""
+    gpu = [name for name in frame.values if name in table and table[name].is_gpu]
+    found: dict[str, tuple[str, ...]] = {}
+    moves = {
+        name: _spread(frame.values[name], frame.mask[name]) > 0
+        for name in gpu
+    }  # fmt: skip
+    for name in gpu:
+        values, real = frame.values[name], frame.mask[name]
+        zero = real.any(axis=0) & ~((values != 0) & real).any(axis=0)
+        others = [moves[other] for other in gpu if other != name]
+        if zero.sum() == 1 and others and np.logical_or.reduce(others)[zero].all():
+            found[name] = (frame.machines[int(np.flatnonzero(zero)[0])],)
+    return found
+
+
+def frozen_exporters(
+    frame: Frame, table: Mapping[str, Metric], after_seconds: int
+) -> dict[str, dict[str, int]]:
+    """Find exporters that give one and the same values on and on, while those of peers move.
+
+    All metrics of an exporter must have stood still until the end of the frame, among them one that
+    no living machine holds still: a gauge between 0 and its upper limit, or the rate of idle time.
+    Idle GPUs are no such case, since their power moves.
+
+    Args:
+        frame: of one job.
+        table: all metrics.
+        after_seconds: so long they must have stood still; 0: nobody is looked at.
+
+    Returns:
+        Metric to machine to the first row that stands still.
+    """
+    found: dict[str, dict[str, int]] = {}
+    if not after_seconds or frame.num_seconds <= after_seconds:
+        return found
+    for is_gpu in (False, True):
+        names = [name for name in frame.values if name in table and table[name].is_gpu == is_gpu]
+        still = {name: still_since(frame.values[name], frame.mask[name]) for name in names}
+        if not still:
+            continue
+        needed = frame.num_seconds - after_seconds
+        since = np.max(np.stack(list(still.values())), axis=0)
+        alive = np.zeros(frame.num_machines, bool)
+        for name in names:
+            metric, last = table[name], _last_values(frame.values[name], frame.mask[name])
+            moving = still[name] >= needed
+            # Where hardly anything moves, standing still says nothing.
+            if 2 * np.count_nonzero(moving) <= frame.num_machines:
+                continue
+            top = metric.limits[1] if metric.limits else np.inf
+            between = (last > 0) & (last < top) & (metric.kind == "gauge")
+            alive |= between | (name == "cpu_usage")
+        for place in np.flatnonzero(alive & (since < needed)).tolist():
+            for name in names:
+                if frame.mask[name][:, place].any():
+                    found.setdefault(name, {})[frame.machines[place]] = int(since[place])
+    return found
+
+
+def still_since(values: F32, real: Mask) -> I64:
+    """Return [N], the first row from which on all samples of a machine are equal.
+
+    Rows after the last sample do not count as standing still: a machine that is silent is no broken
+    exporter. A machine without samples stands still from the beginning.
+
+    Example:
+        >>> values = np.array([[1, 1], [2, 5], [2, 6]], np.float32)
+        >>> still_since(values, np.isfinite(values))
+        array([1, 2])
+    """
+    count = len(values)
+    last = _last_values(values, real)
+    rows = np.arange(count)[:, None]
+    differs = real & (values != last)
+    first: I64 = np.where(differs, rows, -1).max(axis=0, initial=-1) + 1
+    ends = np.where(real, rows, -1).max(axis=0, initial=-1)
+    return np.where((ends >= 0) & (ends < count - _FRESH_ROWS), count, first)
+
+
+def _last_values(values: F32, real: Mask) -> F32:
+    """Return [N], the last sample of each machine; 0 without any."""
+    ends = np.where(real, np.arange(len(values))[:, None], -1).max(axis=0, initial=-1)
+    picked = values[np.maximum(ends, 0), np.arange(values.shape[1])]
+    return np.where(ends >= 0, picked, np.float32(0)).astype(np.float32)
+
+
+def _spread(values: F32, real: Mask) -> F32:
+    low = np.where(real, values, np.inf).min(axis=0, initial=np.inf)
+    high = np.where(real, values, -np.inf).max(axis=0, initial=-np.inf)
+    return np.where(high >= low, high - low, 0.0).astype(np.float32)
+
+
+def silent_seconds(frame: Frame) -> F64:
+    """Return for each machine the seconds since its last sample of any metric."""
+    count = frame.num_seconds
+    last = np.full(frame.num_machines, -1)
+    rows = np.arange(count)[:, None]
+    for real in frame.mask.values():
+        if count:
+            last = np.maximum(last, np.where(real, rows, -1).max(axis=0))
+    return (count - 1 - last).astype(np.float64)
+
+
+def fit_limits(frames: list[Frame], metric: Metric) -> tuple[float, float]:
+    """Return the 0.1 % and 99.9 % quantiles of a metric over training frames, transformed."""
+    seen = [
+        transformed(frame.values[metric.name][frame.mask[metric.name]], metric)
+        for frame in frames
+        if metric.name in frame.values
+    ]
+    together = np.concatenate(seen) if seen else np.zeros(1, np.float32)
+    low, high = np.quantile(together, [0.001, 0.999])
+    # A rate that can be 0 keeps its natural zero.
+    return (min(0.0, float(low)) if metric.nonnegative else float(low)), float(high)

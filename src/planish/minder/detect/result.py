@@ -1,0 +1,113 @@
+"""What a call finds, as an object and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from typing import Any, Literal
+
+Kind = Literal["dissimilar", "silent", "job_wide"]
+Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one metric says of a machine."""
+
+    candidate_share: float
+    """Share of the windows of the frame in which it was the candidate."""
+    median_distance: float
+    """Median over those windows of its distance above the median machine, normalised units."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One faulty machine, or an event of the whole job."""
+
+    machine: str
+    """Node name; empty for `job_wide`."""
+    metric: str
+    """Metric that confirmed it; empty for `silent` and `job_wide`."""
+    kind: Kind
+    run_start: int
+    """Unix seconds at which it began to differ."""
+    confirmed_at: int
+    """Unix seconds at which it had differed for long enough."""
+    duration_s: float
+    """From `run_start` to the last second in which it differed."""
+    score_mean: float
+    """Mean normal score over the run."""
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    """By metric."""
+    machines: tuple[str, ...] = ()
+    """All that are concerned, for `job_wide`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A machine that is unlike its peers at the end of the frame, confirmed or not yet."""
+
+    machine: str
+    metric: str
+    since: int
+    """Unix seconds at which it began to differ."""
+    seconds: int
+    """For how long it has been candidate."""
+    score: float
+    """Normal score in the last window of the run."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer of one call; equal frames give equal results but for `call_seconds`.
+
+    Example:
+        >>> result = Result("job", "ok", 0, 900, 4, "default", 1.35, "euclidean")
+        >>> result.to_dict()["findings"]
+        []
+    """
+
+    job: str
+    status: Status
+    start: int
+    """First second that was looked at."""
+    end: int
+    """Second after the last."""
+    n_machines: int
+    profile: str
+    theta: float
+    """Threshold of the normal score for so many machines."""
+    distance: str
+    findings: tuple[Finding, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Metrics that were not used, with the reason."""
+    model_ids: dict[str, str] = field(default_factory=dict)
+    """Metric to denoiser and version."""
+    silent: tuple[str, ...] = ()
+    """Machines that give no sample at the end of the frame."""
+    candidates: tuple[Candidate, ...] = ()
+    """Machines that are unlike their peers at the end of the frame."""
+    clipped: dict[str, float] = field(default_factory=dict)
+    """Metric to the share of its values beyond the limits."""
+    broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Metric to machines whose exporter says 0 and can not be believed."""
+    call_seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    def to_json(self) -> str:
+        """Return canonical JSON."""
+        return json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a result."""
+    text = (
+        resources.files("planish.minder.detect").joinpath("result.schema.json").read_text("utf-8")
+    )
+    document: dict[str, Any] = json.loads(text)
+    return document

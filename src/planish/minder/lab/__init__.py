@@ -1,0 +1,1 @@
+"""Recorded traces: read, replayed, trained on, calibrated and evaluated with."""

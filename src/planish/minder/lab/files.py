@@ -1,0 +1,258 @@
+"""Frames in files: npz with arrays, or CSV and Parquet with one row for each sample.
+
+    ts,machine,metric,value          long form of CSV and Parquet, rows in any order
+    npz: ts [T], machines [N], and one array [T, N] for each metric
+
+Long rows are put on the grid of seconds as those of a server are.
+"""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planish.base.config import nearest
+from planish.base.errors import ConfigError, RecordError
+from planish.minder.detect.frame import COARSEST_SECONDS, F64, Frame, Samples, align
+from planish.minder.detect.metrics_table import METRICS
+
+LONG_COLUMNS = ("ts", "machine", "metric", "value")
+ENDINGS = (".npz", ".csv", ".parquet")
+
+_MAX_SECONDS = 32 * 86_400
+"""A trace that lasts longer has a broken timestamp."""
+_LAST_SECOND = 1e11
+"""Later timestamps, after the year 5000, are in milliseconds or finer."""
+_log = logging.getLogger(__name__)
+
+
+def read_frame(path: Path) -> Frame:
+    """Read a trace; metrics that are not known are left out with a warning.
+
+    Args:
+        path: `.npz`, `.csv` or `.parquet`; the job is named like the file.
+
+    Raises:
+        ConfigError: no such file, or another ending.
+        RecordError: it is damaged, lacks a column or array, or holds no sample of a known metric.
+    """
+    if path.suffix not in ENDINGS:
+        raise ConfigError(f"a trace must be a file that ends in {ENDINGS}, got `{path}`")
+    if not path.is_file():
+        raise ConfigError(f"a trace must be there, got no file `{path}`")
+    frame = _read_npz(path) if path.suffix == ".npz" else _read_long(path)
+    if not frame.values or not frame.num_seconds or not frame.num_machines:
+        raise RecordError(f"`{path}` must hold samples of known metrics, got none")
+    return frame
+
+
+def write_frame(path: Path, frame: Frame) -> None:
+    """Write a trace; only real samples go into the long form.
+
+    Raises:
+        ConfigError: a name with another ending.
+    """
+    if path.suffix not in ENDINGS:
+        raise ConfigError(f"a trace must be a file that ends in {ENDINGS}, got `{path}`")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npz":
+        values = {
+            name: np.where(frame.mask[name], array, np.float32(np.nan))
+            for name, array in frame.values.items()
+        }
+        arrays = {"ts": frame.ts, "machines": np.array(frame.machines), **values}
+        with path.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+        return
+    write_samples(path, _samples_of(frame))
+
+
+def write_samples(path: Path, samples: Samples) -> None:
+    """Write samples as they came, in long form; equal times and disorder are kept."""
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    parts = []
+    for metric, series in samples.items():
+        for machine, (ts, values) in series.items():
+            count = len(ts)
+            names = [pa.repeat(pa.scalar(text), count) for text in (machine, metric)]
+            parts.append(pa.table([pa.array(ts), *names, pa.array(values)], LONG_COLUMNS))
+    table = pa.concat_tables(parts)
+    if path.suffix == ".csv":
+        csv.write_csv(table, path)
+    else:
+        parquet.write_table(table, path, compression="zstd")
+
+
+def _samples_of(frame: Frame) -> dict[str, dict[str, tuple[F64, F64]]]:
+    ts = frame.ts.astype(np.float64)
+    return {
+        metric: {
+            name: (ts[real[:, i]], array[real[:, i], i].astype(np.float64))
+            for i, name in enumerate(frame.machines)
+        }
+        for metric, array in frame.values.items()
+        for real in (frame.mask[metric],)
+    }
+
+
+def _read_npz(path: Path) -> Frame:
+    from planish.records.parquet import limit_bytes
+
+    limit = limit_bytes(path.stat().st_size)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            total = sum(entry.file_size for entry in archive.infolist())
+        if total > limit:
+            raise RecordError(f"`{path}` must decode to at most {limit} bytes, got {total}")
+        with np.load(path, allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+    except RecordError:
+        raise
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RecordError(f"`{path}` must be an npz file of plain arrays, got {error}") from None
+    if set(LONG_COLUMNS) <= set(arrays):
+        return _from_long(path, *(arrays[name] for name in LONG_COLUMNS))
+    try:
+        ts, machines = arrays.pop("ts").astype(np.float64), arrays.pop("machines").astype(str)
+        values = {
+            name: array.astype(np.float64)
+            for name, array in arrays.items()
+            if _is_known(path, name)
+        }
+    except (KeyError, ValueError) as error:
+        raise RecordError(
+            f"`{path}` must hold the arrays `ts`, `machines` and one for each metric, got {error}"
+        ) from None
+    shape = (len(ts), len(machines))
+    if ts.ndim != 1 or machines.ndim != 1 or any(a.shape != shape for a in values.values()):
+        raise RecordError(
+            f"every metric in `{path}` must have the shape {shape} of `ts` and `machines`, got "
+            f"{ {name: array.shape for name, array in values.items()} }"
+        )
+    samples = {
+        name: {str(m): (ts, array[:, i]) for i, m in enumerate(machines)}
+        for name, array in values.items()
+    }
+    return _aligned(path, machines.tolist(), samples)
+
+
+def _read_long(path: Path) -> Frame:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    from planish.records.parquet import read_batches
+
+    try:
+        if path.suffix == ".csv":
+            table = csv.read_csv(path)
+        else:
+            batches = read_batches(path, size=path.stat().st_size, name=str(path))
+            table = pa.Table.from_batches(list(batches)).unify_dictionaries()
+    except RecordError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise RecordError(f"`{path}` must be a readable table, got {error}") from None
+    missing = [name for name in LONG_COLUMNS if name not in table.column_names]
+    if missing:
+        raise RecordError(
+            f"`{path}` must have the columns {LONG_COLUMNS}, got {table.column_names}"
+        )
+    try:
+        columns = [table.column(name) for name in LONG_COLUMNS]
+        if pa.types.is_timestamp(columns[0].type):
+            columns[0] = columns[0].cast(pa.timestamp("us")).cast(pa.int64())
+            ts = columns[0].to_numpy() / 1e6
+        else:
+            ts = columns[0].cast(pa.float64()).to_numpy()
+        names = [
+            column.cast(pa.string()).combine_chunks().dictionary_encode() for column in columns[1:3]
+        ]
+        values = columns[3].cast(pa.float64()).to_numpy()
+    except (ValueError, pa.ArrowException) as error:
+        raise RecordError(
+            f"`ts` and `value` in `{path}` must be numbers, the others text, got {error}"
+        ) from None
+    texts = [
+        np.asarray(one.dictionary.to_numpy(zero_copy_only=False), np.str_)[
+            one.indices.fill_null(0).to_numpy()
+        ]
+        for one in names
+    ]
+    return _from_long(path, ts, texts[0], texts[1], values)
+
+
+def _from_long(
+    path: Path, ts: F64, machine: NDArray[np.str_], metric: NDArray[np.str_], value: F64
+) -> Frame:
+    """Group rows by metric and machine, and align them."""
+    ts, value = ts.astype(np.float64), value.astype(np.float64)
+    if not len(ts) == len(machine) == len(metric) == len(value):
+        raise RecordError(f"the columns of `{path}` must be equally long")
+    machines, of_machine = np.unique(machine.astype(str), return_inverse=True)
+    metrics, of_metric = np.unique(metric.astype(str), return_inverse=True)
+    place = of_metric * len(machines) + of_machine
+    order = np.argsort(place, kind="stable")
+    starts = np.searchsorted(place[order], np.arange(len(metrics) * len(machines) + 1))
+    samples: dict[str, dict[str, tuple[F64, F64]]] = {}
+    for i, name in enumerate(metrics.tolist()):
+        if not _is_known(path, name):
+            continue
+        series = {}
+        for j, node in enumerate(machines.tolist()):
+            low, high = starts[i * len(machines) + j : i * len(machines) + j + 2]
+            if high > low:
+                series[node] = (ts[order[low:high]], value[order[low:high]])
+        samples[name] = series
+    return _aligned(path, machines.tolist(), samples)
+
+
+def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:
+    stamps = [ts[np.isfinite(ts)] for series in samples.values() for ts, _ in series.values()]
+    every = np.concatenate(stamps) if stamps else np.zeros(0)
+    if not len(every):
+        raise RecordError(f"`{path}` must hold samples of known metrics, got none")
+    if every.min() > _LAST_SECOND:
+        raise RecordError(
+            f"`ts` in `{path}` must be unix seconds, got {every.min():.0f} and later; divide "
+            "milliseconds by 1,000"
+        )
+    spacing = _spacing(samples)
+    if spacing > COARSEST_SECONDS:
+        raise RecordError(
+            f"samples in `{path}` must be at most {COARSEST_SECONDS:.0f} s apart, got "
+            f"{spacing:,.0f} in the median; `ts` is in seconds"
+        )
+    start, end = int(np.floor(every.min() + 0.5)), int(np.floor(every.max() + 0.5)) + 1
+    if end - start > _MAX_SECONDS:
+        raise RecordError(
+            f"`ts` in `{path}` must be seconds of one trace of at most {_MAX_SECONDS:,} s, got "
+            f"{start} to {end}"
+        )
+    signs = {name: METRICS[name].nonnegative for name in samples}
+    return align(path.stem, start, end, machines, samples, nonnegative=signs)
+
+
+def _spacing(samples: Samples) -> float:
+    """Return the median seconds between samples of a series, in the median of all; 0 for few."""
+    found = [
+        float(np.median(np.diff(np.unique(ts))))
+        for series in samples.values()
+        for ts, _ in series.values()
+        if len(np.unique(ts)) > 2
+    ]
+    return float(np.median(found)) if found else 0.0
+
+
+def _is_known(path: Path, name: str) -> bool:
+    if name in METRICS:
+        return True
+    _log.warning("`%s` in `%s` is not a known metric%s: left out", name, path,
+                 nearest(name, METRICS))  # fmt: skip
+    return False

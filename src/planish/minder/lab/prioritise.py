@@ -1,0 +1,156 @@
+"""The order in which metrics are tried: a decision tree says which of them tell faults best.
+
+Source: Minder, arXiv 2411.01791, section 4.3: for every labelled window and metric the largest
+normal score over the machines is the feature, and metrics nearer to the root of a CART come first.
+Depth, leaf size, weights and the treatment of ties are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planish.base.errors import ConfigError
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.denoise import WINDOW
+from planish.minder.detect.frame import F64, Frame
+from planish.minder.detect.preprocess import Limits, prepare
+
+STRIDE_SECONDS = 30
+"""Between two windows of one frame that the tree learns from."""
+MAX_DEPTH = 8
+MIN_SAMPLES_LEAF = 20
+
+Labels = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One metric's place."""
+
+    metric: str
+    depth: int | None
+    """Of its node nearest to the root; None when the tree does not use it."""
+    importance: float
+    """Share of the loss of entropy that it brings."""
+
+
+def features(
+    frame: Frame, config: MinderConfig, limits: Limits, *, stride: int = STRIDE_SECONDS
+) -> tuple[F64, NDArray[np.int64]]:
+    """Return the features of one frame's windows, and where the windows begin.
+
+    Args:
+        frame: of one job.
+        config: metrics and preprocessing.
+        limits: fitted ones.
+        stride: seconds between two windows.
+
+    Returns:
+        [W, M], `max_i |z_ij|` of the window's mean over the machines for each metric of the
+        configuration, 0 for one that can not be used; [W] unix seconds.
+    """
+    prepared = prepare(frame, config, limits)
+    first = np.arange(0, max(0, frame.num_seconds - WINDOW + 1), stride)
+    result = np.zeros((len(first), len(config.detect.metrics)))
+    rows = first[:, None] + np.arange(WINDOW)
+    for column, name in enumerate(config.detect.metrics):
+        if name not in prepared.values:
+            continue
+        known = ~prepared.masked[name][rows].any(axis=1)
+        means = prepared.values[name][rows].mean(axis=1, dtype=np.float64)
+        result[:, column] = largest_scores(means, known)
+    return result, frame.ts[first]
+
+
+def largest_scores(values: F64, known: Labels) -> F64:
+    """Return the largest |z| over the machines in each row of [W, N].
+
+    Example:
+        >>> everyone = np.ones((1, 4), bool)
+        >>> largest_scores(np.array([[0.0, 0.0, 0.0, 1.0]]), everyone).round(3)
+        array([1.732])
+    """
+    count = np.maximum(known.sum(axis=1, keepdims=True), 1)
+    mean = np.where(known, values, 0.0).sum(axis=1, keepdims=True) / count
+    centred = np.where(known, values - mean, 0.0)
+    deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
+    scores = np.divide(
+        np.abs(centred), deviation, out=np.zeros_like(centred), where=deviation > 1e-9
+    )
+    largest: F64 = scores.max(axis=1, initial=0.0)
+    return largest
+
+
+def labelled(
+    frames: Iterable[tuple[Frame, tuple[int, int] | None]], config: MinderConfig, limits: Limits
+) -> tuple[F64, Labels]:
+    """Return features [W, M] and labels [W] of many frames.
+
+    Args:
+        frames: each with the first and the last second of its fault, None for a healthy one.
+        config: metrics and preprocessing.
+        limits: fitted ones.
+    """
+    parts, labels = [], []
+    for frame, fault in frames:
+        found, starts = features(frame, config, limits)
+        parts.append(found)
+        low, high = fault or (1, 0)
+        # A window belongs to the fault when all of it lies inside.
+        labels.append((starts >= low) & (starts + WINDOW - 1 <= high))
+    if not parts:
+        return np.zeros((0, len(config.detect.metrics))), np.zeros(0, bool)
+    return np.concatenate(parts), np.concatenate(labels)
+
+
+def rank(metrics: Sequence[str], found: F64, labels: Labels, *, seed: int = 0) -> list[Ranked]:
+    """Fit the tree and return the metrics, the one nearest to its root first.
+
+    Args:
+        metrics: M names.
+        found: [W, M], features.
+        labels: [W], True for windows of a fault.
+        seed: of the tree.
+
+    Raises:
+        ConfigError: no window with, or none without a fault.
+    """
+    from sklearn.tree import DecisionTreeClassifier
+
+    if labels.all() or not labels.any():
+        raise ConfigError(
+            "the order of metrics needs windows with and without a fault, got "
+            f"{int(labels.sum())} of {len(labels)} with one; give more cases"
+        )
+    tree = DecisionTreeClassifier(
+        criterion="entropy",
+        max_depth=MAX_DEPTH,
+        min_samples_leaf=MIN_SAMPLES_LEAF,
+        class_weight="balanced",
+        random_state=seed,
+    )
+    tree.fit(found, labels)
+    nodes = tree.tree_
+    depths: dict[int, int] = {}
+    todo = [(0, 0)]
+    while todo:
+        node, depth = todo.pop()
+        column = int(nodes.feature[node])
+        if column < 0:
+            continue
+        depths[column] = min(depth, depths.get(column, depth))
+        todo += [(int(nodes.children_left[node]), depth + 1)]
+        todo += [(int(nodes.children_right[node]), depth + 1)]
+    ranked = [
+        Ranked(name, depths.get(column), float(tree.feature_importances_[column]))
+        for column, name in enumerate(metrics)
+    ]
+    return sorted(ranked, key=_place)
+
+
+def _place(one: Ranked) -> tuple[int, float, str]:
+    return (MAX_DEPTH + 1 if one.depth is None else one.depth, -one.importance, one.metric)

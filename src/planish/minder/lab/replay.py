@@ -1,0 +1,119 @@
+"""A recorded trace, minute by minute, as the service would have seen it.
+
+A file does not say which machines a job had when. A machine belongs to it from its first sample
+on. One that falls silent has left when another one has come in its place; else it stays and is
+told of, whether or not the others go on: nothing but a cluster knows that a job was made smaller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.detect import Detector, Models
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.result import Result
+from planish.minder.detect.session import JobMonitor
+from planish.minder.service.alerts import AlertBook
+
+FAULT_KINDS = ("dissimilar", "silent", "job_wide")
+"""Alerts that a replay tells; those of the telemetry itself are for the operators of it."""
+
+_TOGETHER_SECONDS = 60
+"""Machines that are heard of so soon after the first have been there from the beginning."""
+_REPLACED_SECONDS = 300
+"""Another machine that comes so long before or after a silence begins takes the place."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a replay."""
+
+    now: int
+    """Unix seconds."""
+    result: Result
+    alerts: tuple[dict[str, object], ...]
+    """Alerts of `FAULT_KINDS` that began to fire: machine, time, kind, metric."""
+    seconds: float
+    """What the call took, alerts included."""
+
+
+def replay(
+    frame: Frame,
+    models: Models,
+    config: MinderConfig,
+    *,
+    every: int = 0,
+    stages: Mapping[str, str] | None = None,
+    board: str = "",
+    detector: Detector | None = None,
+) -> Iterator[Call]:
+    """Call the detector over and over, each time with what was known by then.
+
+    Args:
+        frame: of a whole trace.
+        models: as for a call.
+        config: as for the service.
+        every: seconds between calls; 0: `service.interval_seconds`.
+        stages: machine to pipeline stage, where known.
+        board: model of the boards, where known.
+        detector: in the default one's place.
+    """
+    every = every or config.service.interval_seconds
+    monitor = JobMonitor(frame.job, models, config, detector=detector)
+    book = AlertBook(config)
+    if not frame.num_seconds:
+        return
+    coming = Membership(frame, config)
+    start, stop = int(frame.ts[0]), int(frame.ts[-1]) + 1
+    # The last call sees the end of the trace, a whole step after the one before or not.
+    for now in [*range(start + every, stop, every), stop]:
+        begun = time.perf_counter()
+        members = coming.at(now)
+        piece = frame.slice(now - config.service.window_seconds, now)
+        if len(members) < frame.num_machines:
+            piece = piece.select(members)
+        result = monitor.call(piece, stages=stages, board=board)
+        changes = book.update(now, result, members)
+        alerts = tuple(
+            {"machine": one.machine, "time": now, "kind": one.kind, "metric": one.metric}
+            for one in (change.alert for change in changes)
+            if one.state == "firing" and one.kind in FAULT_KINDS
+        )
+        yield Call(now, result, alerts, time.perf_counter() - begun)
+
+
+class Membership:
+    """Which machines a job had at a time, as far as its trace tells."""
+
+    def __init__(self, frame: Frame, config: MinderConfig) -> None:
+        """Look at a whole trace; answers use only what was known by then."""
+        self.frame = frame
+        self._silent_after = max(1, config.preprocess.silent_after_seconds)
+        self._heard = np.zeros((frame.num_seconds, frame.num_machines), bool)
+        for real in frame.mask.values():
+            self._heard |= real
+        never = frame.num_seconds
+        self._first = np.where(self._heard.any(axis=0), self._heard.argmax(axis=0), never)
+
+    def at(self, now: int) -> tuple[str, ...]:
+        """Return the machines at a time, sorted."""
+        count = int(np.searchsorted(self.frame.ts, now))
+        known = self._first < count
+        rows = np.arange(count)[:, None]
+        last = np.where(self._heard[:count], rows, -1).max(axis=0, initial=-1)
+        silent = np.flatnonzero(known & (count - 1 - last > self._silent_after))
+        new = [at for at in self._first[known].tolist() if at > _TOGETHER_SECONDS]
+        gone = set()
+        for machine in sorted(silent.tolist(), key=lambda i: (last[i], i)):
+            near = [at for at in new if abs(at - last[machine]) <= _REPLACED_SECONDS]
+            if near:
+                new.remove(min(near))
+                gone.add(machine)
+        return tuple(
+            name for i, name in enumerate(self.frame.machines) if known[i] and i not in gone
+        )

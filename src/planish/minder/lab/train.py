@@ -1,0 +1,152 @@
+"""Train the models of all metrics on healthy frames of several jobs.
+
+Source: Minder, arXiv 2411.01791, section 4.2: one model for each metric, unsupervised. The split
+by job, the gate and the fallback are ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from planish import __version__
+from planish.base.errors import ConfigError
+from planish.minder.detect.artefacts import Facts, save_limits, save_model
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.denoise import WINDOW, Pca, windows_of
+from planish.minder.detect.frame import F32, Frame
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.preprocess import Limits, fit_limits, prepare
+from planish.minder.detect.traces import known_windows
+from planish.minder.lab.vae import Training, train_vae
+
+HELD_OUT_SHARE = 0.2
+_SAMPLE_OF_FRAME = 60_000
+
+
+def train_models(
+    frames: Sequence[Frame],
+    folder: Path,
+    config: MinderConfig,
+    training: Training,
+    *,
+    progress: Callable[[str, int, float], None] | None = None,
+) -> dict[str, Facts]:
+    """Fit limits and one model for each metric of the configuration, and write them.
+
+    Args:
+        frames: of healthy jobs; one job may have several, at least two jobs are needed.
+        folder: gets the models.
+        config: metrics and preprocessing.
+        training: how.
+        progress: called with metric, epoch and held-out error.
+
+    Returns:
+        What is known of each model; metrics that no frame has are left out.
+
+    Raises:
+        ConfigError: fewer than two jobs, or no metric at all.
+    """
+    train, held_out = split_by_job(frames, training.seed)
+    limits: dict[str, tuple[float, float]] = {
+        name: fit_limits(train, METRICS[name])
+        for name in config.detect.metrics
+        if METRICS[name].limits is None and any(name in frame.values for frame in train)
+    }
+    save_limits(folder, limits)
+    found: dict[str, Facts] = {}
+    for name in config.detect.metrics:
+        windows = training_windows(train, name, config, limits, seed=training.seed)
+        test = training_windows(held_out, name, config, limits, seed=training.seed)
+        if len(windows) and len(test):
+            found[name] = _train_one(name, windows, test, folder, limits, training, progress)
+    if not found:
+        raise ConfigError(
+            f"training needs frames with some of {list(config.detect.metrics)}, got "
+            f"{sorted({name for frame in frames for name in frame.values})}"
+        )
+    return found
+
+
+def split_by_job(frames: Sequence[Frame], seed: int) -> tuple[list[Frame], list[Frame]]:
+    """Split frames 80 to 20 so that no job is on both sides.
+
+    Raises:
+        ConfigError: fewer than two jobs.
+    """
+    jobs = sorted({frame.job for frame in frames})
+    if len(jobs) < 2:
+        raise ConfigError(
+            f"training needs frames of at least two jobs, one of them held out, got {jobs}"
+        )
+    order = np.random.default_rng(seed).permutation(len(jobs))
+    count = max(1, round(HELD_OUT_SHARE * len(jobs)))
+    chosen = {jobs[i] for i in order[:count]}
+    return (
+        [frame for frame in frames if frame.job not in chosen],
+        [frame for frame in frames if frame.job in chosen],
+    )
+
+
+def training_windows(
+    frames: Sequence[Frame], name: str, config: MinderConfig, limits: Limits, *, seed: int
+) -> F32:
+    """Return windows [M, 8] of one metric, every second a start, none with unknown samples.
+
+    Large frames give a random part of theirs.
+    """
+    # The limits of a model are those of its own frames.
+    detect = config.detect.model_copy(update={"metrics": (name,)})
+    one = config.model_copy(update={"detect": detect, "limits": {}, "boards": {}})
+    generator = np.random.default_rng(seed)
+    parts = []
+    for frame in frames:
+        prepared = prepare(frame, one, limits)
+        if name not in prepared.values:
+            continue
+        windows = windows_of(prepared.values[name]).reshape(-1, WINDOW)
+        known = np.flatnonzero(known_windows(prepared.masked[name]))
+        if len(known) > _SAMPLE_OF_FRAME:
+            known = np.sort(generator.choice(known, _SAMPLE_OF_FRAME, replace=False))
+        parts.append(windows[known].astype(np.float32))
+    return np.concatenate(parts) if parts else np.zeros((0, WINDOW), np.float32)
+
+
+def _train_one(
+    name: str,
+    windows: F32,
+    test: F32,
+    folder: Path,
+    limits: Limits,
+    training: Training,
+    progress: Callable[[str, int, float], None] | None,
+) -> Facts:
+    pca = Pca.fit(name, windows)
+    model, losses = train_vae(
+        windows,
+        test,
+        training,
+        progress=None if progress is None else lambda epoch, error: progress(name, epoch, error),
+        clock=time.process_time,
+    )
+    facts = Facts(
+        metric=name,
+        limits=METRICS[name].limits or limits[name],
+        transform=METRICS[name].transform,
+        mse_train=losses.mse_train,
+        mse_held_out=losses.mse_held_out,
+        variance_held_out=losses.variance_held_out,
+        mse_pca=float(np.mean((pca.embed(test) - test) ** 2)),
+        divergence=losses.divergence,
+        n_windows=min(len(windows), training.max_windows),
+        data_sha256=hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest(),
+        seed=training.seed,
+        version=__version__,
+    )
+    weights = {key: tensor.numpy() for key, tensor in model.state_dict().items()}
+    save_model(folder, facts, weights, pca)
+    return facts

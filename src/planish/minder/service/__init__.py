@@ -1,0 +1,1 @@
+"""The service that watches jobs: Prometheus in, alerts out."""

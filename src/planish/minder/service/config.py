@@ -1,0 +1,275 @@
+"""Configuration of the service: one TOML file for everything that `planish minder serve` does.
+
+profile = "default"
+[prometheus]          url, token, tenant
+[metrics.cpu_usage]   other queries than the default ones
+[models]              folder = "/models"
+[[jobs]]              name = "pretrain", machines = [...]     without Kubernetes
+[kubernetes]          jobs are found there when the table exists
+[act] [alertmanager] [server]
+[detect] [preprocess] [denoise] [service] [alerts]            what is found, and how
+[limits] [boards.NAME]                                        of metrics, for this hardware
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from planish.base.config import Section, nearest, parse_section, read_toml
+from planish.base.errors import ConfigError
+from planish.minder.act.config import ActConfig, Mode
+from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.detect.config import MinderConfig, minder_config
+from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Transform
+from planish.minder.service.http_client import AccessConfig
+from planish.minder.service.prometheus import PrometheusConfig
+from planish.minder.service.prometheus_query import Source, check_source
+
+
+class AlertmanagerConfig(AccessConfig):
+    """Where people are told and silence alerts; no `url`: nobody is asked."""
+
+    send: bool = False
+    """Send alerts directly, in place of the rules in `monitoring/rules/minder.yaml`; with both,
+    people are told twice."""
+    resend_seconds: int = Field(default=60, ge=1)
+    """A firing alert is sent again after so long; it ends by itself after four times that."""
+    timeout_seconds: float = Field(default=10.0, gt=0.0)
+    """For one request."""
+    cluster: str = ""
+    """Label `cluster` of every alert; empty where Alertmanager serves one cluster only."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Further labels of every alert, the same for all."""
+    runbook_url: str = ""
+    """Folder of the runbooks; the page of an alert is `<runbook_url>/<alertname>.md`."""
+    dashboard_url: str = ""
+    """Dashboard of the monitor; job and node are added as variables."""
+    honour_silences: bool = True
+    """A silenced alert leads to no action, and neither does one that Alertmanager does not have."""
+
+
+class ServerConfig(Section):
+    """The process itself."""
+
+    host: str = "0.0.0.0"
+    """Address of /healthz, /readyz and /metrics."""
+    port: int = Field(default=9470, ge=0, le=65_535)
+    """0 picks a free one."""
+    concurrency: int = Field(default=4, ge=1)
+    """Calls at the same time."""
+    discovery_seconds: int = Field(default=30, ge=1)
+    """Between two looks at which jobs there are."""
+    min_backoff_seconds: float = Field(default=1.0, gt=0.0)
+    """Before a failed call is tried again; doubles."""
+    max_backoff_seconds: float = Field(default=60.0, gt=0.0)
+    """Longest of those pauses, and every one after refused credentials."""
+    stop_seconds: float = Field(default=8.0, gt=0.0)
+    """After SIGTERM, calls that are not done by then are dropped."""
+    state_file: str = ""
+    """File that keeps the state between restarts; empty: the ConfigMap of `kubernetes`, if any."""
+    leader_election: bool = False
+    """Only the replica that holds the lease looks and acts; needs `kubernetes`."""
+
+    @model_validator(mode="after")
+    def _order(self) -> ServerConfig:
+        if self.max_backoff_seconds < self.min_backoff_seconds:
+            raise ValueError(
+                "`max_backoff_seconds` must be at least `min_backoff_seconds`, got "
+                f"{self.max_backoff_seconds} < {self.min_backoff_seconds}"
+            )
+        return self
+
+
+class ModelsConfig(Section):
+    """Trained models."""
+
+    folder: str = ""
+    """As `planish minder train` wrote it; empty for those that ship with the package."""
+
+
+class StaticJob(Section):
+    """A job that is named here instead of being found in Kubernetes."""
+
+    name: str = Field(min_length=1)
+    machines: tuple[str, ...] = Field(min_length=1, strict=False)
+    """As the label of the series names them."""
+    namespace: str = ""
+    started: int = Field(default=0, ge=0)
+    """Unix seconds of its last start; 0 when not known."""
+    stages: dict[str, str] = Field(default_factory=dict)
+    """Machine to stage of pipeline parallelism."""
+
+
+class MetricConfig(Section):
+    """Where one metric is; what is not given stays as it is by default."""
+
+    promql: str = ""
+    """One value for each device or machine; holds `$job_selector` within braces."""
+    node_label: str = ""
+    node_regex: str | None = None
+    kind: Kind | None = None
+    scale: float | None = None
+    offset: float | None = None
+    agg: Aggregation | None = None
+    required: bool = False
+    limits: Annotated[tuple[float, float], Field(strict=False)] | Literal["fit"] | None = None
+    """Must be those that the models were trained with; those of the site stand in `limits`."""
+    transform: Transform | None = None
+    """The same."""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """Everything that the service is told."""
+
+    minder: MinderConfig
+    prometheus: PrometheusConfig
+    sources: dict[str, Source]
+    """Metric to where it is; those of `detect.metrics`."""
+    alertmanager: AlertmanagerConfig = field(default_factory=AlertmanagerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    act: ActConfig = field(default_factory=ActConfig)
+    kubernetes: KubernetesConfig | None = None
+    """None: jobs are listed in `jobs` and nothing is done to machines."""
+    models: ModelsConfig = field(default_factory=ModelsConfig)
+    jobs: tuple[StaticJob, ...] = ()
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "prometheus": PrometheusConfig,
+    "alertmanager": AlertmanagerConfig,
+    "server": ServerConfig,
+    "act": ActConfig,
+    "models": ModelsConfig,
+    "kubernetes": KubernetesConfig,
+}
+_OTHER = ("metrics", "jobs")
+
+
+def load_service_config(path: Path) -> ServiceSettings:
+    """Read the configuration of the service.
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key or a value that can not be.
+    """
+    return service_settings(read_toml(path))
+
+
+def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
+    """Return the settings of a table as TOML gives it.
+
+    Example:
+        >>> raw = {"prometheus": {"url": "http://p:9090"}, "detect": {"metrics": ["cpu_usage"]}}
+        >>> list(service_settings(raw).sources)
+        ['cpu_usage']
+
+    Raises:
+        ConfigError: names the key.
+    """
+    core = {"profile", *MinderConfig.model_fields}
+    for name, value in raw.items():
+        valid = {*core, *_SECTIONS, *_OTHER}
+        if name not in valid:
+            raise ConfigError(
+                f"`{name}` is not a known key, got {value!r:.80}"
+                f"{nearest(name, valid) or f'; valid keys are {sorted(valid)}'}"
+            )
+        if name not in core and name != "jobs" and not isinstance(value, Mapping):
+            raise ConfigError(f"`{name}` must be a table, got {value!r:.80}")
+    minder = minder_config({name: value for name, value in raw.items() if name in core})
+    parsed: dict[str, Any] = {
+        name: parse_section(cls, raw.get(name, {}), section=name)
+        for name, cls in _SECTIONS.items()
+        if name != "kubernetes" or name in raw
+    }
+    if not parsed["prometheus"].url:
+        raise ConfigError("`prometheus.url` must be given, as http://prometheus:9090")
+    if parsed["server"].leader_election and "kubernetes" not in parsed:
+        raise ConfigError("`server.leader_election` needs a table `kubernetes`, got none")
+    _check_alertmanager(parsed["alertmanager"], parsed["act"].mode)
+    return ServiceSettings(
+        minder=minder,
+        sources=_sources(minder, raw.get("metrics", {})),
+        jobs=_jobs(raw.get("jobs", [])),
+        **parsed,
+    )
+
+
+def _check_alertmanager(alertmanager: AlertmanagerConfig, mode: Mode) -> None:
+    """Refuse settings that need an Alertmanager where none is given.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if alertmanager.url:
+        return
+    if alertmanager.send:
+        raise ConfigError("`alertmanager.url` must be given where `alertmanager.send` is on")
+    if mode != "observe" and alertmanager.honour_silences:
+        raise ConfigError(
+            f"`alertmanager.url` must be given where `act.mode` is {mode!r}, since nobody else "
+            "knows the silences; to act without it set `alertmanager.honour_silences = false`"
+        )
+
+
+def _jobs(raw: Any) -> tuple[StaticJob, ...]:
+    if not isinstance(raw, list) or not all(isinstance(one, Mapping) for one in raw):
+        raise ConfigError(f"`jobs` must be written as [[jobs]], got {raw!r:.80}")
+    jobs = tuple(
+        parse_section(StaticJob, one, section=f"jobs[{number}]") for number, one in enumerate(raw)
+    )
+    names = [(job.namespace, job.name) for job in jobs]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"`jobs` must have different names, got {names}")
+    return jobs
+
+
+def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Source]:
+    """Return where the metrics are that detection looks at."""
+    for name, value in raw.items():
+        if name not in METRICS:
+            raise ConfigError(f"`metrics.{name}` is no known metric{nearest(name, METRICS)}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"`metrics.{name}` must be a table, got {value!r:.80}")
+    sources = {}
+    for name in minder.detect.metrics:
+        key = f"metrics.{name}"
+        given = parse_section(MetricConfig, raw.get(name, {}), section=key)
+        _check_trained(given, key)
+        named = {
+            "series": given.promql or None,
+            "node_label": given.node_label or None,
+            "node_regex": given.node_regex,
+            "kind": given.kind,
+            "scale": given.scale,
+            "offset": given.offset,
+            "agg": given.agg,
+            "required": given.required,
+        }
+        changes: dict[str, Any] = {k: value for k, value in named.items() if value is not None}
+        sources[name] = replace(Source.of(METRICS[name]), **changes)
+        check_source(sources[name], key)
+    return sources
+
+
+def _check_trained(given: MetricConfig, key: str) -> None:
+    """Refuse limits that the models do not know.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    metric = METRICS[key.removeprefix("metrics.")]
+    limits = list(metric.limits) if metric.limits else "fit"
+    wanted = {"limits": limits, "transform": metric.transform}
+    for name, value in wanted.items():
+        seen = getattr(given, name)
+        if seen is not None and seen != value:
+            raise ConfigError(
+                f"`{key}.{name}` must be {value!r}, with which the models are trained, got "
+                f"{seen!r}; limits of this site stand in the table `limits`"
+            )

@@ -1,0 +1,227 @@
+"""What the monitor tells about itself, in a registry of its own.
+
+Series of a job go when the job goes, so that nothing keeps firing for a machine that left.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from planish import __version__
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.result import Result
+from planish.minder.service.alerts import Alert
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.6, 5.0, 10.0, 30.0, 60.0)
+"""Seconds; 3.6 is the mean time of a call that the paper reports (section 6.4)."""
+TOP = 3
+"""Machines of each metric whose score is told."""
+_MACHINE_KINDS = ("dissimilar", "silent")
+
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "last_success_timestamp_seconds": ("Unix time of the last call that was done.", ("job_name",)),
+    "machine_faulty": (
+        "1 while an alert is open for the machine, or for the whole job (no node).",
+        ("job_name", "namespace", "node", "kind"),
+    ),
+    "machine_score": (
+        "Normal score of the machines that are most unlike the others now.",
+        ("job_name", "node", "metric"),
+    ),
+    "candidate_seconds": (
+        "For how long the machine has been unlike the others.",
+        ("job_name", "node", "metric"),
+    ),
+    "metric_usable": ("1 if the last call could use the metric.", ("job_name", "metric")),
+    "missing_ratio": ("Share of seconds without a sample.", ("job_name", "metric")),
+    "silent_machines": ("Machines that give no metrics.", ("job_name",)),
+    "sample_interval_seconds": ("Median time between samples.", ("metric",)),
+    "clipped_ratio": ("Share of values beyond the limits of the metric.", ("job_name", "metric")),
+    "model_info": ("1 for each model in use.", ("metric", "version", "quality", "denoiser")),
+    "model_mse": ("Mean squared error of the model on held-out jobs.", ("metric",)),
+    "model_recent_mse": (
+        "Mean squared error of the model in the last call that found every machine healthy.",
+        ("job_name", "metric"),
+    ),
+    "breaker_open": ("1 while actions are blocked until a human closes the breaker.", ()),
+    "build_info": ("1, with the version of the monitor.", ("version", "python")),
+}
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "calls": ("Calls by what came of them.", ("job_name", "outcome")),
+    "metric_skipped": ("Calls that could not use a metric.", ("metric", "reason")),
+    "actions": ("Actions by what came of them.", ("action", "result", "dry_run")),
+    "evictions_blocked": ("Evictions that disruption budgets held back for good.", ()),
+    "prometheus_errors": ("Questions to Prometheus that failed.", ("code",)),
+    "duplicate_series": ("Series that lay over another one of the same machine.", ()),
+}
+
+
+@dataclass
+class _Followed:
+    """Totals that somebody else counts."""
+
+    counter: str
+    totals: Mapping[str, int]
+    is_labelled: bool = False
+    job: str = ""
+    told: dict[str, int] = field(default_factory=dict)
+
+
+class OwnMetrics:
+    """All metrics of the monitor, `minder_*`."""
+
+    def __init__(self) -> None:
+        """Begin with nothing counted."""
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        self.registry: CollectorRegistry = CollectorRegistry()
+        self._lock = threading.Lock()
+        make: dict[str, Any] = {"registry": self.registry, "namespace": "minder"}
+        self._gauges: dict[str, Any] = {
+            name: Gauge(name, text, labels, **make) for name, (text, labels) in _GAUGES.items()
+        }
+        self._counters: dict[str, Any] = {
+            name: Counter(name, text, labels, **make) for name, (text, labels) in _COUNTERS.items()
+        }
+        self._durations: Any = Histogram(
+            "call_duration_seconds",
+            "How long the stages of a call took.",
+            ("stage",),
+            buckets=BUCKETS,
+            **make,
+        )
+        self._followed: list[_Followed] = []
+        self._series: dict[str, dict[str, set[tuple[str, ...]]]] = {}
+        self._gauges["build_info"].labels(__version__, platform.python_version()).set(1)
+        self._gauges["breaker_open"].set(0)
+
+    def follow(self, errors: Mapping[str, int]) -> None:
+        """Tell from now on how often questions to Prometheus failed, by code."""
+        self._followed.append(_Followed("prometheus_errors", errors, is_labelled=True))
+
+    def follow_duplicates(self, job: str, series: Mapping[str, int]) -> None:
+        """Tell from now on how many series of a job lay over another one, by metric."""
+        self._followed.append(_Followed("duplicate_series", series, job=job))
+
+    def text(self) -> bytes:
+        """Return what `/metrics` answers."""
+        from prometheus_client import generate_latest
+
+        with self._lock:
+            for one in self._followed:
+                for key, total in list(one.totals.items()):
+                    labels = (key,) if one.is_labelled else ()
+                    self.count(one.counter, *labels, amount=total - one.told.get(key, 0))
+                    one.told[key] = total
+            return generate_latest(self.registry)
+
+    def count(self, name: str, *labels: str, amount: float = 1.0) -> None:
+        """Add to a counter, named without `minder_` and `_total`."""
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
+
+    def took(self, stage: str, seconds: float) -> None:
+        """Observe one stage of a call: pull, preprocess, denoise, detect or total."""
+        self._durations.labels(stage).observe(seconds)
+
+    def breaker(self, *, is_open: bool) -> None:
+        """Tell whether actions are blocked."""
+        self._gauges["breaker_open"].set(float(is_open))
+
+    def model(self, metric: str, version: str, quality: str, denoiser: str) -> None:
+        """Tell that a model is in use."""
+        self._gauges["model_info"].labels(metric, version, quality, denoiser).set(1)
+
+    def model_error(self, metric: str, mse: float) -> None:
+        """Tell the error of a model on held-out jobs."""
+        self._gauges["model_mse"].labels(metric).set(mse)
+
+    def restored(self, job: str, errors: Mapping[str, float]) -> None:
+        """Tell how well the models restored what a healthy job measured now, by metric."""
+        levels: dict[tuple[str, ...], float] = {
+            (job, metric): error for metric, error in errors.items()
+        }
+        with self._lock:
+            self._replace("model_recent_mse", job, levels)
+
+    def pulled(self, frame: Frame, intervals: Mapping[str, float]) -> None:
+        """Tell how good the samples of a job are."""
+        with self._lock:
+            ratios: dict[tuple[str, ...], float] = {
+                (frame.job, name): 1.0 - float(mask.mean()) if mask.size else 1.0
+                for name, mask in frame.mask.items()
+            }
+            self._replace("missing_ratio", frame.job, ratios)
+            for name, seconds in intervals.items():
+                self._gauges["sample_interval_seconds"].labels(name).set(seconds)
+
+    def called(self, result: Result, now: float, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Tell what a call found.
+
+        Args:
+            result: of the call.
+            now: unix seconds.
+            scores: metric to machine to normal score.
+        """
+        job = result.job
+        with self._lock:
+            self._replace("last_success_timestamp_seconds", job, {(job,): now})
+            self._replace("silent_machines", job, {(job,): float(len(result.silent))})
+            usable: dict[tuple[str, ...], float] = {(job, name): 1.0 for name in result.model_ids}
+            usable |= {(job, name): 0.0 for name in result.skipped}
+            self._replace("metric_usable", job, usable)
+            top: dict[tuple[str, ...], float] = {}
+            for metric, by_machine in scores.items():
+                best = sorted(by_machine.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP]
+                top |= {(job, machine, metric): score for machine, score in best}
+            self._replace("machine_score", job, top)
+            candidates: dict[tuple[str, ...], float] = {
+                (job, one.machine, one.metric): float(one.seconds) for one in result.candidates
+            }
+            self._replace("candidate_seconds", job, candidates)
+            shares: dict[tuple[str, ...], float] = {
+                (job, metric): share for metric, share in result.clipped.items()
+            }
+            self._replace("clipped_ratio", job, shares)
+        for metric, reason in result.skipped.items():
+            self.count("metric_skipped", metric, reason)
+
+    def alerts(
+        self, job: str, namespace: str, machines: tuple[str, ...], active: list[Alert]
+    ) -> None:
+        """Tell which machines of a job have an open alert."""
+        levels: dict[tuple[str, ...], float] = {
+            (job, namespace, machine, kind): 0.0 for machine in machines for kind in _MACHINE_KINDS
+        }
+        for alert in active:
+            levels[job, namespace, alert.machine, alert.kind] = 1.0
+        with self._lock:
+            self._replace("machine_faulty", job, levels)
+
+    def end_job(self, job: str) -> None:
+        """Remove all series of a job."""
+        with self._lock:
+            self._followed = [one for one in self._followed if one.job != job]
+            for name in list(self._series.get(job, {})):
+                self._replace(name, job, {})
+            self._series.pop(job, None)
+            for labels in list(self._counters["calls"]._metrics):
+                if labels[0] == job:
+                    self._counters["calls"].remove(*labels)
+
+    def _replace(self, name: str, job: str, levels: Mapping[tuple[str, ...], float]) -> None:
+        """Set the series of one job, and remove those that it no longer has."""
+        seen = self._series.setdefault(job, {}).setdefault(name, set())
+        gauge = self._gauges[name]
+        for labels in seen - levels.keys():
+            gauge.remove(*labels)
+        for labels, value in levels.items():
+            gauge.labels(*labels).set(value)
+        self._series[job][name] = set(levels)

@@ -1,0 +1,365 @@
+"""From Prometheus to the frame of one job, asking in each call only for what is new.
+
+The server gives every query at whole seconds, so nothing has to be aligned here: a cell of the
+frame is the newest sample of that second, unless it is too old, not a number, or lies beside the
+reset of a counter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from planish.base.errors import BackendUnavailable
+from planish.minder.detect.frame import F32, F64, Frame, Mask
+from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS
+from planish.minder.service.http_client import Deadline
+from planish.minder.service.prometheus import Prometheus, Series
+from planish.minder.service.prometheus_query import (
+    MIN_RATE_SECONDS,
+    Source,
+    job_matcher,
+    queries_of,
+)
+
+logger = logging.getLogger(__name__)
+
+COARSE_SECONDS = 2.0
+"""Samples further apart than this are not second-level data."""
+_DENSE_SHARE = 0.75
+"""More seconds with a sample than this are samples of every second."""
+_SAME_SHARE = 0.01
+"""Two exporters that differ by less are averaged."""
+_RATE_JITTER = 0.1
+"""By which share of a full second a rate of seconds may exceed 1 second in a second."""
+_EDGE_INTERVALS = 1.1
+"""How far samples may lie from the ends of a range for Prometheus to count them as full."""
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+
+
+@dataclass
+class PullCounts:
+    """What was strange in the samples of one job."""
+
+    duplicates: Counter[str] = field(default_factory=Counter)
+    """Metric to series that lay over another one of the same machine."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Metric to values that can not be: infinite, negative, too large."""
+    stale: Counter[str] = field(default_factory=Counter)
+    """Metric to values that were too old."""
+
+
+class Puller:
+    """The last minutes of one job, second by second; keeps them from call to call."""
+
+    def __init__(self, prometheus: Prometheus, sources: Mapping[str, Source], job: str) -> None:
+        """Begin with nothing known.
+
+        Args:
+            prometheus: to ask.
+            sources: where each metric is.
+            job: its name, for frames and log lines.
+        """
+        self._prometheus, self._sources, self._job = prometheus, dict(sources), job
+        self.counts = PullCounts()
+        self.intervals: dict[str, float] = {}
+        """Metric to the seconds between its samples, in the median."""
+        self.seconds_pulled = 0
+        """Length of what the last call asked for."""
+        self._kept: Frame | None = None
+        self._board: tuple[tuple[str, ...], str] = ((), "")
+
+    def pull(
+        self,
+        machines: Sequence[str],
+        seconds: int,
+        deadline: Deadline,
+        *,
+        end: int | None = None,
+    ) -> Frame:
+        """Return the frame of the last `seconds`, by the clock of Prometheus.
+
+        Args:
+            machines: of the job, by node name.
+            seconds: length of the frame.
+            deadline: for the whole call.
+            end: second after the last one; None for now.
+
+        Raises:
+            BackendUnavailable: Prometheus did not answer all queries as it must, or a required
+                metric is not there.
+        """
+        config = self._prometheus.config
+        if end is None:
+            end = math.floor(self._prometheus.now(deadline)) - config.delay_seconds + 1
+        names = tuple(sorted(set(machines)))
+        start, kept = end - seconds, self._kept
+        # A frame that ends in the future would say that the clock of the server went back.
+        is_usable = kept is not None and set(names) <= set(kept.machines)
+        if kept is not None and is_usable and start <= int(kept.ts[-1]) < end:
+            first = max(start, int(kept.ts[-1]) + 1 - config.late_seconds)
+        else:
+            first, kept = start, None
+        new = self._ask(names, first, end, deadline)
+        frame = new if kept is None else _joined(kept.select(names), new, start)
+        self.seconds_pulled = end - first
+        self._kept = frame
+        return frame
+
+    def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
+        """Return the model of the boards of most machines; empty where no label tells it.
+
+        Args:
+            machines: of the job, by node name.
+            deadline: for the question.
+            end: second after the one that is asked for; None for now.
+
+        Raises:
+            BackendUnavailable: Prometheus did not answer as it must.
+        """
+        names, label = tuple(sorted(set(machines))), self._prometheus.config.board_label
+        gpu = [one for one in self._sources.values() if METRICS[one.name].is_gpu]
+        if not gpu or not label:
+            return ""
+        if self._board[0] != names:
+            if end is None:
+                end = math.floor(self._prometheus.now(deadline))
+            series = gpu[0].selector.replace(JOB_SELECTOR, job_matcher(gpu[0], names))
+            query = f"count by ({label}) ({series})"
+            found = self._prometheus.query_range(query, end - 1, end, deadline)
+            most = max(found, key=lambda one: float(one.values[-1]), default=None)
+            if most is None:
+                return ""
+            self._board = (names, most.labels.get(label, ""))
+        return self._board[1]
+
+    def _ask(self, names: tuple[str, ...], start: int, end: int, deadline: Deadline) -> Frame:
+        """Ask for some seconds of all metrics."""
+        found: dict[str, F32] = {}
+
+        def ask(source: Source) -> None:
+            found[source.name] = self._metric(source, names, (start, end), deadline)
+
+        run_all(
+            [lambda one=one: ask(one) for one in self._sources.values()],  # type: ignore[misc]
+            self._prometheus.config.concurrency,
+        )
+        grid = np.arange(start, end, dtype=np.int64)
+        values = {name: found[name] for name in self._sources if name in found}
+        return Frame(self._job, grid, names, values)
+
+    def _metric(
+        self, source: Source, names: tuple[str, ...], span: tuple[int, int], deadline: Deadline
+    ) -> F32:
+        """Return [T, N] of one metric; NaN where there is no value to believe."""
+        config = self._prometheus.config
+        interval = self.intervals.get(source.name, 1.0)
+        for _ in range(2):
+            rate = max(MIN_RATE_SECONDS, math.ceil(4 * interval))
+            queries = queries_of(source, names, config.series_labels, rate)
+            # A value is as good as the samples before it, a rate as those at both its ends.
+            before = max(rate, math.ceil(self._stale_after(interval)))
+            wide = (span[0] - before, span[1])
+            seen = self._range(queries.seen, names, wide, deadline)
+            measured = self._interval(source.name, seen) or interval
+            is_right = source.kind == "gauge" or math.ceil(4 * measured) <= rate
+            interval = measured
+            if is_right:
+                break
+        values = self._range(queries.values, names, span, deadline)
+        resets = self._range(queries.resets, names, span, deadline) if queries.resets else []
+        ages = {_key(one): _ages(_on_grid(one, wide)) for one in seen}
+        reset = {_key(one): one for one in resets}
+        by_machine: dict[str, list[F64]] = {}
+        for one in values:
+            column = _on_grid(one, span)
+            self._scale(source, column)
+            fresh = np.zeros(len(column), bool)
+            if _key(one) in ages:
+                fresh = self._fresh(source, ages[_key(one)], interval, before, rate)
+            self.counts.stale[source.name] += int((~fresh & np.isfinite(column)).sum())
+            column[~fresh] = np.nan
+            if _key(one) in reset:
+                column[np.isfinite(_on_grid(reset[_key(one)], span))] = np.nan
+            machine = source.machine_of(one.labels.get(source.node_label, ""))
+            by_machine.setdefault(machine, []).append(column)
+        array = np.full((span[1] - span[0], len(names)), np.nan, np.float32)
+        for place, name in enumerate(names):
+            if name in by_machine:
+                array[:, place] = self._merged(source.name, by_machine[name])
+        if source.required and not np.isfinite(array).any():
+            raise BackendUnavailable(
+                f"`{source.name}` is required, got no sample of it for job {self._job!r}",
+                code="empty",
+            )
+        return array
+
+    def _range(
+        self, query: str, names: Sequence[str], span: tuple[int, int], deadline: Deadline
+    ) -> list[Series]:
+        found = self._prometheus.query_range(query, *span, deadline, series=len(names))
+        pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
+        for one in found:
+            pieces.setdefault(_key(one), []).append(one)
+        return [
+            many[0]
+            if len(many) == 1
+            else Series(
+                many[0].labels,
+                np.concatenate([one.ts for one in many]),
+                np.concatenate([one.values for one in many]),
+            )
+            for many in pieces.values()
+        ]
+
+    def _interval(self, name: str, seen: Sequence[Series]) -> float:
+        """Return the median seconds between samples; 0 when too few were seen."""
+        spacings = []
+        for one in seen:
+            ts = np.unique(one.ts)
+            if len(ts) < 4:
+                continue
+            if len(ts) < _DENSE_SHARE * (ts[-1] - ts[0] + 1):
+                # A sample just at the end of a second counts for two of them.
+                ts = ts[np.append(True, np.diff(ts) > 1)]
+            spacings.append(float(np.median(np.diff(ts))))
+        if not spacings:
+            return 0.0
+        interval = float(np.median(spacings))
+        if interval > COARSE_SECONDS and self.intervals.get(name, 0.0) <= COARSE_SECONDS:
+            logger.warning(
+                "coarse_samples job=%s metric=%s interval_seconds=%.1f remedy=%r",
+                *(self._job, name, interval),
+                "scrape and collect every second",
+            )
+        self.intervals[name] = interval
+        return interval
+
+    def _scale(self, source: Source, column: F64) -> None:
+        """Scale one series and take out what can not be, in place."""
+        had = np.isfinite(column)
+        column *= source.scale
+        column += source.offset
+        with np.errstate(invalid="ignore"):
+            bad = np.isinf(column) | (np.abs(column) > _MAX_FLOAT)
+            if source.nonnegative:
+                # A rate of idle time may exceed 1 by the jitter of scrapes.
+                bad |= column < -_RATE_JITTER * abs(source.scale) * (source.kind == "counter")
+                np.maximum(column, 0.0, out=column, where=had & ~bad)
+        self.counts.dropped[source.name] += int(bad.sum())
+        column[bad] = np.nan
+
+    def _stale_after(self, interval: float) -> float:
+        return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
+
+    def _fresh(self, source: Source, age: F64, interval: float, before: int, rate: int) -> Mask:
+        """Return [T], seconds whose value rests on samples that are new enough.
+
+        Args:
+            source: the metric.
+            age: [before + T], whole seconds since the last one with a sample.
+            interval: seconds between samples.
+            before: seconds before the first one that counts.
+            rate: range of a rate.
+        """
+        if source.kind == "gauge":
+            # The sample lies up to a second before the end of its second.
+            gauge: Mask = age[before:] <= self._stale_after(interval) - 1
+            return gauge
+        # Prometheus divides what it saw by the whole range: where samples are missing at an end
+        # of it, as after a start or before a death, the rate is too small.
+        covered = age <= _EDGE_INTERVALS * interval - 1
+        begin = before - rate + math.ceil(interval)
+        counter: Mask = covered[before:] & covered[begin : begin + len(age) - before]
+        return counter
+
+    def _merged(self, name: str, columns: list[F64]) -> F64:
+        """Make one of the series of all exporters of one machine."""
+        result = columns[0]
+        for other in columns[1:]:
+            both = np.isfinite(result) & np.isfinite(other)
+            if both.any():
+                self.counts.duplicates[name] += 1
+            alike = both & (
+                np.abs(result - other)
+                <= _SAME_SHARE * np.maximum(np.abs(result), np.abs(other)) + 1e-12
+            )
+            newer = _first(other) > _first(result)
+            merged = np.where(np.isfinite(result), result, other)
+            merged = np.where(both & newer, other, merged)
+            result = np.where(alike, (result + other) / 2, merged)
+        return result
+
+
+def _first(column: F64) -> int:
+    """Return the row in which a series starts."""
+    rows = np.flatnonzero(np.isfinite(column))
+    return int(rows[0]) if len(rows) else -1
+
+
+def _key(series: Series) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in series.labels.items() if k != "__name__"))
+
+
+def _on_grid(series: Series, span: tuple[int, int]) -> F64:
+    """Put a series on the seconds `span[0] <= t < span[1]`."""
+    column = np.full(span[1] - span[0], np.nan)
+    rows = np.rint(series.ts).astype(np.int64) - span[0]
+    inside = (rows >= 0) & (rows < len(column))
+    column[rows[inside]] = series.values[inside]
+    return column
+
+
+def _ages(seen: F64) -> F64:
+    """Return for each second how long ago the last one was that had a sample; inf before any."""
+    rows = np.arange(len(seen))
+    last = np.maximum.accumulate(np.where(np.isfinite(seen), rows, -1))
+    return np.where(last >= 0, rows - last, np.inf)
+
+
+def _joined(old: Frame, new: Frame, start: int) -> Frame:
+    """Return the seconds from `start` on, the new ones where both have them."""
+    first = int(new.ts[0])
+    ts = np.arange(start, int(new.ts[-1]) + 1, dtype=np.int64)
+    before = old.slice(start, first)
+    values: dict[str, F32] = {}
+    masks: dict[str, Mask] = {}
+    for name, array in new.values.items():
+        values[name] = np.concatenate([before.values[name], array])
+        masks[name] = np.concatenate([before.mask[name], new.mask[name]])
+    return Frame(new.job, ts, new.machines, values, masks)
+
+
+def run_all(tasks: Sequence[Callable[[], Any]], workers: int) -> None:
+    """Run tasks in some threads; the first failure is raised when all threads have ended.
+
+    The threads do not keep a process alive that wants to end.
+    """
+    waiting = list(reversed(tasks))
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while waiting and not failures:
+            try:
+                task = waiting.pop()
+            except IndexError:
+                return
+            try:
+                task()
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(workers, len(tasks)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

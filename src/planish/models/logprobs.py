@@ -1,0 +1,190 @@
+"""Log-probabilities, entropies and values of given tokens: the only place that shifts columns.
+
+What belongs to a token comes from the hidden state before it: the distribution that it was sampled
+from, and the value of the state in which it was chosen. Nothing here samples or knows a mask but
+the selection that it is given.
+
+Source: entropy of the full distribution and float32 numerics as in DAPO, arXiv 2503.14476; values
+of the state before each action as in generalised advantage estimation, arXiv 1506.02438, section 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planish.base.errors import ConfigError, RecordError
+from planish.models import selected_states
+
+TOKENS_PER_CHUNK = 4096
+"""Selected tokens whose logits exist in memory at once."""
+
+
+def hidden_before(
+    body: Any, input_ids: Tensor, position_ids: Tensor | None, select: Tensor
+) -> Tensor:
+    """Return the last hidden state before each selected token.
+
+    Args:
+        body: decoder of transformers without its head (untyped, hence Any).
+        input_ids: [B, S] int64, padded on the right; padding needs no attention mask since
+            attention is causal.
+        position_ids: [B, S] int64, or None for 0..S-1. Positions that start again at 0 inside a
+            row separate packed sequences.
+        select: [B, S] bool; column 0 has no token before it and must be False.
+
+    Returns:
+        [K, H] in the body's type, of the K selected tokens in row-major order.
+
+    Raises:
+        RecordError: column 0 is selected.
+    """
+    if bool(select[:, 0].any()):
+        raise RecordError(
+            "`select` must be False in column 0, got True in rows "
+            f"{select[:, 0].nonzero().flatten()[:8].tolist()}; nothing comes before a first token"
+        )
+    if position_ids is None and selected_states.fits(body):
+        rows, columns = select.nonzero(as_tuple=True)
+        return selected_states.hidden_at(body, input_ids, rows, columns - 1)
+    extra: dict[str, Tensor] = {} if position_ids is None else {"position_ids": position_ids}
+    output = body(input_ids=input_ids, use_cache=False, **extra)
+    hidden: Tensor = output.last_hidden_state[:, :-1][select[:, 1:]]
+    return hidden
+
+
+class TokenScorer(nn.Module):
+    """A causal language model that returns log-probabilities instead of logits.
+
+    Its forward is the whole computation, so that it can be the root of a sharded module tree.
+    The LM head runs on the selected positions only, `tokens_per_chunk` of them at a time.
+    """
+
+    def __init__(self, model: Any, *, tokens_per_chunk: int = TOKENS_PER_CHUNK) -> None:
+        """Wrap a causal LM of transformers (untyped, hence Any); parameters are shared."""
+        super().__init__()
+        if tokens_per_chunk < 1:
+            raise ConfigError(f"`tokens_per_chunk` must be at least 1, got {tokens_per_chunk}")
+        self.model = model
+        self.tokens_per_chunk = tokens_per_chunk
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        select: Tensor,
+        temperature: float,
+        with_entropy: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Score the selected tokens given the tokens before them.
+
+        Args:
+            input_ids: [B, S] int64, as for `hidden_before`.
+            position_ids: [B, S] int64, or None for 0..S-1.
+            select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
+            temperature: of the distribution that is scored, > 0.
+            with_entropy: False returns zeros as entropies and saves their time.
+
+        Returns:
+            Log-probabilities and entropies, [K] float32 each, of the K selected tokens in row-major
+            order. Gradients flow through the log-probabilities only.
+
+        Raises:
+            RecordError: column 0 is selected, or the temperature is not above 0.
+        """
+        if not temperature > 0.0:
+            raise RecordError(
+                f"`temperature` must be above 0, got {temperature!r}; pass the rollouts' own"
+            )
+        body = getattr(self.model, self.model.base_model_prefix)
+        hidden = hidden_before(body, input_ids, position_ids, select)
+        targets = input_ids[select]
+        return self._score(hidden, targets, temperature, with_entropy)
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        step = self.tokens_per_chunk
+        if len(targets) <= step:
+            return self._score_chunk(hidden, targets, temperature, with_entropy)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(targets), step):
+            piece = (hidden[start : start + step], targets[start : start + step])
+            if torch.is_grad_enabled():
+                # Keeping the logits of all chunks for backward would undo the chunking.
+                parts.append(
+                    checkpoint(
+                        self._score_chunk, *piece, temperature, with_entropy, use_reentrant=False
+                    )
+                )
+            else:
+                parts.append(self._score_chunk(*piece, temperature, with_entropy))
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _score_chunk(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        scores = logits(self.model, hidden).float() / temperature
+        logprobs = torch.log_softmax(scores, dim=-1)
+        chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        if not with_entropy:
+            return chosen, torch.zeros_like(chosen.detach())
+        with torch.no_grad():
+            # p * log p is 0, not NaN, where a token is masked out with a logit of -inf. torch's own
+            # `entr` takes ten times as long on CPU.
+            finite = logprobs.detach().clamp(min=torch.finfo(logprobs.dtype).min)
+            entropy = -finite.mul_(logprobs.detach().exp()).sum(-1)
+        return chosen, entropy
+
+
+class ValueScorer(nn.Module):
+    """A critic that returns the values of selected tokens; its forward is the whole computation."""
+
+    def __init__(self, critic: Any) -> None:
+        """Wrap a `planish.models.critic.Critic`; parameters are shared."""
+        super().__init__()
+        self.critic = critic
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None, select: Tensor) -> Tensor:
+        """Return the value of the state before each selected token.
+
+        Args:
+            input_ids: [B, S] int64, as for `hidden_before`.
+            position_ids: [B, S] int64, or None for 0..S-1.
+            select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
+
+        Returns:
+            [K] float32 of the K selected tokens in row-major order.
+
+        Raises:
+            RecordError: column 0 is selected.
+        """
+        hidden = hidden_before(self.critic.body, input_ids, position_ids, select)
+        # Values are subtracted from each other: half precision would drown small advantages.
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: Tensor = self.critic.head(hidden.float())
+        return scores.squeeze(-1)
+
+
+def logits(model: Any, hidden: Tensor) -> Tensor:
+    """Apply the LM head to hidden states with the scaling that the model's family defines.
+
+    Args:
+        model: causal LM of transformers.
+        hidden: [K, H] last hidden states, after the final norm.
+
+    Returns:
+        [K, V] in the model's type.
+    """
+    scores: Tensor = model.get_output_embeddings()(hidden)
+    config = model.config
+    for name in ("logit_scale", "logits_scale"):
+        if getattr(config, name, None) is not None:
+            scores = scores * getattr(config, name)
+    if getattr(config, "logits_scaling", None) is not None:
+        scores = scores / config.logits_scaling
+    cap = getattr(config, "final_logit_softcapping", None)
+    return scores if cap is None else torch.tanh(scores / cap) * cap

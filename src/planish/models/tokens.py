@@ -1,0 +1,321 @@
+"""Chat template and tokenizer in one place; every token id of the program comes from here.
+
+Importing this module loads neither torch nor transformers; opening a tokenizer loads the
+tokenizer part of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from planish.base.errors import ConfigError
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+"""Special tokens of the from-scratch tokenizer; their ids are 0, 1, 2 and 3."""
+
+MINIMAL_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""One token more than the text: a tiny model spends its context on the task."""
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+MAX_STOP_BYTES = 256
+"""Limit of all stop strings of a policy together, in UTF-8."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ADDING_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+"""Decoders of `tokenizers` under which a text is the sum of what its tokens stand for."""
+
+
+Entry = TypeVar("Entry", int, str)
+
+
+class Tokenizer:
+    """A tokenizer with its chat template and the ids that end a response.
+
+    Example:
+        >>> tokenizer = character_tokenizer("0123456789+=")
+        >>> tokenizer.encode_prompt([{"role": "user", "content": "1+2="}])
+        [1, 5, 14, 6, 15]
+        >>> tokenizer.decode(tokenizer.encode_response("3"))
+        '3'
+    """
+
+    def __init__(
+        self, backend: Any, eos_token_ids: Sequence[int] = (), stop_strings: Sequence[str] = ()
+    ) -> None:
+        """Wrap `backend`, a fast tokenizer of transformers.
+
+        Args:
+            backend: holds the chat template and the special tokens.
+            eos_token_ids: further ids that end a response, e.g. of a generation config.
+            stop_strings: texts that end a response with the token that completes them.
+
+        Raises:
+            ConfigError: no end token, no chat template, or stop strings that can not be used.
+        """
+        check_stop_strings(stop_strings)
+        own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
+        ids = tuple(dict.fromkeys([*own, *(int(i) for i in eos_token_ids)]))
+        if not ids:
+            raise ConfigError(
+                "a tokenizer must have an end token, got none; set `eos_token` in its "
+                "tokenizer_config.json or `eos_token_id` in generation_config.json"
+            )
+        if not backend.chat_template:
+            raise ConfigError(
+                "a tokenizer must have a chat template, got none; set `model.chat_template`, "
+                "or save a chat_template.jinja beside the tokenizer"
+            )
+        self.backend = backend
+        self.eos_token_ids: tuple[int, ...] = ids
+        self.stop_strings: tuple[str, ...] = tuple(dict.fromkeys(stop_strings))
+        pad = backend.pad_token_id
+        self.pad_token_id: int = ids[0] if pad is None else int(pad)
+        self.vocab_size: int = len(backend)
+        self._plain_decoder = _plain_decoder(backend)
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the token ids of `messages` under the chat template, ready for a response."""
+        try:
+            text = self.backend.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            # A template is a program that comes with the model.
+            raise ConfigError(
+                f"a chat template must render every prompt, got {_first_line(error)}; choose "
+                "another tokenizer, or mend its template"
+            ) from None
+        return self._encode(text)
+
+    def encode_response(self, text: str) -> list[int]:
+        """Return the token ids of `text` with the end token after it."""
+        return [*self._encode(text), self.eos_token_ids[0]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` without special tokens."""
+        tokens = [int(i) for i in ids]
+        if self._plain_decoder is not None:
+            return str(self._plain_decoder.decode(tokens, skip_special_tokens=True))
+        text = self.backend.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def token_bytes(self) -> list[bytes]:
+        """Return what each token adds to the text in UTF-8, by id; nothing for special tokens.
+
+        Raises:
+            ConfigError: the text of this tokenizer is not the sum of its tokens.
+        """
+        core = self.backend.backend_tokenizer
+        steps = _decoder_steps(core)
+        if steps is None:
+            raise ConfigError(
+                "stop strings need a tokenizer whose text is the sum of its tokens, got the "
+                f"decoder {core.decoder!r:.200}; remove `model.stop_strings`, or give end tokens "
+                "as `eos_token_id` of generation_config.json"
+            )
+        added = self.backend.added_tokens_decoder
+        special = {token for token, entry in added.items() if entry.special}
+        names = [core.id_to_token(token) for token in range(self.vocab_size)]
+        return [
+            b"" if name is None or token in special else _text_bytes(name, steps)
+            for token, name in enumerate(names)
+        ]
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `AutoTokenizer.from_pretrained` opens into `folder`."""
+        self.backend.save_pretrained(folder)
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self.backend(text, add_special_tokens=False)["input_ids"]
+        return [int(i) for i in ids]
+
+
+def check_stop_strings(texts: Sequence[str]) -> None:
+    """Check texts that are to end responses.
+
+    Raises:
+        ConfigError: an empty one, or too many bytes together.
+    """
+    data = [text.encode("utf-8", "ignore") for text in texts]
+    size = sum(len(text) for text in data)
+    if not all(data) or [text.decode() for text in data] != list(texts) or size > MAX_STOP_BYTES:
+        raise ConfigError(
+            "stop strings must be Unicode, must not be empty and have at most "
+            f"{MAX_STOP_BYTES} bytes together, got {list(texts)!r:.200} with {size}; give fewer or "
+            "shorter ones"
+        )
+
+
+def _decoder_steps(core: Any) -> list[dict[str, Any]] | None:
+    """Return the decoders of a fast tokenizer in order; None where they do more than add up."""
+    if core.decoder is None:
+        return None
+    state = json.loads(core.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    plain = all(
+        step["type"] in _ADDING_DECODERS
+        and (step["type"] != "Replace" or "String" in step["pattern"])
+        for step in steps
+    )
+    return steps if plain else None
+
+
+def _text_bytes(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the bytes of one ordinary token; spaces that `Strip` takes from the ends stay."""
+    for step in steps:
+        if step["type"] == "ByteLevel":
+            known = all(character in _BYTE_ALPHABET for character in token)
+            return bytes(_BYTE_ALPHABET[c] for c in token) if known else token.encode()
+        if step["type"] == "ByteFallback" and (found := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        if step["type"] == "Metaspace":
+            token = token.replace(step["replacement"], " ")
+        if step["type"] == "Replace":
+            token = token.replace(step["pattern"]["String"], step["content"])
+    return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character that byte-level vocabularies are written in.
+
+    Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _plain_decoder(backend: Any) -> Any:
+    """Return what decodes for a fast tokenizer, without the checks that cost most of the time.
+
+    None where the tokenizer's class has a way of its own to decode.
+    """
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    own = type(backend)
+    plain = isinstance(backend, Plain) and (own.decode, own._decode) == (
+        Plain.decode,
+        Plain._decode,
+    )
+    return backend.backend_tokenizer if plain else None
+
+
+def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> Tokenizer:
+    """Build a tokenizer with one token per character of `alphabet`, after the special ones."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *alphabet])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            pad_token=PAD,
+            bos_token=BOS,
+            eos_token=EOS,
+            unk_token=UNK,
+            padding_side="right",
+            clean_up_tokenization_spaces=False,
+            chat_template=MINIMAL_CHAT_TEMPLATE,
+        ),
+        stop_strings=stop_strings,
+    )
+
+
+def load_tokenizer(
+    folder: Path, *, chat_template: str = "", stop_strings: Sequence[str] = ()
+) -> Tokenizer:
+    """Open the tokenizer of a model folder; its generation config says what else ends a response.
+
+    Args:
+        folder: local model folder.
+        chat_template: used only when the tokenizer has none.
+        stop_strings: beside those of the generation config.
+
+    Raises:
+        ConfigError: no readable tokenizer, no end token or no chat template.
+    """
+    ends, texts = _generation_ends(folder)
+    try:
+        if not any((folder / name).is_file() for name in _VOCABULARIES):
+            # transformers would hand out an empty tokenizer of the model's family.
+            raise FileNotFoundError(f"none of {', '.join(_VOCABULARIES)}")
+        backend = _backend_class(folder).from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+        if not backend.chat_template and chat_template:
+            backend.chat_template = chat_template
+        tokenizer = Tokenizer(backend, ends, [*texts, *stop_strings])
+        # Some strange settings break nothing before the first use.
+        tokenizer.decode(tokenizer.encode_response("1"))
+    except ConfigError:
+        raise
+    except Exception as error:
+        # `tokenizers` raises plain exceptions, and strange files break any line of transformers.
+        raise ConfigError(
+            f"a model folder must hold a tokenizer that opens without its own code, got "
+            f"{str(folder)!r} ({_first_line(error)}); save tokenizer.json and "
+            "tokenizer_config.json beside the weights"
+        ) from None
+    return tokenizer
+
+
+def _backend_class(folder: Path) -> Any:
+    """Return the plain fast class where the folder asks for it: `AutoTokenizer` costs seconds."""
+    path = folder / "tokenizer_config.json"
+    if path.is_file() and (folder / "tokenizer.json").is_file():
+        raw = json.loads(path.read_text("utf-8"))
+        if not isinstance(raw, dict):
+            raise TypeError(f"{path.name} must be an object, got {raw!r:.80}")
+        if str(raw.get("tokenizer_class", "")) in _PLAIN_CLASSES:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
+    """Return the end tokens and the stop strings of a folder's generation config."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return [], []
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        ids, texts = _listed(raw.get("eos_token_id"), int), _listed(raw.get("stop_strings"), str)
+        if not all(0 <= token < 2**31 for token in ids):
+            raise ValueError(f"ids of tokens can not be {ids!r:.80}")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"generation_config.json must be a JSON object with ids of tokens and texts, got "
+            f"{str(path)!r} ({error}); save the model again"
+        ) from None
+    return ids, texts
+
+
+def _listed(found: Any, kind: type[Entry]) -> list[Entry]:
+    """Return the entries of a kind; one alone needs no list."""
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is kind]
+
+
+def _first_line(error: BaseException) -> str:
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    return f"{type(error).__name__}: {text[:200]}"

@@ -1,1 +1,0 @@
-"""The reshard stage: a checkpoint written anew for other ranks, or merged for engines."""

@@ -1,0 +1,122 @@
+"""Nodes that the runs on a root keep away from: who named them, and the affinity that does it.
+
+It deliberately asks no cluster: whether a node of that name exists, the scheduler will know.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planish.base.errors import ConfigError, ObjectExists, PlanishError
+from planish.records import layout
+from planish.store import open_store
+from planish.store.documents import read_json
+
+logger = logging.getLogger(__name__)
+
+HOSTNAME_LABEL = "kubernetes.io/hostname"
+"""Label of a node that holds its name, where nobody has changed it."""
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class AvoidedNode:
+    """One node and who named it.
+
+    Example:
+        >>> AvoidedNode("node-3", "monitor_check", run_id="7f3a", iteration=4).name
+        'node-3'
+    """
+
+    name: str
+    """Name of the node."""
+    named_by: str
+    """`monitor_check`, or `operator`."""
+    run_id: str = ""
+    """Run in which it was named; empty outside a cluster."""
+    iteration: int = 0
+    """1, 2, ...; 0 outside iterations."""
+    seconds: float = 0.0
+    """Unix time at which it was named."""
+
+
+def is_node_name(name: str) -> bool:
+    """Tell whether a machine may be the value of the label that holds a node's name.
+
+    Example:
+        >>> is_node_name("gpu-7.example"), is_node_name("10.0.0.7:9100")
+        (True, False)
+    """
+    return _NAME.fullmatch(name) is not None
+
+
+def avoid(root: str, node: AvoidedNode) -> bool:
+    """Keep the following runs on a root away from a node; the first who names it counts.
+
+    Returns:
+        Whether nobody had named it before.
+
+    Raises:
+        ConfigError: no node can have that name.
+    """
+    if not is_node_name(node.name):
+        raise ConfigError(
+            f"a node must be named like the label `{HOSTNAME_LABEL}`, got {node.name!r}; the "
+            "identity of a machine is the name of its node"
+        )
+    document = {**asdict(node), "seconds": node.seconds or time.time()}
+    uri = layout.avoided_node(root, node.name)
+    try:
+        open_store(uri).create(uri, json.dumps(document, sort_keys=True).encode())
+    except ObjectExists:
+        return False
+    logger.info("following runs avoid node=%s named_by=%s", node.name, node.named_by)
+    return True
+
+
+def avoided(root: str) -> list[AvoidedNode]:
+    """Return the nodes that are avoided, by the time at which they were named.
+
+    An object that is none of ours is told in the log and left out: it names nobody.
+    """
+    found = []
+    for uri in open_store(root).list(f"{layout.avoided_nodes(root)}/"):
+        try:
+            found.append(_parse(read_json(uri)))
+        except (PlanishError, KeyError, TypeError, ValueError) as error:
+            logger.warning("not an avoided node uri=%s error=%s", uri, error)
+    return sorted(found, key=lambda node: (node.seconds, node.name))
+
+
+def _parse(raw: Any) -> AvoidedNode:
+    name = str(raw["name"])
+    if not is_node_name(name):
+        raise ValueError(f"no name of a node: {name!r}")
+    return AvoidedNode(
+        *(name, str(raw["named_by"]), str(raw["run_id"])),
+        iteration=int(raw["iteration"]),
+        seconds=float(raw["seconds"]),
+    )
+
+
+def node_affinity(names: Sequence[str]) -> dict[str, Any]:
+    """Return the affinity that keeps a pod away from these nodes; empty for none.
+
+    One term with one requirement: terms are alternatives, so a second one would let a pod back.
+
+    Example:
+        >>> node_affinity([])
+        {}
+    """
+    if not names:
+        return {}
+    keep_away = {"key": HOSTNAME_LABEL, "operator": "NotIn", "values": sorted(names)}
+    terms = [{"matchExpressions": [keep_away]}]
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}

@@ -1,0 +1,280 @@
+"""Who runs on a root now: a lock that is taken over at once when its holder is gone.
+
+The lock is a row of small objects, one each time it changes hands, created conditionally: of two
+that want it at the same moment only one can create the next object. Nothing releases it; the end
+of the holder does, or its word that the run which follows is submitted. It keeps two runs off one
+root, it does not order the tasks of one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from planish.base.errors import ObjectExists, RecordError, RootInUse
+from planish.records import layout
+from planish.store import open_store
+from planish.store.processes import process_line, process_space, process_start
+
+logger = logging.getLogger(__name__)
+
+STALE_SECONDS = 600.0
+"""A lock without heartbeat for so long is free where nothing tells whether its holder lives."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What holds a lock: a run of the cluster, or a process of one machine.
+
+    Example:
+        >>> Holder("cluster", run_id="7f3a").describe()
+        'run 7f3a of the cluster'
+    """
+
+    kind: Literal["local", "cluster"]
+    """`cluster` where the task knows its run id."""
+    run_id: str = ""
+    """Run id of the cluster."""
+    host: str = ""
+    """Name of the machine, for people."""
+    space: str = ""
+    """Boot of the machine and its process-id namespace: where `pid` means something."""
+    pid: int = 0
+    """Process that runs the pipeline."""
+    started: int = 0
+    """Start of that process in clock ticks since boot: tells it from a later one with its id."""
+
+    def describe(self) -> str:
+        """Return words for an error message."""
+        if self.kind == "cluster":
+            return f"run {self.run_id} of the cluster"
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One generation of the lock of a root."""
+
+    generation: int
+    """1, 2, ...; 0 when nobody has held it."""
+    holder: Holder | None
+    """None when nobody holds it."""
+    heartbeat_seconds: float
+    """Unix time of the last sign of life."""
+
+
+def _is_stage_process(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    except OSError:
+        return False
+    if any("kfp.dsl.executor_main" in word for word in words):
+        return True
+    return any(
+        first == "-m" and second.startswith("planish.")
+        for first, second in itertools.pairwise(words)
+    )
+
+
+def current_holder() -> Holder:
+    """Return who this process works for.
+
+    In a cluster that is the run; on one machine the process that runs the pipeline: the nearest
+    ancestor that is not itself a stage or the shell that the local runner starts a stage with.
+    """
+    run_id = os.environ.get("RUN_ID", "")
+    if run_id:
+        return Holder("cluster", run_id=run_id)
+    pid = os.getpid()
+    while _is_stage_process(pid):
+        parent = int((process_line(pid) or ["", "0"])[1])
+        if parent <= 1:
+            break
+        pid = parent
+    return Holder(
+        "local",
+        host=platform.node(),
+        space=process_space(),
+        pid=pid,
+        started=process_start(pid),
+    )
+
+
+def is_alive(holder: Holder) -> bool | None:
+    """Tell whether a local holder lives; None where that cannot be told from here."""
+    if holder.kind != "local" or not holder.space or holder.space != process_space():
+        return None
+    return holder.started != 0 and process_start(holder.pid) == holder.started
+
+
+def read_lock(root: str) -> Lock:
+    """Return the newest generation of the lock.
+
+    Raises:
+        RecordError: the lock object is not one of ours.
+    """
+    generations = open_store(root).list(layout.locks(root))
+    names = [uri.rpartition("/")[2].removesuffix(".json") for uri in generations]
+    newest = max((int(name) for name in names if name.isdecimal()), default=0)
+    if newest == 0:
+        return Lock(0, None, 0.0)
+    return _read_generation(root, newest)
+
+
+def _read_generation(root: str, generation: int) -> Lock:
+    uri = layout.lock_file(root, generation)
+    data = open_store(uri).read(uri)
+    if not data:  # its writer died before it could say who it is, so it never began to work
+        return Lock(generation, None, 0.0)
+    try:
+        raw = json.loads(data)
+        return Lock(generation, Holder(**raw["holder"]), float(raw["heartbeat_seconds"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise RecordError(
+            f"`{uri}` must name a holder and a heartbeat, got {data[:200]!r} ({error}); remove it "
+            "when nothing runs on this root"
+        ) from None
+
+
+def _document(holder: Holder, now: float) -> bytes:
+    document = {"holder": asdict(holder), "heartbeat_seconds": now}
+    return json.dumps(document, sort_keys=True).encode()
+
+
+def check_free(
+    root: str,
+    me: Holder,
+    *,
+    alive: Callable[[Holder], bool | None] = is_alive,
+    now: float | None = None,
+) -> Lock:
+    """Return the newest generation of a lock that `me` may take or keep; writes nothing.
+
+    Raises:
+        RootInUse: another run holds it.
+    """
+    lock = read_lock(root)
+    if lock.holder not in (None, me) and not is_handed_over(root, lock):
+        # A heartbeat of the future says as little as an old one.
+        silent_seconds = abs((time.time() if now is None else now) - lock.heartbeat_seconds)
+        _refuse_live(root, lock, alive(lock.holder), silent_seconds)
+    return lock
+
+
+def refuse_stranger(root: str, me: Holder) -> None:
+    """Refuse a run that never had the lock of a root which another run uses.
+
+    A run of a cluster is also refused where the others have ended: what lies there is theirs.
+
+    Raises:
+        RootInUse: what `me` would write belongs to another run.
+    """
+    lock = read_lock(root)
+    generations = range(lock.generation, 0, -1)
+    if lock.holder is None or any(_read_generation(root, n).holder == me for n in generations):
+        return
+    if me.kind == "cluster":
+        raise RootInUse(f"`{root}` must be that of this run, but is that of {_words(lock.holder)}")
+    check_free(root, me)
+
+
+def acquire(
+    root: str,
+    me: Holder,
+    *,
+    alive: Callable[[Holder], bool | None] = is_alive,
+    now: float | None = None,
+) -> Lock:
+    """Take the lock of a root, or keep it.
+
+    Args:
+        root: URI of the run.
+        me: who wants it.
+        alive: tells whether another holder lives; None when it cannot tell.
+        now: Unix time in seconds, for tests.
+
+    Returns:
+        The generation that is held now.
+
+    Raises:
+        RootInUse: another run holds it, or took it at this very moment.
+    """
+    now = time.time() if now is None else now
+    lock = check_free(root, me, alive=alive, now=now)
+    store = open_store(root)
+    if lock.holder == me:
+        store.write(layout.lock_file(root, lock.generation), _document(me, now))
+        return Lock(lock.generation, me, now)
+    if lock.holder is not None:
+        logger.info(
+            "took over lock root=%s holder=%s generation=%d",
+            *(root, lock.holder.describe().replace(" ", "_"), lock.generation + 1),
+        )
+    try:
+        store.create(layout.lock_file(root, lock.generation + 1), _document(me, now))
+    except ObjectExists:
+        winner = read_lock(root).holder
+        raise RootInUse(
+            f"`{root}` must be used by one run at a time, but {_words(winner)} has just taken it; "
+            "wait for its end or choose another root"
+        ) from None
+    return Lock(lock.generation + 1, me, now)
+
+
+def _words(holder: Holder | None) -> str:
+    return holder.describe() if holder else "another run"
+
+
+def _refuse_live(root: str, lock: Lock, lives: bool | None, silent_seconds: float) -> None:
+    if lives is False or (lives is None and not silent_seconds < STALE_SECONDS):
+        return  # NaN is no sign of life either
+    wait = "wait for its end"
+    if lives is None:
+        left = STALE_SECONDS - silent_seconds
+        wait = f"nothing here tells whether it still lives: wait {left:.0f} s without a heartbeat"
+    raise RootInUse(
+        f"`{root}` must be used by one run at a time, but {_words(lock.holder)} holds its lock "
+        f"(last heartbeat {silent_seconds:.0f} s ago); {wait}, or choose another root"
+    )
+
+
+def hand_over(root: str, me: Holder) -> bool:
+    """Let the run that follows take the lock although this one has not quite ended.
+
+    Only the last tasks of a run may say so: nothing of it writes anything that trains afterwards.
+
+    Returns:
+        Whether `me` held the lock.
+    """
+    lock = read_lock(root)
+    if lock.holder != me:
+        return False
+    uri = layout.handover_file(root, lock.generation)
+    open_store(root).write(uri, json.dumps({"run_id": me.run_id}).encode())
+    return True
+
+
+def is_handed_over(root: str, lock: Lock) -> bool:
+    """Tell whether the holder of this generation has said that another run follows."""
+    return open_store(root).exists(layout.handover_file(root, lock.generation))
+
+
+def beat(root: str, me: Holder) -> bool:
+    """Renew the heartbeat of a lock that `me` holds; returns whether it does.
+
+    A later holder's lock is another object, so a late heartbeat cannot harm it.
+    """
+    lock = read_lock(root)
+    if lock.holder != me:
+        return False
+    document = _document(me, time.time())
+    open_store(root).write(layout.lock_file(root, lock.generation), document)
+    return True

@@ -1,0 +1,398 @@
+"""What every stage does around its own work: configuration, logs, outputs, exit codes.
+
+It deliberately knows nothing of any single stage. The same `run` function of a stage is called by
+its KFP component and, through `stage_main`, from a command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import logging
+import math
+import os
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from planish.base.config import Section, check_limits, config_sha256, parse_section
+from planish.base.errors import (
+    EXIT_CONFIG,
+    EXIT_TRANSIENT,
+    ConfigError,
+    ObjectExists,
+    ObjectMissing,
+    PlanishError,
+    RecordError,
+    RootInUse,
+    StoreError,
+    exit_code,
+)
+from planish.base.telemetry import LOG_FORMAT
+from planish.records import layout
+from planish.records.refs import Ref
+from planish.run.signals import Terminated, stops_with
+from planish.run.stage_log import StageLog
+from planish.run.stage_metrics import StageMetrics
+from planish.store import normal_uri, open_store
+from planish.store.documents import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+class Artifact(Protocol):
+    """An input or output of a stage; the artifacts of KFP meet it."""
+
+    path: str
+    """Local file that holds the artifact's content."""
+    metadata: dict[str, Any]
+    """Scalars shown beside the artifact."""
+
+
+@dataclass
+class PathArtifact:
+    """An artifact that is just a local file, for command lines and tests."""
+
+    path: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What a stage hands back to its surroundings."""
+
+    refs: dict[str, Ref] = field(default_factory=dict)
+    """Output artifact name to the Ref that is written there."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Scalars for the `metrics` artifact and the stage log."""
+    documents: dict[str, str] = field(default_factory=dict)
+    """Output artifact name to the text (HTML, Markdown) that is written there."""
+    values: dict[str, str | int] = field(default_factory=dict)
+    """Output parameters by name."""
+    already_done: bool = False
+    """The output stood there finished, nothing was computed."""
+    failure: PlanishError | None = None
+    """Raised when the outputs are written: they help people although the task has failed."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts of one task of one run.
+
+    Example:
+        >>> context = Context("file:///r", "reward", 3, 0, {"run": {"seed": 7}}, "0" * 64, {})
+        >>> context.seed
+        7
+    """
+
+    root: str
+    """URI of the run."""
+    stage: str
+    """Name of the stage."""
+    iteration: int
+    """1, 2, ... inside iterations, 0 outside."""
+    shard: int
+    """Index among the parallel tasks of the stage."""
+    config: Mapping[str, Mapping[str, Any]]
+    """Resolved tables, as in `run.json`."""
+    config_sha256: str
+    """Digest of `config`."""
+    run: Mapping[str, Any]
+    """All of `run.json`; empty where the stage runs without one."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.config["run"]["seed"])
+
+    def section(self, cls: type[SectionT], name: str) -> SectionT:
+        """Return the validated section `name`."""
+        return parse_section(cls, self.config.get(name, {}), section=name)
+
+
+def read_ref(artifact: Artifact) -> Ref:
+    """Read the Ref that an input artifact holds.
+
+    Raises:
+        RecordError: no such file, or it holds no Ref.
+    """
+    try:
+        return Ref.from_json(Path(artifact.path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            f"an input artifact must be a Ref file, got {artifact.path!r} ({error}); "
+            "the stage that writes it has not run"
+        ) from None
+
+
+def read_run(root: str) -> dict[str, Any]:
+    """Read `run.json`.
+
+    Raises:
+        ObjectMissing: the root is new.
+        ConfigError: it holds no configuration.
+    """
+    uri = layout.run_file(root)
+    remedy = "choose a new root"
+    try:
+        run: Any = read_json(uri)
+    except RecordError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
+    config = run.get("config") if isinstance(run, dict) else None
+    if not isinstance(config, dict) or not all(isinstance(t, dict) for t in config.values()):
+        raise ConfigError(
+            f"`{uri}` must hold config, the tables of a configuration, got {run!r:.200}; {remedy}"
+        )
+    check_limits(config, uri)
+    return typing.cast("dict[str, Any]", run)
+
+
+def load_run(root: str, digest: str) -> dict[str, Any]:
+    """Load `run.json` and check that its configuration has the given digest.
+
+    Raises:
+        ConfigError: missing, or another configuration.
+    """
+    uri = layout.run_file(root)
+    try:
+        run = read_run(root)
+    except ObjectMissing:
+        raise ConfigError(
+            f"`{uri}` must exist before this stage runs; the prepare stage writes it"
+        ) from None
+    seen = config_sha256(run["config"])
+    if seen != digest:
+        raise ConfigError(
+            f"`{uri}` must hold the configuration {digest[:12]}, got {seen[:12]}; another run "
+            "with other settings uses this root: choose a new root"
+        )
+    return run
+
+
+def is_stopped(root: str, iteration: int) -> bool:
+    """Tell whether this iteration was skipped because of the stop file."""
+    uri = layout.stopped_file(root, iteration)
+    return open_store(uri).exists(uri)
+
+
+def mark_stopped(root: str, iteration: int) -> bool:
+    """Look for the stop file before an iteration begins; note it so that later stages agree.
+
+    Returns:
+        True when this iteration must pass its inputs through.
+    """
+    if is_stopped(root, iteration):
+        return True
+    store = open_store(root)
+    if not store.exists(layout.stop_file(root)):
+        return False
+    try:
+        store.create(layout.stopped_file(root, iteration), b'{"reason": "stop file"}')
+    except ObjectExists:
+        logger.debug("stop already marked iteration=%d", iteration)
+    logger.info("stopped iteration=%d", iteration)
+    return True
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Replace each non-finite value `k` by `k_nonfinite = 1`; KFP refuses NaN and infinity."""
+    result: dict[str, float] = {}
+    for key, value in metrics.items():
+        if math.isfinite(value):
+            result[key] = float(value)
+        else:
+            result[f"{key}_nonfinite"] = 1.0
+    return result
+
+
+def _write_outputs(outcome: Outcome, outputs: Mapping[str, Artifact]) -> None:
+    for name, ref in outcome.refs.items():
+        _write_text(outputs[name].path, ref.to_json())
+        outputs[name].metadata.update(ref.attributes, manifest_sha256=ref.manifest_sha256)
+    for name, text in outcome.documents.items():
+        _write_text(outputs[name].path, text)
+    metrics = outputs.get("metrics")
+    if metrics is None:
+        return
+    log_metric = getattr(metrics, "log_metric", None)
+    if log_metric is None:
+        _write_text(metrics.path, json.dumps(outcome.metrics, sort_keys=True))
+        return
+    for key, value in outcome.metrics.items():
+        log_metric(key, value)
+
+
+def _write_text(path: str, text: str) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, "utf-8")
+
+
+def _refuse_known_failure(context: Context, run_id: str) -> None:
+    """End at once when an earlier attempt of the same run failed for good."""
+    if not run_id:
+        return
+    uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
+    if not open_store(uri).exists(uri):
+        return
+    marker: Any = read_json(uri)
+    mine = {"config_sha256": context.config_sha256, "run_id": run_id}
+    if isinstance(marker, dict) and mine.items() <= marker.items():
+        raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
+
+
+def _mark_failure(context: Context, run_id: str, error: BaseException) -> None:
+    uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
+    marker = {"config_sha256": context.config_sha256, "run_id": run_id, "error": str(error)}
+    try:
+        write_json(uri, marker)
+    except (PlanishError, OSError) as problem:
+        logger.warning("failure marker not written uri=%s error=%s", uri, problem)
+
+
+def _attempt(
+    work: Callable[[Context], Outcome],
+    context: Context,
+    outputs: Mapping[str, Artifact],
+    log: StageLog,
+    shown: StageMetrics,
+    *,
+    checked: bool,
+) -> Outcome:
+    run_id = os.environ.get("RUN_ID", "")
+    stage, iteration = context.stage, context.iteration
+    try:
+        shown.open()
+        if checked:
+            run = load_run(context.root, context.config_sha256)
+            context = replace(context, config=run["config"], run=run)
+            _refuse_known_failure(context, run_id)
+            log.write("running")
+        outcome = work(context)
+        shown.publish(outcome.metrics)
+        outcome.metrics = finite_metrics(outcome.metrics)
+        _write_outputs(outcome, outputs)
+        if outcome.failure:
+            raise outcome.failure
+        log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
+        return outcome
+    except PlanishError as error:
+        code = exit_code(error)
+        shown.fail(code)
+        logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
+        if isinstance(error, (StoreError, RootInUse)):
+            log.give_up()
+        log.write("failed", error=str(error), exit_code=code)
+        if code == EXIT_CONFIG and not isinstance(error, RootInUse):
+            _mark_failure(context, run_id, error)
+        raise SystemExit(code) from None
+    except Terminated as stop:
+        shown.fail(EXIT_TRANSIENT)
+        logger.warning("stopped stage=%s iteration=%d reason=%s", stage, iteration, stop)
+        log.write("failed", error=str(stop), exit_code=EXIT_TRANSIENT)
+        raise
+    except Exception as error:
+        shown.fail(1)
+        # Programs that schedule us see only the exit code: the log must hold the traceback.
+        logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, traceback.format_exc())
+        log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
+        raise SystemExit(1) from None
+
+
+def execute(
+    stage: str,
+    work: Callable[[Context], Outcome],
+    *,
+    root: str,
+    config_sha256: str | None,
+    outputs: Mapping[str, Artifact],
+    iteration: int = 0,
+    shard: int = 0,
+) -> Outcome:
+    """Run `work` as one task of a run and write what it hands back.
+
+    Args:
+        stage: name of the stage.
+        work: does the work; gets the facts of the task.
+        root: URI of the run, without a slash at the end.
+        config_sha256: digest of the configuration; None where the stage must run without one.
+        outputs: output artifacts by name; `metrics` gets the scalars.
+        iteration: 1, 2, ... inside iterations, else 0.
+        shard: index among the parallel tasks of the stage.
+
+    Raises:
+        SystemExit: 2 wrong configuration (must not be retried), 75 transient or stopped, 1 else.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
+    logging.getLogger("planish").setLevel(logging.INFO)
+    root = root.rstrip("/")
+    log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
+    context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
+    with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as shown, log:
+        outcome = _attempt(work, context, outputs, log, shown, checked=config_sha256 is not None)
+    logger.info(
+        "done stage=%s iteration=%d shard=%d seconds=%.2f already_done=%s",
+        *(stage, iteration, shard, log.entry["seconds"], outcome.already_done),
+    )
+    return outcome
+
+
+def _parser(run: Callable[..., Any], hints: Mapping[str, Any]) -> argparse.ArgumentParser:
+    doc = inspect.getdoc(run) or ""
+    parser = argparse.ArgumentParser(prog=run.__module__, description=doc.partition("\n")[0])
+    for name, parameter in inspect.signature(run).parameters.items():
+        kind = hints[name]
+        options: dict[str, Any] = {}
+        if parameter.default is inspect.Parameter.empty:
+            options["required"] = True
+        else:
+            options["default"] = parameter.default
+        if kind is bool:
+            options["type"] = _parse_bool
+        elif kind in (str, int, float):
+            options["type"] = kind
+        else:
+            options.update(type=PathArtifact, metavar="PATH")
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
+    parser.add_argument("--values", default="", help="file that gets the output parameters")
+    return parser
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.lower()
+    if lowered not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+    return lowered == "true"
+
+
+def stage_parser(run: Callable[..., Any]) -> argparse.ArgumentParser:
+    """Return the command line of a stage, made from the signature of its `run`."""
+    return _parser(run, typing.get_type_hints(run))
+
+
+def stage_main(run: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Call a stage's `run` from a command line.
+
+    Scalars become options; artifacts are given as paths; output parameters are written as JSON to
+    `--values`.
+
+    Returns:
+        0; every failure leaves by SystemExit with its own code.
+    """
+    arguments = vars(stage_parser(run).parse_args(argv))
+    values_path = arguments.pop("values")
+    # A root that cannot be stays for the stage to refuse.
+    with contextlib.suppress(ConfigError, KeyError):
+        arguments["root"] = normal_uri(arguments["root"])
+    result = run(**arguments)
+    if values_path and result is not None:
+        _write_text(values_path, json.dumps(result._asdict(), sort_keys=True))
+    return 0

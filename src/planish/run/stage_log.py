@@ -1,0 +1,118 @@
+"""What one task attempt tells about itself under the run root: its state and its log lines.
+
+Nothing here is part of a digest, and no failure here stops the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from planish.base.errors import PlanishError
+from planish.records import layout
+from planish.run import lock
+from planish.store import open_store
+from planish.store.documents import write_json
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 60.0
+"""How often the log lines go to the store; the pages of KFP lose them when a run is terminated."""
+
+
+def process_age_seconds() -> float:
+    """Return the seconds since this process began; 0 where the system does not tell."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+class _Lines(logging.Handler):
+    """Keeps formatted log lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+class StageLog:
+    """The log of one task attempt; use it as a context manager around the work."""
+
+    def __init__(self, root: str, stage: str, iteration: int, shard: int, *, log_format: str):
+        self._root = root
+        self.uri = layout.stage_log(root, stage, iteration, shard)
+        attempt = os.environ.get("KFP_RETRY_INDEX", "0")
+        self.text_uri = f"{self.uri.removesuffix('.json')}-{attempt}.txt"
+        self.entry: dict[str, Any] = {
+            "stage": stage,
+            "iteration": iteration,
+            "shard": shard,
+            "start_seconds": time.time(),
+            "startup_seconds": round(process_age_seconds(), 3),
+        }
+        self._lines = _Lines()
+        self._lines.setFormatter(logging.Formatter(log_format))
+        self._ended = threading.Event()
+        self._gave_up = False
+        self._shipper = threading.Thread(target=self._ship, name="stage-log", daemon=True)
+
+    def __enter__(self) -> StageLog:
+        """Begin to collect and ship log lines."""
+        logging.getLogger().addHandler(self._lines)
+        self._shipper.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ship the rest."""
+        self._ended.set()
+        self._shipper.join(timeout=FLUSH_SECONDS)
+        logging.getLogger().removeHandler(self._lines)
+        self._flush()
+
+    def give_up(self) -> None:
+        """Stop writing: the store has just failed, and each more try would wait for it again."""
+        self._gave_up = True
+
+    def _ship(self) -> None:
+        while not self._ended.wait(FLUSH_SECONDS):
+            self._flush()
+            self._beat()
+
+    def _beat(self) -> None:
+        """Show others that the run lives, for where they cannot see its processes."""
+        if self._gave_up:
+            return
+        try:
+            lock.beat(self._root, lock.current_holder())
+        except (PlanishError, OSError) as error:
+            logger.warning("heartbeat not written root=%s error=%s", self._root, error)
+
+    def _flush(self) -> None:
+        if self._gave_up or not self._lines.lines:
+            return
+        text = "\n".join([*self._lines.lines, ""])
+        try:
+            open_store(self.text_uri).write(self.text_uri, text.encode())
+        except (PlanishError, OSError) as error:
+            logger.warning("log lines not written uri=%s error=%s", self.text_uri, error)
+
+    def write(self, state: str, **facts: Any) -> None:
+        """Write the state (`running`, `done`, `failed`) with more facts."""
+        if self._gave_up:
+            return
+        now = time.time()
+        self.entry.update(state=state, seconds=now - self.entry["start_seconds"], **facts)
+        try:
+            write_json(self.uri, self.entry)
+        except (PlanishError, OSError) as error:
+            logger.warning("stage log not written uri=%s error=%s", self.uri, error)

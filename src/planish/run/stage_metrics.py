@@ -1,0 +1,148 @@
+"""Lets the monitoring server watch a task: what it works on, whether it gets ahead, its scalars.
+
+Off unless `PLANISH_METRICS_PORT` is set, which is a fact of the place where a task runs and no part
+of its configuration. Nothing is pushed: the metrics are served to whoever scrapes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from planish.base import telemetry
+from planish.base.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PORT_VARIABLE = "PLANISH_METRICS_PORT"
+"""First TCP port to try; several processes of one machine take the ports after it."""
+
+LAST_SCRAPE_VARIABLE = "PLANISH_METRICS_LAST_SCRAPE_SECONDS"
+"""How long a finished task waits for its last numbers to be scraped."""
+
+NUM_PORTS = 16
+LAST_SCRAPE_SECONDS = 20.0
+
+SCALARS: Mapping[str, Mapping[str, str]] = {
+    "rollout": {
+        "accuracy_mean": "planish_rollout_accuracy_ratio",
+        "response_length_mean": "planish_rollout_response_tokens",
+        "slot_utilisation": "planish_rollout_slot_utilisation_ratio",
+    },
+    "reward": {
+        "accuracy_mean": "planish_reward_accuracy_ratio",
+        "num_verifier_errors": "planish_reward_verifier_errors",
+        "reward_mean": "planish_reward_mean",
+        "truncated_fraction": "planish_reward_truncated_ratio",
+    },
+    "train": {
+        "entropy": "planish_train_entropy",
+        "explained_variance": "planish_train_explained_variance_ratio",
+    },
+}
+"""Stage to its scalars that are shown, each with the name of its gauge."""
+
+
+class StageMetrics:
+    """The metrics of one task, served from `open` until the block ends.
+
+    Example:
+        >>> with StageMetrics("reward", 3) as shown:
+        ...     shown.publish({"reward_mean": 0.5})
+    """
+
+    def __init__(self, stage: str, iteration: int, rank: int | None = None) -> None:
+        """Bind the facts; nothing is served yet.
+
+        Args:
+            stage: name of the stage.
+            iteration: 1, 2, ... inside iterations, else 0.
+            rank: of a process that a launcher started. The launcher has the first port, rank `r`
+                the one `r + 1` after it.
+        """
+        self._stage, self._iteration, self._rank = stage, iteration, rank
+        self._server: telemetry.MetricsServer | None = None
+        self._has_news = False
+
+    def __enter__(self) -> StageMetrics:
+        return self
+
+    def open(self) -> None:
+        """Serve from now on, if the environment names a port.
+
+        Raises:
+            ConfigError: the environment does not hold numbers.
+        """
+        now = time.time()
+        telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=str(self._rank or 0))
+        telemetry.set_level("planish_stage_iteration", self._iteration)
+        telemetry.set_level("planish_stage_start_timestamp_seconds", now)
+        telemetry.count("planish_stage_nonfinite_total", 0)
+        telemetry.mark_progress()
+        first = _number(PORT_VARIABLE, 0)
+        if first:
+            self._server = _serve(int(first) + (0 if self._rank is None else self._rank + 1))
+
+    def publish(self, scalars: Mapping[str, float]) -> None:
+        """Show the scalars of the outcome, and count those that are no finite numbers."""
+        bad = sum(not math.isfinite(value) for value in scalars.values())
+        telemetry.count("planish_stage_nonfinite_total", bad)
+        for name, gauge in SCALARS.get(self._stage, {}).items():
+            if math.isfinite(scalars.get(name, math.nan)):
+                telemetry.set_level(gauge, scalars[name])
+        if self._stage == "reward" and scalars.get("num_rollouts"):
+            kept = scalars.get("num_kept_rollouts", 0.0) / scalars["num_rollouts"]
+            telemetry.set_level("planish_reward_kept_ratio", kept)
+        telemetry.mark_progress()
+        self._has_news = True
+
+    def fail(self, code: int) -> None:
+        """Count the end with an error."""
+        telemetry.count("planish_stage_failures_total", code=str(code))
+        self._has_news = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let the last numbers be scraped, then stop serving."""
+        if self._server is None:
+            return
+        limit = _number(LAST_SCRAPE_VARIABLE, LAST_SCRAPE_SECONDS)
+        if self._has_news and limit and not self._server.wait_for_scrape(limit):
+            logger.warning("last metrics were not scraped waited_seconds=%g", limit)
+        self._server.close()
+
+
+def _number(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 65535:
+        raise ConfigError(
+            f"`{variable}` must be a number from 0 to 65535, got {text!r}; set it for the task, "
+            "or leave it out"
+        )
+    return value
+
+
+def _serve(first: int) -> telemetry.MetricsServer | None:
+    """Listen on the first free port; a task goes on unseen where there is none."""
+    for port in range(first, first + NUM_PORTS):
+        try:
+            server = telemetry.serve_metrics(port)
+        except OSError:
+            continue
+        logger.info("serving metrics port=%d", port)
+        return server
+    # Training matters more than being watched: other tasks of this machine hold the ports.
+    logger.warning("no free port for metrics first=%d tried=%d", first, NUM_PORTS)
+    return None

@@ -1,1 +1,0 @@
-"""The runs of a Kubeflow installation: how one was started, and starting one like it."""

@@ -1,0 +1,113 @@
+"""Settings of the curate stage."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from planish.base.config import Section
+
+Task = Literal["column-arithmetic", "modular-chain", "countdown", "scratchpad-multiplication"]
+
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class CurateConfig(Section):
+    """Where prompts come from and which of them are kept."""
+
+    dataset: str = ""
+    """Path of a JSONL or Parquet file (relative to the working directory of the process) or a
+    Hugging Face hub id (`owner/name`); empty: generate `task`."""
+    evaluation_dataset: str = ""
+    """Path or hub id of held-out problems; empty: hold out a part of `dataset`."""
+    task: Task = "column-arithmetic"
+    """Generated task, used while `dataset` is empty."""
+    num_prompts: int = Field(default=4096, ge=1, le=1_000_000)
+    """Training prompts of a generated task; small tasks may have fewer different ones."""
+    evaluation_size: int = Field(default=512, ge=1)
+    """Most held-out prompts; further ones of the held-out part are dropped, never trained on."""
+    evaluation_fraction: float = Field(default=0.125, gt=0.0, lt=1.0)
+    """Part of all prompts that is held out, by hash of operands or normalised text."""
+    num_traces: int | None = Field(default=None, ge=0)
+    """Most worked traces for the cold start, chosen by hash; None: one for each training prompt."""
+    max_operand_digits: int = Field(default=4, ge=1, le=9)
+    """Longest operand of column arithmetic, and of the factors of scratchpad multiplication."""
+    chain_log_mean: float = Field(default=1.6, ge=0.0, le=5.0)
+    """Mean of the natural log of the number of operands of a modular chain."""
+    chain_log_std: float = Field(default=0.6, ge=0.0, le=2.0)
+    """Standard deviation of that log: how heavy the tail of response lengths is."""
+    chain_max_operands: int = Field(default=23, ge=2, le=1000)
+    """Most operands of a modular chain; each takes four characters of the response."""
+    countdown_numbers: int = Field(default=3, ge=2, le=6)
+    """Numbers of a countdown prompt."""
+    hub_config: str = ""
+    """Configuration name of a hub data set; empty: its only one."""
+    hub_split: str = "train"
+    """Split of a hub data set."""
+    hub_revision: str = ""
+    """Commit or tag of a hub data set; empty: the newest."""
+    gsm8k_as: Literal["problems", "steps"] = "problems"
+    """What becomes of a file in GSM8K's form: its word problems, or every `<<...>>` step of their
+    solutions as a column-arithmetic prompt."""
+    prompt_field: str = ""
+    """Dotted name of the field with the problem; empty: the first usual name that is there."""
+    answer_field: str = ""
+    """Dotted name of the field with the ground truth; empty: the first usual name that is there."""
+    verifier: str = "auto"
+    """Verifier of rows that name none; `auto`: `integer` for integers, else `math`."""
+    prompt_prefix: str = (
+        "Work through the problem below step by step. Write the final answer on a line of its own, "
+        "in the form `Answer: <answer>`.\n\n"
+    )
+    """Put before problems that are plain text and are verified as `integer` or `math`."""
+    prompt_suffix: str = "\n\nDo not forget the last line: `Answer: <answer>`."
+    """Put after such problems."""
+    to_integers: bool = False
+    """Rewrite problems whose answer is a fraction or a + b*sqrt(c) so that the answer is an
+    integer; others are rejected. DAPO, arXiv 2503.14476, section 3.5."""
+    rewriter: str = ""
+    """`module:callable` that rewrites what the rules reject; empty: off."""
+    max_prompt_chars: int = Field(default=8192, ge=1)
+    """Longer prompts are dropped; in characters of all messages together."""
+    near_duplicate_threshold: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Jaccard similarity of word triples from which two problems count as one; 1: only equal."""
+    near_duplicate_min_words: int = Field(default=12, ge=3)
+    """Shorter problems are never near duplicates: `1+2=` and `1+3=` differ."""
+    contamination_ngram: int = Field(default=13, ge=2)
+    """Training problems that share so many words in a row with a held-out problem are dropped."""
+    pass_rate_policy: str = ""
+    """Pinned URI of a reference policy that measures pass rates; empty: off."""
+    pass_rate_engine: str = "transformers"
+    """Rollout engine of that measurement."""
+    pass_rate_samples: int = Field(default=8, ge=1)
+    """Responses to each prompt."""
+    pass_rate_max_tokens: int = Field(default=1024, ge=1)
+    """Longest of these responses, in tokens."""
+    pass_rate_min: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Training prompts below this pass rate are dropped."""
+    pass_rate_max: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Training prompts above this pass rate are dropped."""
+    skip_bad: bool = False
+    """Leave out rows that cannot be read and count them, where the default is to stop."""
+    workers: int = Field(default=1, ge=1, le=64)
+    """Processes for similarity signatures; the result does not depend on it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CurateConfig:
+        faults = []
+        if self.pass_rate_min > self.pass_rate_max:
+            faults.append(
+                "`pass_rate_min` must not exceed `pass_rate_max`, got "
+                f"{self.pass_rate_min!r} > {self.pass_rate_max!r}"
+            )
+        if self.rewriter and not _REFERENCE.fullmatch(self.rewriter):
+            faults.append(f"`rewriter` must read `module:callable`, got {self.rewriter!r}")
+        if self.rewriter and not self.to_integers:
+            faults.append("`rewriter` needs `to_integers = true`, got false")
+        if self.evaluation_dataset and not self.dataset:
+            faults.append("`evaluation_dataset` needs `dataset`, got an empty `dataset`")
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self

@@ -1,0 +1,81 @@
+"""Filters that look at one problem at a time, and the split into training and held-out problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from planish.stages.curate.problem import Drop, Problem, drop, fraction_of
+from planish.verifiers import answer_fault, verify
+
+
+def remove_unverifiable(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
+    """Drop problems whose ground truth no verifier can judge; drop wrong traces, keep the problem.
+
+    Returns:
+        Problems (without their trace when it does not end in the answer) and the dropped ones.
+    """
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    for problem in problems:
+        fault = answer_fault(problem.verifier, problem.answer)
+        if fault is None:
+            kept.append(problem)
+        else:
+            drops.append(drop(problem, fault))
+    return kept, drops
+
+
+def has_good_trace(problem: Problem) -> bool:
+    """Tell whether a problem has a worked trace that its own verifier accepts."""
+    if problem.trace is None:
+        return False
+    return verify(problem.verifier, problem.trace, problem.answer).accuracy == 1.0
+
+
+def remove_long(problems: Sequence[Problem], max_chars: int) -> tuple[list[Problem], list[Drop]]:
+    """Drop prompts without any text and prompts of more than `max_chars` characters."""
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    for problem in problems:
+        length = sum(len(message["content"]) for message in problem.messages)
+        if not problem.question.strip():
+            drops.append(drop(problem, "prompt_empty"))
+        elif length > max_chars:
+            drops.append(Drop("prompt_too_long", f"{problem.origin}: {length} characters"))
+        else:
+            kept.append(problem)
+    return kept, drops
+
+
+def remove_outside_band(
+    problems: Sequence[Problem], low: float, high: float
+) -> tuple[list[Problem], list[Drop]]:
+    """Drop problems whose measured pass rate lies outside [low, high]."""
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    for problem in problems:
+        if math.isnan(problem.pass_rate) or low <= problem.pass_rate <= high:
+            kept.append(problem)
+        else:
+            reason = "too_hard" if problem.pass_rate < low else "too_easy"
+            drops.append(Drop(reason, f"{problem.origin}: pass rate {problem.pass_rate:.3f}"))
+    return kept, drops
+
+
+def is_held_out(problem: Problem, fraction: float) -> bool:
+    """Tell the side of the split: it depends on the problem alone, not on what else there is."""
+    return fraction_of(problem.split_key) < fraction
+
+
+def split(problems: Sequence[Problem], fraction: float) -> tuple[list[Problem], list[Problem]]:
+    """Return (training, held-out) problems in order."""
+    held = [is_held_out(problem, fraction) for problem in problems]
+    train = [problem for problem, out in zip(problems, held, strict=True) if not out]
+    return train, [problem for problem, out in zip(problems, held, strict=True) if out]
+
+
+def choose(problems: Sequence[Problem], count: int) -> list[Problem]:
+    """Return `count` problems chosen by hash, in their own order."""
+    ranked = sorted(range(len(problems)), key=lambda i: (fraction_of(problems[i].key), i))
+    return [problems[i] for i in sorted(ranked[:count])]

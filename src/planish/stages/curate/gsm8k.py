@@ -1,0 +1,133 @@
+"""GSM8K files: word problems as they are, or the steps of their worked solutions.
+
+A row has `question` and `answer`; the answer is a worked solution with `<<expression=result>>`
+steps, and ends in `#### n`.
+
+Source: GSM8K, arXiv 2110.14168, section 2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from planish.stages.curate.arithmetic import ColumnExpression
+from planish.stages.curate.problem import Drop, Ledger, Problem
+from planish.stages.curate.records import Row
+from planish.stages.curate.tasks import column_problem
+from planish.verifiers.expressions import ExpressionError, evaluate
+
+SOURCE = "gsm8k"
+
+_STEP = re.compile(r"<<([^<>]*)>>")
+_FINAL = re.compile(r"####\s*(\S[^\n]*?)\s*$")
+_TWO_OPERANDS = re.compile(r"([0-9]+)([-+*])([0-9]+)")
+_WHOLE = re.compile(r"-?[0-9]+")
+
+
+def is_gsm8k(rows: Sequence[Row]) -> bool:
+    """Tell whether rows are in GSM8K's form, by the first one."""
+    return bool(rows) and parse_row(rows[0].fields) is not None
+
+
+def parse_row(fields: dict[str, object]) -> tuple[str, str, str] | None:
+    """Return question, worked solution and final answer of one row, or None."""
+    question, answer = fields.get("question"), fields.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str):
+        return None
+    final = _FINAL.search(answer)
+    if final is None:
+        return None
+    return question, answer[: final.start()].rstrip(), final[1]
+
+
+def problem_row(fields: dict[str, object]) -> dict[str, object] | None:
+    """Turn one row into the plain form: prompt, answer, trace; None when it has another form."""
+    parsed = parse_row(fields)
+    if parsed is None:
+        return None
+    question, solution, final = parsed
+    number = final.replace(",", "").replace("$", "")
+    worked = _STEP.sub("", solution)
+    return {
+        "prompt": question,
+        "answer": number,
+        "trace": f"{worked}\nAnswer: {number}",
+        "source": SOURCE,
+    }
+
+
+def step_problems(rows: Sequence[Row], max_digits: int, ledger: Ledger) -> list[Problem]:
+    """Turn every `<<expression=result>>` of every solution into a column-arithmetic prompt.
+
+    Args:
+        rows: rows in GSM8K's form; others are dropped and counted.
+        max_digits: longest operand.
+        ledger: gets three filters that account for every row and every step.
+
+    Returns:
+        Different expressions in the order in which they first appear.
+    """
+    bad: list[Drop] = []
+    steps: list[tuple[str, str]] = []
+    for row in rows:
+        parsed = parse_row(row.fields)
+        if parsed is None:
+            bad.append(Drop("not_in_gsm8k_form", f"{row.origin}: {row.fields!r:.200}"))
+            continue
+        found = _STEP.findall(parsed[1])
+        if not found:
+            bad.append(Drop("no_steps", f"{row.origin}: {parsed[1]}"))
+        steps += [(f"{row.origin} step {n}", text) for n, text in enumerate(found, 1)]
+    ledger.record("problems with steps", "problems", len(rows), len(rows) - len(bad), bad)
+    kept, drops = [], []
+    for origin, text in steps:
+        seen = read_step(text, max_digits)
+        if isinstance(seen, str):
+            drops.append(Drop(seen, f"{origin}: {text}"))
+        else:
+            kept.append(column_problem(seen, source="gsm8k-steps", origin=origin))
+    ledger.record("column arithmetic", "steps", len(steps), len(kept), drops)
+    different = {problem.question: problem for problem in reversed(kept)}
+    unique = [problem for problem in kept if different[problem.question] is problem]
+    repeats = [
+        Drop("duplicate", f"{problem.origin}: {problem.question}{problem.answer}")
+        for problem in kept
+        if different[problem.question] is not problem
+    ]
+    ledger.record("different expressions", "steps", len(kept), len(unique), repeats)
+    return unique
+
+
+def read_step(text: str, max_digits: int) -> ColumnExpression | str:
+    """Read one step; return its expression or the reason code of its rejection."""
+    expression, equals, result = text.replace(" ", "").rpartition("=")
+    if not equals:
+        return "no_equals_sign"
+    if not _WHOLE.fullmatch(result):
+        return "result_not_an_integer"
+    match = _TWO_OPERANDS.fullmatch(expression)
+    if match is None:
+        return _other_form(expression)
+    if max(len(match[1]), len(match[3])) > max(max_digits, 18):
+        return f"operand_over_{max_digits}_digits"
+    column = ColumnExpression(int(match[1]), match[2], int(match[3]))
+    fault = column.fault(max_digits)
+    if fault is not None:
+        return fault
+    return column if str(column.result) == result else "result_is_wrong"
+
+
+def _other_form(expression: str) -> str:
+    """Name what keeps an expression from being two whole numbers and an operator."""
+    try:
+        parsed = evaluate(expression)
+    except ExpressionError:
+        return "not_arithmetic"
+    if any(operand.denominator != 1 for operand in parsed.operands) or "." in expression:
+        return "operand_not_an_integer"
+    if len(parsed.operators) > 1:
+        return "more_than_two_operands"
+    if not parsed.operators:
+        return "no_operator"
+    return "division" if parsed.operators[0] == "/" else "signs_or_parentheses"

@@ -1,0 +1,112 @@
+"""The curation report: where every row went, as Markdown and as scalars."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from planish.stages.curate.problem import Filter, Problem
+from planish.stages.curate.select import Curated
+
+EXAMPLE_CHARS = 120
+"""Longest example in the report."""
+
+
+def curation_metrics(curated: Curated) -> dict[str, float]:
+    """Return sizes, and rows in and out of every filter."""
+    metrics = {
+        "num_train": float(len(curated.train)),
+        "num_evaluation": float(len(curated.evaluation)),
+        "num_traces": float(len(curated.traced)),
+    }
+    for item in curated.ledger.filters:
+        name = re.sub(r"[^a-z0-9]+", "_", item.name.lower()).strip("_")
+        metrics[f"in_{name}"] = float(item.num_in)
+        metrics[f"out_{name}"] = float(item.num_out)
+    if curated.traced:
+        lengths = [len(problem.trace or "") for problem in curated.traced]
+        metrics["trace_chars_median"] = float(np.percentile(lengths, 50))
+        metrics["trace_chars_max"] = float(max(lengths))
+    rates = [p.pass_rate for p in curated.train if not math.isnan(p.pass_rate)]
+    if rates:
+        metrics["pass_rate_mean"] = float(np.mean(rates))
+    return metrics
+
+
+def curation_report(curated: Curated, source: str, source_sha256: str) -> str:
+    """Return the report as Markdown; text of the data is shown as code, never as markup."""
+    lines = [
+        "# Curation report",
+        "",
+        f"Source: {_code(source)}" + (f", sha256 `{source_sha256}`" if source_sha256 else ""),
+        "",
+        f"**{len(curated.train)}** training prompts, **{len(curated.evaluation)}** held out, "
+        f"**{len(curated.traced)}** worked traces.",
+        "",
+        "## Rows in and out",
+        "",
+        "| filter | unit | in | out | dropped |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {_escape(f.name)} | {f.unit} | {f.num_in} | {f.num_out} | {f.num_in - f.num_out} |"
+        for f in curated.ledger.filters
+    ]
+    lines += ["", "Each row of a filter went on or is counted under one reason below.", ""]
+    for item in curated.ledger.filters:
+        if item.reasons:
+            lines += _reasons(item)
+    lines += ["## What was kept", ""]
+    lines += _lengths("prompt characters", [len(p.question) for p in curated.train])
+    lines += _lengths("trace characters", [len(p.trace or "") for p in curated.traced])
+    lines += ["", "| source | training | held out |", "| --- | ---: | ---: |"]
+    train, held = (Counter(p.source for p in s) for s in (curated.train, curated.evaluation))
+    lines += [f"| {_code(s)} | {train[s]} | {held[s]} |" for s in sorted({*train, *held})]
+    lines += ["", "| prompt | answer | trace |", "| --- | --- | --- |"]
+    lines += [
+        f"| {_code(p.question)} | {_code(p.answer)} | {_code(p.trace or '')} |"
+        for p in [*curated.traced, *curated.train][:5]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(item: Filter) -> list[str]:
+    lines = [
+        f"### {_escape(item.name)}",
+        "",
+        "| reason | dropped | examples |",
+        "| --- | ---: | --- |",
+    ]
+    for reason, count in item.reasons.items():
+        shown = "<br>".join(_code(example) for example in item.examples[reason])
+        lines.append(f"| {_escape(reason)} | {count} | {shown} |")
+    return [*lines, ""]
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> list[str]:
+    if not lengths:
+        return []
+    low, middle, high, most = np.percentile(lengths, [10, 50, 90, 100], method="lower")
+    return [f"* {name}: p10 {low}, median {middle}, p90 {high}, longest {most}"]
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=False).replace("|", "&#124;")
+
+
+def _code(text: str) -> str:
+    """Return untrusted text as one line that neither a table nor a page takes for markup."""
+    flat = " ".join(text.split())
+    short = flat if len(flat) <= EXAMPLE_CHARS else flat[: EXAMPLE_CHARS - 3] + "..."
+    printable = "".join(c if c.isprintable() else "?" for c in short)
+    return f"<code>{_escape(printable).replace('`', '&#96;').replace('*', '&#42;')}</code>"
+
+
+def source_name(problems: Sequence[Problem]) -> str:
+    """Return the sources of some problems."""
+    return ", ".join(sorted({problem.source for problem in problems}))

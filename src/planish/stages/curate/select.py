@@ -1,0 +1,270 @@
+"""From sources to the three sets: the order of the filters, each accounted for in a ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.base.errors import ConfigError
+from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.dedup import (
+    remove_contaminated,
+    remove_duplicates,
+    remove_near_duplicates,
+)
+from planish.stages.curate.filters import (
+    choose,
+    has_good_trace,
+    is_held_out,
+    remove_long,
+    remove_outside_band,
+    remove_unverifiable,
+    split,
+)
+from planish.stages.curate.gsm8k import is_gsm8k, problem_row, step_problems
+from planish.stages.curate.integers import load_rewriter, rewrite_problems
+from planish.stages.curate.problem import Drop, Ledger, Messages, Problem, drop
+from planish.stages.curate.records import Row, Table, as_answer, field_of
+from planish.stages.curate.tasks import task_stream
+from planish.verifiers import answer_fault
+
+QUESTION_FIELDS = ("messages", "prompt", "question", "problem", "instruction", "input")
+"""Usual names of the problem, in order of preference."""
+ANSWER_FIELDS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target")
+"""Usual names of the ground truth, in order of preference."""
+MAX_DRAWS_FACTOR = 200
+"""A generated task that repeats itself so often has no more different prompts."""
+
+PassRates = Callable[[Sequence[Problem]], list[Problem]]
+"""Measures pass rates: problems in, the same problems with `pass_rate` out."""
+
+
+@dataclass(frozen=True)
+class Curated:
+    """Everything that curation hands on."""
+
+    train: list[Problem]
+    """Training problems."""
+    evaluation: list[Problem]
+    """Held-out problems."""
+    traced: list[Problem]
+    """Training problems whose worked traces teach the cold start."""
+    ledger: Ledger
+    """Counts of every filter."""
+
+
+def curate(
+    config: CurateConfig,
+    seed: int,
+    tables: Sequence[Table],
+    ledger: Ledger,
+    pass_rates: PassRates | None = None,
+) -> Curated:
+    """Select problems.
+
+    Args:
+        config: what to do.
+        seed: seed of generated tasks; data sets are treated alike under every seed.
+        tables: rows of `dataset` and of `evaluation_dataset`, as far as they are configured.
+        ledger: already holds what reading the rows dropped.
+        pass_rates: measures pass rates, when a reference policy is configured.
+
+    Raises:
+        ConfigError: nothing is left to train or to evaluate on; tells the counts per filter.
+    """
+    if not tables:
+        train, evaluation = _generate(config, seed, ledger)
+    else:
+        pool = _prepare(config, tables[0], ledger, "")
+        if len(tables) > 1:
+            train, evaluation = pool, _prepare(config, tables[1], ledger, "held-out ")
+        else:
+            train, evaluation = split(pool, config.evaluation_fraction)
+            ledger.record("split, training part", "prompts", len(pool), len(train), [
+                drop(problem, "held_out") for problem in evaluation])  # fmt: skip
+    # Generated problems are made of few words: only equal ones leak.
+    ngram = config.contamination_ngram if tables else 0
+    train, drops = remove_contaminated(train, evaluation, ngram=ngram)
+    ledger.record("contamination", "prompts", len(train) + len(drops), len(train), drops)
+    evaluation = _limit(evaluation, config.evaluation_size, ledger)
+    if pass_rates is not None:
+        train, drops = remove_outside_band(
+            pass_rates(train), config.pass_rate_min, config.pass_rate_max
+        )
+        ledger.record("pass rate", "prompts", len(train) + len(drops), len(train), drops)
+    for name, problems in (("training", train), ("evaluation", evaluation)):
+        if not problems:
+            raise ConfigError(
+                f"curation must leave at least one {name} prompt, got none: {ledger.counts()}; "
+                "change the filters in [curate] or its `dataset`"
+            )
+    return Curated(train, evaluation, _traced(config, train, ledger), ledger)
+
+
+def _limit(evaluation: list[Problem], size: int, ledger: Ledger) -> list[Problem]:
+    chosen = choose(evaluation, size)
+    names = {id(problem) for problem in chosen}
+    surplus = [problem for problem in evaluation if id(problem) not in names]
+    ledger.record("evaluation size", "prompts", len(evaluation), len(chosen), [
+        drop(problem, "over_evaluation_size") for problem in surplus])  # fmt: skip
+    return chosen
+
+
+def _traced(config: CurateConfig, train: list[Problem], ledger: Ledger) -> list[Problem]:
+    good = [problem for problem in train if has_good_trace(problem)]
+    count = len(good) if config.num_traces is None else config.num_traces
+    chosen = choose(good, count)
+    names = {id(problem) for problem in chosen}
+    usable = {id(problem) for problem in good}
+    drops = []
+    for problem in train:
+        if id(problem) in names:
+            continue
+        if id(problem) in usable:
+            drops.append(drop(problem, "over_num_traces"))
+        else:
+            drops.append(drop(problem, "no_trace" if problem.trace is None else "wrong_trace"))
+    ledger.record("traces for the cold start", "prompts", len(train), len(chosen), drops)
+    return chosen
+
+
+def _generate(
+    config: CurateConfig, seed: int, ledger: Ledger
+) -> tuple[list[Problem], list[Problem]]:
+    """Draw different problems until both sides are full or the task has no more."""
+    sides: tuple[list[Problem], list[Problem]] = ([], [])
+    wanted = (config.num_prompts, config.evaluation_size)
+    seen: set[str] = set()
+    drops: list[Drop] = []
+    draws = 0
+    patience = MAX_DRAWS_FACTOR * sum(wanted)
+    for problem in task_stream(config, seed):
+        if draws >= patience or all(len(s) >= w for s, w in zip(sides, wanted, strict=True)):
+            break
+        draws += 1
+        side = int(is_held_out(problem, config.evaluation_fraction))
+        if problem.key in seen:
+            drops.append(drop(problem, "duplicate"))
+        elif len(sides[side]) >= wanted[side]:
+            drops.append(drop(problem, "side_is_full"))
+        else:
+            seen.add(problem.key)
+            sides[side].append(problem)
+    ledger.record(f"generated {config.task}", "draws", draws, len(seen), drops)
+    return sides
+
+
+def _prepare(config: CurateConfig, table: Table, ledger: Ledger, label: str) -> list[Problem]:
+    """Turn rows into problems and apply the filters that look at one set."""
+    rows = table.rows
+    if is_gsm8k(rows) and config.gsm8k_as == "steps":
+        problems = step_problems(rows, config.max_operand_digits, ledger)
+    else:
+        problems, drops = read_problems(config, rows)
+        ledger.record(f"{label}readable problems", "rows", len(rows), len(problems), drops)
+
+    def apply(name: str, result: tuple[list[Problem], list[Drop]], unit: str = "prompts") -> None:
+        nonlocal problems
+        problems, drops = result
+        ledger.record(label + name, unit, len(problems) + len(drops), len(problems), drops)
+
+    if config.to_integers:
+        rewriter = load_rewriter(config.rewriter)
+        apply(
+            "answers as integers",
+            rewrite_problems(problems, lambda q, v: compose(config, q, v), rewriter),
+        )
+    apply("verifiable answer", remove_unverifiable(problems))
+    apply("prompt length", remove_long(problems, config.max_prompt_chars))
+    apply("duplicates", remove_duplicates(problems))
+    apply(
+        "near duplicates",
+        remove_near_duplicates(
+            problems,
+            threshold=config.near_duplicate_threshold,
+            min_words=config.near_duplicate_min_words,
+            workers=config.workers,
+        ),
+    )
+    return problems
+
+
+def read_problems(config: CurateConfig, rows: Sequence[Row]) -> tuple[list[Problem], list[Drop]]:
+    """Find question, answer, verifier and trace in the fields of each row."""
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    for row in rows:
+        fields = problem_row(row.fields) or row.fields
+        found = _read_problem(config, fields, row.origin)
+        if isinstance(found, str):
+            drops.append(Drop(found, f"{row.origin}: {json.dumps(row.fields, default=str):.200}"))
+        else:
+            kept.append(found)
+    return kept, drops
+
+
+def _first(fields: dict[str, Any], wanted: str, usual: Iterable[str]) -> Any:
+    for name in (wanted,) if wanted else usual:
+        value = field_of(fields, name)
+        if value is not None:
+            return value
+    return None
+
+
+def _read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> Problem | str:
+    asked = _first(fields, config.prompt_field, QUESTION_FIELDS)
+    answer = as_answer(_first(fields, config.answer_field, ANSWER_FIELDS))
+    if asked is None:
+        return "no_prompt_field"
+    if answer is None:
+        return "no_answer_field"
+    verifier = fields.get("verifier", config.verifier)
+    if not isinstance(verifier, str):
+        return "unknown_verifier"
+    if verifier == "auto":
+        verifier = (
+            "integer" if answer_fault("integer", answer) != "answer_not_an_integer" else "math"
+        )
+    if isinstance(asked, str):
+        question, messages = asked.strip(), compose(config, asked.strip(), verifier)
+    else:
+        read = _messages(asked)
+        if read is None:
+            return "prompt_is_no_text"
+        messages = read
+        question = "\n".join(m["content"] for m in messages if m["role"] != "system")
+    trace = next((fields[k] for k in ("trace", "response") if isinstance(fields.get(k), str)), None)
+    source = fields.get("source", fields.get("data_source"))
+    return Problem(
+        question=question,
+        messages=messages,
+        answer=answer,
+        verifier=verifier,
+        source=source if isinstance(source, str) and source else "dataset",
+        trace=trace,
+        origin=origin,
+    )
+
+
+def _messages(value: Any) -> Messages | None:
+    """Return a list of {role, content} from untrusted data, or None."""
+    if not isinstance(value, list) or not value:
+        return None
+    messages: Messages = []
+    for item in value:
+        role, content = (
+            (item.get("role"), item.get("content")) if isinstance(item, dict) else (0, 0)
+        )
+        if role not in ("system", "user", "assistant") or not isinstance(content, str):
+            return None
+        messages.append({"role": role, "content": content})
+    return messages if messages[-1]["role"] == "user" else None
+
+
+def compose(config: CurateConfig, question: str, verifier: str) -> Messages:
+    """Return the messages of a plain-text problem, with the instructions its verifier needs."""
+    if verifier in ("integer", "math"):
+        question = f"{config.prompt_prefix}{question}{config.prompt_suffix}"
+    return [{"role": "user", "content": question}]

@@ -1,0 +1,154 @@
+"""Generated tasks: endless streams of problems with worked traces, from a seed.
+
+Column arithmetic follows the mixture of operators and operand lengths that the worked solutions of
+GSM8K (arXiv 2110.14168) hold, so that its traces have the same lengths.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from planish.stages.curate.arithmetic import ColumnExpression, chain_trace, multiplication_trace
+from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.problem import Problem
+from planish.verifiers.countdown import countdown_answer
+
+MIXTURE: dict[tuple[int, str, int], int] = {
+    (2, "+", 2): 642, (2, "-", 2): 568, (3, "-", 3): 360, (3, "-", 2): 307, (2, "*", 1): 291,
+    (3, "+", 3): 280, (2, "-", 1): 275, (2, "+", 1): 257, (1, "*", 2): 244, (3, "+", 2): 218,
+    (3, "*", 1): 204, (4, "-", 4): 127, (1, "*", 3): 117, (4, "-", 3): 103, (4, "+", 4): 100,
+    (1, "+", 2): 96, (4, "+", 3): 84, (2, "+", 3): 83, (1, "*", 1): 81, (1, "+", 1): 78,
+    (4, "*", 1): 64, (1, "*", 4): 49, (1, "-", 1): 36, (3, "+", 4): 29, (3, "-", 1): 25,
+    (3, "+", 1): 20, (4, "-", 2): 10, (4, "+", 2): 8, (1, "+", 3): 2, (2, "+", 4): 2,
+    (4, "+", 1): 1, (4, "-", 1): 1, (1, "+", 4): 1,
+}  # fmt: skip
+"""(digits, operator, digits) to the number of different expressions in GSM8K's training file."""
+
+MODULUS = 10
+"""Modulus of modular chains."""
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def column_problem(expression: ColumnExpression, *, source: str, origin: str) -> Problem:
+    """Return the prompt of one column expression."""
+    return Problem(
+        question=expression.prompt,
+        messages=_user(expression.prompt),
+        answer=str(expression.result),
+        verifier="trace",
+        source=source,
+        trace=expression.trace(),
+        family=expression.family,
+        origin=origin,
+    )
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    low = 0 if digits == 1 else 10 ** (digits - 1)
+    return rng.randrange(low, 10**digits)
+
+
+def column_arithmetic(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
+    """Yield sums, differences and products by one digit, in GSM8K's mixture."""
+    limit = config.max_operand_digits
+    mixture = {k: v for k, v in MIXTURE.items() if max(k[0], k[2]) <= limit}
+    kinds, weights = list(mixture), list(mixture.values())
+    while True:
+        left_digits, operator, right_digits = rng.choices(kinds, weights)[0]
+        expression = ColumnExpression(
+            _number(rng, left_digits), operator, _number(rng, right_digits)
+        )
+        if expression.fault(limit) is None:
+            yield column_problem(expression, source="column-arithmetic", origin="generated")
+
+
+def modular_chain(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
+    """Yield sums of digits modulo 10 whose number of operands is log-normal."""
+    while True:
+        drawn = round(rng.lognormvariate(config.chain_log_mean, config.chain_log_std))
+        count = min(max(drawn, 2), config.chain_max_operands)
+        operands = [rng.randrange(MODULUS) for _ in range(count)]
+        question = f"({'+'.join(map(str, operands))})%{MODULUS}="
+        yield Problem(
+            question=question,
+            messages=_user(question),
+            answer=str(sum(operands) % MODULUS),
+            verifier="trace",
+            source="modular-chain",
+            trace=chain_trace(operands, MODULUS),
+            origin="generated",
+        )
+
+
+def scratchpad_multiplication(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
+    """Yield products of numbers; short factors are likelier, so that lengths have a heavy tail."""
+    digits = range(1, config.max_operand_digits + 1)
+    weights = [0.5**count for count in digits]
+    while True:
+        left, right = (_number(rng, rng.choices(digits, weights)[0]) for _ in range(2))
+        question = f"{left}*{right}="
+        low, high = sorted((left, right))
+        yield Problem(
+            question=question,
+            messages=_user(question),
+            answer=str(left * right),
+            verifier="trace",
+            source="scratchpad-multiplication",
+            trace=multiplication_trace(left, right),
+            family=f"{low}*{high}",
+            origin="generated",
+        )
+
+
+def countdown(rng: random.Random, config: CurateConfig) -> Iterator[Problem]:
+    """Yield numbers and a target between 1 and 999 that they can reach."""
+    while True:
+        numbers = [rng.randrange(1, 26) for _ in range(config.countdown_numbers)]
+        expression, value = _combine(rng, numbers)
+        if not 1 <= value <= 999:
+            continue
+        given = sorted(numbers)
+        question = f"use {','.join(map(str, given))} to make {value}"
+        yield Problem(
+            question=question,
+            messages=_user(question),
+            answer=countdown_answer(given, value),
+            verifier="countdown",
+            source="countdown",
+            trace=f"{expression}={value}",
+            origin="generated",
+        )
+
+
+def _combine(rng: random.Random, numbers: list[int]) -> tuple[str, int]:
+    """Join numbers two by two in random order; every intermediate value is a whole number."""
+    parts = [(str(number), number) for number in numbers]
+    while len(parts) > 1:
+        (left, a), (right, b) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        choices = [("+", a + b), ("*", a * b)]
+        if a >= b:
+            choices.append(("-", a - b))
+        if b > 0 and a % b == 0:
+            choices.append(("/", a // b))
+        operator, value = rng.choice(choices)
+        parts.append((f"({left}{operator}{right})", value))
+    text, value = parts[0]
+    return text[1:-1], value
+
+
+TASKS: dict[str, Callable[[random.Random, CurateConfig], Iterator[Problem]]] = {
+    "column-arithmetic": column_arithmetic,
+    "countdown": countdown,
+    "modular-chain": modular_chain,
+    "scratchpad-multiplication": scratchpad_multiplication,
+}
+"""Name to an endless stream."""
+
+
+def task_stream(config: CurateConfig, seed: int) -> Iterator[Problem]:
+    """Return the endless stream of the configured task; equal seeds give equal streams."""
+    return TASKS[config.task](random.Random(f"planish/{config.task}/{seed}"), config)

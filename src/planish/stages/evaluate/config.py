@@ -1,0 +1,54 @@
+"""Settings of the evaluate stage; defaults are those that DAPO evaluates with.
+
+Source: DAPO, arXiv 2503.14476, section 4.1: avg@32, temperature 1.0, top-p 0.7.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from planish.base.config import Section
+
+
+class EvaluateConfig(Section):
+    """How accuracy on held-out prompts is measured."""
+
+    num_samples: int = Field(default=32, ge=1, le=999)
+    """Responses to each prompt, n. DAPO, section 4.1: 32."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Of the sampled responses. DAPO, section 4.1: 1."""
+    top_p: float = Field(default=0.7, gt=0.0, le=1.0)
+    """Nucleus of the sampled responses. DAPO, section 4.1: 0.7."""
+    max_response_tokens: int = Field(default=20480, ge=1)
+    """Longest response in tokens."""
+    greedy: bool = True
+    """Also take the likeliest token everywhere, once per prompt."""
+    pass_at: list[int] = Field(default_factory=lambda: [1, 8, 32])
+    """The k of each pass@k; those above `num_samples` are left out."""
+    max_prompts: int = Field(default=0, ge=0)
+    """Evaluate only so many prompts, the first by id; 0 takes all."""
+    num_resamples: int = Field(default=1000, ge=2)
+    """Draws of the bootstrap over prompts."""
+    engine: str = "transformers"
+    """Key in the table of engines."""
+    max_rows: int = Field(default=256, ge=1)
+    """Responses that the engine generates at once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; `auto` takes an accelerator where there is one."""
+    num_threads: int = Field(default=1, ge=1)
+    """torch threads on CPU; more than one hurts where cores are shared."""
+    max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of responses whose verifier may fail before the stage fails."""
+    accept_integral_decimals: bool = True
+    """`5.0` equals 5."""
+    verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
+    """Limit of one mathematical comparison."""
+
+    @field_validator("pass_at")
+    @classmethod
+    def _positive(cls, pass_at: list[int]) -> list[int]:
+        if any(k < 1 for k in pass_at) or len(set(pass_at)) < len(pass_at):
+            raise ValueError(f"must hold different numbers of at least 1, got {pass_at!r}")
+        return pass_at

@@ -1,0 +1,237 @@
+"""The evaluate stage: sample, verify and score the policies before and after a run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from planish.base.errors import ObjectMissing, RecordError
+from planish.records import layout
+from planish.records.io import fetch_files, finished, read_manifest, read_set, write_set
+from planish.records.prompts import PromptSet
+from planish.records.refs import Ref, Scalar, parse_pin
+from planish.records.reports import EvalReport, Scalars, read_report, write_report
+from planish.records.rollouts import RolloutSet
+from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.stages.evaluate.config import EvaluateConfig
+from planish.stages.evaluate.score import Judged, rise_error, rows_by_source, scalars
+
+logger = logging.getLogger(__name__)
+
+MARKS = "marks"
+"""Attribute of a report: `Judged.marks` of its sampled rollouts."""
+SAMPLED, GREEDY = "rollouts", "temperature-0"
+"""Folders below an evaluation: its sampled and its greedy rollouts."""
+
+
+def run(
+    root: str,
+    config_sha256: str,
+    baseline_pin: str,
+    policy_pin: str,
+    evaluation: Artifact,
+    metrics: Artifact,
+) -> None:
+    """Measure the policies before and after a run on the held-out prompts.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the run's configuration.
+        baseline_pin: pinned URI of the policy that training began with.
+        policy_pin: pinned URI of the newest policy.
+        evaluation: gets the Ref of the newest policy's report.
+        metrics: gets the scores before and after.
+    """
+    execute(
+        "evaluate",
+        lambda context: _work(context, baseline_pin, policy_pin),
+        root=root,
+        config_sha256=config_sha256,
+        outputs={"evaluation": evaluation, "metrics": metrics},
+    )
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One policy on one set of prompts."""
+
+    context: Context
+    config: EvaluateConfig
+    pin: str
+    version: int
+    folder: str
+    prompts: PromptSet
+    parents: dict[str, str]
+
+
+def _work(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
+    config = context.section(EvaluateConfig, "evaluate")
+    prompts, digest = _read_prompts(context, config)
+    reports: list[EvalReport] = []
+    refs: list[Ref] = []
+    fresh = False
+    for pin in dict.fromkeys((baseline_pin, policy_pin)):
+        uri, sha256 = parse_pin(pin)
+        version = int(read_manifest(uri, sha256=sha256).attributes["policy_version"])
+        # A policy of another root would share a folder with an own one of the same version.
+        is_own = uri == layout.policy(context.root, version)
+        folder = layout.evaluation(context.root, version if is_own else 0)
+        parents = {"policy": sha256, "prompts": digest}
+        task = _Task(context, config, pin, version, folder, prompts, parents)
+        ref, report, is_new = _evaluate(task)
+        fresh = fresh or is_new
+        refs.append(ref)
+        reports.append(report)
+    found = compare(reports[0], reports[-1])
+    return Outcome(refs={"evaluation": refs[-1]}, metrics=found, already_done=not fresh)
+
+
+def _read_prompts(context: Context, config: EvaluateConfig) -> tuple[PromptSet, str]:
+    uri = layout.evaluation_prompts(context.root)
+    manifest = read_manifest(uri)
+    prompts = read_set(PromptSet, uri, sha256=manifest.sha256)
+    if not prompts.num_rows:
+        raise RecordError(
+            f"an evaluation needs at least one prompt, got none at `{uri}`; give `curate` a larger "
+            "evaluation share"
+        )
+    if config.max_prompts:
+        order = sorted(range(prompts.num_rows), key=lambda row: prompts.prompt_id[row])
+        prompts = prompts.take(sorted(order[: config.max_prompts]))
+    return prompts, manifest.sha256
+
+
+def compare(before: EvalReport, after: EvalReport) -> Scalars:
+    """Return the scores before and after, and the rise of avg@n with its standard error.
+
+    The error is left out where there is a single sample a prompt.
+
+    Example:
+        >>> compare(EvalReport({"accuracy": 0.25}), EvalReport({"accuracy": 0.5}))
+        {'accuracy_before': 0.25, 'accuracy_after': 0.5, 'accuracy_rise': 0.25}
+    """
+    old, new = before.scalars, after.scalars
+    found: Scalars = {}
+    for name in sorted(set(old) & set(new)):
+        if name.startswith(("accuracy", "greedy", "pass@", "cons@", "response_length_mean")):
+            plain = name.replace("@", "_at_")
+            found[f"{plain}_before"], found[f"{plain}_after"] = old[name], new[name]
+    found["accuracy_rise"] = new["accuracy"] - old["accuracy"]
+    marks: list[Any] = [report.attributes.get(MARKS) for report in (before, after)]
+    if all(marks) and "accuracy_standard_error" in new:
+        found["accuracy_rise_standard_error"] = rise_error(marks[0], marks[1])
+    return found
+
+
+def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
+    """Return the Ref and the report of one policy, and whether it had to be computed."""
+    uri = f"{task.folder}/report.json"
+    attributes = {
+        "config_sha256": task.context.config_sha256,
+        "parents": task.parents,
+        "policy_version": task.version,
+        "seed": task.context.seed,
+    }
+    try:
+        report = read_report(EvalReport, uri)
+        is_new = report.attributes != attributes | {MARKS: report.attributes.get(MARKS)}
+    except ObjectMissing:
+        is_new = True
+    if is_new:
+        report = _score(task, attributes)
+    # Writing equal bytes again is free of effect and gives the digest.
+    digest = write_report(uri, report)
+    facts: dict[str, Scalar] = {"policy_version": task.version}
+    facts |= {k: report.scalars[k] for k in ("accuracy", "greedy") if k in report.scalars}
+    ref = Ref(EvalReport.SCHEMA, uri, digest, facts)
+    logger.info(
+        "evaluated policy_version=%d accuracy=%.4f greedy=%.4f prompts=%d already_done=%s",
+        *(task.version, report.scalars["accuracy"], report.scalars.get("greedy", float("nan"))),
+        *(report.scalars["num_prompts"], not is_new),
+    )
+    return ref, report, is_new
+
+
+def _score(task: _Task, attributes: dict[str, object]) -> EvalReport:
+    from planish.engines.measure import judge
+    from planish.verifiers import VerifierOptions
+
+    config, seed = task.config, task.context.seed
+    options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
+    counts = {SAMPLED: config.num_samples, **({GREEDY: 1} if config.greedy else {})}
+    sets = _rollouts(task, counts)
+    judged = {
+        name: Judged(
+            rollouts,
+            judge(rollouts, options, max_error_rate=config.max_verifier_error_rate),
+            counts[name],
+        )
+        for name, rollouts in sets.items()
+    }
+    sampled, greedy = judged[SAMPLED], judged.get(GREEDY)
+    everything = range(task.prompts.num_rows)
+    sources = {
+        source: scalars(sampled, greedy, rows, config, seed)
+        for source, rows in rows_by_source(task.prompts.source).items()
+    }
+    found = scalars(sampled, greedy, everything, config, seed)
+    return EvalReport(found, sources, attributes | {MARKS: sampled.marks()})
+
+
+def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
+    """Read the rollout sets that an earlier attempt finished, and generate the others."""
+    digest = task.context.config_sha256
+    sets: dict[str, RolloutSet] = {}
+    for name in counts:
+        uri = f"{task.folder}/{name}"
+        done = finished(uri, RolloutSet.SCHEMA, parents=task.parents, config_sha256=digest)
+        if done is not None:
+            sets[name] = read_set(RolloutSet, uri, sha256=done.manifest_sha256)
+    missing = {name: n for name, n in counts.items() if name not in sets}
+    if missing:
+        for name, rollouts in _generate(task, missing).items():
+            facts = {
+                "config_sha256": digest,
+                "policy_version": task.version,
+                "seed": task.context.seed,
+                "temperature": 0.0 if name == GREEDY else task.config.temperature,
+                "top_p": 1.0 if name == GREEDY else task.config.top_p,
+            }
+            write_set(f"{task.folder}/{name}", rollouts, parents=task.parents, attributes=facts)
+            sets[name] = rollouts
+    return sets
+
+
+def _generate(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
+    import torch
+
+    from planish.base.parallel import pick_device
+    from planish.engines import open_engine
+    from planish.engines.measure import generate_rollouts
+    from planish.engines.requests import Sampling
+    from planish.models.tokens import load_tokenizer
+
+    config = task.config
+    torch.set_num_threads(config.num_threads)
+    device = str(pick_device(config.device))
+    uri, digest = parse_pin(task.pin)
+    tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
+    found = {}
+    with open_engine(config.engine, task.pin, max_rows=config.max_rows, device=device) as engine:
+        for name, num_samples in counts.items():
+            greedy = name == GREEDY
+            sampling = Sampling(
+                max_new_tokens=config.max_response_tokens,
+                temperature=0.0 if greedy else config.temperature,
+                top_p=1.0 if greedy else config.top_p,
+            )
+            found[name] = generate_rollouts(
+                engine,
+                tokenizer,
+                task.prompts,
+                num_samples=num_samples,
+                sampling=sampling,
+                run_seed=task.context.seed,
+            )
+    return found

@@ -1,0 +1,99 @@
+"""Export the policy of a train state as a Hugging Face folder; imports no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from planish.checkpoint.train_state import export_hf
+from planish.records import layout
+from planish.records.io import finished, read_manifest
+from planish.records.refs import Ref, parse_pin
+from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
+
+POLICY_SCHEMA = "policy/1"
+
+
+class CheckpointResult(NamedTuple):
+    """Output parameters."""
+
+    policy_pin: str
+    """Pinned URI of the exported policy."""
+
+
+def run(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    policy_pin: str,
+    state: Artifact,
+    policy: Artifact,
+    metrics: Artifact,
+) -> CheckpointResult:
+    """Export the policy that an iteration has trained.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the resolved configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        policy_pin: policy before the iteration; gives configuration, tokenizer and types.
+        state: Ref of the train state after the iteration.
+        policy: gets the Ref of the new policy.
+        metrics: gets its size.
+    """
+    root = root.rstrip("/")
+    iteration = offset + number
+
+    def work(context: Context) -> Outcome:
+        if is_stopped(root, iteration):
+            return _outcome(_policy_ref(policy_pin), already_done=True)
+        return export(context, policy_pin, read_ref(state))
+
+    outcome = execute(
+        "checkpoint",
+        work,
+        root=root,
+        config_sha256=config_sha256,
+        iteration=iteration,
+        outputs={"policy": policy, "metrics": metrics},
+    )
+    return CheckpointResult(policy_pin=str(outcome.values["policy_pin"]))
+
+
+def export(context: Context, policy_pin: str, state: Ref) -> Outcome:
+    """Export the policy of `state` unless an earlier attempt has."""
+    uri = layout.policy(context.root, context.iteration)
+    parents = {"policy": parse_pin(policy_pin)[1], "state": state.manifest_sha256}
+    done = finished(uri, POLICY_SCHEMA, parents=parents, config_sha256=context.config_sha256)
+    if done is not None:
+        return _outcome(done, already_done=True)
+    made = export_hf(
+        state.pin(),
+        uri,
+        source=policy_pin,
+        parents=parents,
+        attributes={
+            "config_sha256": context.config_sha256,
+            "iteration": context.iteration,
+            "policy_version": context.iteration,
+            "seed": context.seed,
+        },
+    )
+    return _outcome(made, already_done=False)
+
+
+def _policy_ref(pin: str) -> Ref:
+    uri, digest = parse_pin(pin)
+    return read_manifest(uri, sha256=digest).ref(uri)
+
+
+def _outcome(ref: Ref, *, already_done: bool) -> Outcome:
+    manifest = read_manifest(ref.uri, sha256=ref.manifest_sha256)
+    size = float(sum(shard.bytes for shard in manifest.shards))
+    return Outcome(
+        refs={"policy": ref},
+        metrics={"policy_bytes": size, "policy_version": float(ref.attributes["policy_version"])},
+        values={"policy_pin": ref.pin()},
+        already_done=already_done,
+    )

@@ -1,0 +1,130 @@
+"""Looks at one job over and over until it finds a fault or is told to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planish.base.errors import BackendUnavailable, ClusterError, ConfigError
+from planish.minder.detect.result import Result
+
+if TYPE_CHECKING:
+    from planish.minder.act.kube.objects import JobInfo
+    from planish.minder.detect.session import JobMonitor
+    from planish.minder.service.config import ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+OWN_STAGE = "monitor_check"
+
+
+@dataclass
+class Watched:
+    """What came of it."""
+
+    result: Result | None = None
+    """The last one, which is the one with the fault if there was any."""
+    num_calls: int = 0
+    num_failed: int = 0
+    """Calls in which a server did not answer."""
+
+
+def watch(
+    settings: ServiceSettings,
+    job: str,
+    *,
+    seconds: float,
+    is_over: Callable[[], bool],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Watched:
+    """Look at a job in the interval of the configuration.
+
+    A server that does not answer is no reason to fail: what is watched goes on without. Neither is
+    a job with too few machines to compare, which is said once; others may still join it.
+
+    Args:
+        settings: of the service.
+        job: its name or key; empty for the job of this run.
+        seconds: how long at most; 0 to look once.
+        is_over: whether what is watched has ended.
+        sleep: waits so many seconds.
+
+    Raises:
+        ConfigError: no such job, or no models.
+    """
+    from planish.minder.detect.session import too_few_machines
+    from planish.minder.service.build import models_of
+
+    models = models_of(settings)
+    monitors: dict[str, JobMonitor] = {}
+    watched, begun = Watched(), time.monotonic()
+    interval = settings.minder.service.interval_seconds
+    has_said = False
+    while True:
+        watched.num_calls += 1
+        try:
+            found = find(settings, job)
+            watched.result = too_few_machines(found.key, found.machines, settings.minder)
+            if watched.result is None:
+                monitor = monitors.setdefault(found.key, _monitor(found, models, settings))
+                watched.result = _look(settings, found, monitor)
+            elif not has_said:
+                has_said = True
+                logger.warning(
+                    "nothing to compare job=%s machines=%d least=%d",
+                    *(found.key, len(found.machines), settings.minder.detect.min_machines),
+                )
+        except (BackendUnavailable, ClusterError) as error:
+            watched.num_failed += 1
+            logger.warning("call failed job=%s error=%s", job, error)
+        if watched.result is not None and watched.result.findings:
+            return watched
+        if is_over() or time.monotonic() - begun + interval > seconds:
+            return watched
+        sleep(interval)
+
+
+def find(settings: ServiceSettings, job: str) -> JobInfo:
+    """Return the job that is named, or that of this run with the most machines.
+
+    Raises:
+        ConfigError: there is none, or nobody says which.
+        ClusterError: the API server refused or does not answer.
+    """
+    from planish.minder.service.build import find_job, static_jobs
+
+    if job:
+        return find_job(settings, job)
+    if settings.kubernetes is None:
+        jobs = static_jobs(settings)
+        if len(jobs) != 1:
+            raise ConfigError(
+                "`job` must be named unless the settings list exactly one, got "
+                f"{[one.name for one in jobs]}"
+            )
+        return jobs[0]
+    from planish.minder.act.kube.client import Cluster
+
+    run_id = os.environ.get("RUN_ID", "")
+    jobs = Cluster.connect(settings.kubernetes).jobs()
+    ours = [one for one in jobs if one.run_id == run_id and one.stage != OWN_STAGE]
+    if not run_id or not ours:
+        raise ClusterError(f"no pod of the run {run_id!r} works yet")
+    return max(ours, key=lambda one: (len(one.machines), one.key))
+
+
+def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMonitor:
+    from planish.minder.detect.session import JobMonitor
+
+    return JobMonitor(job.key, models, settings.minder)  # type: ignore[arg-type]
+
+
+def _look(settings: ServiceSettings, job: JobInfo, monitor: JobMonitor) -> Result:
+    from planish.minder.service.build import pull_once
+
+    frame, board = pull_once(settings, job)
+    return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)

@@ -1,0 +1,143 @@
+"""Which iterations a run does: its place in a chain of runs on one root."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from planish.base.errors import ConfigError, ObjectMissing, RecordError
+from planish.records import layout
+from planish.records.io import read_manifest
+from planish.store import open_store
+from planish.store.documents import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+FIRST_UNFINISHED = -1
+"""Value of `chain_index` for: the last run if it is unfinished, else one more."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One run of a chain.
+
+    Example:
+        >>> Link(1, 8, 4).last
+        12
+    """
+
+    index: int
+    """0, 1, ..."""
+    offset: int
+    """Iterations before it; its first iteration is `offset + 1`."""
+    num_iterations: int
+    """Iterations of this run."""
+
+    @property
+    def last(self) -> int:
+        """Number of its last iteration."""
+        return self.offset + self.num_iterations
+
+
+def read_link(root: str, index: int) -> Link | None:
+    """Return what is known of the `index`-th run; None when there was none.
+
+    Raises:
+        RecordError: the object is not one of ours.
+    """
+    uri = layout.chain_file(root, index)
+    try:
+        raw: Any = read_json(uri)
+    except ObjectMissing:
+        return None
+    try:
+        return Link(index, int(raw["offset"]), int(raw["num_iterations"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(
+            f"`{uri}` must hold offset and num_iterations, got {raw!r:.200} ({error})"
+        ) from None
+
+
+def has_policy(root: str, version: int) -> bool:
+    """Tell whether the export of a policy version is finished."""
+    try:
+        read_manifest(layout.policy(root, version))
+    except ObjectMissing:
+        return False
+    return True
+
+
+def is_complete(root: str, link: Link) -> bool:
+    """Tell whether the last iteration of a run is finished."""
+    return has_policy(root, link.last)
+
+
+def count_links(root: str) -> int:
+    """Return how many runs the chain has."""
+    prefix = layout.chain_file(root, 0).rpartition("/")[0]
+    names = [uri.rpartition("/")[2].removesuffix(".json") for uri in open_store(root).list(prefix)]
+    return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
+
+
+def find_link(root: str, chain_index: int, num_iterations: int) -> Link:
+    """Decide which iterations the run does; writes nothing.
+
+    Args:
+        root: URI of the run.
+        chain_index: 0, 1, ... or -1 for the last run if unfinished, else one more.
+        num_iterations: iterations of this run.
+
+    Raises:
+        ConfigError: the run before is not finished, or a later one builds on this one.
+    """
+    if num_iterations < 1:
+        raise ConfigError(f"`num_iterations` must be at least 1, got {num_iterations}")
+    if chain_index < FIRST_UNFINISHED:
+        raise ConfigError(f"`chain_index` must be -1 or more, got {chain_index}")
+    known = count_links(root)
+    if chain_index == FIRST_UNFINISHED:
+        newest = read_link(root, known - 1) if known else None
+        chain_index = 0 if newest is None else known - (0 if is_complete(root, newest) else 1)
+    if chain_index > known:
+        raise ConfigError(
+            f"`chain_index` must be at most {known}, the number of runs on this root so far, got "
+            f"{chain_index}; start the runs of a chain in order"
+        )
+    own = read_link(root, chain_index)
+    if own is not None:
+        return _again(own, num_iterations, has_successor=chain_index + 1 < known)
+    if chain_index == 0:
+        return Link(0, 0, num_iterations)
+    before = read_link(root, chain_index - 1)
+    if before is None or not is_complete(root, before):
+        last = before.last if before else "?"
+        raise ConfigError(
+            f"run {chain_index - 1} of the chain must be finished before run {chain_index}, but "
+            f"`{root}` has no policy of its last iteration {last}; start run {chain_index - 1} "
+            "again, it goes on where it ended"
+        )
+    return Link(chain_index, before.last, num_iterations)
+
+
+def _again(own: Link, num_iterations: int, *, has_successor: bool) -> Link:
+    if has_successor and num_iterations != own.num_iterations:
+        raise ConfigError(
+            f"`num_iterations` of run {own.index} must stay {own.num_iterations}, got "
+            f"{num_iterations}; a later run of the chain begins after it"
+        )
+    return Link(own.index, own.offset, num_iterations)
+
+
+def record_link(root: str, link: Link) -> None:
+    """Write down which iterations the run does; an equal record is left alone."""
+    if read_link(root, link.index) == link:
+        return
+    write_json(
+        layout.chain_file(root, link.index),
+        {"offset": link.offset, "num_iterations": link.num_iterations},
+    )
+    logger.info(
+        "chain index=%d first_iteration=%d last_iteration=%d",
+        *(link.index, link.offset + 1, link.last),
+    )

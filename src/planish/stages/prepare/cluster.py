@@ -1,0 +1,193 @@
+"""What the cluster must allow and hold before a run begins, checked through a small protocol.
+
+Everything here is skipped outside a cluster. A cluster that autoscales may have no large node
+yet, so what only concerns nodes can be lowered to warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from planish.base.errors import ConfigError
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True)
+class Permission:
+    """One thing that a service account may do."""
+
+    group: str
+    """API group; empty for the core group."""
+    resource: str
+    """Plural name of the kind."""
+    verb: str
+    """get, list, create ..."""
+
+    def describe(self) -> str:
+        """Return `list workflows.argoproj.io`."""
+        return f"{self.verb} {self.resource}{f'.{self.group}' if self.group else ''}"
+
+
+PERMISSIONS: tuple[Permission, ...] = (
+    Permission("", "resourcequotas", "list"),
+    Permission("argoproj.io", "workflows", "list"),
+)
+"""What the stages do in the namespace of the run; the role in `manifests/base` grants it."""
+
+CLUSTER_PERMISSIONS: tuple[Permission, ...] = (Permission("", "nodes", "list"),)
+"""What they do outside any namespace."""
+
+
+class ClusterApi(Protocol):
+    """The questions that the checks ask."""
+
+    def allowed(self, permission: Permission, *, namespaced: bool) -> bool:
+        """Tell whether this service account has a permission."""
+
+    def quotas(self) -> Sequence[Mapping[str, Mapping[str, str]]]:
+        """Return `{"hard": {...}, "used": {...}}` of each ResourceQuota of the namespace."""
+
+    def nodes(self) -> Sequence[Mapping[str, str]]:
+        """Return what each schedulable node can allocate, by resource."""
+
+    def run_is_active(self, run_id: str) -> bool:
+        """Tell whether the workflow of a run exists and has not ended."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the checks say."""
+
+    faults: tuple[str, ...] = ()
+    """Each ends the run."""
+    warnings: tuple[str, ...] = ()
+    """Each goes into the plan."""
+
+
+_SUFFIX = (
+    {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3}
+    | {letter: 1000.0 ** (power + 1) for power, letter in enumerate("kMGTP")}
+    | {f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("KMGTP")}
+)
+_QUANTITY = re.compile(r"^(?P<number>[0-9.]+(?:[eE][+-]?[0-9]+)?)(?P<suffix>[A-Za-z]*)$")
+
+
+def amount(quantity: str) -> float:
+    """Return a Kubernetes quantity as a number.
+
+    Example:
+        >>> amount("500m"), amount("4Gi")
+        (0.5, 4294967296.0)
+
+    Raises:
+        ConfigError: not a quantity.
+    """
+    match = _QUANTITY.match(quantity)
+    if match is None or match["suffix"] not in _SUFFIX:
+        raise ConfigError(f"a quantity must read like 500m, 2 or 4Gi, got {quantity!r}")
+    return float(match["number"]) * _SUFFIX[match["suffix"]]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What the pipeline was compiled with."""
+
+    pod: Mapping[str, str]
+    """Largest request of one pod by resource."""
+    total: Mapping[str, str]
+    """Largest sum of requests of pods that run at the same time."""
+
+    @classmethod
+    def parse(cls, text: str) -> Requests:
+        """Parse the JSON that the pipeline passes; empty for none.
+
+        Raises:
+            ConfigError: not of that form.
+        """
+        try:
+            raw: Any = json.loads(text or '{"pod": {}, "total": {}}')
+            parsed = cls(dict(raw["pod"]), dict(raw["total"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"`requests` must be JSON with pod and total, got {text!r} ({error}); the "
+                "compiled pipeline sets it"
+            ) from None
+        for value in (*parsed.pod.values(), *parsed.total.values()):
+            amount(value)
+        return parsed
+
+
+def inside_cluster() -> bool:
+    """Tell whether this process is a pod with a service account."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and SERVICE_ACCOUNT.is_dir()
+
+
+def check_cluster(api: ClusterApi, requests: Requests, *, assume_autoscaling: bool) -> Findings:
+    """Check permissions, quota, node sizes and accelerator types.
+
+    Args:
+        api: the cluster.
+        requests: what the pipeline's pods ask for.
+        assume_autoscaling: missing room is only a warning.
+    """
+    faults: list[str] = []
+    missing = [p for p in PERMISSIONS if not api.allowed(p, namespaced=True)]
+    missing += [p for p in CLUSTER_PERMISSIONS if not api.allowed(p, namespaced=False)]
+    if missing:
+        faults.append(
+            "the service account of the run must be allowed to "
+            f"{', '.join(p.describe() for p in missing)}, but is not; apply the roles of "
+            "manifests/base in this namespace"
+        )
+    room: list[str] = []
+    if Permission("", "resourcequotas", "list") not in missing:
+        room += _quota_faults(api.quotas(), requests)
+    if Permission("", "nodes", "list") not in missing:
+        room += _node_faults(api.nodes(), requests)
+    if assume_autoscaling:
+        return Findings(tuple(faults), tuple(room))
+    return Findings((*faults, *room), ())
+
+
+def _quota_faults(
+    quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: Requests
+) -> list[str]:
+    faults = []
+    for quota in quotas:
+        for key, limit in sorted(quota.get("hard", {}).items()):
+            resource = key.removeprefix("requests.")
+            wanted = requests.total.get(resource)
+            if wanted is None or (resource == key and resource not in ("cpu", "memory")):
+                continue
+            free = amount(limit) - amount(quota.get("used", {}).get(key, "0"))
+            if amount(wanted) > free:
+                faults.append(
+                    f"the quota of the namespace must leave {wanted} of `{resource}` for the "
+                    f"largest stage, got {limit} in all and {free:g} free; raise the quota, wait, "
+                    "or set `assume_autoscaling=true`"
+                )
+    return faults
+
+
+def _node_faults(nodes: Sequence[Mapping[str, str]], requests: Requests) -> list[str]:
+    faults = []
+    for resource, wanted in sorted(requests.pod.items()):
+        largest = max((amount(node.get(resource, "0")) for node in nodes), default=0.0)
+        if largest == 0 and resource not in ("cpu", "memory"):
+            faults.append(
+                f"a node with `{resource}` must exist, but none of the {len(nodes)} nodes has it; "
+                "add one, compile another profile, or set `assume_autoscaling=true`"
+            )
+        elif amount(wanted) > largest:
+            faults.append(
+                f"a node must hold {wanted} of `{resource}` for the largest pod, but the largest "
+                f"has {largest:g}; compile another profile or set `assume_autoscaling=true`"
+            )
+    return faults

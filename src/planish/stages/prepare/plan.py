@@ -1,0 +1,93 @@
+"""The plan of a run in Markdown: what will happen, before anything expensive does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish.stages.prepare.chain import Link
+from planish.stages.prepare.run_file import RunFile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `prepare` found out."""
+
+    root: str
+    """URI of the run."""
+    run: RunFile
+    """Configuration and start."""
+    link: Link
+    """Iterations of this run."""
+    num_shards: int
+    """Rollout tasks of an iteration."""
+    is_new: bool
+    """The root held no run before."""
+    newest_version: int | None
+    """Newest finished policy of the root; None for none."""
+    changed: Sequence[str] = field(default_factory=tuple)
+    """Settings that differ from the run before."""
+    warnings: Sequence[str] = field(default_factory=tuple)
+    """What may go wrong."""
+    away_from: Sequence[str] = field(default_factory=tuple)
+    """Nodes that the pods keep away from."""
+
+    @property
+    def num_finished(self) -> int:
+        """Iterations of this run that earlier attempts finished."""
+        done = (self.newest_version or 0) - self.link.offset
+        return max(0, min(done, self.link.num_iterations))
+
+
+def _sizes(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[tuple[str, str]]:
+    rollout, model = config.get("rollout", {}), config.get("model", {})
+    train, algorithm = config.get("train", {}), config.get("algorithm", {})
+    rows = [("algorithm", str(algorithm.get("name", "?")))]
+    layers, width = model.get("num_layers"), model.get("hidden_size")
+    rows.append(("model", model.get("path") or f"from scratch, {layers} layers of {width}"))
+    prompts, group = rollout.get("prompts_per_iteration"), rollout.get("group_size")
+    if prompts and group:
+        rows.append(
+            ("batch", f"{prompts} prompts x {group} = {prompts * group} rollouts an iteration")
+        )
+        minibatch = train.get("rollouts_per_minibatch")
+        if minibatch:
+            rows.append(
+                ("updates", f"{-(-prompts * group // minibatch)} optimizer steps an iteration")
+            )
+    if algorithm.get("kl_coefficient"):
+        near = train.get("reference_policy") or "the policy that training began with"
+        rows.append(("penalty", f"{algorithm['kl_coefficient']:g} x KL to {near}"))
+    rows.append(("rollout shards", str(num_shards)))
+    return rows
+
+
+def render(plan: Plan) -> str:
+    """Return the plan as Markdown."""
+    link = plan.link
+    kind = "new run" if plan.is_new else "goes on with a run that is here"
+    if plan.run.resumed_from and plan.is_new:
+        kind = f"new run from the newest policy of `{plan.run.resumed_from}`"
+    elif link.offset and not plan.num_finished:
+        kind = f"run {link.index} of a chain"
+    rows = [
+        ("root", f"`{plan.root}`"),
+        ("kind", kind),
+        ("configuration", f"`{plan.run.sha256[:12]}`"),
+        ("iterations", f"{link.offset + 1} to {link.last} ({plan.num_finished} already finished)"),
+        ("starts from", f"`{plan.run.initial.policy or 'supervised cold start'}`"),
+        *_sizes(plan.run.config, plan.num_shards),
+    ]
+    if plan.away_from:
+        rows.append(("keeps away from", ", ".join(f"`{name}`" for name in plan.away_from)))
+    lines = ["# What will happen", "", "| what | value |", "| --- | --- |"]
+    lines += [f"| {name} | {_cell(value)} |" for name, value in rows]
+    for title, items in (("Changed settings", plan.changed), ("Warnings", plan.warnings)):
+        if items:
+            lines += ["", f"## {title}", "", *(f"- {item}" for item in items)]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,221 @@
+"""`run.json`: resolved configuration and identity of a run, and where it starts from.
+
+`initial` names the policy and train state that the first iteration of the present run begins
+with: empty for the supervised start, else the newest of another root or of the run before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import planish
+from planish.base.config import config_sha256
+from planish.base.errors import ConfigError, ObjectMissing, RecordError
+from planish.records import layout
+from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
+from planish.run.stage import read_run
+from planish.stages.prepare.settings import differences
+from planish.store import open_store
+from planish.store.documents import write_json
+
+logger = logging.getLogger(__name__)
+
+Config = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Policy and train state to begin with, as pinned URIs; empty for none."""
+
+    policy: str = ""
+    """`<uri>#sha256=<digest>`."""
+    state: str = ""
+    """The same; empty before the first update."""
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """Content of `run.json`."""
+
+    config: Config
+    """Resolved tables."""
+    code_version: str
+    """Version of the package that wrote it."""
+    resumed_from: str
+    """Root of the run that this one began from; empty for none."""
+    origin: Start
+    """Where the root began."""
+    initial: Start
+    """Where the present run of the chain begins."""
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the configuration."""
+        return config_sha256(self.config)
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "config": self.config,
+            "config_sha256": self.sha256,
+            "code_version": self.code_version,
+            "resumed_from": self.resumed_from,
+            "origin": vars(self.origin),
+            "initial": vars(self.initial),
+        }
+
+
+def read_run_file(root: str) -> RunFile | None:
+    """Return `run.json` of a root; None when the root is new.
+
+    Raises:
+        ConfigError: it is not one of ours.
+    """
+    uri = layout.run_file(root)
+    try:
+        raw = read_run(root)
+    except ObjectMissing:
+        return None
+    try:
+        origin, initial = Start(**raw["origin"]), Start(**raw["initial"])
+        for pin in (*vars(origin).values(), *vars(initial).values()):
+            if pin:
+                parse_pin(pin)
+        return RunFile(
+            *(raw["config"], str(raw["code_version"]), str(raw["resumed_from"]), origin, initial)
+        )
+    except (KeyError, TypeError, RecordError) as error:
+        raise ConfigError(
+            f"`{uri}` must hold config, code_version, resumed_from, origin and initial, got a "
+            f"document that breaks that ({error}); choose a new root"
+        ) from None
+
+
+def check_same_config(
+    before: RunFile, config: Config, *, root: str, allow_config_change: bool
+) -> list[str]:
+    """Return the settings that differ from those of an earlier run.
+
+    Raises:
+        ConfigError: some differ and that was not allowed; they are listed.
+    """
+    changed = differences(before.config, config)
+    if changed and not allow_config_change:
+        raise ConfigError(
+            f"the configuration must equal that of `{layout.run_file(root)}`, but differs in "
+            f"{'; '.join(changed)}; undo the change, choose a new root, or set "
+            "`allow_config_change=true`"
+        )
+    return changed
+
+
+def open_run_file(
+    root: str, config: Config, *, resume_from: str, allow_config_change: bool
+) -> tuple[RunFile, list[str], bool]:
+    """Decide what `run.json` must say; writes nothing.
+
+    Args:
+        root: URI of the run.
+        config: resolved configuration.
+        resume_from: root of another run to start from; empty, or this root, for none.
+        allow_config_change: go on with another configuration.
+
+    Returns:
+        The file (with `initial` still where the root began), the settings that changed, and
+        whether the root is new.
+
+    Raises:
+        ConfigError: another configuration, another origin, or no run at `resume_from`.
+    """
+    resume_from = "" if resume_from.rstrip("/") == root else resume_from.rstrip("/")
+    before = read_run_file(root)
+    if before is None:
+        origin = Start()
+        changed: list[str] = []
+        if resume_from:
+            origin, changed = _start_of_other(resume_from, config, allow_config_change)
+        return RunFile(config, planish.__version__, resume_from, origin, origin), changed, True
+    if resume_from and resume_from != before.resumed_from:
+        raise ConfigError(
+            f"`resume_from` must stay {before.resumed_from!r} on a root that has begun, got "
+            f"{resume_from!r}; choose a new root"
+        )
+    changed = check_same_config(before, config, root=root, allow_config_change=allow_config_change)
+    code_version = planish.__version__ if changed else before.code_version
+    origin = before.origin
+    return RunFile(config, code_version, before.resumed_from, origin, origin), changed, False
+
+
+def _start_of_other(
+    other: str, config: Config, allow_config_change: bool
+) -> tuple[Start, list[str]]:
+    theirs = read_run_file(other)
+    if theirs is None:
+        raise ConfigError(
+            f"`resume_from` must be the root of a run, but `{layout.run_file(other)}` does not "
+            "exist; correct the URI"
+        )
+    changed = check_same_config(theirs, config, root=other, allow_config_change=allow_config_change)
+    newest = newest_version(other)
+    if newest is not None:
+        return start_after(other, newest), changed
+    if theirs.initial.policy:
+        return theirs.initial, changed
+    raise ConfigError(
+        f"`resume_from` must be a run with a finished policy, but `{other}` has none; run it "
+        "until its supervised start is done, or start without it"
+    )
+
+
+def newest_version(root: str) -> int | None:
+    """Return the newest finished policy version of a root; None when there is none."""
+    folder = layout.policy(root, 0).rpartition("/")[0]
+    found = []
+    for uri in open_store(root).list(folder):
+        parts = uri[len(folder) + 1 :].split("/")
+        if len(parts) == 2 and parts[1] == "manifest.json" and parts[0].isdecimal():
+            found.append(int(parts[0]))
+    return max(found, default=None)
+
+
+def start_after(root: str, version: int) -> Start:
+    """Return the pins of a policy version and of the train state that it was exported from.
+
+    Raises:
+        RecordError: the state is gone.
+        ObjectMissing: no such policy.
+    """
+    uri = layout.policy(root, version)
+    policy = read_manifest(uri)
+    pin = f"{uri}#sha256={policy.sha256}"
+    parents = set(policy.parents.values())
+    for state in _state_folders(root):
+        digest = read_manifest(state).sha256
+        if digest in parents:
+            return Start(pin, f"{state}#sha256={digest}")
+    if version == 0:
+        return Start(pin, "")
+    raise RecordError(
+        f"the train state that `{uri}` was exported from must be under `{root}/states`, but is "
+        "not; restore it, or start a new root from the policy alone (`model=<policy folder>`)"
+    )
+
+
+def _state_folders(root: str) -> list[str]:
+    """Return the folders of finished train states, newest first."""
+    folder = layout.state(root, 0).rpartition("/")[0]
+    uris = open_store(root).list(folder)
+    folders = {uri.rpartition("/")[0] for uri in uris if uri.endswith("/manifest.json")}
+    return sorted(folders, reverse=True)
+
+
+def write_run_file(root: str, run: RunFile) -> None:
+    """Write `run.json` unless it says the same already."""
+    if read_run_file(root) == run:
+        return
+    write_json(layout.run_file(root), run.document())
+    logger.info("run file written root=%s config=%s", root, run.sha256[:12])

@@ -1,0 +1,271 @@
+"""The prepare stage: nothing expensive begins before everything cheap has been checked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from planish.base.config import config_sha256
+from planish.base.errors import ConfigError
+from planish.checkpoint.train_state import read_state_info
+from planish.records.reference import find_reference
+from planish.run.avoid import avoided, node_affinity
+from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
+from planish.run.stage import Artifact, Outcome, execute
+from planish.stages.prepare.chain import find_link, record_link
+from planish.stages.prepare.checks import check_run
+from planish.stages.prepare.cluster import (
+    ClusterApi,
+    Findings,
+    Requests,
+    check_cluster,
+    inside_cluster,
+)
+from planish.stages.prepare.plan import Plan, render
+from planish.stages.prepare.run_file import (
+    Config,
+    Start,
+    newest_version,
+    open_run_file,
+    start_after,
+    write_run_file,
+)
+from planish.stages.prepare.settings import build_config
+
+logger = logging.getLogger(__name__)
+
+
+class Prepared(NamedTuple):
+    """Output parameters."""
+
+    config_sha256: str
+    """Digest of the resolved configuration."""
+    offset: int
+    """Iterations before this run."""
+    chain_index: int
+    """Place of this run in its chain, never -1."""
+    node_affinity: dict[str, Any]
+    """Keeps the pods of this run away from faulty machines; empty for none."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The run parameters, each as `run` documents it."""
+
+    preset: str
+    config: str
+    overrides: str
+    model: str
+    dataset: str
+    seed: int
+    resume_from: str
+    chain_index: int
+    num_iterations: int
+    num_shards: int
+    allow_config_change: bool
+    assume_autoscaling: bool
+    requests: str
+    max_avoided_nodes: int
+
+
+def run(
+    root: str,
+    preset: str,
+    config: str,
+    overrides: str,
+    model: str,
+    dataset: str,
+    seed: int,
+    resume_from: str,
+    chain_index: int,
+    num_iterations: int,
+    num_shards: int,
+    allow_config_change: bool,
+    assume_autoscaling: bool,
+    requests: str,
+    max_avoided_nodes: int,
+    summary: Artifact,
+    metrics: Artifact,
+) -> Prepared:
+    """Check everything that needs no GPU, take the lock and write run.json.
+
+    Args:
+        root: URI of the run.
+        preset: name of a shipped preset; empty for none.
+        config: URI or path of a TOML file laid over it; empty for none.
+        overrides: `section.key=value` separated by spaces.
+        model: hub id or folder; empty leaves the configured one.
+        dataset: hub id or file; empty leaves the configured one.
+        seed: -1 leaves the configured one.
+        resume_from: root of another run to start from; empty for none.
+        chain_index: place in a chain of runs on this root; -1 for the first unfinished.
+        num_iterations: iterations of this run.
+        num_shards: rollout tasks of an iteration.
+        allow_config_change: go on when the root holds another configuration.
+        assume_autoscaling: missing room in the cluster is only a warning.
+        requests: what the pods ask for, as JSON; empty for nothing.
+        max_avoided_nodes: nodes at most that this run keeps away from; 0 for none.
+        summary: gets the plan in Markdown.
+        metrics: gets a few counts.
+    """
+    wish = Wish(
+        *(preset, config, overrides, model, dataset, seed, resume_from, chain_index),
+        *(num_iterations, num_shards, allow_config_change, assume_autoscaling, requests),
+        max_avoided_nodes,
+    )
+    outcome = execute(
+        "prepare",
+        lambda context: prepare(context.root, wish),
+        root=root,
+        config_sha256=None,
+        outputs={"summary": summary, "metrics": metrics},
+    )
+    values = outcome.values
+    return Prepared(
+        *(str(values["config_sha256"]), int(values["offset"]), int(values["chain_index"])),
+        node_affinity=json.loads(str(values["node_affinity"])),
+    )
+
+
+def _cluster_api() -> ClusterApi | None:
+    if not inside_cluster():
+        return None
+    from planish.stages.prepare.kubernetes_api import KubernetesApi
+
+    return KubernetesApi.from_pod()
+
+
+def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
+    """Return what tells whether the holder of a lock lives, here or in the cluster."""
+
+    def alive(holder: Holder) -> bool | None:
+        if holder.kind == "local" or api is None:
+            return is_alive(holder)
+        return api.run_is_active(holder.run_id)
+
+    return alive
+
+
+def _check(
+    root: str, wish: Wish, api: ClusterApi | None
+) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:
+    """Return the resolved configuration and the warnings; raise every fault."""
+    config = build_config(
+        preset=wish.preset,
+        config=wish.config,
+        overrides=wish.overrides,
+        model=wish.model,
+        dataset=wish.dataset,
+        seed=wish.seed,
+    )
+    findings = Findings()
+    if api is not None:
+        requests = Requests.parse(wish.requests)
+        findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
+    faults = [*check_run(config, wish.num_shards), *findings.faults]
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return config, findings.warnings
+
+
+def check_reference(config: Config, start: Start) -> None:
+    """Look for the reference policy of a KL penalty, where the configuration has one.
+
+    Args:
+        config: resolved configuration.
+        start: what the present run begins with; the train state names the reference.
+
+    Raises:
+        ConfigError: there is none, or it is gone.
+    """
+    pinned = config.get("train", {}).get("reference_policy", "")
+    # A training that has yet to begin takes its own first policy.
+    if config.get("algorithm", {}).get("kl_coefficient") and (pinned or start.policy):
+        find_reference(
+            pinned,
+            policy_pin=start.policy,
+            state_pin=start.state,
+            info=read_state_info(start.state) if start.state and not pinned else {},
+        )
+
+
+def nodes_to_avoid(root: str, wish: Wish) -> list[str]:
+    """Return the nodes named first, on this root and on the one that this run starts from."""
+    if wish.max_avoided_nodes < 0:
+        raise ConfigError(
+            f"`max_avoided_nodes` must be 0 or more, got {wish.max_avoided_nodes}; it is fixed "
+            "when the pipeline is compiled"
+        )
+    if not wish.max_avoided_nodes:
+        return []
+    roots = [root, wish.resume_from.rstrip("/")] if wish.resume_from else [root]
+    nodes = sorted((node for one in roots for node in avoided(one)), key=lambda n: n.seconds)
+    names = list(dict.fromkeys(node.name for node in nodes))
+    if len(names) > wish.max_avoided_nodes:
+        logger.warning(
+            "more nodes named than may be avoided named=%d max=%d",
+            *(len(names), wish.max_avoided_nodes),
+        )
+    return names[: wish.max_avoided_nodes]
+
+
+def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
+    """Do the work of the stage.
+
+    Args:
+        root: URI of the run, without a slash at the end.
+        wish: the run parameters.
+        api: the cluster; None asks for it only inside one.
+
+    Raises:
+        RootInUse: another run uses the root.
+        ConfigError: whatever the user must mend; at most the lock has been written then.
+        StoreUnavailable: the store does not answer.
+    """
+    api = api or _cluster_api()
+    me = current_holder()
+    # Before all else: a fault of a run that may not be here is not told on another run's root.
+    check_free(root, me, alive=liveness(api))
+    config, warnings = _check(root, wish, api)
+    lock = acquire(root, me, alive=liveness(api))
+    run_file, changed, is_new = open_run_file(
+        *(root, config),
+        resume_from=wish.resume_from,
+        allow_config_change=wish.allow_config_change,
+    )
+    away_from = nodes_to_avoid(root, wish)
+    link = find_link(root, wish.chain_index, wish.num_iterations)
+    if link.offset:
+        run_file = replace(run_file, initial=start_after(root, link.offset))
+    check_reference(config, run_file.initial)
+    write_run_file(root, run_file)
+    record_link(root, link)
+    plan = Plan(
+        *(root, run_file, link, wish.num_shards, is_new, newest_version(root)),
+        changed=changed,
+        warnings=warnings,
+        away_from=away_from,
+    )
+    text = render(plan)
+    logger.info("plan\n%s", text)
+    return Outcome(
+        documents={"summary": text},
+        metrics={
+            "offset": float(link.offset),
+            "num_iterations": float(link.num_iterations),
+            "iterations_finished": float(plan.num_finished),
+            "settings_changed": float(len(changed)),
+            "lock_generation": float(lock.generation),
+            "avoided_nodes": float(len(away_from)),
+        },
+        values={
+            "config_sha256": config_sha256(config),
+            "offset": link.offset,
+            "chain_index": link.index,
+            "node_affinity": json.dumps(node_affinity(away_from)),
+        },
+        already_done=plan.num_finished == link.num_iterations,
+    )

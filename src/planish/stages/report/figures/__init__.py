@@ -1,0 +1,1 @@
+"""Curves and charts of the report, drawn as SVG."""

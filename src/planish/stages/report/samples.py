@@ -1,0 +1,227 @@
+"""Choose a few rollouts worth reading: before against after, early against late, right and wrong.
+
+The choice is deterministic: the first prompt in order of its id that shows the case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.prompts import PromptSet
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import RolloutSet
+from planish.stages.report.facts import Comparison, RunFacts, Sample
+from planish.stages.report.reading import Reader
+from planish.store import open_store
+
+MAX_SET_BYTES = 256 << 20
+"""Larger sets are not read for samples."""
+MAX_VERIFIED_GROUPS = 64
+"""Held-out prompts whose responses are verified again, to choose samples from."""
+RESPONSES_PER_COLUMN = 2
+"""Responses shown of one policy for one prompt."""
+
+Groups = dict[str, list[Sample]]
+
+
+@dataclass(frozen=True)
+class _Verdicts:
+    """What reward or evaluation found per row."""
+
+    accuracy: Sequence[float]
+    extracted: Sequence[str]
+
+
+def sample_comparisons(reader: Reader, facts: RunFacts) -> list[Comparison]:
+    """Read the sets that samples come from and choose; missing sets give fewer comparisons."""
+    comparisons = _held_out(reader, facts)
+    trained = [i for i in facts.iterations if i in (facts.iterations[0], facts.iterations[-1])]
+    groups = {i: _iteration_groups(reader, i) for i in trained}
+    texts = _prompt_texts(reader, layout.prompts(reader.root), "the training prompts")
+    comparisons += _training(groups, texts)
+    return comparisons
+
+
+def _fits(uri: str) -> bool:
+    return sum(shard.bytes for shard in read_manifest(uri).shards) <= MAX_SET_BYTES
+
+
+def _prompt_texts(reader: Reader, uri: str, what: str) -> dict[str, str]:
+    def read() -> dict[str, str]:
+        if not _fits(uri):
+            return {}
+        prompts = read_set(PromptSet, uri)
+        return {
+            key: "\n".join(message["content"] for message in messages)
+            for key, messages in zip(prompts.prompt_id, prompts.messages, strict=True)
+        }
+
+    return reader.attempt(what, read, {})
+
+
+def _rows(rollouts: RolloutSet, verdicts: _Verdicts) -> Groups:
+    """Group rows by prompt; unfinished or failed rows are left out."""
+    lengths = rollouts.response_tokens.lengths
+    found: Groups = {}
+    for row in range(rollouts.num_rows):
+        if int(rollouts.finish[row]) > 1:
+            continue
+        sample = Sample(
+            prompt_id=rollouts.prompt_id[row],
+            prompt="",
+            answer=rollouts.answer[row],
+            response=rollouts.response[row],
+            is_correct=bool(verdicts.accuracy[row] > 0),
+            extracted=verdicts.extracted[row],
+            num_tokens=int(lengths[row]),
+        )
+        found.setdefault(sample.prompt_id, []).append(sample)
+    return dict(sorted(found.items()))
+
+
+def _iteration_groups(reader: Reader, iteration: int) -> Groups:
+    """Return the groups of the first rollout shard of an iteration with their verdicts."""
+
+    def read() -> Groups:
+        uri = layout.rollouts(reader.root, iteration, 0)
+        scores_uri = layout.rewards(reader.root, iteration)
+        if not (_fits(uri) and _fits(scores_uri)):
+            return {}
+        rollouts = read_set(RolloutSet, uri)
+        rewards = read_set(RewardSet, scores_uri)
+        # Rewards lie in shard order, so that the rows of shard 0 come first.
+        return _rows(rollouts, _Verdicts(rewards.accuracy.tolist(), rewards.extracted))
+
+    return reader.attempt(f"sample rollouts of iteration {iteration}", read, {})
+
+
+def _held_out(reader: Reader, facts: RunFacts) -> list[Comparison]:
+    """Compare the first and the last evaluated policy on the same held-out prompts."""
+    if len(facts.evaluations) < 2:
+        return []
+    first, last = facts.evaluations[0].version, facts.evaluations[-1].version
+    before = _evaluation_groups(reader, first)
+    after = _evaluation_groups(reader, last)
+    if not before or not after:
+        return []
+    texts = _prompt_texts(reader, layout.evaluation_prompts(reader.root), "the held-out prompts")
+    cases = (
+        ("Learned: wrong before, right after", False, True),
+        ("Not yet: wrong before and after", False, False),
+        ("Lost: right before, wrong after", True, False),
+    )
+    found = []
+    for title, was_right, is_right in cases:
+        key = _first(before, after, was_right, is_right)
+        if key is not None:
+            columns = [
+                (f"policy {first}, before", _column(before[key], texts, prefer=was_right)),
+                (f"policy {last}, after", _column(after[key], texts, prefer=is_right)),
+            ]
+            found.append(Comparison(f"Held-out prompt. {title}", columns))
+    return found
+
+
+def _share(samples: Sequence[Sample]) -> float:
+    return float(np.mean([sample.is_correct for sample in samples]))
+
+
+def _first(before: Groups, after: Groups, was_right: bool, is_right: bool) -> str | None:
+    """Return the prompt that shows the case most clearly; ties by prompt id."""
+    best: tuple[float, str] | None = None
+    for key in before.keys() & after.keys():
+        old, new = _share(before[key]), _share(after[key])
+        if (old >= 0.5) != was_right or (new >= 0.5) != is_right:
+            continue
+        clarity = abs(new - old) if was_right != is_right else 1 - max(old, new)
+        if best is None or (-clarity, key) < (-best[0], best[1]):
+            best = (clarity, key)
+    return None if best is None else best[1]
+
+
+def _evaluation_groups(reader: Reader, version: int) -> Groups:
+    """Return the sampled rollouts that lie beside an evaluation, with their verdicts."""
+
+    def read() -> Groups:
+        uri = _rollouts_below(layout.evaluation(reader.root, version))
+        if not uri or not _fits(uri):
+            return {}
+        rollouts = read_set(RolloutSet, uri)
+        rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
+        return _rows(rollouts, _verdicts(rollouts))
+
+    return reader.attempt(f"sample rollouts of the evaluation of policy {version}", read, {})
+
+
+def _rollouts_below(folder: str) -> str:
+    """Return the first rollout set below a folder, empty when there is none."""
+    for uri in open_store(folder).list(f"{folder}/"):
+        if uri.endswith("/manifest.json"):
+            place = uri.rpartition("/")[0]
+            if read_manifest(place).schema == RolloutSet.SCHEMA:
+                return place
+    return ""
+
+
+def _verdicts(rollouts: RolloutSet) -> _Verdicts:
+    from planish.verifiers import VerifierOptions, verify_many
+
+    rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
+    found = verify_many(rows, VerifierOptions())
+    return _Verdicts([v.accuracy for v in found], [v.extracted for v in found])
+
+
+def _training(groups: Mapping[int, Groups], texts: Mapping[str, str]) -> list[Comparison]:
+    """Show a right and a wrong response of the first and of the last iteration."""
+    numbers = [number for number, found in groups.items() if found]
+    if not numbers:
+        return []
+    shared = _shared_mixed(groups, numbers)
+    if shared is not None:
+        columns = [(f"iteration {n}", _pair(groups[n][shared], texts)) for n in numbers]
+        return [Comparison("One training prompt, early and late", columns)]
+    found = []
+    for place, number in zip(("early", "late"), numbers, strict=False):
+        key = next((k for k, rows in groups[number].items() if _is_mixed(rows)), None)
+        if key is not None:
+            right, wrong = _pair(groups[number][key], texts)
+            columns = [("right", [right]), ("wrong", [wrong])]
+            found.append(Comparison(f"Training prompt, {place} (iteration {number})", columns))
+    return found
+
+
+def _is_mixed(samples: Sequence[Sample]) -> bool:
+    return 0 < sum(sample.is_correct for sample in samples) < len(samples)
+
+
+def _shared_mixed(groups: Mapping[int, Groups], numbers: Sequence[int]) -> str | None:
+    if len(numbers) < 2:
+        return None
+    keys = groups[numbers[0]].keys() & groups[numbers[-1]].keys()
+    mixed = (k for k in sorted(keys) if all(_is_mixed(groups[n][k]) for n in numbers))
+    return next(mixed, None)
+
+
+def _with_prompt(sample: Sample, texts: Mapping[str, str]) -> Sample:
+    return replace(sample, prompt=texts.get(sample.prompt_id, ""))
+
+
+def _column(samples: Sequence[Sample], texts: Mapping[str, str], *, prefer: bool) -> list[Sample]:
+    """Return the responses of the usual verdict first, all different."""
+    ordered: Iterable[Sample] = sorted(samples, key=lambda sample: sample.is_correct != prefer)
+    shown: dict[str, Sample] = {}
+    for sample in ordered:
+        shown.setdefault(sample.response, _with_prompt(sample, texts))
+    return list(shown.values())[:RESPONSES_PER_COLUMN]
+
+
+def _pair(samples: Sequence[Sample], texts: Mapping[str, str]) -> list[Sample]:
+    """Return one right and one wrong response."""
+    right = next(sample for sample in samples if sample.is_correct)
+    wrong = next(sample for sample in samples if not sample.is_correct)
+    return [_with_prompt(right, texts), _with_prompt(wrong, texts)]

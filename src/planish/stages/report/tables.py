@@ -1,0 +1,258 @@
+"""Tables of the page: scores, configuration, digests, the funnel of curation."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.stages.report.facts import Evaluation, RunFacts, Saved
+from planish.stages.report.words import number, one_line
+
+_STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12}) \| (\d{1,12}) \|$")
+MAX_STEPS = 30
+"""Steps of curation shown."""
+MAX_SAVED = 24
+"""Policies and states listed; the newest are kept."""
+_ERROR = "_standard_error"
+_SHARES = ("accuracy", "pass@", "cons@", "greedy", "invalid", "truncated", "refused")
+_LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_errors")
+_QUIET = ("refused_fraction", "verifier_errors")
+"""Scores that are shown only where one of them is not 0."""
+_LABELS = {
+    "greedy": "greedy (temperature 0)",
+    "invalid_fraction": "responses without a readable answer",
+    "truncated_fraction": "responses cut off at the limit",
+    "refused_fraction": "responses that the engine refused",
+    "response_length_mean": "mean response length (tokens)",
+    "verifier_errors": "verifier errors",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference in words, judged."""
+
+    text: str
+    """With sign."""
+    is_better: bool
+    """Clearly up."""
+    is_worse: bool
+    """Clearly down."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table."""
+
+    label: str
+    """First cell."""
+    cells: list[str]
+    """Other cells."""
+    change: Change | None = None
+    """Last cell."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of scores."""
+
+    title: str
+    """Heading."""
+    columns: list[str]
+    """Heads of all columns."""
+    rows: list[Row]
+    """Lines."""
+    has_change: bool
+    """The last column is a change."""
+
+
+def change_of(before: float, after: float, *, noise: float = 0.0) -> Change:
+    """Describe a change of a fraction in percentage points.
+
+    Args:
+        before: fraction.
+        after: fraction.
+        noise: one standard error of the difference; a smaller change is not judged.
+
+    Example:
+        >>> change_of(0.25, 0.5).text
+        '+25.0 points'
+    """
+    difference = after - before
+    is_clear = abs(difference) > noise
+    return Change(
+        f"{100 * difference:+.1f} points", is_clear and difference > 0, is_clear and difference < 0
+    )
+
+
+def _is_share(name: str) -> bool:
+    return name.startswith(_SHARES)
+
+
+def _cell(scalars: Mapping[str, float], name: str) -> str:
+    if name not in scalars:
+        return ""
+    value = scalars[name]
+    if not _is_share(name):
+        return number(value)
+    error = scalars.get(name + _ERROR)
+    spread = f" \u00b1 {100 * error:.1f}" if error is not None else ""
+    return f"{100 * value:.1f}{spread} %"
+
+
+def _interval(scalars: Mapping[str, float]) -> str:
+    try:
+        low, high = (100 * scalars[f"accuracy_bootstrap_{end}"] for end in ("low", "high"))
+    except KeyError:
+        return ""
+    return f"{low:.1f} to {high:.1f} %"
+
+
+def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) -> Change | None:
+    if name not in first or name not in last:
+        return None
+    if not _is_share(name):
+        return Change(signed(last[name] - first[name]), False, False)
+    noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
+    change = change_of(first[name], last[name], noise=noise)
+    if name.startswith(_LESS_IS_BETTER):
+        return Change(change.text, change.is_worse, change.is_better)
+    return change
+
+
+def signed(value: float) -> str:
+    """Write a number with its sign.
+
+    Example:
+        >>> signed(0.7), signed(-3.0), signed(0.0)
+        ('+0.7', '-3', '0')
+    """
+    return f"+{number(value)}" if value > 0 else number(value)
+
+
+def label_of(name: str, scalars: Mapping[str, float]) -> str:
+    """Turn the name of a score into words."""
+    if name == "accuracy" and "num_samples" in scalars:
+        return f"avg@{scalars['num_samples']:.0f} (mean accuracy over samples)"
+    return _LABELS.get(name, one_line(name.replace("_", " "), limit=60))
+
+
+def score_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+    """Return the table over all prompts and the table per source; none without evaluations."""
+    if not evaluations:
+        return []
+    has_change = len(evaluations) > 1
+    heads = [f"policy {evaluation.version}" for evaluation in evaluations]
+    if has_change:
+        heads[0] += " (before)"
+        heads[-1] += " (after)"
+    tail = ["change"] if has_change else []
+    tables = [_overall(evaluations, ["score", *heads, *tail], has_change)]
+    tables += _per_source(evaluations, ["source", *heads, *tail], has_change)
+    return tables
+
+
+def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> Table:
+    first, last = evaluations[0].scalars, evaluations[-1].scalars
+    names = {name for evaluation in evaluations for name in evaluation.scalars if _is_row(name)}
+    quiet = {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
+    rows = [
+        Row(
+            label_of(name, last),
+            [_cell(evaluation.scalars, name) for evaluation in evaluations],
+            _change(name, first, last) if has_change else None,
+        )
+        for name in sorted(names - quiet, key=_importance)
+    ]
+    intervals = [_interval(evaluation.scalars) for evaluation in evaluations]
+    if any(intervals):
+        rows.insert(1, Row("95 % interval over prompts", intervals))
+    return Table("All held-out prompts", columns, rows, has_change)
+
+
+def _is_row(name: str) -> bool:
+    """Leave out what stands in other cells, and pass@1, which is avg@n."""
+    return not name.startswith(("num_", "accuracy_")) and name != "pass@1"
+
+
+def _importance(name: str) -> tuple[int, int, str]:
+    order = ("accuracy", "greedy", "cons@", "pass@", "invalid", "truncated")
+    place = next((i for i, start in enumerate(order) if name.startswith(start)), len(order))
+    return place, len(name), name
+
+
+def _per_source(
+    evaluations: Sequence[Evaluation], columns: list[str], has_change: bool
+) -> list[Table]:
+    sources = sorted({name for evaluation in evaluations for name in evaluation.sources})
+    if len(sources) < 2:
+        return []
+    rows = []
+    for source in sources:
+        found = [evaluation.sources.get(source, {}) for evaluation in evaluations]
+        change = _change("accuracy", found[0], found[-1]) if has_change else None
+        count = found[-1].get("num_prompts")
+        label = f"{source} ({number(count)} prompts)" if count is not None else source
+        rows.append(Row(label, [_cell(scalars, "accuracy") for scalars in found], change))
+    return [Table("Mean accuracy per source", columns, rows, has_change)]
+
+
+def saved_rows(facts: RunFacts) -> tuple[list[dict[str, str]], str]:
+    """Return the newest policies and states with their digests, and what was left out."""
+    kept = [*facts.policies[-MAX_SAVED // 2 :], *facts.states[-MAX_SAVED // 2 :]]
+    rows = [
+        {
+            "label": f"policy {item.number}"
+            if item.kind == "policy"
+            else f"state, step {item.number}",
+            "place": _below_root(item, facts.root),
+            "sha256": item.sha256,
+        }
+        for item in kept
+    ]
+    hidden = len(facts.policies) + len(facts.states) - len(kept)
+    return rows, f"{hidden} older sets are not listed." if hidden else ""
+
+
+def _below_root(item: Saved, root: str) -> str:
+    return item.uri.removeprefix(root).lstrip("/")
+
+
+def config_tables(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return section -> (key, value as JSON) of a resolved configuration, sorted."""
+    return [
+        (
+            one_line(section),
+            [
+                (one_line(key), one_line(json.dumps(table[key], sort_keys=True)))
+                for key in sorted(table)
+            ],
+        )
+        for section, table in sorted(config.items())
+        if isinstance(table, Mapping) and table
+    ]
+
+
+def funnel(curation: str) -> list[dict[str, Any]]:
+    """Read the steps of curation from its report: label, unit, what is left, what was dropped.
+
+    The table of the report has the columns filter, unit, in, out, dropped.
+    """
+    steps = [match.groups() for line in curation.splitlines() if (match := _STEP.match(line))]
+    largest: dict[str, int] = {}
+    for _, unit, num_in, _, _ in steps:
+        largest[unit] = max(largest.get(unit, 1), int(num_in))
+    return [
+        {
+            "label": one_line(html.unescape(name), limit=60),
+            "unit": one_line(unit, limit=20),
+            "count": f"{int(num_out):,}",
+            "lost": f"-{int(dropped):,}" if int(dropped) else "",
+            "width": f"{100 * min(1.0, int(num_out) / largest[unit]):.2f}",
+        }
+        for name, unit, _, num_out, dropped in steps[:MAX_STEPS]
+    ]

@@ -1,0 +1,157 @@
+"""Check a wish to reshard before anything is read or written, and fix it in `run.json`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import planish
+from planish.base.config import config_sha256
+from planish.base.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
+from planish.checkpoint.convert.merge import policy_role
+from planish.checkpoint.convert.reshard_job import SECTION, ReshardJob
+from planish.checkpoint.load.reader import Opened, check_objects, open_state, split_place
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.train_state import checkpoint_place
+from planish.checkpoint.watch.heatmap import bytes_text
+from planish.records import layout
+from planish.records.io import read_manifest
+from planish.records.refs import parse_pin
+from planish.run.stage import Artifact, Context, Outcome, execute, read_run
+from planish.store import open_store
+from planish.store.documents import write_json
+
+
+class Prepared(NamedTuple):
+    """Output parameters."""
+
+    config_sha256: str
+    """Digest of the resolved wish."""
+
+
+def run(
+    root: str,
+    source: str,
+    target_layout: str,
+    target: str,
+    parts: str,
+    role: str,
+    policy: str,
+    summary: Artifact,
+    metrics: Artifact,
+) -> Prepared:
+    """Pin the source, check that it is whole, and write what the other stages obey.
+
+    Args:
+        root: URI of this run: its plan and logs, and the result unless `target` says where.
+        source: URI or pin of a committed checkpoint.
+        target_layout: `merged`, or degrees such as `tp=4` or `fsdp=8,tp=2`.
+        target: URI of the result; empty for a folder below `root`.
+        parts: `all`, or `model` without optimizers, small values and loader positions.
+        role: one role of several; empty for all.
+        policy: pin of a policy that gives configuration and tokenizer to a merged result.
+        summary: gets what will happen in Markdown.
+        metrics: gets sizes.
+    """
+
+    def work(context: Context) -> Outcome:
+        return prepare(
+            *(context.root, source, target_layout),
+            target=target,
+            parts=parts,
+            role=role,
+            policy=policy,
+        )
+
+    outcome = execute(
+        "reshard_prepare",
+        work,
+        root=root,
+        config_sha256=None,
+        outputs={"summary": summary, "metrics": metrics},
+    )
+    return Prepared(str(outcome.values["config_sha256"]))
+
+
+def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
+    """Do the work of `run`; see there."""
+    # The first touch of both stores: tells a missing bucket, refused keys and silence apart.
+    present = open_store(root).exists(layout.run_file(root))
+    open_storage(wish["target"] or root)
+    policy = wish.pop("policy")
+    try:
+        opened = open_state(checkpoint_place(source))
+    except CheckpointNotFound as error:
+        raise ConfigError(f"`source` must be a committed checkpoint: {error}") from None
+    faults = check_objects(opened)
+    if faults:
+        raise CheckpointIncomplete(
+            f"`{opened.uri}` must be whole before it is resharded: {'; '.join(faults[:8])}; "
+            "choose an earlier checkpoint"
+        )
+    job = ReshardJob.of(
+        opened.pin, *(wish["target"], target_layout), root=root, policy_pin=_policy_pin(policy),
+        parts=wish["parts"], role=wish["role"],
+    )  # fmt: skip
+    roles = sorted(set(opened.metadata.tensors.roles))
+    if job.parsed.is_merged:
+        policy_role(roles, job.role)
+    elif job.role and job.role not in roles:
+        raise ConfigError(f"`role` must be one of {roles} of the source, got {job.role!r}")
+    digest = _record(root, job, present=present)
+    return Outcome(
+        values={"config_sha256": digest},
+        documents={"summary": _summary(job, opened)},
+        metrics={
+            "source_bytes": float(opened.commit.total_bytes),
+            "source_tensors": float(len(opened.metadata.tensors)),
+            "source_step": float(opened.commit.step),
+            "target_ranks": float(job.parsed.num_ranks),
+        },
+        already_done=present,
+    )
+
+
+def _policy_pin(policy: str) -> str:
+    """Return the pin of a policy, and be sure that it is there."""
+    if not policy:
+        return ""
+    uri, digest = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
+    return read_manifest(uri, sha256=digest).ref(uri).pin()
+
+
+def _record(root: str, job: ReshardJob, *, present: bool) -> str:
+    config = {SECTION: job.as_config()}
+    digest = config_sha256(config)
+    uri = layout.run_file(root)
+    if present:
+        seen = config_sha256(read_run(root)["config"])
+        if seen != digest:
+            raise ConfigError(
+                f"`{uri}` must hold this same wish, got {seen[:12]} in place of {digest[:12]}; "
+                "choose a new root"
+            )
+        return digest
+    document: dict[str, Any] = {
+        "config": config,
+        "config_sha256": digest,
+        "code_version": planish.__version__,
+    }
+    write_json(uri, document)
+    return digest
+
+
+def _summary(job: ReshardJob, opened: Opened) -> str:
+    ranks = job.parsed.num_ranks
+    how = "one Hugging Face folder" if job.parsed.is_merged else f"{ranks} rank(s)"
+    saved = str(opened.metadata.header.get("layout", "")) or "unknown"
+    rows = [
+        ("source", f"`{split_place(job.source_pin)[0]}`"),
+        ("step", str(opened.commit.step)),
+        ("size", f"{bytes_text(opened.commit.total_bytes)}, {opened.commit.n_objects} objects"),
+        ("saved as", f"`{saved[:60]}`"),
+        ("becomes", f"`{job.layout}`, {how}"),
+        ("parts", f"{job.parts}, {job.role or 'every role'}"),
+        ("target", f"`{job.target}`"),
+    ]
+    lines = [f"| {name} | {value.replace('|', ' ')} |" for name, value in rows]
+    return "\n".join(["# Reshard", "", "| | |", "| --- | --- |", *lines, ""])

@@ -1,0 +1,91 @@
+"""Keep the newest checkpoints of a folder and clear up what crashes left, once a run has ended."""
+
+from __future__ import annotations
+
+from planish.checkpoint.commit.catalog import Verdict, gc, retain
+from planish.checkpoint.storage import open_storage
+from planish.run.stage import Artifact, Context, Outcome, execute
+
+SUCCEEDED = "SUCCEEDED"
+GRACE_SECONDS = 86400.0
+"""Leftovers that were written to within a day stay: their save may still go on."""
+_MAX_LISTED = 200
+
+
+def run(
+    root: str,
+    state: str,
+    folder: str,
+    keep_last: int,
+    keep_every: int,
+    summary: Artifact,
+    metrics: Artifact,
+) -> None:
+    """Remove the checkpoints below a folder that no rule keeps; after a failure remove none.
+
+    Args:
+        root: URI of the run.
+        state: final state of the run, e.g. `SUCCEEDED`.
+        folder: URI below which checkpoints are retained; empty for nothing to do.
+        keep_last: so many of the newest stay; 0 for nothing to do.
+        keep_every: multiples of it stay as well; 0 for no such rule.
+        summary: gets what was removed, and why, in Markdown.
+        metrics: gets counts.
+    """
+    execute(
+        "checkpoint_retain",
+        lambda context: apply_retention(
+            context,
+            state=state,
+            folder=folder.rstrip("/"),
+            keep_last=keep_last,
+            keep_every=keep_every,
+        ),
+        root=root,
+        config_sha256=None,
+        outputs={"summary": summary, "metrics": metrics},
+    )
+
+
+def apply_retention(
+    _: Context, *, state: str, folder: str, keep_last: int, keep_every: int
+) -> Outcome:
+    """Do the work of `run`; see there."""
+    reason = _reason_to_rest(state, folder, keep_last)
+    if reason:
+        return Outcome(
+            documents={"summary": f"# Retention\n\nNothing was removed: {reason}.\n"},
+            metrics={"kept": 0.0, "deleted": 0.0},
+        )
+    storage, key = open_storage(folder)
+    verdicts = retain(storage, key, keep_last=keep_last, keep_every=keep_every)
+    leftovers = gc(storage, key, grace_s=GRACE_SECONDS)
+    gone = [verdict for verdict in leftovers if verdict.action == "delete"]
+    deleted = sum(verdict.action == "delete" for verdict in verdicts)
+    return Outcome(
+        documents={"summary": _summary(folder, [*verdicts, *gone])},
+        metrics={
+            "kept": float(len(verdicts) - deleted),
+            "deleted": float(deleted),
+            "leftovers_cleared": float(len(gone)),
+        },
+    )
+
+
+def _reason_to_rest(state: str, folder: str, keep_last: int) -> str:
+    if not folder or keep_last == 0:
+        return "retention is not asked for"
+    if state != SUCCEEDED:
+        return f"the run ended as {state[:40]}"
+    return ""
+
+
+def _summary(folder: str, verdicts: list[Verdict]) -> str:
+    rows = [
+        f"| {verdict.action} | `{verdict.key}` | {verdict.reason.replace('|', ' ')} |"
+        for verdict in verdicts[:_MAX_LISTED]
+    ]
+    more = len(verdicts) - len(rows)
+    rows += [f"| | and {more} more | |"] if more else []
+    head = ["# Retention", "", f"Below `{folder}`.", "", "| | what | why |", "| --- | --- | --- |"]
+    return "\n".join([*head, *rows, ""])

@@ -1,0 +1,150 @@
+"""Read a checkpoint back: every block against its checksum, every tensor against its source."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from planish.base.errors import CheckpointCorrupt, RecordError
+from planish.base.telemetry import event
+from planish.checkpoint.convert.diff import Diff, diff
+from planish.checkpoint.convert.reshard_job import CHECKPOINT_SCHEMA
+from planish.checkpoint.load.fit import told
+from planish.checkpoint.load.reader import Opened, open_state
+from planish.checkpoint.load.verify import verify as verify_blocks
+from planish.checkpoint.watch.heatmap import bytes_text
+from planish.records.refs import Ref
+from planish.run.stage import Artifact, Context, Outcome, execute, read_ref
+from planish.stages.reshard.policy import compare_policy
+
+logger = logging.getLogger(__name__)
+
+POLICY_SCHEMA = "policy/1"
+_MAX_LISTED = 50
+
+
+def run(
+    root: str, source_pin: str, checkpoint: Artifact, summary: Artifact, metrics: Artifact
+) -> None:
+    """Check a checkpoint or policy, and compare it with what it was made from.
+
+    Args:
+        root: URI of the run.
+        source_pin: pin of the checkpoint that it was made from; empty to check it by itself.
+        checkpoint: Ref of what is checked.
+        summary: gets the findings in Markdown.
+        metrics: gets counts.
+    """
+
+    def work(_: Context) -> Outcome:
+        ref = read_ref(checkpoint)
+        if ref.schema == CHECKPOINT_SCHEMA:
+            return verify_checkpoint(ref, source_pin)
+        if ref.schema == POLICY_SCHEMA:
+            return verify_policy(ref, source_pin)
+        raise RecordError(
+            f"`checkpoint` must be of schema {CHECKPOINT_SCHEMA} or {POLICY_SCHEMA}, got "
+            f"{ref.schema!r}; pass what the reshard stage has written"
+        )
+
+    execute(
+        "checkpoint_verify",
+        work,
+        root=root,
+        config_sha256=None,
+        outputs={"summary": summary, "metrics": metrics},
+    )
+
+
+def verify_checkpoint(ref: Ref, source_pin: str) -> Outcome:
+    """Check every block of a checkpoint, and every tensor that it shares with its source.
+
+    Raises:
+        CheckpointCorrupt: an object, a block or a tensor differs; all of them are listed.
+    """
+    report = verify_blocks(ref.pin(), progress=_say("checking"))
+    if not report.is_intact:
+        _refuse(ref, [fault.text for fault in report.faults])
+    rows = [("read", f"{bytes_text(report.num_bytes)}, every block as its checksum says")]
+    metrics = {"checked_bytes": float(report.num_bytes)}
+    if source_pin:
+        opened = open_state(ref.pin())
+        found = diff(ref.pin(), source_pin, parts=_kinds(opened), progress=_say("comparing"))
+        faults = _faults(found, opened, open_state(source_pin))
+        if faults:
+            _refuse(ref, faults)
+        rows.append(_equal_row(source_pin, found.num_equal, found.num_bytes))
+        metrics["compared_tensors"] = float(found.num_equal)
+        metrics["compared_bytes"] = float(found.num_bytes)
+    return Outcome(documents={"summary": _summary(ref, rows)}, metrics=metrics)
+
+
+def verify_policy(ref: Ref, source_pin: str) -> Outcome:
+    """Check every file of a policy, and every tensor against the state that it was made from.
+
+    Raises:
+        CheckpointCorrupt: a tensor differs from the source's, rounded to the policy's type.
+        RecordError: a file differs from the manifest.
+    """
+    found = compare_policy(ref, source_pin)
+    if found.faults:
+        _refuse(ref, found.faults)
+    rows = [("read", f"{bytes_text(found.num_bytes)}, every file as its digest says")]
+    metrics = {"checked_bytes": float(found.num_bytes)}
+    if source_pin:
+        rows.append(_equal_row(source_pin, found.num_tensors, found.num_compared_bytes))
+        metrics["compared_tensors"] = float(found.num_tensors)
+        metrics["compared_bytes"] = float(found.num_compared_bytes)
+    return Outcome(documents={"summary": _summary(ref, rows)}, metrics=metrics)
+
+
+def _kinds(opened: Opened) -> tuple[str, ...]:
+    """Return the kinds of tensors that a rewrite was told to keep."""
+    only_model = opened.metadata.header.get("parts") == "model"
+    return ("model",) if only_model else ("model", "optim", "extra")
+
+
+def _faults(found: Diff, opened: Opened, source: Opened) -> list[str]:
+    """Return what differs, but for roles and parts that were left out on purpose."""
+    header = opened.metadata.header
+    roles = set(header.get("roles", opened.metadata.tensors.roles))
+    wanted = {told(*key) for key in source.metadata.tensor_ids if key[0] in roles}
+    faults = [f"{name} is not in the source" for name in found.only_a]
+    faults += [f"{name} is missing" for name in found.only_b if name in wanted]
+    faults += [f"{one.name}: {one.reason}, {one.num_elements} elements" for one in found.differing]
+    if header.get("parts") != "model":
+        faults += [f"small values of role `{role}`" for role in found.values if role in roles]
+    return faults
+
+
+def _refuse(ref: Ref, faults: Sequence[str]) -> None:
+    more = len(faults) - _MAX_LISTED
+    told = "; ".join(faults[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    raise CheckpointCorrupt(
+        f"`{ref.uri}` must be intact and hold what its source holds, got {told}; remove it and "
+        "write it again"
+    )
+
+
+def _say(what: str) -> Callable[[int, int], None]:
+    """Return what logs every tenth of a long work."""
+    said = [0]
+
+    def progress(done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > said[0]:
+            said[0] = tenth
+            logger.info("%s", event(what, done_bytes=done, of_bytes=total))
+
+    return progress
+
+
+def _equal_row(source_pin: str, num_tensors: int, num_bytes: int) -> tuple[str, str]:
+    source = source_pin.partition("#")[0]
+    return "equal", f"{num_tensors} tensors, {bytes_text(num_bytes)}, bit by bit, to `{source}`"
+
+
+def _summary(ref: Ref, rows: Sequence[tuple[str, str]]) -> str:
+    facts = [("checked", f"`{ref.uri}`"), ("sha256", f"`{ref.manifest_sha256}`"), *rows]
+    lines = [f"| {name} | {value} |" for name, value in facts]
+    return "\n".join(["# Verified", "", "| | |", "| --- | --- |", *lines, ""])

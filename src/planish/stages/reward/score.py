@@ -1,0 +1,166 @@
+"""Rollouts in, rewards and their summary out: the rule of the reward stage.
+
+It decides nothing about the loss: masks of truncated responses belong to training.
+
+Source: DAPO, arXiv 2503.14476, equations 7, 11 and 13.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from planish.base.errors import VerifierFailure
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.reward.config import RewardConfig
+from planish.verifiers import Verdict, VerifierOptions, verify_many
+from planish.verifiers.shaping import informative_rows, overlong_penalty, rows_of_groups_with
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards and what to tell people about them."""
+
+    rewards: RewardSet
+    """One row per rollout."""
+    metrics: dict[str, float]
+    """Counts and means; a mean over no row is left out."""
+
+
+def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
+    """Score every rollout.
+
+    Unfinished responses (WINDOW) and failed ones (ABORT) get no reward. A group with a failed
+    response is dropped whole; a finished group that is all right or all wrong is dropped unless
+    `keep_uniform_groups` is set.
+
+    Args:
+        rollouts: R rows.
+        config: constants of the rule.
+
+    Returns:
+        R rewards in the same order, and metrics.
+
+    Raises:
+        VerifierFailure: the verifier failed on too many rows.
+    """
+    has_reward = np.isin(rollouts.finish, (FinishReason.STOP, FinishReason.LENGTH))
+    verdicts = _verify(rollouts, has_reward, config)
+    _check_error_rate(rollouts, verdicts, has_reward, config)
+    accuracy = np.array([v.accuracy for v in verdicts], dtype=np.float32)
+    penalty = overlong_penalty(
+        rollouts.response_tokens.lengths,
+        max_tokens=config.max_response_tokens,
+        buffer_tokens=config.overlong_buffer_tokens,
+        factor=config.overlong_penalty_factor,
+    )
+    outcome = np.where(accuracy > 0, config.reward_correct, config.reward_wrong)
+    outcome = np.where(has_reward, outcome, 0.0).astype(np.float32)
+    penalty = np.where(has_reward, penalty, np.float32(0.0)).astype(np.float32)
+    rewards = RewardSet(
+        accuracy=accuracy,
+        outcome=outcome,
+        length_penalty=penalty,
+        reward=outcome + penalty,
+        has_reward=has_reward,
+        keep=_keep(rollouts, accuracy, has_reward, config),
+        extracted=[v.extracted for v in verdicts],
+    )
+    return Scores(rewards, _metrics(rollouts, rewards, verdicts))
+
+
+def _verify(rollouts: RolloutSet, has_reward: Bools, config: RewardConfig) -> list[Verdict]:
+    rows = np.flatnonzero(has_reward).tolist()
+    found = verify_many(
+        ((rollouts.verifier[r], rollouts.response[r], rollouts.answer[r]) for r in rows),
+        VerifierOptions(
+            accept_integral_decimals=config.accept_integral_decimals,
+            timeout_seconds=config.verifier_timeout_seconds,
+        ),
+    )
+    verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
+    for row, verdict in zip(rows, found, strict=True):
+        verdicts[row] = verdict
+    return verdicts
+
+
+def _check_error_rate(
+    rollouts: RolloutSet, verdicts: list[Verdict], has_reward: Bools, config: RewardConfig
+) -> None:
+    errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
+    verified = int(has_reward.sum())
+    if len(errors) <= config.max_verifier_error_rate * verified:
+        return
+    timeouts = sum(verdicts[row].timeout for row in errors)
+    row = errors[0]
+    raise VerifierFailure(
+        f"verifier errors must not exceed `reward.max_verifier_error_rate` = "
+        f"{config.max_verifier_error_rate!r}, got {len(errors)} of {verified} rows "
+        f"({timeouts} timeouts); first in {rollouts.rollout_id[row]} with verifier "
+        f"{rollouts.verifier[row]!r} and answer {rollouts.answer[row]!r:.80}: check the answers of "
+        "that prompt source, or that the extra `planish[reward]` is installed"
+    )
+
+
+def _keep(
+    rollouts: RolloutSet, accuracy: npt.NDArray[np.float32], has_reward: Bools, config: RewardConfig
+) -> Bools:
+    group = rollouts.group_index
+    aborted = rows_of_groups_with(rollouts.finish == FinishReason.ABORT, group)
+    if config.keep_uniform_groups:
+        return ~aborted
+    undecided = rows_of_groups_with(~has_reward, group)
+    return ~aborted & (undecided | informative_rows(accuracy, group))
+
+
+def _metrics(rollouts: RolloutSet, rewards: RewardSet, verdicts: list[Verdict]) -> dict[str, float]:
+    scored = rewards.has_reward
+    finish = rollouts.finish
+    first = rollouts.group_starts()
+    counts = {
+        "rollouts": rollouts.num_rows,
+        "groups": rollouts.num_groups,
+        "kept_rollouts": rewards.keep.sum(),
+        "kept_groups": (rewards.keep & first).sum(),
+        "incomplete_groups": (
+            rows_of_groups_with(finish == FinishReason.ABORT, rollouts.group_index) & first
+        ).sum(),
+        "scored_rollouts": scored.sum(),
+        "right_rollouts": (rewards.accuracy > 0).sum(),
+        "wrong_rollouts": (scored & (rewards.accuracy == 0)).sum(),
+        "invalid_rollouts": sum(v.invalid for v in verdicts),
+        "verifier_errors": sum(v.error for v in verdicts),
+        "verifier_timeouts": sum(v.timeout for v in verdicts),
+        "finished_rollouts": (finish == FinishReason.STOP).sum(),
+        "truncated_rollouts": (finish == FinishReason.LENGTH).sum(),
+        "window_rollouts": (finish == FinishReason.WINDOW).sum(),
+        "aborted_rollouts": (finish == FinishReason.ABORT).sum(),
+        "penalised_rollouts": (rewards.length_penalty < 0).sum(),
+    }
+    metrics = {f"num_{name}": float(value) for name, value in counts.items()}
+    if not scored.any():
+        return metrics
+    lengths = rollouts.response_tokens.lengths[scored]
+    right = rewards.accuracy[scored] > 0
+    means: dict[str, npt.NDArray[Any]] = {
+        "accuracy_mean": rewards.accuracy[scored],
+        "reward_mean": rewards.reward[scored],
+        "length_penalty_mean": rewards.length_penalty[scored],
+        "response_tokens_mean": lengths,
+        "response_tokens_right_mean": lengths[right],
+        "response_tokens_wrong_mean": lengths[~right],
+    }
+    metrics.update(
+        {name: float(np.mean(v, dtype=np.float64)) for name, v in means.items() if len(v)}
+    )
+    metrics["reward_std"] = float(np.std(rewards.reward[scored], dtype=np.float64))
+    metrics["response_tokens_max"] = float(lengths.max())
+    for name in ("invalid", "truncated"):
+        metrics[f"{name}_fraction"] = counts[f"{name}_rollouts"] / float(scored.sum())
+    return metrics

@@ -1,0 +1,115 @@
+"""The reward stage: read the rollouts of all shards, score, write one reward set."""
+
+from __future__ import annotations
+
+import logging
+
+from planish.base.errors import ObjectMissing, RecordError
+from planish.records import layout
+from planish.records.io import finished, read_manifest, read_set, write_set
+from planish.records.refs import parse_pin
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import RolloutSet
+from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.stages.reward.config import RewardConfig
+from planish.stages.reward.score import score
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    num_shards: int,
+    policy_pin: str,
+    rewards: Artifact,
+    metrics: Artifact,
+) -> None:
+    """Score the rollouts of one iteration.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the run's configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        num_shards: rollout shards of the iteration.
+        policy_pin: pinned URI of the policy that sampled.
+        rewards: gets the Ref of the reward set.
+        metrics: gets counts and means.
+    """
+    execute(
+        "reward",
+        lambda context: _work(context, num_shards, policy_pin),
+        root=root,
+        config_sha256=config_sha256,
+        iteration=offset + number,
+        outputs={"rewards": rewards, "metrics": metrics},
+    )
+
+
+def _work(context: Context, num_shards: int, policy_pin: str) -> Outcome:
+    config = context.section(RewardConfig, "reward")
+    target = layout.rewards(context.root, context.iteration)
+    digests = [_shard_digest(context, shard, policy_pin) for shard in range(num_shards)]
+    parents = {f"rollouts-{shard:02d}": digest for shard, digest in enumerate(digests)}
+    ready = finished(target, RewardSet.SCHEMA, parents=parents, config_sha256=context.config_sha256)
+    if ready is not None:
+        numbers = read_manifest(target, sha256=ready.manifest_sha256).attributes["metrics"]
+        return Outcome(refs={"rewards": ready}, metrics=dict(numbers), already_done=True)
+    shards = [_read_shard(context, shard, digest) for shard, digest in enumerate(digests)]
+    scores = score(RolloutSet.concat(shards), config)
+    ref = write_set(
+        target,
+        scores.rewards,
+        parents=parents,
+        attributes={
+            "config_sha256": context.config_sha256,
+            "iteration": context.iteration,
+            "metrics": scores.metrics,
+        },
+    )
+    logger.info(
+        "scored iteration=%d rollouts=%d kept=%d accuracy=%.4f",
+        context.iteration,
+        scores.rewards.num_rows,
+        scores.metrics["num_kept_rollouts"],
+        scores.metrics.get("accuracy_mean", 0.0),
+    )
+    return Outcome(refs={"rewards": ref}, metrics=scores.metrics)
+
+
+def _shard_digest(context: Context, shard: int, policy_pin: str) -> str:
+    """Return the manifest digest of one shard after checking that it belongs to this iteration."""
+    uri = layout.rollouts(context.root, context.iteration, shard)
+    try:
+        manifest = read_manifest(uri)
+    except ObjectMissing:
+        raise RecordError(
+            f"rollout shard {shard} must be complete before reward runs, got no manifest at "
+            f"`{uri}`; the rollout task of that shard has not finished: run it again"
+        ) from None
+    wanted = {
+        "config_sha256": (manifest.attributes.get("config_sha256"), context.config_sha256),
+        "policy": (manifest.parents.get("policy"), parse_pin(policy_pin)[1]),
+    }
+    for name, (seen, expected) in wanted.items():
+        if seen != expected:
+            raise RecordError(
+                f"rollout shard {shard} (manifest {manifest.sha256}) must have {name} "
+                f"{expected}, got {seen}; it was sampled in another run: choose a new root or "
+                f"run the rollout task of shard {shard} again"
+            )
+    return manifest.sha256
+
+
+def _read_shard(context: Context, shard: int, digest: str) -> RolloutSet:
+    uri = layout.rollouts(context.root, context.iteration, shard)
+    try:
+        return read_set(RolloutSet, uri, sha256=digest)
+    except (ObjectMissing, RecordError) as error:
+        raise RecordError(
+            f"rollout shard {shard} must be readable with manifest {digest}, got: {error}; "
+            f"delete that shard and run the rollout task of shard {shard} again"
+        ) from None

@@ -1,0 +1,102 @@
+"""Settings of the rollout stage; defaults are those of DAPO.
+
+Source: DAPO, arXiv 2503.14476, sections 3.2 and 4.1, and its public training script.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from planish.base.config import Section
+from planish.engines import ENGINES
+
+
+class RolloutConfig(Section):
+    """How many prompts are sampled, how, and which groups are kept."""
+
+    engine: str = "transformers"
+    """Key of the engine table."""
+    prompts_per_iteration: int = Field(default=512, ge=1)
+    """Groups of one iteration over all shards. DAPO, section 4.1: 512."""
+    group_size: int = Field(default=16, ge=1, le=999)
+    """Responses per prompt. DAPO, section 4.1: 16."""
+    max_response_tokens: int = Field(default=20480, ge=1)
+    """Longest response in tokens. DAPO, section 4.1: 16384 + 4096."""
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    """Prompts with more tokens are dropped and counted. DAPO's script: 2048."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Divides the logits. DAPO's script: 1."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of probability that is sampled from; runs that train refuse others. DAPO's script:
+    1."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of tokens that is sampled from; 0 is off, runs that train refuse others. DAPO's
+    script: off."""
+    dynamic_sampling: bool = True
+    """Keep only groups with right and wrong responses, and draw until the batch is full. DAPO,
+    section 3.2."""
+    generation_prompts_factor: float = Field(default=3.0, gt=0.0, le=64.0)
+    """Prompts of one generation round over the groups that are to be drawn. DAPO's script:
+    1536 / 512."""
+    shrink_rounds: bool = False
+    """Let later rounds draw only what the share of kept groups so far makes likely to be needed,
+    plus a quarter. False is the published recipe; true samples less and trains on the same."""
+    max_generation_rounds: int = Field(default=10, ge=0)
+    """Rounds until the starvation policy applies; 0 is no limit. DAPO's script: 10."""
+    starvation_policy: Literal["train_partial", "relax", "raise"] = "train_partial"
+    """When the rounds are over and groups are missing: train on what there is, fill up with groups
+    that carry no signal (needs `reward.keep_uniform_groups`), or fail."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Policy versions that a surplus group of dynamic sampling may be old when it is trained on.
+    With 1 or more, such groups fill the next batch first and rounds draw for the room that is
+    left; 0 draws their prompts again. DAPO, algorithm 1: 0."""
+    window_tokens: int = Field(default=0, ge=0)
+    """Most tokens that a response grows by in one iteration; one that is not finished then keeps
+    its slot and goes on in the next iteration under the newer policy. Slots are
+    `prompts_per_iteration` x `group_size`. 0 generates whole responses. T-PPO, arXiv 2506.15050;
+    its authors' public code: 8192."""
+    unfinished: Literal["train", "hold", "hold_group"] = "train"
+    """With `window_tokens`, what train gets: `train`, the window of every response (T-PPO);
+    `hold`, each response once it is finished, with all its tokens of several policy versions;
+    `hold_group`, the same once its whole group is finished, for advantages that compare a group."""
+    sample_retries: int = Field(default=1, ge=0, le=10)
+    """How often a response that the engine failed on is tried again before its group is dropped."""
+    max_rows: int = Field(default=256, ge=1)
+    """Responses that the engine generates at once."""
+    device: str = "cpu"
+    """Torch device of the engine."""
+    threads: int = Field(default=1, ge=1)
+    """Torch threads of the process."""
+
+    def _off(self) -> list[str]:
+        off = [] if self.max_staleness else ["max_staleness"]
+        return off + ([] if self.window_tokens else ["window_tokens", "unfinished"])
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        if self.engine not in ENGINES:
+            raise ValueError(f"`engine` must be one of {sorted(ENGINES)}, got {self.engine!r}")
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                "`group_size` must be at least 2 with `dynamic_sampling`, got "
+                f"{self.group_size}; one response is never both right and wrong"
+            )
+        self._check_windows()
+        return self
+
+    def _check_windows(self) -> None:
+        if not self.window_tokens:
+            if self.unfinished != "train":
+                raise ValueError(
+                    f"`window_tokens` must be above 0 with `unfinished` = {self.unfinished!r}, got "
+                    "0; whole responses are always finished"
+                )
+            return
+        if self.dynamic_sampling or self.max_staleness:
+            raise ValueError(
+                "`dynamic_sampling` must be false and `max_staleness` 0 with `window_tokens`, got "
+                f"{self.dynamic_sampling} and {self.max_staleness}; slots are not thrown away, and "
+                "carried responses need no surplus"
+            )

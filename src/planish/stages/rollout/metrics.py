@@ -1,0 +1,183 @@
+"""Scalars of one shard's batch; a mean over nothing is left out, not written as 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planish.engines.requests import FinishReason
+from planish.records.rollouts import FinishReason as Finish
+from planish.records.rollouts import RolloutSet
+from planish.stages.rollout.carry import num_open
+from planish.stages.rollout.groups import Fate, Group
+from planish.stages.rollout.sampler import Batch
+from planish.stages.rollout.slots import Slot, SlotGroup
+from planish.stages.rollout.surplus import Exchange
+from planish.verifiers import Verdict
+
+
+def batch_metrics(batch: Batch, exchange: Exchange | None = None) -> dict[str, float]:
+    """Return counts, shares of the fates of groups, and lengths.
+
+    Response lengths and accuracy are those of all complete groups that were generated, not of the
+    kept ones: they describe the policy. `kept_*` describe the batch.
+
+    Args:
+        batch: what was drawn.
+        exchange: what became of surplus groups; None where there is no reuse.
+    """
+    groups = batch.generated()
+    complete = [g for g in groups if g.fate is not Fate.INCOMPLETE]
+    metrics: dict[str, float] = {
+        "num_groups": len(batch.kept),
+        "num_rollouts": sum(len(g.outputs) for g in batch.kept),
+        "num_generated_groups": len(groups),
+        "num_generated_rollouts": sum(len(g.outputs) for g in groups),
+        "num_generated_tokens": sum(g.num_tokens for g in groups),
+        "num_kept_tokens": sum(g.num_tokens for g in batch.kept),
+        "num_verifier_errors": sum(g.num_verifier_errors for g in groups),
+        "group_dropped_incomplete": len(groups) - len(complete),
+        "ds/gen_rounds": batch.num_rounds,
+        "ds/surplus": len(batch.surplus),
+        "ds/starved": float(batch.starved),
+    }
+    if complete:
+        fates = [g.fate for g in complete]
+        for name, fate in (
+            ("ds/kept_frac", Fate.MIXED),
+            ("ds/all_correct_frac", Fate.ALL_CORRECT),
+            ("ds/all_wrong_frac", Fate.ALL_WRONG),
+        ):
+            metrics[name] = fates.count(fate) / len(fates)
+        metrics["accuracy_mean"] = float(np.mean([g.accuracy for g in complete]))
+        metrics.update(_lengths(complete))
+    num_right = sum(sum(g.accuracy) for g in batch.kept)
+    if exchange is not None:
+        num_right += sum(exchange.used.num_right)
+        _add_surplus(metrics, batch, exchange)
+    rows = metrics["num_rollouts"]
+    if rows:
+        metrics["ds/samples_per_trained_sample"] = metrics["num_generated_rollouts"] / rows
+        metrics["kept_accuracy_mean"] = num_right / rows
+        metrics["kept_response_length_mean"] = metrics["num_kept_tokens"] / rows
+    return metrics
+
+
+def _add_surplus(metrics: dict[str, float], batch: Batch, exchange: Exchange) -> None:
+    """Count the reused groups in; num_groups + dropped + surplus + expired = generated + taken."""
+    used = exchange.used.rollouts
+    metrics["num_groups"] += used.num_groups
+    metrics["num_rollouts"] += used.num_rows
+    metrics["num_kept_tokens"] += len(used.response_tokens.values)
+    metrics["num_dropped_groups"] = len(batch.dropped)
+    metrics["ds/surplus"] = len(exchange.carried) + exchange.num_undrawn
+    metrics["ds/surplus_taken"] = exchange.num_taken
+    metrics["ds/surplus_used"] = len(exchange.used)
+    metrics["ds/surplus_expired"] = exchange.num_expired
+
+
+def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
+    """Return how many decode iterations the tokens took, and how full these were.
+
+    Args:
+        stats: counters of the engine; one that does not count gives no metrics.
+        num_tokens: response tokens generated.
+
+    Returns:
+        `decode_iterations`, and `slot_utilisation`: tokens per decode iteration over the most rows
+        that the engine held at once.
+    """
+    if not {"steps", "most_rows"} <= set(stats):
+        return {}
+    metrics = {"decode_iterations": float(stats["steps"])}
+    cells = stats["steps"] * stats["most_rows"]
+    if cells:
+        metrics["slot_utilisation"] = num_tokens / cells
+    return metrics
+
+
+def staleness_metrics(rollouts: RolloutSet, version: int) -> dict[str, float]:
+    """Return how many versions before `version` the response tokens were sampled."""
+    ages = version - rollouts.policy_version.values.astype(np.int64)
+    if not len(ages):
+        return {}
+    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one window did to one response; a failed one is the same before and after."""
+
+    group: SlotGroup
+    """Its group."""
+    before: Slot
+    """The response as it was carried."""
+    after: Slot
+    """The response with its window."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of the window."""
+        return self.after.num_tokens - self.before.num_tokens
+
+
+def window_metrics(
+    growths: Sequence[Growth],
+    given: Sequence[SlotGroup],
+    kept: Sequence[SlotGroup],
+    verdicts: Sequence[Verdict],
+) -> dict[str, float]:
+    """Return counts of slots, and lengths and accuracy of what this iteration has finished.
+
+    Args:
+        growths: one for each slot.
+        given: groups of the rollout set.
+        kept: groups of the carry set.
+        verdicts: on the responses that were finished just now.
+    """
+    finished = [growth.after for growth in growths if not growth.after.is_open]
+    given_slots = [slot for group in given for slot in group.slots]
+    num_tokens = sum(growth.num_new_tokens for growth in growths)
+    metrics: dict[str, float] = {
+        "num_groups": len(given),
+        "num_rollouts": len(given_slots),
+        "num_generated_groups": len({growth.group.ordinal for growth in growths}),
+        "num_generated_rollouts": len(growths),
+        "num_generated_tokens": num_tokens,
+        "num_kept_tokens": sum(slot.num_tokens - slot.start for slot in given_slots),
+        "num_live_slots": len(growths),
+        "num_continued": sum(growth.before.num_tokens > 0 for growth in growths),
+        "num_prefix_tokens": sum(growth.before.num_tokens for growth in growths),
+        "num_failed_rows": sum(growth.num_new_tokens == 0 for growth in growths),
+        "num_finished": len(finished),
+        "num_carried": num_open(kept),
+        "num_waiting": num_open(kept) - (len(growths) - len(finished)),
+        "num_verifier_errors": sum(verdict.error for verdict in verdicts),
+    }
+    if num_tokens:
+        logprobs = sum(float(g.after.logprobs[g.before.num_tokens :].sum()) for g in growths)
+        metrics["logprob_mean"] = logprobs / num_tokens
+    if finished:
+        lengths = np.array([slot.num_tokens for slot in finished])
+        metrics["accuracy_mean"] = float(np.mean([verdict.accuracy for verdict in verdicts]))
+        metrics["response_length_mean"] = float(lengths.mean())
+        metrics["response_length_max"] = float(lengths.max())
+        cut = sum(slot.finish is Finish.LENGTH for slot in finished)
+        metrics["truncated_frac"] = cut / len(finished)
+    return metrics
+
+
+def _lengths(groups: Sequence[Group]) -> dict[str, float]:
+    outputs = [output for group in groups for output in group.outputs]
+    lengths = np.array([output.num_tokens for output in outputs])
+    logprobs = sum(sum(output.logprobs) for output in outputs)
+    cut = sum(output.finish_reason is FinishReason.LENGTH for output in outputs)
+    return {
+        "response_length_mean": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated_frac": cut / len(outputs),
+        "logprob_mean": float(logprobs / lengths.sum()),
+    }

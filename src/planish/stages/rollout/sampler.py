@@ -1,0 +1,132 @@
+"""Dynamic sampling: draw groups in rounds until the batch is full.
+
+The filter looks at accuracy only; rewards and their shaping are the reward stage's. Which prompts
+are consumed is decided here: kept and dropped ones are; surplus ones are not and come again, unless
+they are written for the next iteration.
+
+Source: DAPO, arXiv 2503.14476, section 3.2 and algorithm 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from planish.base import telemetry
+from planish.base.errors import ConfigError
+from planish.stages.rollout.config import RolloutConfig
+from planish.stages.rollout.groups import Fate, Group
+
+logger = logging.getLogger(__name__)
+
+Sample = Callable[[Sequence[int]], list[Group]]
+"""Generate and judge one group for each ordinal, in order."""
+
+_SPARE = 1.25
+"""Room for bad luck when a round is sized by the share kept so far."""
+
+
+@dataclass
+class Batch:
+    """What the rounds of one shard gave; kept + dropped + surplus = all that was generated.
+
+    Example:
+        >>> Batch(kept=[], dropped=[], surplus=[], num_rounds=1).consumed()
+        []
+    """
+
+    kept: list[Group] = field(default_factory=list)
+    """Groups to train on, in the order of the stream."""
+    dropped: list[Group] = field(default_factory=list)
+    """Groups without a signal, or incomplete."""
+    surplus: list[Group] = field(default_factory=list)
+    """Groups with a signal that the batch has no room for."""
+    num_rounds: int = 0
+    """Generation rounds."""
+    starved: bool = False
+    """The rounds ended before the batch was full."""
+
+    def generated(self) -> list[Group]:
+        """Return all groups by ordinal."""
+        return sorted([*self.kept, *self.dropped, *self.surplus], key=lambda g: g.ordinal)
+
+    def consumed(self, *, with_surplus: bool = False) -> list[int]:
+        """Return the sorted ordinals that must not be drawn again.
+
+        Args:
+            with_surplus: also those of surplus groups, since the groups themselves are kept.
+        """
+        surplus = self.surplus if with_surplus else []
+        return sorted(group.ordinal for group in [*self.kept, *self.dropped, *surplus])
+
+
+def draw_batch(
+    ordinals: Iterator[int], sample: Sample, num_groups: int, config: RolloutConfig
+) -> Batch:
+    """Draw rounds of groups until `num_groups` qualify.
+
+    Args:
+        ordinals: endless ordinals of this shard.
+        sample: generates and judges groups.
+        num_groups: groups that the batch has room for.
+        config: rounds, filter and starvation policy.
+
+    Raises:
+        ConfigError: starved under the policy `raise`.
+    """
+    batch = Batch()
+    qualified: list[Group] = []
+    while len(qualified) < num_groups:
+        if 0 < config.max_generation_rounds <= batch.num_rounds:
+            batch.starved = True
+            break
+        tried = len(qualified) + len(batch.dropped)
+        size = _round_size(num_groups, len(qualified), tried, config)
+        groups = sample(list(itertools.islice(ordinals, size)))
+        batch.num_rounds += 1
+        for group in groups:
+            telemetry.count("planish_rollout_groups_total", fate=group.fate.name.lower())
+            (qualified if _qualifies(group, config) else batch.dropped).append(group)
+    batch.kept, batch.surplus = qualified[:num_groups], qualified[num_groups:]
+    if batch.starved:
+        _starve(batch, num_groups, config)
+    return batch
+
+
+def _qualifies(group: Group, config: RolloutConfig) -> bool:
+    if config.dynamic_sampling:
+        return group.fate is Fate.MIXED
+    return group.fate is not Fate.INCOMPLETE
+
+
+def _round_size(num_groups: int, num_kept: int, num_tried: int, config: RolloutConfig) -> int:
+    """Return how many prompts the next round draws."""
+    missing = num_groups - num_kept
+    if not config.dynamic_sampling:
+        return missing
+    full = math.ceil(num_groups * config.generation_prompts_factor)
+    if not config.shrink_rounds or not num_kept:
+        return full
+    return min(full, math.ceil(missing * num_tried / num_kept * _SPARE))
+
+
+def _starve(batch: Batch, num_groups: int, config: RolloutConfig) -> None:
+    missing = num_groups - len(batch.kept)
+    logger.warning(
+        "dynamic_sampling_starved kept=%d missing=%d rounds=%d policy=%s",
+        *(len(batch.kept), missing, batch.num_rounds, config.starvation_policy),
+    )
+    if config.starvation_policy == "raise":
+        raise ConfigError(
+            f"{num_groups} groups must qualify within {batch.num_rounds} generation rounds, got "
+            f"{len(batch.kept)} of {len(batch.generated())}; give prompts whose pass rate is "
+            "neither 0 nor 1, more rounds, or another `rollout.starvation_policy`"
+        )
+    if config.starvation_policy == "relax":
+        filling = [g for g in batch.dropped if g.fate is not Fate.INCOMPLETE][:missing]
+        chosen = {group.ordinal for group in filling}
+        batch.dropped = [g for g in batch.dropped if g.ordinal not in chosen]
+        batch.kept.extend(filling)

@@ -1,0 +1,132 @@
+"""The rollout stage: sample one shard of an iteration and write it as one rollout set."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from planish.base.errors import ConfigError
+from planish.records import layout
+from planish.records.io import finished, read_manifest, read_set, write_set
+from planish.records.prompts import PromptSet
+from planish.records.refs import Ref, parse_pin
+from planish.records.rollouts import RolloutSet
+from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
+from planish.stages.rollout.config import RolloutConfig
+from planish.stages.rollout.side_sets import is_there
+from planish.stages.rollout.task import Task, read_data
+from planish.stages.rollout.whole import sample_whole
+from planish.stages.rollout.windows import sample_windows
+
+logger = logging.getLogger(__name__)
+
+_SIDE_SETS = {"surplus_sha256": layout.surplus, "carry_sha256": layout.carry}
+"""Attribute of the rollout set to the place of the set that it names."""
+
+
+def run(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    shard: int,
+    num_shards: int,
+    policy_pin: str,
+    state_pin: str,
+    rollouts: Artifact,
+    metrics: Artifact,
+) -> None:
+    """Sample one shard of the rollouts of one iteration.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the run's configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        shard: index of this shard.
+        num_shards: shards of the iteration; they share the groups evenly.
+        policy_pin: pinned URI of the policy that samples.
+        state_pin: pinned URI of the train state that holds the prompt cursor; "" at the beginning.
+        rollouts: gets the Ref of the rollout set.
+        metrics: gets counts, shares and lengths.
+    """
+    execute(
+        "rollout",
+        lambda context: _work(context, num_shards, policy_pin, state_pin),
+        root=root,
+        config_sha256=config_sha256,
+        iteration=offset + number,
+        shard=shard,
+        outputs={"rollouts": rollouts, "metrics": metrics},
+    )
+
+
+def _work(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Outcome:
+    task = _task(context, num_shards, policy_pin, state_pin)
+    facts = task.facts()
+    ready = _ready(task, facts)
+    if ready is not None:
+        return ready
+    if mark_stopped(context.root, context.iteration):
+        attributes = {**facts, "stopped": True, "consumed": [], "metrics": {}}
+        attributes |= {"surplus_sha256": ""} if task.has_surplus else {}
+        # the state before, which stays, still names the carry sets
+        attributes |= {"carry_sha256": ""} if task.config.window_tokens else {}
+        return _write(context, RolloutSet.empty(), task.parents, attributes, {})
+    prompts = read_set(PromptSet, layout.prompts(context.root), sha256=task.parents["prompts"])
+    sample = sample_windows if task.config.window_tokens else sample_whole
+    sampled = sample(task, prompts)
+    attributes = {**facts, **sampled.attributes, "stopped": False}
+    return _write(context, sampled.rollouts, task.parents, attributes, sampled.timing)
+
+
+def _task(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Task:
+    config = context.section(RolloutConfig, "rollout")
+    if not 0 <= context.shard < num_shards <= config.prompts_per_iteration:
+        raise ConfigError(
+            f"shards must number 0..{num_shards - 1}, at most one per group of the "
+            f"{config.prompts_per_iteration} in an iteration, got shard {context.shard} of "
+            f"{num_shards}; set fewer rollout shards"
+        )
+    parents = {
+        "prompts": read_manifest(layout.prompts(context.root)).sha256,
+        "policy": parse_pin(policy_pin)[1],
+    }
+    return Task(context, config, num_shards, policy_pin, read_data(state_pin), parents)
+
+
+def _ready(task: Task, facts: dict[str, Any]) -> Outcome | None:
+    """Return the outcome of an earlier attempt with the same inputs."""
+    context = task.context
+    place = (context.root, context.iteration, context.shard)
+    uri = layout.rollouts(*place)
+    digest = context.config_sha256
+    ref = finished(uri, RolloutSet.SCHEMA, parents=task.parents, config_sha256=digest)
+    if ref is None:
+        return None
+    attributes = read_manifest(uri, sha256=ref.manifest_sha256).attributes
+    if any(attributes.get(name) != value for name, value in facts.items()):
+        return None
+    if not all(is_there(at(*place), attributes.get(name, "")) for name, at in _SIDE_SETS.items()):
+        return None
+    if attributes["stopped"] and not is_stopped(context.root, context.iteration):
+        return None
+    return Outcome(refs={"rollouts": ref}, metrics=dict(attributes["metrics"]), already_done=True)
+
+
+def _write(
+    context: Context,
+    rollouts: RolloutSet,
+    parents: dict[str, str],
+    attributes: dict[str, Any],
+    timing: dict[str, float],
+) -> Outcome:
+    uri = layout.rollouts(context.root, context.iteration, context.shard)
+    ref: Ref = write_set(uri, rollouts, parents=parents, attributes=attributes)
+    numbers: dict[str, float] = attributes["metrics"]
+    logger.info(
+        "sampled iteration=%d shard=%d groups=%d generated_groups=%d rounds=%d",
+        *(context.iteration, context.shard, rollouts.num_groups),
+        *(int(numbers.get(k, 0)) for k in ("num_generated_groups", "ds/gen_rounds")),
+    )
+    return Outcome(refs={"rollouts": ref}, metrics={**numbers, **timing})

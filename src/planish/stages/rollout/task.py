@@ -1,0 +1,162 @@
+"""One rollout task: its inputs, and the engine that serves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from planish.records.prompts import PromptSet
+from planish.records.refs import parse_pin
+from planish.records.rollouts import RolloutSet
+from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
+from planish.run.stage import Context
+from planish.stages.rollout.config import RolloutConfig
+
+if TYPE_CHECKING:
+    from planish.stages.rollout.generate import GroupSampler
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one task was asked for."""
+
+    context: Context
+    """Run, iteration and shard."""
+    config: RolloutConfig
+    """Settings."""
+    num_shards: int
+    """Shards of the iteration."""
+    policy_pin: str
+    """The policy that samples."""
+    data: StreamState
+    """Prompt cursor and sets of the train state; pins are whole URIs."""
+    parents: dict[str, str]
+    """Digests of prompts and policy."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that this shard has room for."""
+        return shard_groups(self.config.prompts_per_iteration, self.context.shard, self.num_shards)
+
+    @property
+    def num_slots(self) -> int:
+        """Responses that this shard has room for."""
+        return self.num_groups * self.config.group_size
+
+    @property
+    def has_surplus(self) -> bool:
+        """Surplus groups may come in or go out."""
+        return self.config.max_staleness > 0 or bool(self.data.surplus)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what an earlier attempt must share for its output to be this task's."""
+        facts: dict[str, Any] = {
+            "config_sha256": self.context.config_sha256,
+            "iteration": self.context.iteration,
+            "seed": self.context.seed,
+            "shard": self.context.shard,
+            "num_shards": self.num_shards,
+            "cursor": dict(self.data.cursor),
+        }
+        if self.has_surplus:
+            facts["surplus_sources"] = [parse_pin(pin)[1] for pin in self.data.surplus]
+        if self.config.window_tokens or self.data.carry:
+            facts["carry_sources"] = [parse_pin(pin)[1] for pin in self.data.carry]
+        return facts
+
+    @contextmanager
+    def serve(self, prompts: PromptSet) -> Iterator[Session]:
+        """Open the engine for the length of a `with` block."""
+        import torch
+
+        from planish.engines import open_engine
+        from planish.models.tokens import load_tokenizer
+        from planish.records.io import fetch_files
+        from planish.stages.rollout.generate import GroupSampler
+
+        config = self.config
+        torch.set_num_threads(config.threads)
+        uri, digest = parse_pin(self.policy_pin)
+        tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
+        begin = time.monotonic()
+        options = {"max_rows": config.max_rows, "device": config.device}
+        with open_engine(config.engine, self.policy_pin, **options) as engine:
+            loaded = time.monotonic()
+            sampler = GroupSampler(
+                engine,
+                tokenizer,
+                prompts,
+                config,
+                seed=self.context.seed,
+                iteration=self.context.iteration,
+            )
+            session = Session(sampler, engine.version())
+            yield session
+            session.stats = engine.stats()
+            session.load_seconds = loaded - begin
+            session.sample_seconds = time.monotonic() - loaded
+
+
+@dataclass
+class Session:
+    """A sampler, and what is known of its engine; the numbers are there after the `with` block."""
+
+    sampler: GroupSampler
+    """Generates with the engine."""
+    version: int
+    """Policy version of the engine."""
+    stats: dict[str, Any] = field(default_factory=dict)
+    """Counters of the engine."""
+    load_seconds: float = 0.0
+    """From nothing to an engine with weights."""
+    sample_seconds: float = 0.0
+    """From there to the last token."""
+
+    def timing(self, num_tokens: int) -> dict[str, float]:
+        """Return numbers for people, which are no part of a record."""
+        return {
+            "load_seconds": self.load_seconds,
+            "sample_seconds": self.sample_seconds,
+            "tokens_per_second": num_tokens / max(self.sample_seconds, 1e-9),
+            "engine_occupancy": float(self.stats.get("occupancy", 0.0)),
+        }
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one way of sampling hands back."""
+
+    rollouts: RolloutSet
+    """The rollouts of this shard."""
+    attributes: dict[str, Any]
+    """What the manifest says of them beside the facts of the task."""
+    timing: dict[str, float]
+    """Numbers for people."""
+
+
+def read_data(state_pin: str) -> StreamState:
+    """Return what a train state says about data, with whole pins; a fresh start for ""."""
+    if not state_pin:
+        return StreamState(fresh_cursor())
+    from planish.checkpoint.train_state import read_state_info
+
+    data = parse_data(read_state_info(state_pin)["data"])
+    root = state_root(state_pin)
+    return replace(
+        data,
+        surplus=[f"{root}/{pin}" for pin in data.surplus],
+        carry=[f"{root}/{pin}" for pin in data.carry],
+    )
+
+
+def shard_groups(num_groups: int, shard: int, num_shards: int) -> int:
+    """Return how many groups a shard keeps; the first ones take the remainder.
+
+    Example:
+        >>> [shard_groups(7, shard, 3) for shard in range(3)]
+        [3, 2, 2]
+    """
+    return num_groups // num_shards + (shard < num_groups % num_shards)

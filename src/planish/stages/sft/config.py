@@ -1,0 +1,68 @@
+"""Settings of the supervised cold start; no paper publishes them, they fit the embedded model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from planish.base.config import Section
+
+
+class SftConfig(Section):
+    """How a policy learns from worked traces until it can begin reinforcement learning."""
+
+    force: bool = False
+    """Train on the traces although `model.path` gives a trained model."""
+    learning_rate: float = Field(default=5e-3, gt=0.0)
+    """Of AdamW, constant after the warm-up."""
+    warmup_steps: int = Field(default=50, ge=0)
+    """Linear warm-up, optimizer steps."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of AdamW's second moment."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay on every parameter."""
+    grad_clip: float | None = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm of an optimizer step; None is no limit."""
+    traces_per_minibatch: int = Field(default=32, ge=1)
+    """Traces of one optimizer step, of similar length."""
+    max_traces: int = Field(default=0, ge=0)
+    """Learn from only so many traces, the first by prompt id; 0 takes all."""
+    max_steps: int = Field(default=4000, ge=1)
+    """End after so many optimizer steps whatever the accuracy: a cap in steps, not in seconds,
+    so that a run again gives equal bits."""
+    target_accuracy: float = Field(default=0.22, ge=0.0, le=1.0)
+    """End when avg@n on the probe prompts reaches this; 1 trains to the cap."""
+    measure_every: int = Field(default=100, ge=1)
+    """Optimizer steps between measurements."""
+    measure_after: int = Field(default=0, ge=0)
+    """No measurement before this step."""
+    probe_prompts: int = Field(default=128, ge=1)
+    """Training prompts to measure on, the first by id; their traces are not learnt."""
+    probe_samples: int = Field(default=4, ge=1, le=999)
+    """Responses to each probe prompt, n."""
+    max_response_tokens: int = Field(default=48, ge=1)
+    """Longest response while measuring, in tokens."""
+    min_start: float = Field(default=0.15, ge=0.0, le=1.0)
+    """Below this accuracy reinforcement learning starves: hardly a group has a right answer."""
+    max_start: float = Field(default=0.45, ge=0.0, le=1.0)
+    """Above this accuracy there is little left to show."""
+    enforce_start_band: bool = False
+    """End with an error outside `min_start`..`max_start` instead of a warning."""
+    max_rows: int = Field(default=256, ge=1)
+    """Responses that the engine generates at once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; `auto` takes an accelerator where there is one."""
+    num_threads: int = Field(default=1, ge=1)
+    """torch threads on CPU; more than one hurts where cores are shared."""
+
+    @model_validator(mode="after")
+    def _band_is_not_empty(self) -> SftConfig:
+        if self.min_start > self.max_start:
+            raise ValueError(
+                f"`min_start` must not exceed `max_start`, got {self.min_start} and "
+                f"{self.max_start}"
+            )
+        return self

@@ -1,0 +1,137 @@
+"""What the same seconds of more supervised training would have given, beside a finished run.
+
+    python -m planish.stages.sft.control --root file:///runs/a --seconds 60
+
+It is no task of the pipeline: its end is set by the clock, so it can not be repeated bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from planish.base.config import parse_section
+from planish.base.errors import PlanishError, exit_code
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.prompts import PromptSet, TraceSet
+from planish.run.stage import read_run
+from planish.stages.sft.config import SftConfig
+
+if TYPE_CHECKING:
+    from planish.models.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+LEARNING_RATE = 1e-3
+"""Lower than that of the cold start: the policy has begun to converge."""
+
+
+def measure_control(
+    root: str, seconds: float, *, policy_pin: str = "", learning_rate: float = LEARNING_RATE
+) -> dict[str, float]:
+    """Continue supervised training for some seconds and measure on the held-out prompts.
+
+    Args:
+        root: URI of a run whose supervised start is done.
+        seconds: wall time of training; loading and measuring are not counted.
+        policy_pin: policy to start from; empty takes the run's supervised start.
+        learning_rate: of AdamW.
+
+    Returns:
+        `accuracy` (avg@n as the evaluate stage measures it), `greedy`, `steps`, `seconds`.
+    """
+    import torch
+
+    from planish.base.parallel import pick_device
+    from planish.models.policy import load_policy
+    from planish.stages.sft.probe import Probe
+
+    tables: dict[str, dict[str, Any]] = read_run(root)["config"]
+    config = parse_section(SftConfig, tables.get("sft", {}), section="sft")
+    seed, measured = int(tables["run"]["seed"]), tables["evaluate"]
+    config = config.model_copy(update={"max_response_tokens": measured["max_response_tokens"]})
+    torch.set_num_threads(config.num_threads)
+    if not policy_pin:
+        uri = layout.policy(root, 0)
+        policy_pin = f"{uri}#sha256={read_manifest(uri).sha256}"
+    policy = load_policy(policy_pin, dtype=torch.float32, device=pick_device(config.device))
+    learnt = _learn(root, policy, config, seconds, seed=seed, learning_rate=learning_rate)
+    prompts = read_set(PromptSet, layout.evaluation_prompts(root))
+    with Probe(policy, config, seed) as probe:
+        accuracy = probe.accuracy(
+            prompts,
+            num_samples=int(measured["num_samples"]),
+            temperature=float(measured["temperature"]),
+            top_p=float(measured["top_p"]),
+        )
+        greedy = probe.accuracy(prompts, num_samples=1, temperature=0.0)
+    return {"accuracy": accuracy, "greedy": greedy, "learning_rate": learning_rate, **learnt}
+
+
+def _learn(
+    root: str,
+    policy: Policy,
+    config: SftConfig,
+    seconds: float,
+    *,
+    seed: int,
+    learning_rate: float,
+) -> dict[str, float]:
+    """Train on all traces of the run until the time is up."""
+    from planish.stages.sft.traces import encode_traces
+    from planish.stages.sft.training import train_steps
+
+    limit = int(getattr(policy.model.config, "max_position_embeddings", 0) or 0)
+    traces = encode_traces(
+        read_set(TraceSet, layout.traces(root)), policy.tokenizer, max_tokens=limit
+    )
+    steps = train_steps(
+        policy,
+        traces,
+        config,
+        seed=seed,
+        learning_rate=learning_rate,
+        warmup_steps=config.warmup_steps,
+    )
+    begin = time.monotonic()
+    number = 0
+    while time.monotonic() - begin < seconds:
+        number = next(steps).number
+    return {
+        "num_traces": float(len(traces.tokens)),
+        "seconds": time.monotonic() - begin,
+        "steps": float(number),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the control as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="planish.stages.sft.control", description=__doc__)
+    parser.add_argument("--root", required=True, help="URI of a run")
+    parser.add_argument("--seconds", required=True, type=float, help="wall time of training")
+    parser.add_argument("--policy-pin", default="", help="policy to start from")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    try:
+        found = measure_control(
+            arguments.root.rstrip("/"),
+            arguments.seconds,
+            policy_pin=arguments.policy_pin,
+            learning_rate=arguments.learning_rate,
+        )
+    except PlanishError as error:
+        logger.error("failed error=%s", error)
+        return exit_code(error)
+    sys.stdout.write(json.dumps(found, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,138 @@
+"""Configuration of the train stage; the defaults are the published values of DAPO and VAPO."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from planish.base.config import Section
+from planish.records.refs import is_pin
+
+
+class TrainConfig(Section):
+    """How the policy is updated; what the loss is belongs to `[algorithm]`."""
+
+    trainer: str = "fsdp2"
+    """Key in the table of trainers."""
+    num_processes: int = Field(default=1, ge=1)
+    """Training processes on this machine; above 1 they are started under torchrun."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; `auto` takes an accelerator where there is one."""
+    num_threads: int = Field(default=1, ge=1)
+    """torch threads of each process on CPU; more than one hurts where cores are shared."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of matrix products; master weights and optimizer moments are always float32."""
+    learning_rate: float = Field(default=1e-6, gt=0.0)
+    """Constant after warm-up (DAPO section 4.1)."""
+    warmup_iterations: int = Field(default=20, ge=0)
+    """Linear warm-up over this many rollout batches (DAPO section 4.1); 0 is none."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Decay of AdamW's second moment."""
+    adam_epsilon: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of AdamW's second moment."""
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    """Decoupled weight decay on every parameter."""
+    grad_clip: float | None = Field(default=1.0, gt=0.0)
+    """Largest global gradient norm of an optimizer step; None is no limit."""
+    rollouts_per_minibatch: int = Field(default=512, ge=1)
+    """Rollouts of one optimizer step, over all ranks (DAPO section 4.1: 16 steps a batch)."""
+    num_passes: int = Field(default=1, ge=1)
+    """How often each rollout is trained on; 1 as published."""
+    selection: Literal["all", "mixed_first"] = "all"
+    """Which groups of an iteration train the policy, and with it the positive part of its loss:
+    `mixed_first` prefers those with right and wrong responses, then those of which many responses
+    go on, up to `max_groups`, as in the public code of T-PPO's authors. What is left out keeps its
+    slot and trains the critic; mini-batches count all rollouts."""
+    max_groups: int | None = Field(default=None, ge=1)
+    """Groups of an iteration that train the policy; None is no limit. Needed by `mixed_first`; the
+    public code of T-PPO's authors: 510 of 1536."""
+    tokens_per_microbatch: int = Field(default=24_576, ge=1)
+    """Padded tokens of one forward pass on one rank; a longer sequence goes alone."""
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    deterministic: bool = True
+    """Ask torch for deterministic kernels, so that a run again gives equal bits."""
+    alarm_after_skipped: int = Field(default=3, ge=1)
+    """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
+    timeout_seconds: float = Field(default=1800.0, gt=0.0)
+    """How long a rank waits for its peers."""
+    reference_policy: str = ""
+    """Pin (`<uri>#sha256=<digest>`) of the policy that `algorithm.kl_coefficient` holds the policy
+    near; empty is the one that training began with, after the supervised start: its train states
+    name it, so chained and forked runs keep it."""
+
+    @model_validator(mode="after")
+    def _is_pinned(self) -> TrainConfig:
+        if self.reference_policy and not is_pin(self.reference_policy):
+            raise ValueError(
+                "`reference_policy` must read `<uri>#sha256=<64 hex digits>`, got "
+                f"{self.reference_policy!r}; the report of a run names its policies like that"
+            )
+        return self
+
+    def _off(self) -> list[str]:
+        off = [] if self.selection != "all" else ["selection", "max_groups"]
+        return off + ([] if self.reference_policy else ["reference_policy"])
+
+    @model_validator(mode="after")
+    def _has_its_limit(self) -> TrainConfig:
+        if (self.selection == "all") != (self.max_groups is None):
+            raise ValueError(
+                "`max_groups` must be given for selection 'mixed_first' and for no other, got "
+                f"{self.max_groups!r} for {self.selection!r}"
+            )
+        return self
+
+
+class CriticConfig(Section):
+    """The value model: where it comes from and how it is trained.
+
+    It is used by algorithms with a critic only. AdamW's decays, weight decay, the limit of the
+    gradient norm and the size of mini-batches are those of `[train]`.
+    """
+
+    init: Literal["policy", "model", "random", "state"] = "policy"
+    """Backbone of a new critic: `policy` copies the policy's; `model` opens `path`, a reward model
+    (the published choice, VAPO section 5.1) or a causal language model; `random` is untrained, of
+    the policy's sizes; `state` takes the critic of another run's train state."""
+    path: str = ""
+    """Folder or hub id for `model`, pin of a train state (`<uri>#sha256=<digest>`) for `state`."""
+    head_std: float = Field(default=0.01, ge=0.0)
+    """Standard deviation of the weights of a new value head; 0 begins with values of 0."""
+    learning_rate: float = Field(default=2e-6, gt=0.0)
+    """Constant after warm-up (VAPO section 5.1)."""
+    warmup_iterations: int = Field(default=20, ge=0)
+    """Linear warm-up over this many rollout batches that train the critic; 0 is none."""
+    min_finished: int = Field(default=1, ge=1)
+    """Fewest finished responses of a critic step. An iteration that comes to fewer, with those
+    that wait, leaves them all to the next; 1 steps on the finished responses of each mini-batch,
+    as published."""
+    pretrain_iterations: int = Field(default=50, ge=0)
+    """Rollout batches that train the critic alone, before the policy's first update (VAPO section
+    5.1: 50 steps); 0 is none."""
+    pretrain_learning_rate: float | None = Field(default=None, gt=0.0)
+    """Rate of value pretraining; None is `learning_rate`."""
+    pretrain_passes: int = Field(default=1, ge=1)
+    """How often value pretraining uses each rollout."""
+    pretrain_explained_variance: float | None = Field(default=None, le=1.0)
+    """Value pretraining ends early once the explained variance reaches this; None is no rule."""
+    pretrain_value_loss: float | None = Field(default=None, gt=0.0)
+    """Value pretraining ends early once the value loss is not above this; None is no rule."""
+    pretrain_patience: int = Field(default=1, ge=1)
+    """Rollout batches in a row on which every given rule must hold, each before it is trained on;
+    the last of them trains the policy already."""
+
+    def _off(self) -> list[str]:
+        return [] if self.min_finished > 1 else ["min_finished"]
+
+    @model_validator(mode="after")
+    def _has_its_path(self) -> CriticConfig:
+        if (self.init in ("model", "state")) != bool(self.path):
+            raise ValueError(
+                "`path` must be given for init 'model' and 'state' and for no other, got "
+                f"{self.path!r} for {self.init!r}"
+            )
+        return self

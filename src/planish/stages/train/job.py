@@ -1,0 +1,288 @@
+"""One train task as plain data: what it reads, what it writes, whether that is done already.
+
+Imports no torch, so that a finished task costs nothing and a launcher stays small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from planish.algorithms import build_algorithm
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError, RecordError
+from planish.checkpoint.train_state import STATE_SCHEMA, read_state_info
+from planish.records import layout
+from planish.records.io import finished, read_manifest, read_set
+from planish.records.manifest import Manifest
+from planish.records.reference import find_reference
+from planish.records.refs import Ref, parse_pin
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import RolloutSet
+from planish.records.schema import RecordT
+from planish.records.stream import StreamState, advance, fresh_cursor, parse_data, state_root
+from planish.records.values import ValueSet
+from planish.records.waiting import WaitingSet
+from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.store import open_store
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Everything that the training processes of one iteration need to know.
+
+    Example:
+        >>> job = TrainJob("file:///r", {}, "0" * 64, 1, 2, "p", "", "r")
+        >>> TrainJob.from_json(job.to_json()) == job
+        True
+    """
+
+    root: str
+    """URI of the run."""
+    config: Mapping[str, Mapping[str, Any]]
+    """Resolved tables."""
+    config_sha256: str
+    """Digest of `config`."""
+    iteration: int
+    """1, 2, ..."""
+    num_shards: int
+    """Rollout sets of the iteration."""
+    policy_pin: str
+    """Policy that sampled the rollouts, and that training starts from without a state."""
+    state_pin: str
+    """Train state before the iteration; empty before the first."""
+    rewards_pin: str
+    """Rewards of the iteration."""
+
+    def to_json(self) -> str:
+        """Return the job as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainJob:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.config["run"]["seed"])
+
+    @property
+    def train(self) -> TrainConfig:
+        """Configuration of the stage."""
+        return parse_section(TrainConfig, self.config.get("train", {}), section="train")
+
+    @property
+    def critic(self) -> CriticConfig:
+        """Configuration of the critic, for algorithms with one."""
+        return parse_section(CriticConfig, self.config.get("critic", {}), section="critic")
+
+    @property
+    def temperature(self) -> float:
+        """Temperature that the rollouts were sampled at.
+
+        Raises:
+            ConfigError: the configuration does not say; there is no safe default.
+        """
+        value = self.config.get("rollout", {}).get("temperature")
+        if not isinstance(value, float) or value <= 0:
+            raise ConfigError(f"`rollout.temperature` must be a number above 0, got {value!r}")
+        return value
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions that a surplus group may be old; 0 is no reuse."""
+        return int(self.config.get("rollout", {}).get("max_staleness", 0))
+
+    def parents(self) -> dict[str, str]:
+        """Return the digests of the inputs by name."""
+        pins = {"policy": self.policy_pin, "rewards": self.rewards_pin, "state": self.state_pin}
+        pins |= {"reference": self.reference_pin}
+        return {name: parse_pin(pin)[1] for name, pin in pins.items() if pin}
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """Return the JSON part of the state before the iteration; empty before the first."""
+        return read_state_info(self.state_pin) if self.state_pin else {}
+
+    @cached_property
+    def reference_pin(self) -> str:
+        """Pin of the reference policy; empty for an algorithm without one.
+
+        Raises:
+            ConfigError: there is none, or it is gone.
+        """
+        if not build_algorithm(self.config.get("algorithm", {})).needs_reference:
+            return ""
+        return find_reference(
+            self.train.reference_policy,
+            policy_pin=self.policy_pin,
+            state_pin=self.state_pin,
+            info=self.info,
+        )
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a train job hands back."""
+
+    state: Ref
+    """The new train state."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Scalars of the iteration."""
+
+    def to_json(self) -> str:
+        """Return the result as JSON; numbers that are not finite are kept by Python's names."""
+        return json.dumps({"state": self.state.to_json(), "metrics": self.metrics})
+
+    @classmethod
+    def from_json(cls, text: str) -> JobResult:
+        """Read what `to_json` wrote."""
+        raw = json.loads(text)
+        return cls(Ref.from_json(raw["state"]), raw["metrics"])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an iteration of training reads, all shards together."""
+
+    rollouts: RolloutSet
+    """In shard order."""
+    rewards: RewardSet
+    """Row `r` scores row `r` of the rollouts."""
+    stream: StreamState
+    """Where prompts, surplus and carry stand afterwards; its values are still to be written."""
+    ordinals: list[int] | None
+    """Of each group; None where responses are not cut by windows."""
+    places: list[int]
+    """Of each group among those of the iteration, in the order of the stream of prompts, whatever
+    the number of shards."""
+    values: ValueSet
+    """Values of the tokens that earlier iterations sampled; none where nothing was stored."""
+    waiting: WaitingSet
+    """Finished responses that the critic has still to be trained on."""
+
+
+def read_inputs(job: TrainJob) -> Inputs:
+    """Read the rollouts of all shards, their rewards, and where the prompts stand afterwards.
+
+    Raises:
+        RecordError: a set is damaged, or the rewards score other rollouts.
+    """
+    uri, digest = parse_pin(job.rewards_pin)
+    scored = set(read_manifest(uri, sha256=digest).parents.values())
+    rewards = read_set(RewardSet, uri, sha256=digest)
+    sets: list[RolloutSet] = []
+    consumed: list[int] = []
+    surplus: list[str] = []
+    carry: list[str] = []
+    ordinals: list[int] = []
+    for shard in range(job.num_shards):
+        place = layout.rollouts(job.root, job.iteration, shard)
+        manifest = read_manifest(place)
+        if manifest.sha256 not in scored:
+            raise RecordError(
+                f"`{uri}` must score the rollouts at `{place}`, got rewards of other rollouts "
+                f"({sorted(scored)}); run the reward stage of iteration {job.iteration} again"
+            )
+        sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
+        consumed += _ordinals(manifest, place, "consumed")
+        surplus += _surplus(job, shard, manifest)
+        carried = _carry(job, shard, manifest)
+        carry += carried
+        if carried:
+            ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
+    # The sets that the state before names are used up: the rollouts took over all their groups.
+    before = parse_data(job.info.get("data", fresh_cursor()))
+    places = ordinals if carry else draw_order([part.num_groups for part in sets])
+    return Inputs(
+        rollouts=RolloutSet.concat(sets),
+        rewards=rewards,
+        stream=StreamState(advance(before.cursor, consumed), surplus, carry),
+        ordinals=ordinals if carry else None,
+        places=places,
+        values=_stored(job, ValueSet, before.values) or ValueSet.from_rows({}),
+        waiting=_stored(job, WaitingSet, before.waiting) or WaitingSet.empty(),
+    )
+
+
+def draw_order(counts: Sequence[int]) -> list[int]:
+    """Return the place of each group, shard after shard, where the shards draw in turns.
+
+    Args:
+        counts: groups of each shard.
+
+    Example:
+        >>> draw_order([3, 2])
+        [0, 2, 4, 1, 3]
+    """
+    return [k * len(counts) + shard for shard, count in enumerate(counts) for k in range(count)]
+
+
+def _stored(job: TrainJob, record: type[RecordT], pin: str) -> RecordT | None:
+    """Read a set that the state before the iteration names; None for ""."""
+    if not pin:
+        return None
+    path, digest = parse_pin(pin)
+    return read_set(record, f"{state_root(job.state_pin)}/{path}", sha256=digest)
+
+
+def relative_pin(job: TrainJob, place: str, digest: str) -> str:
+    """Return a pin without the root of the run, so that equal runs have equal states."""
+    return f"{place.removeprefix(f'{job.root}/')}#sha256={digest}"
+
+
+def _carry(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
+    """Return the pin of a shard's carry set; none where responses are not cut by windows.
+
+    Raises:
+        RecordError: the set at its place is not the one that the rollouts name.
+    """
+    digest = manifest.attributes.get("carry_sha256", "")
+    if not digest:
+        return []
+    place = layout.carry(job.root, job.iteration, shard)
+    read_manifest(place, sha256=digest)
+    return [relative_pin(job, place, digest)]
+
+
+def _surplus(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
+    """Return the pin, relative to the root, of a shard's surplus set that is not too old.
+
+    Raises:
+        RecordError: the set at its place is not the one that the rollouts name.
+    """
+    digest = manifest.attributes.get("surplus_sha256", "")
+    if not digest:
+        return []
+    place = layout.surplus(job.root, job.iteration, shard)
+    versions = read_manifest(place, sha256=digest).attributes["versions"]
+    if job.iteration - max(versions) > job.max_staleness:
+        return []
+    return [relative_pin(job, place, digest)]
+
+
+def _ordinals(manifest: Manifest, place: str, name: str, *, count: int = -1) -> list[int]:
+    """Return a list of prompt ordinals from a manifest, of a certain length where one is given."""
+    found = manifest.attributes.get(name, [])
+    good = isinstance(found, list) and all(type(k) is int and k >= 0 for k in found)
+    if not good or (count >= 0 and len(found) != count):
+        many = "" if count < 0 else f"{count} "
+        raise RecordError(
+            f"`{name}` of `{place}` must be a list of {many}prompt ordinals, got {found!r:.80}; "
+            "run the rollout stage again"
+        )
+    return list(found)
+
+
+def already_done(job: TrainJob, next_step: int) -> Ref | None:
+    """Return the state that an earlier attempt of the same job has finished, if it did."""
+    uri = layout.state(job.root, next_step)
+    report = layout.update(job.root, job.iteration)
+    if not open_store(report).exists(report):
+        return None
+    return finished(uri, STATE_SCHEMA, parents=job.parents(), config_sha256=job.config_sha256)

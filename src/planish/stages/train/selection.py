@@ -1,0 +1,114 @@
+"""Which groups of an iteration train the policy, where not all of them are to.
+
+A group is taken or left as a whole. Nothing is dropped: responses of a group that is left out go
+on in their slots, and train the critic when they are finished like all others.
+
+Source: T-PPO, arXiv 2506.15050; the order of preference is that of its authors' public code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from planish.algorithms.base import TrainBatch
+from planish.stages.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that train the policy.
+
+    Example:
+        >>> Selection(None).chosen is None
+        True
+    """
+
+    chosen: Tensor | None
+    """[B] bool; None where all rows train the policy."""
+
+    def apply(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch without the policy's tokens in rows that are left out.
+
+        Neither the policy loss nor its positive part sees them; the critic does.
+        """
+        if self.chosen is None:
+            return batch
+        kept = self.chosen.unsqueeze(1)
+        return batch.updated(
+            policy_mask=batch.policy_mask & kept, positive_mask=batch.positive_mask & kept
+        )
+
+    def rows(self, batch: TrainBatch) -> TrainBatch:
+        """Return the rows that train the policy."""
+        return batch if self.chosen is None else batch.take(self.chosen.nonzero().flatten())
+
+    def metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """Count the groups that train the policy, and the tokens of those that do not.
+
+        Args:
+            batch: before `apply`.
+
+        Returns:
+            Nothing where all rows train the policy.
+        """
+        if self.chosen is None:
+            return {}
+        left_out = batch.policy_mask & ~self.chosen.unsqueeze(1)
+        return {
+            "num_selected_groups": float(len(batch.group_index[self.chosen].unique())),  # type: ignore[no-untyped-call]
+            "num_unselected_tokens": float(left_out.sum()),
+        }
+
+
+def select_groups(
+    batch: TrainBatch, config: TrainConfig, places: Sequence[int] | None = None
+) -> Selection:
+    """Select the groups that train the policy.
+
+    Args:
+        batch: the kept rollouts, masks as they were made.
+        config: of the train stage.
+        places: of each group index in the stream of prompts; the index itself when None.
+    """
+    if config.selection == "all" or config.max_groups is None:
+        return Selection(None)
+    taken = preferred_groups(batch, places)[: config.max_groups]
+    return Selection(torch.isin(batch.group_index, batch.group_index.new_tensor(taken)))
+
+
+def preferred_groups(batch: TrainBatch, places: Sequence[int] | None = None) -> list[int]:
+    """Return the group indices of a batch in the order of preference.
+
+    Groups with right and wrong responses come first, then the others by falling number of
+    responses that go on, ties by rising place in the stream. Only what is known counts: the
+    accuracy of finished responses, and unfinished ones that have tokens of this iteration.
+
+    Args:
+        batch: the kept rollouts, masks as they were made.
+        places: of each group index in the stream of prompts; the index itself when None.
+    """
+    verdicts: dict[int, set[bool]] = {}
+    growing: Counter[int] = Counter()
+    facts = (
+        batch.group_index.tolist(),
+        batch.is_finished.tolist(),
+        (batch.accuracy > 0).tolist(),
+        batch.policy_mask.any(1).tolist(),
+    )
+    for group, is_finished, is_right, has_tokens in zip(*facts, strict=True):
+        seen = verdicts.setdefault(group, set())
+        if is_finished:
+            seen.add(is_right)
+        else:
+            growing[group] += has_tokens
+
+    def preference(group: int) -> tuple[int, int]:
+        rank = -growing[group] if len(verdicts[group]) < 2 else -len(batch) - 1
+        return rank, group if places is None else places[group]
+
+    return sorted(verdicts, key=preference)

@@ -1,0 +1,131 @@
+"""The train stage: rollouts and rewards of one iteration in, a new train state out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planish.base.errors import ConfigError
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.refs import Ref, parse_pin
+from planish.records.reports import UpdateReport, read_report
+from planish.records.rewards import RewardSet
+from planish.records.stream import state_root
+from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
+from planish.stages.train.job import JobResult, TrainJob, already_done
+
+
+class TrainResult(NamedTuple):
+    """Output parameters."""
+
+    state_pin: str
+    """Pinned URI of the train state after the iteration."""
+
+
+def run(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    num_shards: int,
+    policy_pin: str,
+    state_pin: str,
+    rewards: Artifact,
+    state: Artifact,
+    metrics: Artifact,
+) -> TrainResult:
+    """Update the policy on one rollout batch.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the resolved configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        num_shards: rollout sets of the iteration.
+        policy_pin: policy that sampled the rollouts.
+        state_pin: train state before the iteration; empty before the first.
+        rewards: Ref of the rewards.
+        state: gets the Ref of the new train state.
+        metrics: gets the scalars of the update.
+    """
+    root = root.rstrip("/")
+    iteration = offset + number
+
+    def work(context: Context) -> Outcome:
+        if is_stopped(root, iteration):
+            return _unchanged(state_pin)
+        job = TrainJob(
+            root=root,
+            config=context.config,
+            config_sha256=config_sha256,
+            iteration=iteration,
+            num_shards=num_shards,
+            policy_pin=policy_pin,
+            state_pin=state_pin,
+            rewards_pin=read_ref(rewards).pin(),
+        )
+        return train(job)
+
+    outcome = execute(
+        "train",
+        work,
+        root=root,
+        config_sha256=config_sha256,
+        iteration=iteration,
+        outputs={"state": state, "metrics": metrics},
+    )
+    return TrainResult(state_pin=str(outcome.values["state_pin"]))
+
+
+def _unchanged(state_pin: str) -> Outcome:
+    """Pass the state through: the run was stopped before this iteration."""
+    refs: dict[str, Ref] = {}
+    if state_pin:
+        uri, digest = parse_pin(state_pin)
+        refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
+    return Outcome(refs=refs, values={"state_pin": state_pin}, already_done=True)
+
+
+def train(job: TrainJob) -> Outcome:
+    """Do the job unless an earlier attempt has, in one process or in several."""
+    done = already_done(job, _next_step(job))
+    if done is not None:
+        report = read_report(UpdateReport, layout.update(job.root, job.iteration))
+        result = JobResult(done, report.scalars)
+    elif job.train.num_processes == 1:
+        from planish.stages.train.worker import train_iteration
+
+        result = train_iteration(job)
+    else:
+        from planish.stages.train.launch import launch
+
+        result = launch(job)
+    return Outcome(
+        refs={"state": result.state},
+        metrics=result.metrics,
+        values={"state_pin": result.state.pin()},
+        already_done=done is not None,
+    )
+
+
+def _next_step(job: TrainJob) -> int:
+    """Return `Progress.step` after the iteration, which names the new state.
+
+    Raises:
+        ConfigError: the state belongs to another iteration of this run; the state of another run
+            may be of any.
+    """
+    info = job.info
+    own = bool(info) and state_root(job.state_pin) == job.root
+    if own and info["policy_version"] >= job.iteration:
+        raise ConfigError(
+            f"the train state before iteration {job.iteration} must be of an earlier policy "
+            f"version, got {info['policy_version']}; pass the state of the iteration before"
+        )
+    uri, digest = parse_pin(job.rewards_pin)
+    kept = int(np.count_nonzero(read_set(RewardSet, uri, sha256=digest).keep))
+    config = job.train
+    steps = config.num_passes * -(-kept // config.rollouts_per_minibatch)
+    return int(info.get("step", 0)) + max(1, steps)

@@ -1,0 +1,147 @@
+"""What a trainer is: policy and critic, their optimizers and the ranks behind a few verbs.
+
+A trainer knows no algorithm: it is handed a mini-batch with masks and advantages and a loss to
+call, and gives metrics back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
+from planish.base.errors import ConfigError
+from planish.base.parallel import Ranks
+from planish.stages.train.config import CriticConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+TRAINERS: dict[str, str] = {"fsdp2": "planish.stages.train.fsdp2:Fsdp2Trainer"}
+"""Name to `module:Class`, imported on use: trainers can not all live in one environment."""
+
+
+class Trainer(Protocol):
+    """A policy in training; every rank calls every method with the same arguments.
+
+    `values` and `value_step` are for trainers that were opened with a critic.
+    """
+
+    def load(self, pin: str) -> None:
+        """Replace weights, optimizer and random states by those of a saved train state.
+
+        Raises:
+            LayoutMismatch: saved with another model, or without the critic that is needed; nothing
+                has been changed.
+        """
+
+    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies of the tokens in `policy_mask`.
+
+        Returns:
+            Two of [B, S] float32 on CPU, 0 outside the mask.
+        """
+
+    def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:
+        """Return log-probabilities of the tokens in `policy_mask` under another policy.
+
+        That policy is in memory during the call only.
+
+        Args:
+            batch: as for `logprobs`.
+            pin: pinned URI of the policy.
+
+        Returns:
+            [B, S] float32 on CPU, 0 outside the mask.
+
+        Raises:
+            ConfigError: its tokens are not those of the policy in training.
+        """
+
+    def values(self, batch: TrainBatch) -> Tensor:
+        """Return the critic's values of the tokens in `value_mask`, [B, S] float32 on CPU."""
+
+    def step(
+        self,
+        minibatch: TrainBatch,
+        loss_fn: LossFn,
+        *,
+        learning_rate: float,
+        still: TrainBatch | None = None,
+    ) -> dict[str, float]:
+        """Make one optimizer step of the policy on `policy_mask` and `positive_mask`.
+
+        Args:
+            minibatch: rows to train on.
+            loss_fn: gives the loss of a micro-batch and its metrics.
+            learning_rate: of this step.
+            still: rows that the loss has no gradient on, in random order; they count in the metrics
+                alone, as the policy before the step has them. A few may stand for many, each
+                token for as many. None is no row.
+
+        Returns:
+            The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 where
+            the gradient was not finite and no step was made.
+        """
+
+    def value_step(
+        self, minibatch: TrainBatch, loss_fn: ValueLossFn, *, learning_rate: float
+    ) -> dict[str, float]:
+        """Make one optimizer step of the critic on `value_mask`; returns as `step`."""
+
+    def state(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return the parts of the train state that are tensors: this rank's shards."""
+
+    def critic_shape(self) -> dict[str, Any]:
+        """Return as JSON what the critic's frame is built from; empty without one."""
+
+    def close(self) -> None:
+        """Free what the trainer holds."""
+
+
+def open_trainer(
+    config: TrainConfig,
+    policy_pin: str,
+    *,
+    temperature: float,
+    seed: int,
+    ranks: Ranks,
+    device: torch.device,
+    critic: CriticConfig | None = None,
+    critic_shape: Mapping[str, Any] | None = None,
+) -> Trainer:
+    """Build the trainer that `config.trainer` names, with the weights of a policy.
+
+    Args:
+        config: of the train stage.
+        policy_pin: pinned URI of the policy to start from.
+        temperature: at which the rollouts were sampled.
+        seed: of the random streams of a fresh start.
+        ranks: this process among the training processes.
+        device: of this rank.
+        critic: how to build a critic; None for algorithms without one.
+        critic_shape: of the critic in a train state that is loaded next: only its frame is built,
+            and what `critic` names is not read again. Empty or None builds by `critic`.
+
+    Raises:
+        ConfigError: no such trainer, or no such critic.
+    """
+    if config.trainer not in TRAINERS:
+        raise ConfigError(
+            f"`train.trainer` must be one of {sorted(TRAINERS)}, got {config.trainer!r}"
+        )
+    module, _, name = TRAINERS[config.trainer].partition(":")
+    build: Any = getattr(importlib.import_module(module), name)
+    trainer: Trainer = build(
+        config,
+        policy_pin,
+        temperature=temperature,
+        seed=seed,
+        ranks=ranks,
+        device=device,
+        critic=critic,
+        critic_shape=critic_shape,
+    )
+    return trainer

@@ -1,0 +1,349 @@
+"""One iteration of training: log-probabilities and values before it, advantages, optimizer steps.
+
+Knows neither the algorithm's name nor the trainer's; both are protocols.
+
+Source: DAPO, arXiv 2503.14476, algorithm 1; VAPO, arXiv 2504.05118, section 4.1 (critic).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from planish.algorithms.base import ActorCritic, Algorithm, Denominators, LossOutput, TrainBatch
+from planish.algorithms.masked import masked_mean
+from planish.algorithms.mismatch import mismatch_metrics
+from planish.base import telemetry
+from planish.records.waiting import WaitingSet
+from planish.stages.train.batching import split_by_gradient, split_minibatches
+from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.metrics import (
+    batch_metrics,
+    group_metrics,
+    mask_metrics,
+    step_summary,
+    value_metrics,
+)
+from planish.stages.train.pretraining import critic_learning_rate, judge
+from planish.stages.train.progress import Progress
+from planish.stages.train.selection import Selection, select_groups
+from planish.stages.train.trainer import Trainer
+from planish.stages.train.waiting import StepPlan, plan_steps
+
+logger = logging.getLogger(__name__)
+
+Step = dict[str, float]
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one iteration of training gives back."""
+
+    scalars: dict[str, float]
+    """Metrics over the iteration."""
+    minibatches: list[Step]
+    """Metrics of each mini-batch."""
+    progress: Progress
+    """Counters after the iteration."""
+    values: Tensor | None = None
+    """[B, S] float32 of the critic before the iteration; None without a critic or a rollout."""
+    waiting: WaitingSet | None = None
+    """Finished responses that the critic has still to be trained on; None where none ever wait."""
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Learning rates of an iteration; None trains nothing."""
+
+    policy: float | None
+    critic: float | None
+
+
+def num_steps(num_rows: int, config: TrainConfig) -> int:
+    """Return by how much an iteration with this many kept rollouts raises `Progress.step`."""
+    return max(1, config.num_passes * -(-num_rows // config.rollouts_per_minibatch))
+
+
+def learning_rate(config: TrainConfig, iterations: int) -> float:
+    """Return the rate of the iteration after `iterations` earlier ones: linear, then constant."""
+    if config.warmup_iterations == 0:
+        return config.learning_rate
+    return config.learning_rate * min(1.0, (iterations + 1) / config.warmup_iterations)
+
+
+def run_update(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    *,
+    config: TrainConfig,
+    progress: Progress,
+    seed: Sequence[int],
+    group_places: Sequence[int] | None = None,
+    critic: CriticConfig | None = None,
+    earlier_values: Tensor | None = None,
+    waiting: WaitingSet | None = None,
+    reference_pin: str = "",
+) -> UpdateResult:
+    """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
+
+    Args:
+        trainer: the policy in training, at the weights that the old policy is fixed at.
+        algorithm: gives masks, advantages and the losses.
+        batch: the kept rollouts; may be empty.
+        config: of the train stage.
+        progress: counters before the iteration.
+        seed: what the order of the mini-batches depends on.
+        group_places: of each group index in the stream of prompts; the index itself when None.
+        critic: of an algorithm with values; the defaults when None.
+        earlier_values: [B, S] float32, values of tokens that earlier iterations sampled, NaN for
+            all others; None where there are none.
+        waiting: finished responses that the critic has still to be trained on; None for none.
+        reference_pin: pinned URI of the reference policy, for algorithms that need one.
+    """
+    critic = critic or CriticConfig()
+    if len(batch) == 0:
+        return _without_rollouts(algorithm, progress, critic, waiting)
+    selection = select_groups(batch, config, group_places)
+    batch, values, scalars = _estimate(
+        trainer, algorithm, batch, selection, config=config, seed=seed, earlier=earlier_values
+    )
+    rates = _Rates(learning_rate(config, progress.iterations), None)
+    passes = config.num_passes
+    if algorithm.needs_values:
+        scalars |= value_metrics(batch)
+        progress = judge(critic, progress, scalars)
+        rates = replace(rates, critic=critic_learning_rate(critic, progress))
+        if not progress.pretrain_done:
+            rates, passes = replace(rates, policy=None), critic.pretrain_passes
+        scalars["pretraining"] = float(not progress.pretrain_done)
+    # While the critic alone is trained, no loss asks for the reference.
+    if algorithm.needs_reference and rates.policy is not None:
+        batch = batch.updated(reference_logprobs=trainer.reference_logprobs(batch, reference_pin))
+    parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
+    least = critic.min_finished if algorithm.needs_values else 1
+    plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
+    minibatches, progress = _run_steps(trainer, algorithm, batch, plan, rates, config, progress)
+    scalars = step_summary(minibatches) | scalars | plan.metrics() | _counters(rates, progress)
+    return UpdateResult(scalars, minibatches, progress, values, plan.waiting)
+
+
+def _counters(rates: _Rates, progress: Progress) -> dict[str, float]:
+    """Return the learning rates of the iteration, and the counters after it."""
+    found = {"learning_rate": rates.policy or 0.0}
+    if rates.critic is not None:
+        found["critic_learning_rate"] = rates.critic
+    return found | {name: float(count) for name, count in progress.to_json().items()}
+
+
+def _without_rollouts(
+    algorithm: Algorithm, progress: Progress, critic: CriticConfig, waiting: WaitingSet | None
+) -> UpdateResult:
+    """Advance the counters of an iteration that has nothing to train on."""
+    logger.warning("no rollouts to train on step=%d", progress.step)
+    trains = not algorithm.needs_values or judge(critic, progress, {}).pretrain_done
+    progress = replace(
+        progress, step=progress.step + 1, iterations=progress.iterations + int(trains)
+    )
+    scalars = {"num_rollouts": 0.0, "empty_minibatches": 1.0}
+    if waiting is not None and waiting.num_rows:
+        scalars["num_waiting_responses"] = float(waiting.num_rows)
+    return UpdateResult(scalars, [], progress, waiting=waiting)
+
+
+def _estimate(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    selection: Selection,
+    *,
+    config: TrainConfig,
+    seed: Sequence[int],
+    earlier: Tensor | None,
+) -> tuple[TrainBatch, Tensor | None, dict[str, float]]:
+    """Fill in what the steps need: old log-probabilities, values, advantages and masks.
+
+    Groups that are left out are not scored, and move no mean of advantages; they have values.
+
+    Returns:
+        The batch, the values as in `UpdateResult`, and metrics.
+    """
+    scalars = batch_metrics(batch) | selection.metrics(batch)
+    whole, values = batch, None
+    batch, mismatch = _score_old_policy(trainer, algorithm, selection.apply(batch), config, seed)
+    scalars |= mismatch
+    if algorithm.needs_values:
+        values, missing = _old_values(trainer, whole, earlier)
+        batch = batch.updated(values=values)
+        scalars |= cast(ActorCritic, algorithm).describe(batch) | missing
+    batch = selection.apply(algorithm.advantages(batch))
+    scalars |= group_metrics(selection.rows(batch))
+    scalars |= mask_metrics(batch, has_values=algorithm.needs_values)
+    return batch, values, scalars
+
+
+def _score_old_policy(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    config: TrainConfig,
+    seed: Sequence[int],
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Fill in the log-probabilities before the iteration, and compare them with the engine's.
+
+    Where the algorithm takes the engine's own, the first mini-batch alone is scored, to compare.
+
+    Returns:
+        The batch, and metrics over all tokens that were scored: of mismatch, and the entropy of
+        the policy before the iteration. (The entropy of a mini-batch is over rows that train.)
+    """
+    if algorithm.needs_old_logprobs:
+        old, entropy = trainer.logprobs(batch)
+        batch = part = batch.updated(old_logprobs=old)
+    else:
+        first = split_minibatches(len(batch), config.rollouts_per_minibatch, 1, seed=seed)[0]
+        part = batch.take(torch.from_numpy(first))
+        old, entropy = trainer.logprobs(part)
+        part = part.updated(old_logprobs=old)
+        batch = batch.updated(old_logprobs=batch.rollout_logprobs)
+    metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask)
+    if metrics:
+        metrics["entropy"] = float(masked_mean(entropy, part.policy_mask))
+    return batch, metrics
+
+
+def _old_values(
+    trainer: Trainer, batch: TrainBatch, earlier: Tensor | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the values before the iteration; tokens of earlier windows keep their own."""
+    fresh = trainer.values(batch)
+    if earlier is None:
+        return fresh, {}
+    unknown = earlier.isnan()
+    missing = batch.value_mask & ~batch.policy_mask & unknown
+    return fresh.where(unknown, earlier), {"num_missing_values": float(missing.sum())}
+
+
+def _after_iteration(
+    start: Progress,
+    progress: Progress,
+    steps: int,
+    rates: _Rates,
+    plan: StepPlan,
+) -> Progress:
+    """Count the iteration: for the policy, for the critic, or for value pretraining."""
+    values = int(rates.critic is not None and plan.has_targets)
+    return replace(
+        progress,
+        step=start.step + steps,
+        iterations=start.iterations + int(rates.policy is not None),
+        critic_iterations=start.critic_iterations + values,
+        pretrain_iterations=start.pretrain_iterations + values * int(rates.policy is None),
+    )
+
+
+def _run_steps(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    batch: TrainBatch,
+    plan: StepPlan,
+    rates: _Rates,
+    config: TrainConfig,
+    progress: Progress,
+) -> tuple[list[Step], Progress]:
+    """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
+    start, whole = progress, algorithm.counts(batch)
+    critic = cast(ActorCritic, algorithm) if rates.critic is not None else None
+    whole_values = critic.value_counts(plan.values) if critic is not None else {}
+    results: list[Step] = []
+    for rows, value_rows in zip(plan.parts, plan.value_parts, strict=True):
+        minibatch = batch.take(torch.from_numpy(rows))
+        progress = replace(progress, step=progress.step + 1)
+        step: Step = {}
+        if critic is not None and rates.critic is not None:
+            targets = minibatch
+            if plan.values is not batch:
+                targets = plan.values.take(torch.from_numpy(value_rows))
+            numbers = critic.value_counts(targets)
+            counts = Denominators(numbers, whole_values, plan.num_value_steps)
+            found = _value_step(
+                trainer, critic, targets, counts, rates.critic, is_pretraining=rates.policy is None
+            )
+            if found:
+                progress = progress.after_critic_step(
+                    skipped=found["value_skipped"] > 0, alarm_after=config.alarm_after_skipped
+                )
+            step |= found
+        if rates.policy is not None:
+            counts = Denominators(algorithm.counts(minibatch), whole, plan.num_policy_steps)
+            found = _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
+            if found:
+                progress = progress.after_policy_step(
+                    skipped=found["skipped"] > 0, alarm_after=config.alarm_after_skipped
+                )
+            step |= found
+        if not step:
+            step = {"loss": 0.0, "empty": 1.0}
+        step["num_rollouts"] = float(len(minibatch))
+        results.append(step)
+        _show(step)
+        logger.debug("step=%d loss=%.6f", progress.step, step.get("loss", 0.0))
+    return results, _after_iteration(start, progress, num_steps(len(batch), config), rates, plan)
+
+
+def _show(step: Step) -> None:
+    """Let a monitoring server see one mini-batch."""
+    telemetry.mark_progress()
+    telemetry.count("planish_train_tokens_total", step.get("num_tokens", 0.0))
+    for part, skipped in (("policy", "skipped"), ("critic", "value_skipped")):
+        if skipped in step:
+            telemetry.count("planish_train_steps_total", part=part)
+            telemetry.count("planish_train_nonfinite_steps_total", step[skipped], part=part)
+    for name in ("loss", "grad_norm", "value_loss"):
+        if name in step:
+            telemetry.set_level(f"planish_train_{name}", step[name])
+
+
+def _policy_step(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    minibatch: TrainBatch,
+    denominators: Denominators,
+    rate: float,
+) -> Step:
+    """Step the policy; nothing is done and returned for a mini-batch without a trained token."""
+    if not any(denominators.minibatch.values()):
+        return {}
+
+    def loss_fn(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> LossOutput:
+        return algorithm.loss(logprobs, entropy, batch, denominators)
+
+    moving, still = split_by_gradient(minibatch, has_penalty=algorithm.needs_reference)
+    metrics = trainer.step(moving, loss_fn, learning_rate=rate, still=still)
+    return metrics | {"num_tokens": float(minibatch.policy_mask.sum())}
+
+
+def _value_step(
+    trainer: Trainer,
+    algorithm: ActorCritic,
+    minibatch: TrainBatch,
+    denominators: Denominators,
+    rate: float,
+    *,
+    is_pretraining: bool,
+) -> Step:
+    """Step the critic; nothing is done and returned for a mini-batch without a target."""
+    if not any(denominators.minibatch.values()):
+        return {}
+
+    def loss_fn(values: Tensor, batch: TrainBatch) -> LossOutput:
+        return algorithm.value_loss(values, batch, denominators, is_pretraining=is_pretraining)
+
+    metrics = trainer.value_step(minibatch, loss_fn, learning_rate=rate)
+    own = ("loss", "grad_norm", "skipped")
+    return {f"value_{name}" if name in own else name: x for name, x in metrics.items()}

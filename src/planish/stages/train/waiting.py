@@ -1,0 +1,164 @@
+"""What the critic trains on beside each mini-batch, and which finished responses wait for more.
+
+By default the critic steps on the finished responses of each mini-batch, as few as there are. With
+`critic.min_finished` above 1 those of an iteration are pooled with what earlier iterations left:
+the pool is cut into steps of at least so many, or waits as a whole for the next iteration. A
+response waits with its values and returns, and enters the update of exactly one iteration.
+
+Source: ours; T-PPO, arXiv 2506.15050, does not say how small a step of the critic may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.algorithms.base import TrainBatch
+from planish.records.ragged import Ragged
+from planish.records.waiting import WaitingSet
+from planish.stages.train.batching import Rows, join_tokens, row_positions
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of policy and critic in each mini-batch of an iteration."""
+
+    parts: Sequence[Rows]
+    """Rows of the rollout batch, per mini-batch."""
+    values: TrainBatch
+    """What the critic trains on; the rollout batch itself where nothing is pooled."""
+    value_parts: Sequence[Rows]
+    """Rows of `values`, per mini-batch; a mini-batch without any makes no critic step."""
+    num_policy_steps: int
+    """Mini-batches of one pass over the rollout batch."""
+    num_value_steps: int
+    """Critic steps of one pass over `values`."""
+    waiting: WaitingSet | None = None
+    """Responses that are left for later iterations; None where nothing is pooled."""
+
+    @property
+    def has_targets(self) -> bool:
+        """The critic is trained in this iteration."""
+        return self.num_value_steps > 0 and bool(self.values.value_mask.any())
+
+    def metrics(self) -> dict[str, float]:
+        """Count the responses that wait; nothing where none ever does."""
+        if self.waiting is None:
+            return {}
+        return {"num_waiting_responses": float(self.waiting.num_rows)}
+
+
+def plan_steps(
+    batch: TrainBatch,
+    parts: Sequence[Rows],
+    waiting: WaitingSet | None,
+    *,
+    min_finished: int,
+    num_passes: int,
+    seed: Sequence[int],
+) -> StepPlan:
+    """Decide what the critic trains on beside each mini-batch.
+
+    Args:
+        batch: the rollout batch as the algorithm's `advantages` returned it.
+        parts: rows of each mini-batch, pass after pass.
+        waiting: responses that earlier iterations left; None or no rows for none.
+        min_finished: fewest responses of a critic step.
+        num_passes: how often each row is in `parts`.
+        seed: what the order of pooled responses depends on.
+    """
+    minibatches = len(parts) // num_passes
+    if min_finished == 1 and (waiting is None or waiting.num_rows == 0):
+        return StepPlan(parts, batch, parts, minibatches, minibatches)
+    pool = batch.take(batch.value_mask.any(1).nonzero().flatten())
+    if waiting is not None:
+        pool = with_waiting(pool, waiting)
+    steps = pooled_parts(len(pool), minibatches, num_passes, min_finished=min_finished, seed=seed)
+    count = sum(len(rows) > 0 for rows in steps[:minibatches])
+    left = WaitingSet.empty() if count else as_waiting(pool)
+    return StepPlan(parts, pool, steps, minibatches, count, left)
+
+
+def pooled_parts(
+    num_rows: int, num_minibatches: int, num_passes: int, *, min_finished: int, seed: Sequence[int]
+) -> list[Rows]:
+    """Cut pooled rows into critic steps of nearly equal size, spread over the mini-batches.
+
+    Args:
+        num_rows: rows of the pool.
+        num_minibatches: of one pass.
+        num_passes: how often each row is used.
+        min_finished: fewest rows of a step; fewer in all make no step.
+        seed: what the shuffle depends on.
+
+    Returns:
+        Row numbers for each mini-batch of all passes, with none for those without a step.
+
+    Example:
+        >>> [len(rows) for rows in pooled_parts(7, 4, 1, min_finished=3, seed=[0])]
+        [4, 0, 3, 0]
+    """
+    generator = np.random.default_rng([*seed, 1])
+    count = min(num_minibatches, num_rows // min_finished)
+    parts = [np.zeros(0, np.int64) for _ in range(num_minibatches * num_passes)]
+    for first in range(0, len(parts) if count else 0, num_minibatches):
+        order = generator.permutation(num_rows).astype(np.int64)
+        for step, rows in enumerate(np.array_split(order, count)):
+            parts[first + step * num_minibatches // count] = rows
+    return parts
+
+
+def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
+    """Put waiting responses before the rows of a batch; they train no policy.
+
+    Args:
+        batch: any rows; may be none.
+        waiting: what earlier iterations left.
+    """
+    lengths = waiting.prompt_tokens.lengths + waiting.response_tokens.lengths
+    width = max(batch.input_ids.shape[1], int(lengths.max(initial=0)))
+    ids, real, response = join_tokens(waiting.prompt_tokens, waiting.response_tokens, width)
+    numbers = {name: np.zeros(real.shape, np.float32) for name in ("values", "returns")}
+    for name, found in numbers.items():
+        found[response] = getattr(waiting, name).values
+    known = {"input_ids": ids, "attention_mask": real, "value_mask": response, **numbers}
+    known["is_finished"] = np.ones(len(ids), np.bool_)
+    joined: dict[str, Tensor] = {}
+    for name in (f.name for f in fields(TrainBatch)):
+        own = _padded(getattr(batch, name), width)
+        blank = own.new_zeros((len(ids), *own.shape[1:]))
+        earlier = torch.from_numpy(known[name]) if name in known else blank
+        joined[name] = torch.cat([earlier, own])
+    joined["position_ids"] = row_positions(*joined["input_ids"].shape)
+    return TrainBatch(**joined)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Widen [B, S] by zeros on the right; [B] stays as it is."""
+    if x.dim() == 1:
+        return x
+    return torch.cat([x, x.new_zeros((x.shape[0], width - x.shape[1]))], 1)
+
+
+def as_waiting(batch: TrainBatch) -> WaitingSet:
+    """Return the rows of a batch as a record; `value_mask` is the whole response of each."""
+    response = batch.value_mask
+    prompt = batch.attention_mask & ~response
+    prompts, responses = (
+        [batch.input_ids[row, mask].numpy() for row, mask in enumerate(masks)]
+        for masks in (prompt, response)
+    )
+    values, returns = (
+        [x[row, mask].numpy() for row, mask in enumerate(response)]
+        for x in (batch.values, batch.returns)
+    )
+    return WaitingSet(
+        prompt_tokens=Ragged.from_lists(prompts, np.int32),
+        response_tokens=Ragged.from_lists(responses, np.int32),
+        values=Ragged.from_lists(values, np.float32),
+        returns=Ragged.from_lists(returns, np.float32),
+    )

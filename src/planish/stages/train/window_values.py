@@ -1,0 +1,98 @@
+"""Values of responses that a window cut: kept from the iteration that sampled their tokens.
+
+Source: T-PPO, arXiv 2506.15050; that the value of a token is the one of its own window is as in the
+authors' public code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.algorithms.base import TrainBatch
+from planish.base.errors import RecordError
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.values import ValueSet
+
+Key = tuple[int, int]
+
+
+def row_keys(rollouts: RolloutSet, ordinals: list[int]) -> list[Key]:
+    """Return (ordinal, sample_index) of each rollout.
+
+    Args:
+        rollouts: all shards of the iteration.
+        ordinals: of each group.
+    """
+    groups, samples = rollouts.group_index.tolist(), rollouts.sample_index.tolist()
+    return [(ordinals[group], sample) for group, sample in zip(groups, samples, strict=True)]
+
+
+def earlier_values(
+    batch: TrainBatch,
+    rollouts: RolloutSet,
+    rewards: RewardSet,
+    ordinals: list[int],
+    stored: ValueSet,
+) -> Tensor:
+    """Return the stored values of tokens that earlier iterations sampled.
+
+    Args:
+        batch: made of `rollouts` and `rewards`.
+        rollouts: all shards of the iteration.
+        rewards: of the rollouts.
+        ordinals: of each group.
+        stored: from the iteration before.
+
+    Returns:
+        [B, S] float32, NaN for tokens without a stored value.
+
+    Raises:
+        RecordError: a response has more stored values than tokens from before this iteration.
+    """
+    known, keys = stored.to_rows(), row_keys(rollouts, ordinals)
+    found = torch.full(batch.values.shape, float("nan"))
+    for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
+        values = known.get(keys[row], np.zeros(0, np.float32))
+        start = int(rollouts.window_start[row])
+        if len(values) > start:
+            raise RecordError(
+                f"a response must have a stored value for its first {start} tokens at most, got "
+                f"{len(values)} for {rollouts.rollout_id[row]!r}; the values and the rollouts come "
+                "from different iterations"
+            )
+        columns = batch.value_mask[position].nonzero().flatten()[: len(values)]
+        found[position, columns] = torch.from_numpy(values.copy())
+    return found
+
+
+def values_to_store(
+    batch: TrainBatch,
+    values: Tensor | None,
+    rollouts: RolloutSet,
+    rewards: RewardSet,
+    ordinals: list[int],
+    stored: ValueSet,
+) -> ValueSet:
+    """Return the values that the next iteration needs: of every response that goes on.
+
+    A response that waits, or took no part in the update, keeps what was stored of it.
+
+    Args:
+        batch: made of `rollouts` and `rewards`, with the masks that it was made with.
+        values: [B, S] float32 of the critic before the iteration; None for an empty batch.
+        rollouts: all shards of the iteration.
+        rewards: of the rollouts.
+        ordinals: of each group.
+        stored: from the iteration before.
+    """
+    keys, found = row_keys(rollouts, ordinals), stored.to_rows()
+    goes_on = rollouts.finish == FinishReason.WINDOW
+    for row in np.flatnonzero(~goes_on).tolist():
+        found.pop(keys[row], None)
+    for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
+        if goes_on[row] and values is not None:
+            found[keys[row]] = values[position][batch.value_mask[position]].numpy()
+    return ValueSet.from_rows(found)

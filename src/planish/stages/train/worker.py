@@ -1,0 +1,194 @@
+"""The work of one training process, alone or as a rank under torchrun.
+
+The launcher starts `python -m planish.stages.train.worker JOB.json RESULT.json` on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.algorithms import build_algorithm
+from planish.algorithms.base import TrainBatch
+from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.base.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
+from planish.checkpoint import train_state as checkpoint
+from planish.records import layout
+from planish.records.io import write_set
+from planish.records.reference import KEY as REFERENCE
+from planish.records.reference import named_reference
+from planish.records.refs import parse_pin
+from planish.records.reports import UpdateReport, write_report
+from planish.records.schema import Record
+from planish.records.stream import StreamState
+from planish.run.stage_metrics import StageMetrics
+from planish.stages.train.batching import train_batch
+from planish.stages.train.job import Inputs, JobResult, TrainJob, read_inputs, relative_pin
+from planish.stages.train.progress import Progress
+from planish.stages.train.trainer import open_trainer
+from planish.stages.train.update import UpdateResult, run_update
+from planish.stages.train.window_values import earlier_values, values_to_store
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
+    """Train on one rollout batch and write the update report, then the train state.
+
+    Every rank calls it; the first one writes what is not sharded.
+    """
+    config = job.train
+    inputs = read_inputs(job)
+    info = job.info
+    algorithm = build_algorithm(job.config.get("algorithm", {}))
+    device = pick_device(config.device, ranks.rank)
+    trainer = open_trainer(
+        config,
+        job.policy_pin,
+        temperature=job.temperature,
+        seed=job.seed,
+        ranks=ranks,
+        device=device,
+        critic=job.critic if algorithm.needs_values else None,
+        critic_shape=info.get("critic") if algorithm.needs_values else None,
+    )
+    if job.state_pin:
+        trainer.load(job.state_pin)
+    started = time.perf_counter()
+    batch = train_batch(inputs.rollouts, inputs.rewards)
+    result = run_update(
+        trainer,
+        algorithm,
+        batch,
+        config=config,
+        progress=Progress.from_json(info) if info else Progress(),
+        seed=(job.seed, job.iteration),
+        group_places=inputs.places,
+        critic=job.critic,
+        earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
+        waiting=inputs.waiting if algorithm.needs_values else None,
+        reference_pin=job.reference_pin,
+    )
+    seconds = time.perf_counter() - started
+    attributes = _attributes(job, result, ranks)
+    stream = inputs.stream
+    if ranks.is_first:
+        if algorithm.needs_values:
+            stream = _write_waiting(job, result, _write_values(job, inputs, batch, result))
+        report = UpdateReport(result.scalars, result.minibatches, attributes)
+        write_report(layout.update(job.root, job.iteration), report)
+    extra = _extra(job, result, stream, ranks, device.type)
+    if shape := trainer.critic_shape():
+        extra["critic"] = shape
+    state = checkpoint.save(
+        layout.state(job.root, result.progress.step),
+        {**trainer.state(), "extra": extra},
+        parents=job.parents(),
+        attributes=attributes,
+        ranks=ranks,
+    )
+    trainer.close()
+    speed = result.scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
+    metrics = {**result.scalars, "update_seconds": seconds, "tokens_per_second": speed}
+    return JobResult(state, metrics)
+
+
+def _earlier_values(inputs: Inputs, batch: TrainBatch) -> Tensor | None:
+    if inputs.ordinals is None:
+        return None
+    return earlier_values(batch, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values)
+
+
+def _write_values(
+    job: TrainJob, inputs: Inputs, batch: TrainBatch, result: UpdateResult
+) -> StreamState:
+    """Write the values of responses that go on, and return the stream with their pin."""
+    if inputs.ordinals is None:
+        return inputs.stream
+    values = values_to_store(
+        batch, result.values, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values
+    )
+    return replace(inputs.stream, values=_write(job, layout.values, values))
+
+
+def _write_waiting(job: TrainJob, result: UpdateResult, stream: StreamState) -> StreamState:
+    """Write the finished responses that the critic has still to be trained on, if there are any."""
+    if result.waiting is None or result.waiting.num_rows == 0:
+        return stream
+    return replace(stream, waiting=_write(job, layout.waiting, result.waiting))
+
+
+def _write(job: TrainJob, at: Callable[[str, int], str], record: Record) -> str:
+    """Write a set for the next iteration; returns its pin, relative to the root."""
+    place = at(job.root, job.iteration)
+    facts = {"config_sha256": job.config_sha256, "iteration": job.iteration}
+    ref = write_set(place, record, parents=job.parents(), attributes=facts)
+    return relative_pin(job, place, ref.manifest_sha256)
+
+
+def _extra(
+    job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks, device: str
+) -> dict[str, Any]:
+    """Return the JSON part of the train state; that of the first rank is written."""
+    # A run without a penalty passes the name on to one that has it again.
+    pin = job.reference_pin or named_reference(job.state_pin, job.info)
+    return {
+        **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
+        **result.progress.to_json(),
+        "data": stream.to_data(),
+        "policy_version": job.iteration,
+        "num_ranks": ranks.size,
+        "device": device,
+        "config_sha256": job.config_sha256,
+    }
+
+
+def _attributes(job: TrainJob, result: UpdateResult, ranks: Ranks) -> dict[str, str | int]:
+    return {
+        "config_sha256": job.config_sha256,
+        "iteration": job.iteration,
+        "policy_version": job.iteration,
+        "seed": job.seed,
+        "step": result.progress.step,
+        "framework": job.train.trainer,
+        "dp": ranks.size,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank: read the job, train, and let the first rank write the result."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    job = TrainJob.from_json(Path(argv[0]).read_text("utf-8"))
+    target = Path(argv[1])
+    config = job.train
+    device = pick_device(config.device, local_rank())
+    try:
+        ranks = join(device, timeout_seconds=config.timeout_seconds)
+        with StageMetrics("train", job.iteration, ranks.rank) as shown:
+            shown.open()
+            result = train_iteration(job, ranks)
+            shown.publish(result.metrics)
+    except PlanishError as error:
+        # The launcher sees only an exit code; the error itself travels in a file.
+        fault = {"error": type(error).__name__, "message": str(error)}
+        target.with_suffix(".error").write_text(json.dumps(fault), "utf-8")
+        logger.error("training process failed error=%s", error)
+        return exit_code(error) or EXIT_FAILED
+    finally:
+        leave()
+    if ranks.is_first:
+        target.write_text(result.to_json(), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

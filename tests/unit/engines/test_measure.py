@@ -1,0 +1,83 @@
+"""Sampling for a measurement: seeds, refused prompts, verifier failures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planish.base.errors import VerifierFailure
+from planish.engines.measure import generate_rollouts, judge
+from planish.engines.requests import ModelRef, Sampling
+from planish.engines.sampling import request_seed
+from planish.engines.transformers.engine import TransformersEngine
+from planish.models.policy import build_policy
+from planish.records.rollouts import FinishReason
+from planish.verifiers import VerifierOptions
+from tests.unit.tiny_run import sums, tiny_model
+
+
+def sample(prompts, policy, *, num_samples=2, run_seed=7, temperature=1.0, max_rows=256):
+    with TransformersEngine(max_rows=max_rows) as engine:
+        engine.start(ModelRef(policy=policy))
+        return generate_rollouts(
+            engine,
+            policy.tokenizer,
+            prompts,
+            num_samples=num_samples,
+            sampling=Sampling(max_new_tokens=5, temperature=temperature),
+            run_seed=run_seed,
+        )
+
+
+def test_groups_follow_the_prompts_and_hold_all_samples():
+    prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
+    policy = build_policy(tiny_model(), seed=0)
+    rollouts = sample(prompts, policy)
+    rollouts.validate()
+    assert rollouts.group_index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert rollouts.sample_index.tolist() == [0, 1, 0, 1, 0, 1]
+    assert rollouts.prompt_id == [i for i in prompts.prompt_id for _ in range(2)]
+    assert rollouts.answer == ["3", "3", "7", "7", "11", "11"]
+    for row, ids in enumerate(rollouts.response_tokens.to_lists()):
+        assert rollouts.response[row] == policy.tokenizer.decode(ids)
+        assert len(ids) <= 5
+    expected = policy.tokenizer.encode_prompt(prompts.messages[1])
+    assert rollouts.prompt_tokens.row(1).tolist() == expected
+
+
+def test_noise_depends_on_run_seed_prompt_and_sample_only():
+    prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
+    policy = build_policy(tiny_model(), seed=0)
+    everything = sample(prompts, policy, num_samples=3)
+    alone = sample(prompts.take([2]), policy, num_samples=2, max_rows=1)
+    assert alone.response == everything.response[6:8]
+    again = sample(prompts, policy, num_samples=3, run_seed=8)
+    assert again.response != everything.response
+    assert request_seed(7, 0, "a", 1) != request_seed(7, 1, "a", 1)
+
+
+def test_greedy_samples_of_a_prompt_are_equal():
+    prompts, _ = sums([(1, 2), (3, 4)])
+    rollouts = sample(prompts, build_policy(tiny_model(), seed=0), temperature=0.0)
+    assert rollouts.response[0] == rollouts.response[1]
+    assert rollouts.response[2] == rollouts.response[3]
+
+
+def test_prompt_that_does_not_fit_the_model_is_an_aborted_row_without_tokens():
+    prompts, _ = sums([(1, 2), (10**60, 4)])
+    rollouts = sample(prompts, build_policy(tiny_model(), seed=0))
+    rollouts.validate()
+    assert rollouts.finish[2:].tolist() == [FinishReason.ABORT] * 2
+    assert rollouts.response_tokens.lengths[2:].tolist() == [0, 0]
+    assert (rollouts.finish[:2] <= FinishReason.LENGTH).all()
+    assert [v.accuracy for v in judge(rollouts, VerifierOptions())][2:] == [0.0, 0.0]
+
+
+def test_verifier_that_fails_too_often_ends_the_measurement():
+    prompts, _ = sums([(1, 2), (3, 4)])
+    rollouts = sample(prompts, build_policy(tiny_model(), seed=0))
+    rollouts.answer[0] = "not a number"
+    with pytest.raises(VerifierFailure, match=r"at most 1\.0% of verifications.*got 1 of 4"):
+        judge(rollouts, VerifierOptions())
+    verdicts = judge(rollouts, VerifierOptions(), max_error_rate=0.25)
+    assert np.flatnonzero([v.error for v in verdicts]).tolist() == [0]

@@ -1,0 +1,279 @@
+"""Token scorer against the naive computation over all logits."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from planish.base.errors import ConfigError, RecordError
+from planish.models.logprobs import TokenScorer, ValueScorer, hidden_before
+
+SMALL = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_model(family="Qwen3", seed=0, **changes):
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def naive(model, ids, select, temperature):
+    """All logits at once, shifted by hand."""
+    scores = model(input_ids=ids).logits.float() / temperature
+    logprobs = torch.log_softmax(scores, -1)
+    chosen, entropies = [], []
+    for row in range(ids.shape[0]):
+        for column in range(ids.shape[1]):
+            if select[row, column]:
+                before = logprobs[row, column - 1]
+                chosen.append(before[ids[row, column]])
+                entropies.append(-(before.exp() * before).sum())
+    return torch.stack(chosen), torch.stack(entropies)
+
+
+def make_batch(batch=3, length=9, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 23, (batch, length), generator=generator)
+    select = torch.rand(batch, length, generator=generator) < 0.6
+    select[:, 0] = False
+    return ids, select
+
+
+class FixedBody(nn.Module):
+    """A body whose hidden states are given: one-hot rows make logits readable by hand."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(last_hidden_state=self.hidden)
+
+
+class FixedModel(nn.Module):
+    base_model_prefix = "body"
+
+    def __init__(self, hidden, head):
+        super().__init__()
+        self.body = FixedBody(hidden)
+        self.head = nn.Linear(head.shape[1], head.shape[0], bias=False)
+        self.head.weight.data = head
+        self.config = SimpleNamespace()
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_two_token_vocabulary_by_hand():
+    # Hidden state t is (1, 0) or (0, 1); the head turns it into logits (ln 3, 0) or (0, 0).
+    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
+    head = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
+    scorer = TokenScorer(FixedModel(hidden, head))
+    ids = torch.tensor([[0, 0, 1]])
+    select = torch.tensor([[False, True, True]])
+    logprobs, entropy = scorer(ids, None, select, 1.0)
+    assert logprobs.tolist() == pytest.approx([math.log(0.75), math.log(0.5)])
+    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert entropy.tolist() == pytest.approx([expected, math.log(2.0)])
+    halved, _ = scorer(ids, None, select, 2.0)
+    root = math.sqrt(3.0)
+    assert halved[0].item() == pytest.approx(math.log(root / (1 + root)))
+
+
+def test_impossible_token_gives_no_nan_in_the_entropy():
+    hidden = torch.tensor([[[1.0], [1.0]]])
+    head = torch.tensor([[0.0], [float("-inf")]])
+    ids, select = torch.tensor([[0, 0]]), torch.tensor([[False, True]])
+    logprobs, entropy = TokenScorer(FixedModel(hidden, head))(ids, None, select, 1.0)
+    assert logprobs.tolist() == [0.0]
+    assert entropy.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4, 4096])
+def test_scores_equal_the_naive_computation(temperature, tokens_per_chunk):
+    model = make_model()
+    ids, select = make_batch()
+    scorer = TokenScorer(model, tokens_per_chunk=tokens_per_chunk)
+    with torch.no_grad():
+        logprobs, entropy = scorer(ids, None, select, temperature)
+        expected_logprobs, expected_entropy = naive(model, ids, select, temperature)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert torch.allclose(logprobs, expected_logprobs, atol=2e-6)
+    assert torch.allclose(entropy, expected_entropy, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {}),
+        ("Qwen2", {}),
+        ("Gemma2", {"final_logit_softcapping": 0.5}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Granite", {"logits_scaling": 3.0}),
+    ],
+)
+def test_families_that_scale_their_logits_score_as_their_own_forward_does(family, changes):
+    model = make_model(family, **changes)
+    ids, select = make_batch()
+    with torch.no_grad():
+        logprobs, entropy = TokenScorer(model)(ids, None, select, 1.0)
+        expected_logprobs, expected_entropy = naive(model, ids, select, 1.0)
+    assert torch.allclose(logprobs, expected_logprobs, atol=2e-6)
+    assert torch.allclose(entropy, expected_entropy, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [2, 4096])
+def test_gradients_equal_those_of_the_naive_computation(tokens_per_chunk):
+    ids, select = make_batch()
+    weights = torch.linspace(-1.0, 1.0, int(select.sum()))
+    model, twin = make_model(), make_model()
+    logprobs, _ = TokenScorer(model, tokens_per_chunk=tokens_per_chunk)(ids, None, select, 0.9)
+    (logprobs * weights).sum().backward()
+    (naive(twin, ids, select, 0.9)[0] * weights).sum().backward()
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
+
+
+def test_entropy_carries_no_gradient_and_can_be_left_out():
+    ids, select = make_batch()
+    scorer = TokenScorer(make_model())
+    logprobs, entropy = scorer(ids, None, select, 1.0)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+    _, nothing = scorer(ids, None, select, 1.0, with_entropy=False)
+    assert nothing.tolist() == [0.0] * int(select.sum())
+
+
+def test_right_padding_does_not_change_scores():
+    scorer = TokenScorer(make_model())
+    ids, select = make_batch(batch=2, length=6)
+    padded_ids = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], dim=1)
+    padded_select = torch.cat([select, torch.zeros(2, 5, dtype=torch.bool)], dim=1)
+    with torch.no_grad():
+        short = scorer(ids, None, select, 1.0)
+        long = scorer(padded_ids, None, padded_select, 1.0)
+    assert torch.allclose(short[0], long[0], atol=1e-6)
+    assert torch.allclose(short[1], long[1], atol=1e-6)
+
+
+def test_packed_sequences_score_as_if_they_were_alone():
+    scorer = TokenScorer(make_model())
+    first, second = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 11]])
+    packed = torch.cat([first, second], dim=1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    select = torch.tensor([[False, True, True, True, False, True, True]])
+    with torch.no_grad():
+        together, _ = scorer(packed, positions, select, 1.0)
+        alone = [scorer(ids, None, ids.cumsum(1) > ids[:, :1], 1.0)[0] for ids in (first, second)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-6)
+
+
+def test_selection_is_read_row_by_row():
+    scorer = TokenScorer(make_model())
+    ids, _ = make_batch(batch=2, length=4)
+    select = torch.tensor([[False, False, True, False], [False, True, False, False]])
+    one = torch.zeros_like(select)
+    one[0, 2] = True
+    with torch.no_grad():
+        both, _ = scorer(ids, None, select, 1.0)
+        first, _ = scorer(ids, None, one, 1.0)
+    assert both[0].item() == pytest.approx(first[0].item(), abs=1e-6)
+
+
+def test_empty_selection_gives_no_scores_and_zero_gradients():
+    model = make_model()
+    ids, select = make_batch()
+    logprobs, entropy = TokenScorer(model)(ids, None, torch.zeros_like(select), 1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
+    )
+
+
+def test_first_column_can_not_be_selected():
+    ids, select = make_batch()
+    select[1, 0] = True
+    with pytest.raises(RecordError, match=r"column 0, got True in rows \[1\]"):
+        TokenScorer(make_model())(ids, None, select, 1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperature_must_be_above_zero(temperature):
+    ids, select = make_batch()
+    with pytest.raises(RecordError, match="`temperature` must be above 0"):
+        TokenScorer(make_model())(ids, None, select, temperature)
+
+
+def test_temperature_has_no_default():
+    ids, select = make_batch()
+    with pytest.raises(TypeError, match="temperature"):
+        TokenScorer(make_model())(ids, None, select)
+
+
+def test_chunks_must_hold_a_token():
+    with pytest.raises(ConfigError, match="`tokens_per_chunk` must be at least 1, got 0"):
+        TokenScorer(make_model(), tokens_per_chunk=0)
+
+
+class FixedCritic(nn.Module):
+    def __init__(self, hidden, weight, bias):
+        super().__init__()
+        self.body = FixedBody(hidden)
+        self.head = nn.Linear(len(weight), 1)
+        self.head.weight.data = torch.tensor([weight])
+        self.head.bias.data = torch.tensor([bias])
+
+
+def test_value_of_a_token_is_that_of_the_state_before_it_by_hand():
+    # States (1, 0), (0, 1), (2, 2); the head adds 3 x first + 5 x second + 0.5.
+    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]])
+    scorer = ValueScorer(FixedCritic(hidden, [3.0, 5.0], 0.5))
+    ids = torch.tensor([[7, 8, 9]])
+    values = scorer(ids, None, torch.tensor([[False, True, True]]))
+    assert values.tolist() == [3.5, 5.5]
+    assert scorer(ids, None, torch.tensor([[False, False, True]])).tolist() == [5.5]
+    assert scorer(ids, None, torch.zeros(1, 3, dtype=torch.bool)).shape == (0,)
+
+
+def test_values_are_float32_under_half_precision_and_on_half_precision_states():
+    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.bfloat16)
+    scorer = ValueScorer(FixedCritic(hidden, [1.0009765625, 0.0], 0.0))
+    select = torch.tensor([[False, True]])
+    with torch.autocast("cpu", torch.bfloat16):
+        values = scorer(torch.zeros(1, 2, dtype=torch.long), None, select)
+    assert values.dtype == torch.float32
+    # bfloat16 would round the weight to 1.
+    assert values.tolist() == [1.0009765625]
+
+
+def test_a_value_of_the_first_column_can_not_be_asked_for():
+    scorer = ValueScorer(FixedCritic(torch.zeros(1, 2, 2), [1.0, 1.0], 0.0))
+    with pytest.raises(RecordError, match=r"column 0, got True in rows \[0\]"):
+        scorer(torch.zeros(1, 2, dtype=torch.long), None, torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_hidden_states_before_the_selected_tokens_are_read_row_by_row():
+    states = torch.arange(8.0).reshape(2, 4, 1)
+    select = torch.tensor([[False, True, False, True], [False, False, True, False]])
+    found = hidden_before(FixedBody(states), torch.zeros(2, 4, dtype=torch.long), None, select)
+    assert found.flatten().tolist() == [0.0, 2.0, 5.0]

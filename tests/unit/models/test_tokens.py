@@ -1,0 +1,157 @@
+"""Tokenizer: ids, round trips, and folders that cannot be opened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.models.config import ModelConfig
+from planish.models.tokens import (
+    MINIMAL_CHAT_TEMPLATE,
+    Tokenizer,
+    character_tokenizer,
+    load_tokenizer,
+)
+
+DIGITS = "0123456789+="
+
+
+def test_special_tokens_come_before_the_alphabet():
+    tokenizer = character_tokenizer(DIGITS)
+    assert tokenizer.vocab_size == 4 + len(DIGITS)
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.backend.bos_token_id == 1
+    assert tokenizer.backend.unk_token_id == 3
+
+
+def test_prompt_is_the_begin_token_and_one_token_per_character():
+    tokenizer = character_tokenizer(DIGITS)
+    assert tokenizer.encode_prompt([{"role": "user", "content": "48+24="}]) == (
+        [1, 4 + 4, 4 + 8, 4 + 10, 4 + 2, 4 + 4, 4 + 11]
+    )
+
+
+def test_earlier_assistant_turns_end_with_the_end_token():
+    tokenizer = character_tokenizer(DIGITS)
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    assert tokenizer.encode_prompt(messages) == [1, 5, 6, 2, 7]
+
+
+def test_response_ends_with_one_end_token_and_decodes_to_its_text():
+    tokenizer = character_tokenizer(ModelConfig().alphabet)
+    text = "8+4+0=12;\n4+2+1=7=72 %"
+    ids = tokenizer.encode_response(text)
+    assert len(ids) == len(text) + 1
+    assert ids[-1] == 2
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([]) == ""
+
+
+def test_characters_outside_the_alphabet_become_one_unknown_token_each():
+    tokenizer = character_tokenizer(DIGITS)
+    assert tokenizer.encode_response("\U0001f600é1") == [3, 3, 5, 2]
+
+
+def test_default_alphabet_gives_the_published_size_of_the_tiny_vocabulary():
+    assert ModelConfig().vocab_size == 54
+
+
+def test_saved_folder_opens_with_the_automatic_class_and_gives_equal_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = character_tokenizer(DIGITS)
+    tokenizer.save(tmp_path)
+    opened = AutoTokenizer.from_pretrained(str(tmp_path))
+    messages = [{"role": "user", "content": "12+3="}]
+    ids = opened.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert list(ids) == tokenizer.encode_prompt(messages)
+    again = load_tokenizer(tmp_path)
+    assert again.encode_prompt(messages) == tokenizer.encode_prompt(messages)
+    assert again.eos_token_ids == (2,)
+    assert opened.pad_token_id == 0
+
+
+def test_saving_twice_gives_equal_bytes(tmp_path):
+    for name in ("a", "b"):
+        character_tokenizer(DIGITS).save(tmp_path / name)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert "tokenizer.json" in names
+    for name in names:
+        text = (tmp_path / "a" / name).read_bytes()
+        assert text == (tmp_path / "b" / name).read_bytes()
+        assert str(tmp_path).encode() not in text
+
+
+def test_end_tokens_of_the_generation_config_are_added_after_the_own_one(tmp_path):
+    character_tokenizer(DIGITS).save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    assert load_tokenizer(tmp_path).eos_token_ids == (2, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert load_tokenizer(tmp_path).eos_token_ids == (2, 7)
+
+
+def test_broken_generation_config_is_named(tmp_path):
+    character_tokenizer(DIGITS).save(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"generation_config\.json must be a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizer_without_end_token_is_refused():
+    backend = character_tokenizer(DIGITS).backend
+    backend.eos_token = None
+    with pytest.raises(ConfigError, match="must have an end token"):
+        Tokenizer(backend)
+
+
+def test_padding_falls_back_to_the_end_token():
+    backend = character_tokenizer(DIGITS).backend
+    backend.pad_token = None
+    assert Tokenizer(backend).pad_token_id == 2
+
+
+def test_tokenizer_without_chat_template_needs_one_from_the_configuration(tmp_path):
+    tokenizer = character_tokenizer(DIGITS)
+    tokenizer.backend.chat_template = None
+    tokenizer.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"`model\.chat_template`"):
+        load_tokenizer(tmp_path)
+    opened = load_tokenizer(tmp_path, chat_template=MINIMAL_CHAT_TEMPLATE)
+    assert opened.encode_prompt([{"role": "user", "content": "1"}]) == [1, 5]
+
+
+@pytest.mark.parametrize("files", [{}, {"tokenizer_config.json": "{}"}, {"tokenizer.json": "{"}])
+def test_folder_without_a_readable_tokenizer_is_refused(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="must hold a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_importing_tokens_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys, planish.models.tokens, planish.models.config;"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("alphabet", ["", "aa", "0120"])
+def test_alphabet_with_repeats_or_nothing_is_refused(alphabet):
+    with pytest.raises(ValueError, match="each only once"):
+        ModelConfig(alphabet=alphabet)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="must divide `num_heads`"):
+        ModelConfig(num_heads=3, num_kv_heads=2)

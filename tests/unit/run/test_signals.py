@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import marked, marks, wait_until_none
+
+STAGE = """
+import subprocess, sys, time
+from planish import signals
+from planish.run.stage import Outcome, execute
+
+signals.STOP_SECONDS = float(sys.argv[3])
+
+def work(context):
+    subprocess.Popen(["sleep", "600"])
+    open(sys.argv[2], "w").close()
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            if sys.argv[4] == "obedient":
+                raise
+
+execute("toy", work, root=sys.argv[1], config_sha256=None, outputs={})
+"""
+
+
+def stop_stage(tmp_path: Path, number: int, how: str, limit_seconds: float) -> tuple[int, float]:
+    """Send a signal to a stage at work; return its exit code and how long it went on."""
+    begun = tmp_path / "begun"
+    words = [tmp_path.as_uri(), str(begun), str(limit_seconds), how]
+    process = subprocess.Popen([sys.executable, "-c", STAGE, *words], env=marks(tmp_path))
+    while not begun.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    sent = time.monotonic()
+    process.send_signal(number)
+    return process.wait(timeout=60), time.monotonic() - sent
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(tmp_path: Path, number: int) -> None:
+    code, seconds = stop_stage(tmp_path, number, "obedient", 15.0)
+    assert (code, seconds < 5.0) == (75, True)
+    (log,) = (tmp_path / "logs").glob("*.json")
+    entry = json.loads(log.read_text())
+    assert (entry["state"], entry["exit_code"]) == ("failed", 75)
+    assert entry["error"] == f"stopped by {signal.Signals(number).name}"
+    for pid in marked(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stage_that_does_not_stop_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    code, seconds = stop_stage(tmp_path, signal.SIGTERM, "stubborn", 1.0)
+    assert (code, 0.9 < seconds < 10.0) == (75, True)
+    wait_until_none(tmp_path, 2.0)
+
+
+ENDS_ALL = """
+import signal, subprocess, sys
+from planish.run.signals import end_descendants
+
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {deaf!r}])"
+command = [sys.executable, "-c", nest]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+end_descendants(0.5)
+print(child.wait(timeout=5))
+"""
+
+
+def test_descendants_end_in_sessions_of_their_own_and_when_they_ignore_the_signal(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_ALL],
+        env=marks(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(-signal.SIGTERM)]
+    wait_until_none(tmp_path, 2.0)

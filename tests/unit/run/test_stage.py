@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from planish.base.config import Section, config_sha256
+from planish.base.errors import ConfigError, RecordError, StoreUnavailable
+from planish.records import layout
+from planish.records.refs import Ref
+from planish.run.stage import (
+    Artifact,
+    Context,
+    Outcome,
+    PathArtifact,
+    execute,
+    finite_metrics,
+    is_stopped,
+    load_run,
+    mark_stopped,
+    read_ref,
+    stage_main,
+)
+from planish.store import open_store
+from planish.store.documents import read_json, write_json
+
+CONFIG = {"run": {"seed": 7}, "toy": {"size": 3}}
+
+
+class ToyConfig(Section):
+    size: int = 1
+    """Size."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    uri = (tmp_path / "run").as_uri()
+    digest = config_sha256(CONFIG)
+    write_json(layout.run_file(uri), {"config": CONFIG, "config_sha256": digest})
+    return uri
+
+
+def call(root: str, work: Any, tmp_path: Path, **more: Any) -> tuple[Outcome, dict[str, Artifact]]:
+    outputs = {n: PathArtifact(str(tmp_path / "out" / n)) for n in ("result", "metrics", "page")}
+    options = {"config_sha256": config_sha256(CONFIG), **more}
+    return execute("toy", work, root=root, outputs=outputs, **options), outputs
+
+
+def test_outputs_metrics_and_log_are_written(root: str, tmp_path: Path) -> None:
+    ref = Ref("toy/1", f"{root}/toy", "a" * 64, {"num_rows": 5})
+
+    def work(context: Context) -> Outcome:
+        assert context.seed == 7
+        assert context.section(ToyConfig, "toy").size == 3
+        logging.getLogger("planish.toy").info("working hard")
+        return Outcome(
+            refs={"result": ref},
+            metrics={"good": 2.0, "bad": math.nan},
+            documents={"page": "<p>hello</p>"},
+        )
+
+    _, outputs = call(root, work, tmp_path, iteration=2, shard=1)
+    assert read_ref(outputs["result"]) == ref
+    assert outputs["result"].metadata == {"num_rows": 5, "manifest_sha256": "a" * 64}
+    assert json.loads(Path(outputs["metrics"].path).read_text()) == {
+        "bad_nonfinite": 1.0,
+        "good": 2.0,
+    }
+    assert Path(outputs["page"].path).read_text() == "<p>hello</p>"
+    entry = read_json(layout.stage_log(root, "toy", 2, 1))
+    assert entry["state"] == "done"
+    assert entry["metrics"] == {"bad_nonfinite": 1.0, "good": 2.0}
+    assert 0 < entry["startup_seconds"] < 3600
+    lines = open_store(root).read(f"{root}/logs/00002-toy-01-0.txt").decode()
+    assert "working hard" in lines
+
+
+def test_finite_metrics_replace_infinity_by_a_flag() -> None:
+    assert finite_metrics({"a": math.inf, "b": 1}) == {"a_nonfinite": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no"), 2),
+        (RecordError("no"), 1),
+        (StoreUnavailable("no"), 75),
+        (RuntimeError("bug"), 1),
+    ],
+)
+def test_each_error_has_its_exit_code(
+    error: Exception, code: int, root: str, tmp_path: Path
+) -> None:
+    def work(context: Context) -> Outcome:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        call(root, work, tmp_path)
+    assert caught.value.code == code
+    entry = read_json(layout.stage_log(root, "toy", 0, 0))
+    # After a failure of the store nothing more is written to it.
+    assert entry["state"] == ("running" if code == 75 else "failed")
+
+
+def test_a_final_failure_is_not_tried_again_by_the_same_run(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def work(context: Context) -> Outcome:
+        calls.append(1)
+        raise ConfigError("`toy.size` must be small, got 3")
+
+    monkeypatch.setenv("RUN_ID", "run-a")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            call(root, work, tmp_path)
+    assert len(calls) == 1
+    monkeypatch.setenv("RUN_ID", "run-b")
+    with pytest.raises(SystemExit):
+        call(root, work, tmp_path)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "must hold config"),
+        ("{}", "must hold config"),
+        ('{"config": []}', "must hold config"),
+        ('{"config": {"run": 5}}', "must hold config"),
+        ('{"config": {"run": {"seed": NaN}}}', "must be finite"),
+        ('{"config": {"run": {"seed": 1e999}}}', "must be finite"),
+        ('{"config": {"run": ' + "[" * 100 + "]" * 100 + "}}", "must hold config"),
+        ('{"config": {"run": {"seed": ' + "[" * 100 + "]" * 100 + "}}}", "nested at most"),
+        ('{"config": {"run": {"seed": ' + "9" * 3000 + "}}}", "at most 64 bits"),
+        ("[" * 5000, "must be JSON"),
+        ("9" * 5000, "must be JSON"),
+        ("\xff", "must be JSON"),
+    ],
+)
+def test_a_strange_run_file_ends_a_stage_with_exit_code_2(
+    root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, words: str
+) -> None:
+    open_store(root).write(layout.run_file(root), text.encode("latin-1"))
+    with pytest.raises(SystemExit) as caught:
+        call(root, lambda context: Outcome(), tmp_path)
+    assert caught.value.code == 2
+    assert words in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("data", [b"[]", b"\xff", b"{}", b"[" * 5000, b'{"attributes": [1]}'])
+def test_a_strange_reference_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "ref").write_bytes(data)
+    with pytest.raises(RecordError, match="Ref"):
+        read_ref(PathArtifact(str(tmp_path / "ref")))
+
+
+def test_a_strange_mark_of_failure_is_no_failure(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_ID", "run-a")
+    for mark in ([], {}, {"config_sha256": [], "run_id": "run-a"}):
+        write_json(layout.failed_file(root, "toy", 0, 0), mark)
+        call(root, lambda context: Outcome(), tmp_path)
+
+
+def test_another_configuration_under_the_root_is_refused(root: str) -> None:
+    with pytest.raises(ConfigError, match="choose a new root"):
+        load_run(root, "0" * 64)
+
+
+def test_a_root_without_run_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prepare stage"):
+        load_run((tmp_path / "none").as_uri(), "0" * 64)
+
+
+def test_a_missing_input_artifact_names_its_path(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="absent"):
+        read_ref(PathArtifact(str(tmp_path / "absent")))
+
+
+def test_stop_is_decided_once_an_iteration(root: str) -> None:
+    assert not mark_stopped(root, 1)
+    write_json(layout.stop_file(root), {})
+    assert not is_stopped(root, 2)
+    assert mark_stopped(root, 2)
+    assert mark_stopped(root, 2)
+    assert is_stopped(root, 2)
+    assert not is_stopped(root, 1)
+
+
+class ToyValues(NamedTuple):
+    pin: str
+    count: int
+
+
+def test_the_command_line_mirrors_the_signature(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(*, root: str, number: int, fast: bool, result: Artifact, note: str = "n") -> ToyValues:
+        """Do it."""
+        seen.update(root=root, number=number, fast=fast, result=result.path, note=note)
+        return ToyValues("p", 4)
+
+    values = tmp_path / "values.json"
+    argv = ["--root", "file:///r", "--number", "3", "--fast", "true", "--result", "/x"]
+    assert stage_main(run, [*argv, "--values", str(values)]) == 0
+    assert seen == {"root": "file:///r", "number": 3, "fast": True, "result": "/x", "note": "n"}
+    assert json.loads(values.read_text()) == {"count": 4, "pin": "p"}
+
+
+def test_a_wrong_boolean_on_the_command_line_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*, fast: bool) -> None:
+        """Do it."""
+
+    with pytest.raises(SystemExit) as caught:
+        stage_main(run, ["--fast", "yes"])
+    assert caught.value.code == 2
+    assert "true or false" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import math
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from planish.base import telemetry
+from planish.base.errors import ConfigError
+from planish.run.stage import Outcome, PathArtifact, execute
+from planish.run.stage_metrics import SCALARS, StageMetrics
+from tests import pages
+from tests.servers.program import free_port
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(telemetry, "_series", {})
+    monkeypatch.delenv("PLANISH_METRICS_PORT", raising=False)
+    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "0")
+
+
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return pages.samples(answer.read().decode())
+
+
+def test_nothing_listens_unless_a_port_is_set():
+    before = threading.active_count()
+    with StageMetrics("reward", 3) as shown:
+        shown.open()
+        assert threading.active_count() == before
+
+
+def test_a_task_shows_what_it_is_and_when_it_got_ahead(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    begun = time.time()
+    with StageMetrics("rollout", 7) as shown:
+        shown.open()
+        found = scrape(port)
+        time.sleep(0.02)
+        telemetry.mark_progress()
+        later = scrape(port)
+    assert found['planish_stage_info{rank="0",stage="rollout"}'] == 1
+    assert found["planish_stage_iteration"] == 7
+    assert begun <= found["planish_stage_start_timestamp_seconds"] <= time.time()
+    name = "planish_stage_progress_timestamp_seconds"
+    assert later[name] >= found[name] + 0.02
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_scalars_of_the_outcome_become_gauges_and_what_is_not_finite_is_counted():
+    with StageMetrics("reward", 1) as shown:
+        shown.open()
+        shown.publish(
+            {
+                "reward_mean": -0.25,
+                "accuracy_mean": math.nan,
+                "num_rollouts": 64.0,
+                "num_kept_rollouts": 16.0,
+                "reward_std": math.inf,
+            }
+        )
+    found = pages.samples(telemetry.metrics_text())
+    assert found["planish_reward_mean"] == -0.25
+    assert found["planish_reward_kept_ratio"] == 0.25
+    assert found["planish_stage_nonfinite_total"] == 2
+    assert "planish_reward_accuracy_ratio" not in found
+
+
+def test_a_second_task_of_the_machine_takes_the_next_port(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    with StageMetrics("rollout", 1) as first, StageMetrics("rollout", 1) as second:
+        first.open()
+        second.open()
+        assert first._server is not None
+        assert second._server is not None
+        assert first._server.port == port < second._server.port < port + 16
+
+
+def test_a_rank_has_a_port_of_its_own_after_that_of_its_launcher(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    with StageMetrics("train", 2, rank=3) as shown:
+        shown.open()
+        assert scrape(port + 4)['planish_stage_info{rank="3",stage="train"}'] == 1
+
+
+def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "30")
+    seen = {}
+    reader = threading.Timer(0.3, lambda: seen.update(scrape(port)))
+    begun = time.monotonic()
+    with StageMetrics("reward", 1) as shown:
+        shown.open()
+        shown.publish({"reward_mean": 0.5})
+        reader.start()
+    reader.join()
+    assert 0.2 < time.monotonic() - begun < 15
+    assert seen["planish_reward_mean"] == 0.5
+
+
+def test_the_wait_for_a_scrape_ends_at_its_limit(monkeypatch, caplog):
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
+    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "0.2")
+    begun = time.monotonic()
+    with StageMetrics("reward", 1) as shown:
+        shown.open()
+        shown.fail(75)
+    assert 0.2 <= time.monotonic() - begun < 5
+    assert "last metrics were not scraped waited_seconds=0.2" in caplog.text
+    assert 'planish_stage_failures_total{code="75"} 1.0' in telemetry.metrics_text()
+
+
+@pytest.mark.parametrize("text", ["http", "-1", "70000", "nan"])
+def test_a_port_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("PLANISH_METRICS_PORT", text)
+    with pytest.raises(ConfigError, match="`PLANISH_METRICS_PORT` must be a number"):
+        StageMetrics("train", 1).open()
+
+
+def test_a_stage_serves_while_it_works_and_shows_its_outcome(monkeypatch, tmp_path, file_root):
+    port = free_port()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+
+    def work(context):
+        assert scrape(port)["planish_stage_iteration"] == 4
+        return Outcome(metrics={"reward_mean": 0.75})
+
+    outputs = {"metrics": PathArtifact(str(tmp_path / "metrics"))}
+    execute("reward", work, root=file_root, config_sha256=None, outputs=outputs, iteration=4)
+    assert pages.samples(telemetry.metrics_text())["planish_reward_mean"] == 0.75
+
+
+def test_a_stage_that_fails_is_counted_by_its_exit_code(tmp_path, file_root):
+    def work(context):
+        raise ConfigError("`x` must be y, got z; set it")
+
+    with pytest.raises(SystemExit):
+        execute("reward", work, root=file_root, config_sha256=None, outputs={})
+    assert pages.samples(telemetry.metrics_text())['planish_stage_failures_total{code="2"}'] == 1
+
+
+def test_every_gauge_of_a_scalar_is_declared_without_labels():
+    declared = {metric.name: metric for metric in telemetry.METRICS}
+    for gauges in SCALARS.values():
+        for gauge in gauges.values():
+            assert (declared[gauge].kind, declared[gauge].labels) == ("gauge", ())

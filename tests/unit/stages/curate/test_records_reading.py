@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.stages.curate.problem import Ledger
+from planish.stages.curate.records import as_answer, field_of, read_hub, read_table
+from tests.unit.records.bombs import bomb
+
+GOOD = b'{"prompt": "1+1", "answer": "2"}'
+
+
+def no_hub(_):
+    raise AssertionError("the hub must not be asked")
+
+
+def read(path, *, skip_bad=False, hub=no_hub):
+    ledger = Ledger()
+    table = read_table(str(path), skip_bad=skip_bad, ledger=ledger, hub=hub)
+    return table, ledger.filters[0]
+
+
+def jsonl(tmp_path, *lines):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def test_rows_of_a_jsonl_file_know_their_lines_and_the_file_its_digest(tmp_path):
+    path = jsonl(tmp_path, GOOD, b'{"prompt": "2+2", "answer": 4}')
+    table, counts = read(path)
+    assert [row.origin for row in table.rows] == ["line 1", "line 2"]
+    assert table.rows[1].fields == {"prompt": "2+2", "answer": 4}
+    assert table.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (counts.num_in, counts.num_out) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "words"),
+    [
+        (b'{"prompt": ', "not_json", "not JSON"),
+        (b"", "empty_line", "empty line"),
+        (b"[1, 2]", "not_an_object", "must be an object"),
+        (b'"text"', "not_an_object", "must be an object"),
+        (b'{"prompt": "\xff\xfe"}', "not_utf8", "not UTF-8 at byte 12 (0xff)"),
+        (b'{"prompt": "\\ud800"}', "not_utf8", "no valid Unicode"),
+        (b"[" * 100_000, "not_json", "not JSON"),
+        (b'{"answer": ' + b"9" * 5000 + b"}", "not_json", "not JSON"),
+        (b'{"id": 7, "x": 1}\n{"id": 7, "x": 2}', "duplicate_id", "the id '7' stands in line 2"),
+    ],
+)
+def test_a_bad_line_stops_with_its_number_and_is_left_out_on_demand(tmp_path, line, reason, words):
+    path = jsonl(tmp_path, GOOD, line, GOOD.replace(b"1+1", b"3+3"))
+    with pytest.raises(ConfigError, match=f"line [23] of `data.jsonl`.*{'.*'}") as caught:
+        read(path)
+    assert words in str(caught.value)
+    assert "skip_bad" in str(caught.value)
+    table, counts = read(path, skip_bad=True)
+    assert table.rows[-1].fields["prompt"] == "3+3"
+    assert counts.reasons == {reason: 1}
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(b"")
+    for skip_bad in (False, True):
+        with pytest.raises(ConfigError, match=r"`empty.jsonl` must hold at least one"):
+            read(path, skip_bad=skip_bad)
+
+
+def test_a_file_of_bad_lines_only_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="got 2 bad rows"):
+        read(jsonl(tmp_path, b"x", b"y"), skip_bad=True)
+
+
+def test_a_file_without_a_line_feed_at_its_end_and_with_carriage_returns_is_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + b"\r\n" + GOOD.replace(b"1+1", b"1+2"))
+    assert len(read(path)[0].rows) == 2
+
+
+def test_parquet_rows_are_read_in_order(tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [1, 2]}), path)
+    table, _ = read(path)
+    assert [row.fields for row in table.rows] == [
+        {"prompt": "a", "answer": 1},
+        {"prompt": "b", "answer": 2},
+    ]
+    assert table.rows[1].origin == "row 2"
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(ConfigError, match="must be a Parquet file"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "/nowhere/data", "a/b/c", "owner/na me", ""])
+def test_what_is_neither_a_file_nor_a_hub_id_is_refused(name):
+    with pytest.raises(ConfigError, match=r"curate\.dataset"):
+        read(name)
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="which is no file"):
+        read(tmp_path)
+
+
+def test_rows_of_a_hub_data_set_have_a_digest_of_their_content():
+    rows = [{"prompt": "a", "answer": "1"}, {"answer": "2", "prompt": "b"}]
+    table, _ = read("owner/name", hub=lambda name: iter(rows))
+    canonical = "\n".join(json.dumps(row, sort_keys=True) for row in rows)
+    assert table.sha256 == hashlib.sha256(canonical.encode()).hexdigest()
+    assert len(table.rows) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hub_id_without_a_network_is_a_clear_error_and_no_hang(monkeypatch):
+    pytest.importorskip("datasets")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"'planish-tests/absent'.*must be reachable"):
+        read_hub("planish-tests/absent", config="", split="train", revision="")
+    assert time.monotonic() - start < 120
+
+
+def test_nested_fields_are_found_by_dotted_names():
+    fields = {"reward_model": {"ground_truth": "7"}, "a": 1}
+    assert field_of(fields, "reward_model.ground_truth") == "7"
+    assert field_of(fields, "a.b") is None
+    assert field_of(fields, "c") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(" 7 ", "7"), (7, "7"), (-7, "-7"), (7.0, "7"), (7.5, None), (True, None), (None, None),
+     (float("nan"), None), ([7], None), (10**4000, None), (10**99, "1" + "0" * 99)],
+)  # fmt: skip
+def test_answers_become_text_without_loss_or_not_at_all(value, text):
+    assert as_answer(value) == text
+
+
+@pytest.mark.parametrize("kind", ["text", "nested"])
+def test_a_small_parquet_file_that_decodes_to_much_is_refused(tmp_path, kind):
+    path = tmp_path / "data.parquet"
+    path.write_bytes(bomb(kind))
+    with pytest.raises(ConfigError, match="must decode to at most 536870912"):
+        read(path)
+
+
+def test_a_parquet_file_that_can_not_be_decoded_is_refused(tmp_path):
+    broken = pa.array([b"\xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": broken}), tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match="must be a Parquet file"):
+        read(tmp_path / "data.parquet")

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError
+from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.filters import (
+    choose,
+    has_good_trace,
+    is_held_out,
+    remove_long,
+    remove_outside_band,
+    remove_unverifiable,
+    split,
+)
+from planish.stages.curate.problem import Drop, Ledger, Problem, fraction_of, words
+from planish.stages.curate.records import Row, Table
+from planish.stages.curate.report import curation_metrics, curation_report
+from planish.stages.curate.select import curate, read_problems
+
+
+def problem(question, answer="2", verifier="integer", **facts):
+    return Problem(
+        question, [{"role": "user", "content": question}], answer, verifier, "s", **facts
+    )
+
+
+def rows(*fields):
+    return [Row(dict(f), f"line {n}") for n, f in enumerate(fields, 1)]
+
+
+def select(config, *fields, pass_rates=None, held=()):
+    tables = [Table(rows(*fields), "0" * 64)] if fields else []
+    tables += [Table(rows(*held), "1" * 64)] if held else []
+    return curate(config, 0, tables, Ledger(), pass_rates)
+
+
+def test_words_are_lower_case_in_one_unicode_form_with_operators():
+    assert words("How MANY? \uff13\u00d72 = 6.5") == ["how", "many", "3", "2", "=", "6.5"]
+    assert words("4-2=") == ["4", "-", "2", "="]
+
+
+def test_the_ledger_refuses_to_lose_a_row():
+    with pytest.raises(AssertionError):
+        Ledger().record("x", "rows", 3, 1, [Drop("a", "b")])
+
+
+def test_the_split_depends_on_the_problem_alone():
+    problems = [problem(f"{n}+1=", family=f"{n}") for n in range(4000)]
+    train, held = split(problems, 0.125)
+    assert len(train) + len(held) == 4000
+    assert abs(len(held) - 500) < 80
+    assert split(problems[::-1][:100], 0.125)[1] == [p for p in problems[::-1][:100] if p in held]
+    assert fraction_of("a") == fraction_of("a") != fraction_of("b")
+
+
+def test_members_of_a_family_are_on_one_side():
+    left, right = problem("5*24=", family="5*24"), problem("24*5=", family="5*24")
+    for fraction in np.linspace(0.01, 0.99, 30):
+        assert is_held_out(left, fraction) == is_held_out(right, fraction)
+
+
+def test_choosing_is_by_hash_and_keeps_the_order():
+    problems = [problem(f"{n}+1=") for n in range(50)]
+    chosen = choose(problems, 10)
+    assert [p for p in problems if p in chosen] == chosen
+    assert len(chosen) == 10
+    assert {p.question for p in choose(problems[::-1], 10)} == {p.question for p in chosen}
+    assert choose(problems, 999) == problems
+
+
+def test_long_and_empty_prompts_are_dropped():
+    kept, drops = remove_long([problem("abc"), problem("abcd"), problem("  ")], 3)
+    assert [p.question for p in kept] == ["abc"]
+    assert [d.reason for d in drops] == ["prompt_too_long", "prompt_empty"]
+
+
+def test_answers_that_cannot_be_verified_are_dropped_with_their_reason():
+    problems = [problem("a", "7"), problem("b", "9" * 100), problem("c", "seven"), problem("d", "")]
+    kept, drops = remove_unverifiable(problems)
+    assert kept == problems[:1]
+    assert [d.reason for d in drops] == ["answer_too_long", "answer_not_an_integer", "answer_empty"]
+
+
+def test_the_pass_rate_band_includes_its_ends_and_lets_unmeasured_problems_pass():
+    problems = [problem("a", pass_rate=r) for r in (0.0, 0.125, 0.5, 0.875, 1.0, float("nan"))]
+    kept, drops = remove_outside_band(problems, 0.125, 0.875)
+    assert [p.pass_rate for p in kept[:3]] == [0.125, 0.5, 0.875]
+    assert len(kept) == 4
+    assert [d.reason for d in drops] == ["too_hard", "too_easy"]
+
+
+def test_a_trace_must_end_in_the_answer():
+    assert has_good_trace(problem("1+1=", "2", "trace", trace="1+1+0=2=2"))
+    assert not has_good_trace(problem("1+1=", "2", "trace", trace="1+1+0=2=3"))
+    assert not has_good_trace(problem("1+1=", "2", "trace"))
+
+
+def read(*fields, **options):
+    kept, drops = read_problems(CurateConfig(**options), rows(*fields))
+    return kept, [d.reason for d in drops]
+
+
+def test_usual_fields_are_found_and_instructions_added():
+    kept, reasons = read({"question": " How many? ", "answer": 7})
+    assert reasons == []
+    assert (kept[0].question, kept[0].answer, kept[0].verifier) == ("How many?", "7", "integer")
+    assert "Answer: <answer>" in kept[0].messages[0]["content"]
+    assert "How many?" in kept[0].messages[0]["content"]
+
+
+def test_messages_and_nested_answers_of_public_data_sets_are_read_as_they_are():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1/2+1/3?"}]
+    kept, _ = read(
+        {"prompt": messages, "reward_model": {"ground_truth": "5/6"}, "data_source": "math"}
+    )
+    assert kept[0].messages == messages
+    assert kept[0].question == "1/2+1/3?"
+    assert (kept[0].answer, kept[0].verifier, kept[0].source) == ("5/6", "math", "math")
+
+
+def test_configured_fields_and_verifiers_win():
+    fields = {"q": {"text": "1+1="}, "a": "2", "answer": "3", "prompt": "no", "trace": "=2"}
+    kept, _ = read(fields, prompt_field="q.text", answer_field="a", verifier="trace")
+    assert (kept[0].messages[0]["content"], kept[0].answer) == ("1+1=", "2")
+    assert (kept[0].verifier, kept[0].trace) == ("trace", "=2")
+    kept, _ = read({"prompt": "x", "answer": "y", "verifier": "exact"}, verifier="trace")
+    assert kept[0].verifier == "exact"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"answer": "2"}, "no_prompt_field"),
+        ({"prompt": "x"}, "no_answer_field"),
+        ({"prompt": "x", "answer": 2.5}, "no_answer_field"),
+        ({"prompt": "x", "answer": "2", "verifier": 7}, "unknown_verifier"),
+        ({"prompt": 5, "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": [], "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": ["x"], "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": [{"role": "tool", "content": "x"}], "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": [{"role": "user", "content": 5}], "answer": "2"}, "prompt_is_no_text"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "2"}, "prompt_is_no_text"),
+    ],
+)
+def test_rows_without_a_problem_or_an_answer_are_dropped_with_a_reason(fields, reason):
+    assert read(fields) == ([], [reason])
+
+
+def sums(count, start=0):
+    return [{"prompt": f"{n}+1=", "answer": n + 1, "verifier": "trace", "trace": f"={n + 1}"}
+            for n in range(start, start + count)]  # fmt: skip
+
+
+def test_every_row_of_a_data_set_is_trained_on_held_out_or_counted():
+    fields = [*sums(100), *sums(3), {"prompt": "5+5=", "answer": "1" * 100}, {"prompt": "x"}]
+    curated = select(CurateConfig(dataset="d", evaluation_size=5, num_traces=20), *fields)
+    counts = {f.name: f for f in curated.ledger.filters}
+    assert counts["readable problems"].reasons == {"no_answer_field": 1}
+    assert counts["verifiable answer"].reasons == {"answer_too_long": 1}
+    assert counts["duplicates"].reasons == {"duplicate": 3}
+    held = counts["split, training part"].reasons["held_out"]
+    assert (len(curated.train), len(curated.evaluation)) == (100 - held, 5)
+    assert counts["evaluation size"].reasons == {"over_evaluation_size": held - 5}
+    assert len(curated.traced) == 20
+    assert counts["traces for the cold start"].reasons == {"over_num_traces": 80 - held}
+
+
+def test_a_separate_evaluation_set_cleans_the_training_set():
+    config = CurateConfig(dataset="d", evaluation_dataset="e")
+    curated = select(config, *sums(20), held=sums(10, start=15))
+    assert (len(curated.train), len(curated.evaluation)) == (15, 10)
+    contamination = next(f for f in curated.ledger.filters if f.name == "contamination")
+    assert contamination.reasons == {"equals_held_out": 5}
+
+
+def test_generated_tasks_have_the_sizes_asked_for_and_no_shared_family():
+    config = CurateConfig(num_prompts=700, evaluation_size=60, num_traces=50)
+    curated = select(config)
+    assert (len(curated.train), len(curated.evaluation), len(curated.traced)) == (700, 60, 50)
+    assert {p.family for p in curated.train}.isdisjoint(p.family for p in curated.evaluation)
+    assert {p.key for p in curated.traced} <= {p.key for p in curated.train}
+
+
+def test_a_task_with_few_prompts_ends():
+    config = CurateConfig(num_prompts=300, evaluation_size=40, max_operand_digits=1)
+    curated = select(config)
+    assert 100 < len(curated.train) < 300
+    assert 5 < len(curated.evaluation) < 40
+
+
+def test_integer_answers_and_pass_rates_are_part_of_the_chain():
+    fields = [{"prompt": f"What is {n}/7 of a cake?", "answer": f"{n}/7"} for n in range(1, 60)]
+    config = CurateConfig(dataset="d", to_integers=True, pass_rate_min=0.2, pass_rate_max=0.8)
+
+    def rates(problems):
+        from dataclasses import replace
+
+        return [replace(p, pass_rate=(i % 4) / 3) for i, p in enumerate(problems)]
+
+    curated = select(config, *fields, pass_rates=rates)
+    band = next(f for f in curated.ledger.filters if f.name == "pass rate")
+    assert set(band.reasons) == {"too_hard", "too_easy"}
+    assert {p.verifier for p in curated.train} == {"integer"}
+    assert all(0.2 <= p.pass_rate <= 0.8 for p in curated.train)
+    assert "pass_rate_mean" in curation_metrics(curated)
+
+
+def test_nothing_left_is_an_error_with_the_counts_of_every_filter():
+    with pytest.raises(ConfigError) as caught:
+        select(CurateConfig(dataset="d", max_prompt_chars=2), *sums(9))
+    assert "prompt length 9 -> 0 (prompt_too_long 9)" in str(caught.value)
+    assert "at least one training prompt" in str(caught.value)
+    with pytest.raises(ConfigError, match="at least one evaluation prompt"):
+        select(CurateConfig(dataset="d", evaluation_fraction=1e-9), *sums(9))
+
+
+def test_the_report_shows_counts_and_examples_and_no_markup_of_the_data():
+    evil = "<script>alert(1)</script> | `x` **b** \n# head \x07"
+    curated = select(CurateConfig(dataset="d"), *sums(40), {"prompt": evil, "answer": "x" * 2000})
+    text = curation_report(curated, "s", "ab" * 32)
+    assert "| duplicates | prompts | 40 | 40 | 0 |" in text
+    assert "| answer_too_long | 1 |" in text
+    assert "<script>" not in text
+    assert "\n# head" not in text
+    assert "ab" * 32 in text
+    row = next(line for line in text.splitlines() if "answer_too_long" in line)
+    assert row.count("|") == 4
+
+
+def test_metrics_are_the_counts_of_the_ledger():
+    curated = select(CurateConfig(dataset="d", num_traces=0), *sums(100))
+    metrics = curation_metrics(curated)
+    assert metrics["num_train"] == len(curated.train)
+    assert metrics["in_split_training_part"] == 100
+    assert metrics["out_split_training_part"] == len(curated.train)
+    assert metrics["num_traces"] == 0
+    assert "trace characters" not in curation_report(curated, "s", "")
+    json.dumps(metrics, allow_nan=False)
+
+
+def test_defaults_hold_and_impossible_settings_are_refused_all_at_once():
+    config = parse_section(CurateConfig, {}, section="curate")
+    assert (config.dataset, config.task, config.evaluation_size) == ("", "column-arithmetic", 512)
+    assert (config.contamination_ngram, config.skip_bad) == (13, False)
+    with pytest.raises(ConfigError) as caught:
+        parse_section(
+            CurateConfig,
+            {
+                "pass_rate_min": 0.9,
+                "pass_rate_max": 0.1,
+                "rewriter": "x y",
+                "evaluation_dataset": "e",
+            },
+            section="curate",
+        )
+    for part in ("0.9 > 0.1", "'x y'", "to_integers", "needs `dataset`"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="skip_bad"):
+        parse_section(CurateConfig, {"skip_bda": True}, section="curate")

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planish.stages.curate.arithmetic import ColumnExpression, chain_trace, multiplication_trace
+from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.filters import has_good_trace
+from planish.stages.curate.tasks import MIXTURE, TASKS, task_stream
+from planish.verifiers import answer_fault, verify
+
+
+@pytest.mark.parametrize(
+    ("expression", "trace"),
+    [
+        ((48, "+", 24), "8+4+0=12;4+2+1=7=72"),
+        ((999, "+", 1), "9+1+0=10;9+0+1=10;9+0+1=10=1000"),
+        ((7, "+", 1200), "7+0+0=7;0+0+0=0;0+2+0=2;0+1+0=1=1207"),
+        ((52, "-", 17), "12-7-0=5;5-1-1=3=35"),
+        ((1000, "-", 1), "10-1-0=9;10-0-1=9;10-0-1=9;1-0-1=0=999"),
+        ((5, "-", 5), "5-5-0=0=0"),
+        ((24, "*", 5), "4*5+0=20;2*5+2=12=120"),
+        ((5, "*", 24), "4*5+0=20;2*5+2=12=120"),
+        ((0, "*", 7), "0*7+0=0=0"),
+    ],
+)
+def test_column_traces_worked_by_hand(expression, trace):
+    assert ColumnExpression(*expression).trace() == trace
+
+
+@given(st.integers(0, 9999), st.sampled_from("+-*"), st.integers(0, 9999))
+def test_every_column_trace_ends_in_the_result_and_fits_48_tokens(left, operator, right):
+    expression = ColumnExpression(left, operator, right)
+    if expression.fault(4) is None:
+        trace = expression.trace()
+        assert verify("trace", trace, str(eval(f"{left}{operator}{right}"))).accuracy == 1.0
+        assert len(trace) + 1 <= 48
+
+
+@pytest.mark.parametrize(
+    ("expression", "fault"),
+    [
+        ((10000, "+", 1), "operand_over_4_digits"),
+        ((1, "-", 2), "negative_result"),
+        ((12, "*", 12), "no_factor_of_one_digit"),
+        ((9999, "*", 9), None),
+        ((9, "*", 9999), None),
+        ((3, "-", 3), None),
+    ],
+)
+def test_what_is_no_column_arithmetic_is_named(expression, fault):
+    assert ColumnExpression(*expression).fault(4) == fault
+
+
+def test_swapped_operands_are_one_family():
+    assert ColumnExpression(5, "*", 24).family == ColumnExpression(24, "*", 5).family
+    assert ColumnExpression(5, "+", 24).family != ColumnExpression(24, "*", 5).family
+
+
+def test_chain_and_long_multiplication_traces_worked_by_hand():
+    assert chain_trace([7, 5, 8, 7, 4], 10) == "7+5=2+8=0+7=7+4=1"
+    assert multiplication_trace(48, 24) == (
+        "8*4+0=32;4*4+3=19=192:8*2+0=16;4*2+1=9=96:2+0+0=2;9+6+0=15;1+9+1=11=1152"
+    )
+    assert multiplication_trace(7, 8) == "7*8+0=56=56"
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_each_task_is_verifiable_solved_and_equal_for_equal_seeds(task):
+    config = CurateConfig(task=task)
+    problems = list(islice(task_stream(config, 3), 300))
+    assert problems == list(islice(task_stream(config, 3), 300))
+    assert problems != list(islice(task_stream(config, 4), 300))
+    for problem in problems:
+        assert answer_fault(problem.verifier, problem.answer) is None
+        assert has_good_trace(problem), problem
+
+
+def test_generated_column_arithmetic_has_the_trace_lengths_of_gsm8k():
+    problems = islice(task_stream(CurateConfig(), 0), 4000)
+    lengths = [len(p.trace) + 1 for p in problems]
+    p10, median, p90, longest = np.percentile(lengths, [10, 50, 90, 100])
+    assert (p10, median, longest) == (19, 22, 42)
+    assert 36 <= p90 <= 38
+
+
+def test_the_mixture_counts_4763_expressions():
+    assert sum(MIXTURE.values()) == 4763
+    assert all(min(a, b) == 1 for a, operator, b in MIXTURE if operator == "*")
+
+
+def test_operand_digits_limit_the_mixture():
+    config = CurateConfig(max_operand_digits=2)
+    questions = [p.question for p in islice(task_stream(config, 0), 300)]
+    assert max(len(q) for q in questions) == len("99+99=")
+
+
+def test_chain_operands_are_heavy_tailed_and_capped():
+    config = CurateConfig(task="modular-chain", chain_max_operands=23)
+    counts = [p.trace.count("+") + 1 for p in islice(task_stream(config, 0), 3000)]
+    assert (min(counts), max(counts)) == (2, 23)
+    assert 4.5 <= np.median(counts) <= 5.5
+    assert max(len(p.trace) + 1 for p in islice(task_stream(config, 0), 3000)) <= 96
+
+
+def test_countdown_targets_are_in_range_and_use_every_number():
+    config = CurateConfig(task="countdown", countdown_numbers=4)
+    for problem in islice(task_stream(config, 0), 200):
+        numbers = problem.question.split()[1].split(",")
+        assert len(numbers) == 4
+        assert 1 <= int(problem.question.split()[-1]) <= 999
+
+
+def test_task_streams_do_not_touch_the_global_random_state():
+    random.seed(7)
+    expected = random.random()
+    random.seed(7)
+    list(islice(task_stream(CurateConfig(), 0), 10))
+    assert random.random() == expected

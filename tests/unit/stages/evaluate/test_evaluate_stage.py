@@ -1,0 +1,179 @@
+"""The evaluate stage on a tiny policy: reports, rollout sets, second runs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from planish.models.policy import build_policy, save_policy
+from planish.records import layout
+from planish.records.io import read_manifest, read_set, write_set
+from planish.records.prompts import PromptSet
+from planish.records.refs import Ref
+from planish.records.reports import EvalReport, read_report
+from planish.records.rollouts import RolloutSet
+from planish.stages.evaluate.stage import compare, run
+from planish.verifiers import verify
+from tests.unit.tiny_run import artifact, make_run, sums, tiny_model, write_data
+
+
+def save_version(root, version, seed):
+    policy = build_policy(tiny_model(), seed)
+    facts = {"version": version, "parents": {}, "attributes": {"config_sha256": "c"}}
+    return save_policy(layout.policy(root, version), policy, **facts).pin()
+
+
+def evaluate(root, tmp_path, digest, before, after):
+    evaluation, metrics = artifact(tmp_path, "evaluation"), artifact(tmp_path, "metrics")
+    run(
+        root=root,
+        config_sha256=digest,
+        baseline_pin=before,
+        policy_pin=after,
+        evaluation=evaluation,
+        metrics=metrics,
+    )
+    ref = Ref.from_json((tmp_path / "artifacts" / "evaluation").read_text())
+    return ref, json.loads((tmp_path / "artifacts" / "metrics").read_text())
+
+
+@pytest.fixture
+def ready(file_root):
+    write_data(file_root)
+    return make_run(file_root)
+
+
+def test_both_policies_are_measured_and_compared(file_root, tmp_path, ready):
+    pins = save_version(file_root, 0, seed=1), save_version(file_root, 3, seed=2)
+    ref, metrics = evaluate(file_root, tmp_path, ready, *pins)
+    assert ref.schema == "eval/1"
+    assert ref.attributes["policy_version"] == 3
+    report = read_report(EvalReport, ref.uri, sha256=ref.manifest_sha256)
+    before = read_report(EvalReport, f"{layout.evaluation(file_root, 0)}/report.json")
+    assert report.scalars["num_prompts"] == 12.0
+    assert set(report.sources) == {"sums", "sums-high"}
+    assert sum(s["num_prompts"] for s in report.sources.values()) == 12.0
+    assert metrics["accuracy_after"] == report.scalars["accuracy"]
+    assert metrics["accuracy_before"] == before.scalars["accuracy"]
+    assert metrics["accuracy_rise"] == metrics["accuracy_after"] - metrics["accuracy_before"]
+    assert {"greedy_before", "greedy_after", "pass_at_2_after", "cons_at_3_after"} <= set(metrics)
+
+
+def test_report_agrees_with_the_rollouts_that_it_was_made_from(file_root, tmp_path, ready):
+    pin = save_version(file_root, 0, seed=1)
+    ref, _ = evaluate(file_root, tmp_path, ready, pin, pin)
+    report = read_report(EvalReport, ref.uri)
+    rollouts = read_set(RolloutSet, f"{layout.evaluation(file_root, 0)}/rollouts")
+    assert (rollouts.num_groups, rollouts.num_rows) == (12, 36)
+    rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
+    accuracy = np.mean([verify(*row).accuracy for row in rows])
+    assert report.scalars["accuracy"] == pytest.approx(accuracy)
+    greedy = read_set(RolloutSet, f"{layout.evaluation(file_root, 0)}/temperature-0")
+    assert greedy.num_rows == 12
+    attributes = read_manifest(f"{layout.evaluation(file_root, 0)}/temperature-0").attributes
+    assert attributes["temperature"] == 0.0
+
+
+def test_equal_pins_are_evaluated_once(file_root, tmp_path, ready):
+    pin = save_version(file_root, 0, seed=1)
+    _, metrics = evaluate(file_root, tmp_path, ready, pin, pin)
+    assert metrics["accuracy_before"] == metrics["accuracy_after"]
+    assert metrics["accuracy_rise"] == 0.0
+    # the same samples twice: nothing can differ
+    assert metrics["accuracy_rise_standard_error"] == 0.0
+
+
+def test_second_run_computes_nothing_and_gives_the_same_reference(
+    file_root, tmp_path, ready, capsys
+):
+    pins = save_version(file_root, 0, seed=1), save_version(file_root, 1, seed=2)
+    first = evaluate(file_root, tmp_path, ready, *pins)
+    folder = tmp_path / "root" / "evals" / "00001" / "rollouts"
+    stamp = (folder / "manifest.json").stat().st_mtime_ns
+    assert evaluate(file_root, tmp_path, ready, *pins) == first
+    assert (folder / "manifest.json").stat().st_mtime_ns == stamp
+    log = json.loads((tmp_path / "root" / "logs" / "00000-evaluate-00.json").read_text())
+    assert log["already_done"] is True
+
+
+def test_killed_before_the_report_the_rollouts_are_used_again(file_root, tmp_path, ready):
+    pin = save_version(file_root, 0, seed=1)
+    first = evaluate(file_root, tmp_path, ready, pin, pin)
+    folder = tmp_path / "root" / "evals" / "00000"
+    (folder / "report.json").unlink()
+    (folder / "temperature-0" / "manifest.json").unlink()
+    stamp = (folder / "rollouts" / "manifest.json").stat().st_mtime_ns
+    assert evaluate(file_root, tmp_path, ready, pin, pin) == first
+    assert (folder / "rollouts" / "manifest.json").stat().st_mtime_ns == stamp
+
+
+def test_two_roots_give_equal_digests(tmp_path):
+    digests = []
+    for name in ("a", "b"):
+        root = f"file://{tmp_path / name}/root"
+        write_data(root)
+        digest = make_run(root)
+        pin = save_version(root, 0, seed=1)
+        (tmp_path / name).mkdir(exist_ok=True)
+        ref, _ = evaluate(root, tmp_path / name, digest, pin, pin)
+        sets = [
+            read_manifest(f"{layout.evaluation(root, 0)}/{kind}").sha256
+            for kind in ("rollouts", "temperature-0")
+        ]
+        digests.append((ref.manifest_sha256, *sets))
+    assert digests[0] == digests[1]
+
+
+def test_policy_of_another_root_does_not_share_a_folder_with_an_own_one(tmp_path, ready, file_root):
+    other = f"file://{tmp_path}/other"
+    foreign, own = save_version(other, 2, seed=1), save_version(file_root, 2, seed=2)
+    ref, _ = evaluate(file_root, tmp_path, ready, foreign, own)
+    assert ref.uri == f"{layout.evaluation(file_root, 2)}/report.json"
+    before = read_report(EvalReport, f"{layout.evaluation(file_root, 0)}/report.json")
+    assert before.attributes["policy_version"] == 2
+
+
+def test_fewer_prompts_and_no_greedy_pass_can_be_asked_for(file_root, tmp_path):
+    write_data(file_root)
+    digest = make_run(file_root, evaluate={"max_prompts": 5, "greedy": False})
+    pin = save_version(file_root, 0, seed=1)
+    ref, metrics = evaluate(file_root, tmp_path, digest, pin, pin)
+    assert read_report(EvalReport, ref.uri).scalars["num_prompts"] == 5.0
+    assert "greedy_after" not in metrics
+    ids = read_set(PromptSet, layout.evaluation_prompts(file_root)).prompt_id
+    used = read_set(RolloutSet, f"{layout.evaluation(file_root, 0)}/rollouts").prompt_id
+    assert sorted(set(used)) == sorted(ids)[:5]
+
+
+def test_no_held_out_prompts_is_an_error_that_says_so(file_root, tmp_path, caplog):
+    digest = make_run(file_root)
+    empty, _ = sums([])
+    write_set(layout.evaluation_prompts(file_root), empty, parents={}, attributes={})
+    pin = save_version(file_root, 0, seed=1)
+    with pytest.raises(SystemExit):
+        evaluate(file_root, tmp_path, digest, pin, pin)
+    assert "an evaluation needs at least one prompt, got none" in caplog.text
+
+
+def test_the_error_of_the_rise_is_that_of_differences_under_equal_seeds():
+    before = {"accuracy": 0.5, "accuracy_standard_error": 0.25, "greedy": 0.1}
+    after = {"accuracy": 0.75, "accuracy_standard_error": 0.25, "pass@8": 0.7}
+    found = compare(
+        EvalReport(before, {}, {"marks": ["1100", "1010"]}),
+        EvalReport(after, {}, {"marks": ["1100", "1111"]}),
+    )
+    assert found["accuracy_rise"] == pytest.approx(0.25)
+    # Differences 0, 0, 0, 0 and 0, 1, 0, 1, whose sample variances are 0 and 1/3.
+    assert found["accuracy_rise_standard_error"] == pytest.approx((1 / 3 / 4) ** 0.5 / 2)
+    assert "greedy_before" not in found
+
+
+def test_a_single_sample_a_prompt_tells_no_error_of_the_rise(file_root, tmp_path):
+    write_data(file_root)
+    digest = make_run(file_root, evaluate={"num_samples": 1, "pass_at": [1]})
+    pins = save_version(file_root, 0, seed=1), save_version(file_root, 1, seed=2)
+    _, metrics = evaluate(file_root, tmp_path, digest, *pins)
+    assert "accuracy_rise" in metrics
+    assert "accuracy_rise_standard_error" not in metrics

@@ -1,0 +1,184 @@
+"""The monitor stage names a faulty machine, and never fails a run because it can not look."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.result import schema
+from planish.minder.lab.files import write_frame
+from planish.minder.service.config import service_settings
+from planish.records import layout
+from planish.run.avoid import avoided
+from planish.run.stage import PathArtifact
+from planish.stages.monitor_check.stage import run
+from planish.stages.monitor_check.watch import find, watch
+from planish.store import open_store
+from planish.store.documents import write_json
+from tests.unit.tiny_run import make_run
+
+NAMES = tuple(f"node-{i}" for i in range(8))
+ADDRESSES = tuple(f"10.0.0.{i}:9100" for i in range(8))
+SETTINGS = """
+[detect]
+metrics = ["cpu_usage"]
+
+[denoise]
+denoiser = "none"
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Return what writes a trace in which one machine is faulty from a second on."""
+
+    def record(faulty_from=10**6, names=NAMES):
+        rng = np.random.default_rng(0)
+        wave = 5 * np.sin(np.arange(1500)[:, None] / 4)
+        values = (30 + wave + rng.normal(0, 1, (1500, 8))).astype(np.float32)
+        values[faulty_from:, 3] -= 20
+        frame = Frame("pretrain", np.arange(1000, 2500), names, {"cpu_usage": values})
+        write_frame(tmp_path / "trace.npz", frame)
+        (tmp_path / "minder.toml").write_text(SETTINGS)
+        return f"file://{tmp_path}/trace.npz"
+
+    return record
+
+
+def check(root, tmp_path, *, trace="", settings="minder.toml", **changes):
+    result, metrics = (PathArtifact(str(tmp_path / "out" / n)) for n in ("result", "metrics"))
+    given = {
+        "number": 1,
+        "offset": 2,
+        "settings": f"file://{tmp_path}/{settings}" if settings else "",
+        "trace": trace,
+        "job": "",
+        "watch_seconds": 0,
+        **changes,
+    }
+    found = run(root=root, config_sha256=make_run(root), **given, result=result, metrics=metrics)
+    texts = [(tmp_path / "out" / name).read_text() for name in ("result", "metrics")]
+    return found.faulty_machine, *(json.loads(text) for text in texts)
+
+
+def test_a_faulty_machine_of_a_recording_is_named(file_root, tmp_path, recorded):
+    machine, result, metrics = check(file_root, tmp_path, trace=recorded(800))
+    assert machine == "node-3"
+    assert result["status"] == "fault"
+    assert result["job"] == "trace"
+    assert [finding["machine"] for finding in result["findings"]] == ["node-3"]
+    assert abs(result["findings"][0]["run_start"] - 1800) <= 8
+    assert set(result) == set(schema()["required"])
+    assert metrics == {
+        "num_calls": 1.0,
+        "num_failed_calls": 0.0,
+        "num_findings": 1.0,
+        "num_machines": 8.0,
+    }
+    (path,) = (tmp_path / "root").rglob("*monitor_check*.json")
+    log = json.loads(path.read_text())
+    assert (log["state"], log["iteration"]) == ("done", 3)
+
+
+def test_a_faulty_machine_is_written_down_for_the_runs_that_follow(
+    file_root, tmp_path, recorded, monkeypatch
+):
+    monkeypatch.setenv("RUN_ID", "run-a")
+    trace = recorded(800)
+    for _ in range(2):
+        check(file_root, tmp_path, trace=trace)
+    (node,) = avoided(file_root)
+    assert (node.name, node.named_by) == ("node-3", "monitor_check")
+    assert (node.run_id, node.iteration) == ("run-a", 3)
+
+
+def test_a_machine_that_is_no_node_is_named_but_not_written_down(file_root, tmp_path, recorded):
+    machine, _, _ = check(file_root, tmp_path, trace=recorded(800, ADDRESSES))
+    assert machine == "10.0.0.3:9100"
+    assert avoided(file_root) == []
+
+
+def test_a_healthy_recording_names_nobody(file_root, tmp_path, recorded):
+    machine, result, _ = check(file_root, tmp_path, trace=recorded(), job="mine")
+    assert (machine, result["status"], result["job"]) == ("", "ok", "mine")
+    assert avoided(file_root) == []
+
+
+def test_a_stopped_iteration_is_not_looked_at(file_root, tmp_path):
+    open_store(file_root).create(layout.stopped_file(file_root, 3), b"{}")
+    machine, result, _ = check(file_root, tmp_path, settings="")
+    assert (machine, result["status"]) == ("", "skipped")
+
+
+def test_a_prometheus_that_is_away_does_not_fail_the_run(file_root, tmp_path, recorded, free_port):
+    recorded()
+    where = f'\n[prometheus]\nurl = "http://127.0.0.1:{free_port}"\n'
+    jobs = '\n[[jobs]]\nname = "pretrain"\nmachines = ["a", "b", "c", "d"]\n'
+    (tmp_path / "minder.toml").write_text(where + jobs + SETTINGS)
+    machine, result, metrics = check(file_root, tmp_path)
+    assert (machine, result["status"]) == ("", "skipped")
+    assert (metrics["num_calls"], metrics["num_failed_calls"]) == (1.0, 1.0)
+
+
+def test_wrong_settings_end_the_task_for_good(file_root, tmp_path, recorded):
+    recorded()
+    (tmp_path / "minder.toml").write_text("[detekt]\nx = 1\n")
+    with pytest.raises(SystemExit) as error:
+        check(file_root, tmp_path)
+    assert error.value.code == 2
+
+
+def settings_of(port, *names, machines=("a", "b", "c", "d")):
+    jobs = [{"name": name, "machines": list(machines)} for name in names]
+    return service_settings(
+        {
+            "prometheus": {"url": f"http://127.0.0.1:{port}"},
+            "detect": {"metrics": ["cpu_usage"]},
+            "denoise": {"denoiser": "none"},
+            "jobs": jobs,
+        }
+    )
+
+
+def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
+    done = layout.update(file_root, 3)
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            write_json(done, {})
+
+    watched = watch(
+        settings_of(free_port, "pretrain"),
+        "pretrain",
+        seconds=1000.0,
+        is_over=lambda: open_store(done).exists(done),
+        sleep=sleep,
+    )
+    assert pauses == [60, 60]
+    assert (watched.result, watched.num_calls, watched.num_failed) == (None, 3, 3)
+
+
+def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(free_port, caplog):
+    pauses = []
+    watched = watch(
+        settings_of(free_port, "train", machines=["a"]),
+        "train",
+        seconds=1000.0,
+        is_over=lambda: len(pauses) == 3,
+        sleep=pauses.append,
+    )
+    assert (watched.result.status, watched.result.n_machines) == ("too_few_machines", 1)
+    assert (watched.num_calls, watched.num_failed) == (4, 0)
+    assert caplog.messages == ["nothing to compare job=train machines=1 least=4"]
+
+
+def test_without_a_name_there_must_be_one_job(free_port):
+    assert find(settings_of(free_port, "one"), "").name == "one"
+    with pytest.raises(ConfigError, match=r"`job` must be named .* got \['one', 'two'\]"):
+        find(settings_of(free_port, "one", "two"), "")

@@ -1,0 +1,163 @@
+"""The following run of a chain: submitted once, and only when it is due."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planish.base.config import config_sha256
+from planish.records import layout
+from planish.run.kfp_runs import KfpRuns
+from planish.run.lock import Holder, acquire
+from planish.run.runs import RunFacts, restart_name, run_name
+from planish.run.stage import PathArtifact
+from planish.stages.next_run import stage
+from planish.stages.next_run.follow import Following, follow
+from planish.store import open_store
+from tests.unit.pipelines.kfp_server import Server
+
+SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
+
+
+class FakeRuns:
+    """Meets `Runs`."""
+
+    def __init__(self, existing=()):
+        self.existing = dict(existing)
+        self.created = []
+
+    def facts(self, run_id):
+        return RunFacts("exp", {"root": "s3://b/r", "seed": 1}, "account", "", {"x": run_id})
+
+    def find(self, name, experiment_id):
+        assert experiment_id == "exp"
+        return self.existing.get(name, "")
+
+    def create(self, name, facts):
+        self.created.append((name, facts))
+        self.existing[name] = f"id-{len(self.created)}"
+        return self.existing[name]
+
+
+def ask(runs, **changes):
+    facts = {"root": "s3://b/r", "run_id": "now", "chain_index": 0, "max_runs": 3}
+    return follow(runs, **{**facts, "is_stopped": False, **changes})
+
+
+def test_the_following_run_has_the_same_parameters_and_the_next_place():
+    runs = FakeRuns()
+    assert ask(runs, chain_index=1) == Following("submitted", "id-1")
+    name, facts = runs.created[0]
+    assert name == run_name("s3://b/r", 2)
+    assert facts.parameters == {"root": "s3://b/r", "seed": 1, "chain_index": 2}
+    assert (facts.service_account, facts.pipeline) == ("account", {"x": "now"})
+
+
+def test_a_retried_task_submits_nothing_more():
+    runs = FakeRuns()
+    ask(runs)
+    assert ask(runs) == Following("exists", "id-1")
+    assert len(runs.created) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "decision"),
+    [
+        ({"max_runs": 1}, "last run"),
+        ({"chain_index": 2}, "last run"),
+        ({"is_stopped": True}, "stop file"),
+        ({"run_id": ""}, "not in a cluster"),
+    ],
+)
+def test_a_chain_that_has_ended_submits_nothing(changes, decision):
+    runs = FakeRuns()
+    assert ask(runs, **changes) == Following(decision)
+    assert runs.created == []
+
+
+def test_names_tell_roots_and_places_apart():
+    names = {run_name(root, index) for root in ("s3://b/r", "s3://b/s") for index in range(3)}
+    assert len(names) == 6
+    assert run_name("s3://b/r", 7).endswith("-007")
+    assert restart_name("s3://b/r", 7) == f"{run_name('s3://b/r', 7)[:-3]}restart-007"
+
+
+@pytest.fixture
+def server():
+    found = Server()
+    yield found
+    found.close()
+
+
+def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
+    present = server.add_run(
+        display_name="by hand",
+        experiment_id="e1",
+        service_account="planish-runner",
+        pipeline_spec=SPEC,
+        runtime_config={"parameters": {"root": "s3://b/r", "chain_index": 0}},
+    )
+    runs = KfpRuns(host=server.url)
+    for decision in ("submitted", "exists"):
+        assert ask(runs, run_id=present["run_id"]).decision == decision
+    (body,) = server.posted("runs")
+    assert body["display_name"] == run_name("s3://b/r", 1)
+    assert body["experiment_id"] == "e1"
+    assert body["service_account"] == "planish-runner"
+    assert body["pipeline_spec"] == SPEC
+    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain_index": 1}
+
+
+def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
+    reference = {"pipeline_id": "p", "pipeline_version_id": "v"}
+    present = server.add_run(
+        display_name="scheduled",
+        pipeline_version_reference=reference,
+        runtime_config={"parameters": {}, "pipeline_root": "s3://b/kfp"},
+    )
+    ask(KfpRuns(host=server.url), run_id=present["run_id"])
+    (body,) = server.posted("runs")
+    assert body["pipeline_version_reference"] == reference
+    assert "pipeline_spec" not in body
+    assert body["runtime_config"] == {
+        "parameters": {"chain_index": 1},
+        "pipeline_root": "s3://b/kfp",
+    }
+
+
+def run_stage(root, tmp_path, **changes):
+    config = {"run": {"seed": 0}}
+    document = {"config": config, "initial": {"policy": "", "state": ""}}
+    open_store(root).write(layout.run_file(root), json.dumps(document).encode())
+    metrics = PathArtifact(f"{tmp_path}/metrics.json")
+    facts = {"chain_index": 0, "max_runs": 2, **changes}
+    stage.run(root=root, config_sha256=config_sha256(config), metrics=metrics, **facts)
+    return json.loads(Path(metrics.path).read_text())
+
+
+def test_outside_a_cluster_the_stage_does_nothing(file_root, tmp_path, monkeypatch):
+    monkeypatch.delenv("RUN_ID", raising=False)
+    assert run_stage(file_root, tmp_path) == {"submitted": 0.0, "chain_index": 0.0}
+
+
+def test_in_a_cluster_the_stage_submits_once(server, file_root, tmp_path, monkeypatch):
+    present = server.add_run(
+        display_name="x", pipeline_spec=SPEC, runtime_config={"parameters": {}}
+    )
+    monkeypatch.setenv("RUN_ID", present["run_id"])
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
+    acquire(file_root, Holder("cluster", run_id=present["run_id"]))
+    submitted = [run_stage(file_root, tmp_path)["submitted"] for _ in range(2)]
+    assert submitted == [1.0, 0.0]
+    assert len(server.posted("runs")) == 1
+    # The following run may begin before the exit task of this one has ended.
+    following = Holder("cluster", run_id="following")
+    assert acquire(file_root, following, alive=lambda _: True).generation == 2
+
+
+def test_the_stop_file_ends_a_chain(server, file_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_ID", "now")
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
+    open_store(file_root).write(layout.stop_file(file_root), b"{}")
+    assert run_stage(file_root, tmp_path)["submitted"] == 0.0
+    assert server.requests == []

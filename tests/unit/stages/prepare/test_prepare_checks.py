@@ -1,0 +1,144 @@
+"""Checks across sections."""
+
+import pytest
+
+from planish.base.config import preset_names
+from planish.base.errors import ConfigError
+from planish.stages.prepare.checks import check_config, check_run
+from planish.stages.prepare.settings import build_config
+
+BASE = {"preset": "", "config": "", "model": "", "dataset": "", "seed": -1}
+
+
+def test_the_published_configuration_has_no_fault():
+    assert build_config(**BASE, overrides="")["algorithm"]["name"] == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("rollout.max_response_tokens=100", "`reward.max_response_tokens` must equal"),
+        ("train.rollouts_per_minibatch=8193", "8192 rollouts of an iteration"),
+        ("rollout.starvation_policy=relax", "`reward.keep_uniform_groups` must be true"),
+    ],
+)
+def test_impossible_combinations_are_told(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        build_config(**BASE, overrides=overrides)
+
+
+def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluations_are_not():
+    with pytest.raises(ConfigError) as caught:
+        build_config(**BASE, overrides="rollout.top_p=0.9 rollout.top_k=20")
+    told = str(caught.value)
+    assert "`rollout.top_p` must be 1.0, which samples from the whole distribution, got 0.9" in told
+    assert "`rollout.top_k` must be 0, which samples from the whole distribution, got 20" in told
+    assert "the trainer does not score tokens under a truncated one" in told
+    assert build_config(**BASE, overrides="evaluate.top_p=0.5")["evaluate"]["top_p"] == 0.5
+
+
+WINDOWS = "rollout.window_tokens=16 rollout.dynamic_sampling=false "
+WHOLE_GROUPS = WINDOWS + "rollout.unfinished=hold_group "
+KEEP = "reward.keep_uniform_groups=true "
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "words"),
+    [
+        ("tppo", "", "must equal `algorithm.window_tokens`, got 0 and 8192"),
+        ("tppo", WINDOWS + KEEP, "must equal `algorithm.window_tokens`, got 16 and 8192"),
+        ("tppo", WINDOWS + "algorithm.window_tokens=16", "`reward.keep_uniform_groups` must be"),
+        ("tppo", WHOLE_GROUPS + KEEP + "algorithm.window_tokens=16", "must be 'train' for an"),
+        ("vapo", WINDOWS + KEEP, "must be 'hold' or 'hold_group' with .* got 'train'"),
+        ("vapo", WHOLE_GROUPS + KEEP, "`algorithm.correction` must not be 'off'"),
+        ("grpo", WINDOWS + KEEP + "rollout.unfinished=hold algorithm.correction=bypass",
+         "must be 'hold_group' with .* got 'hold'; .* compares those of a group"),
+        ("vapo", "rollout.window_tokens=16", "`dynamic_sampling` must be false"),
+        ("vapo", WINDOWS + "rollout.max_staleness=1", "`max_staleness` 0 with `window_tokens`"),
+        ("vapo", "rollout.unfinished=hold", "`window_tokens` must be above 0 with"),
+    ],
+)  # fmt: skip
+def test_windows_that_an_algorithm_cannot_use_are_told(algorithm, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ("tppo", WINDOWS + KEEP + "algorithm.window_tokens=16"),
+        ("vapo", WINDOWS + KEEP + "rollout.unfinished=hold algorithm.correction=bypass"),
+        ("ppo", WHOLE_GROUPS + "algorithm.correction=token_truncate"),
+        ("dapo", WHOLE_GROUPS + "algorithm.correction=sequence_mask"),
+        # a window for the longest response is no window at all
+        ("vapo", "rollout.window_tokens=20480 rollout.dynamic_sampling=false " + KEEP),
+    ],
+)
+def test_windows_that_fit_have_no_fault(algorithm, overrides):
+    config = build_config(**BASE, overrides=f"algorithm.name={algorithm} {overrides}")
+    assert config["rollout"]["window_tokens"] > 0
+
+
+def test_without_windows_their_settings_leave_the_digest_alone():
+    rollout = build_config(**BASE, overrides="")["rollout"]
+    assert not {"window_tokens", "unfinished", "max_staleness"} & set(rollout)
+
+
+def test_faults_of_several_checks_come_together():
+    overrides = "rollout.max_response_tokens=100 train.rollouts_per_minibatch=9000"
+    with pytest.raises(ConfigError) as caught:
+        build_config(**BASE, overrides=overrides)
+    assert "20480 and 100" in str(caught.value)
+    assert "got 9000" in str(caught.value)
+
+
+def test_a_buffer_beyond_the_limit_is_told():
+    class Table:
+        overlong_buffer_tokens = 30
+        max_response_tokens = 20
+
+    assert check_config({"reward": Table, "rollout": Table}) == [
+        "`reward.overlong_buffer_tokens` must be 0 to `rollout.max_response_tokens` (20), got 30"
+    ]
+
+
+def test_missing_sections_are_not_checked():
+    assert check_config({}) == []
+
+
+def test_a_tiny_preset_shapes_rewards_and_keeps_groups_as_the_published_form_does():
+    def of(name, form):
+        config = build_config(**{**BASE, "preset": f"{name}-{form}"}, overrides="")
+        reward = config["reward"]
+        return {
+            "punishes long responses": reward["overlong_penalty_factor"] > 0,
+            "filters long responses": config["algorithm"].get("overlong_filtering"),
+            "rewards": (reward["reward_correct"], reward["reward_wrong"]),
+            "keeps groups without a signal": reward["keep_uniform_groups"],
+            "draws until the batch is full": config["rollout"]["dynamic_sampling"],
+        }
+
+    names = {name.rpartition("-")[0] for name in preset_names()}
+    assert names >= {"grpo", "dapo", "ppo", "vc_ppo", "vapo", "tppo"}
+    for name in names:
+        assert of(name, "tiny") == of(name, "paper"), name
+
+
+@pytest.mark.parametrize(("shards", "faults"), [(1, 0), (128, 0), (129, 1), (0, 1)])
+def test_shards_must_not_outnumber_the_groups(shards, faults):
+    assert len(check_run({"rollout": {"prompts_per_iteration": 128}}, shards)) == faults
+
+
+def test_the_small_model_cannot_run_the_published_lengths():
+    config = build_config(**BASE, overrides="")
+    faults = check_run(config, 8)
+    assert [fault.split(".")[0] for fault in faults] == ["`rollout", "`evaluate"]
+    assert "(1024)" in faults[0]
+    assert "got 20480" in faults[0]
+    assert check_run(build_config(**{**BASE, "model": "some/model"}, overrides=""), 8) == []
+
+
+def test_the_tiny_presets_can_run_on_two_shards():
+    for preset in (name for name in preset_names() if name.endswith("-tiny")):
+        config = build_config(**{**BASE, "preset": preset}, overrides="")
+        assert check_run(config, 2) == []

@@ -1,0 +1,212 @@
+"""Cluster checks against a fake API, and the real client against a recording server."""
+
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.stages.prepare.cluster import (
+    CLUSTER_PERMISSIONS,
+    PERMISSIONS,
+    Permission,
+    Requests,
+    amount,
+    check_cluster,
+    inside_cluster,
+)
+from planish.stages.prepare.kubernetes_api import KubernetesApi
+
+GPU = "nvidia.com/gpu"
+REQUESTS = Requests.parse(
+    json.dumps(
+        {
+            "pod": {"cpu": "64", "memory": "1200Gi", GPU: "8"},
+            "total": {"cpu": "96000m", "memory": "1280Gi", GPU: "8"},
+        }
+    )
+)
+
+
+@dataclass
+class FakeCluster:
+    """Meets `ClusterApi`."""
+
+    denied: tuple = ()
+    quota: tuple = ()
+    machines: tuple = ({"cpu": "96", "memory": "2000Gi", GPU: "8"}, {"cpu": "4", "memory": "8Gi"})
+    asked: list = field(default_factory=list)
+
+    def allowed(self, permission, *, namespaced):
+        self.asked.append((permission.describe(), namespaced))
+        return permission.describe() not in self.denied
+
+    def quotas(self):
+        return self.quota
+
+    def nodes(self):
+        return self.machines
+
+    def run_is_active(self, run_id):
+        return run_id == "alive"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("0", 0.0), ("500m", 0.5), ("2", 2.0), ("1k", 1000.0), ("1e3", 1000.0)),
+        *(("4Gi", 4 * 2**30), ("1.5Ti", 1.5 * 2**40), ("3M", 3e6), ("7Ki", 7168.0)),
+    ],
+)
+def test_quantities_of_kubernetes_are_read(text, value):
+    assert amount(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["8GB", "-1", "", "x", "1.2.3"])
+def test_other_quantities_are_refused(text):
+    with pytest.raises((ConfigError, ValueError)):
+        amount(text)
+
+
+def test_a_sufficient_cluster_has_no_fault():
+    cluster = FakeCluster()
+    assert check_cluster(cluster, REQUESTS, assume_autoscaling=False).faults == ()
+    assert cluster.asked == [
+        *((p.describe(), True) for p in PERMISSIONS),
+        *((p.describe(), False) for p in CLUSTER_PERMISSIONS),
+    ]
+
+
+def test_missing_verbs_are_listed():
+    cluster = FakeCluster(denied=("list workflows.argoproj.io", "list nodes"), machines=())
+    findings = check_cluster(cluster, REQUESTS, assume_autoscaling=True)
+    assert len(findings.faults) == 1
+    assert "allowed to list workflows.argoproj.io, list nodes, but" in findings.faults[0]
+    assert findings.warnings == ()
+
+
+def test_a_quota_that_is_too_small_for_the_largest_stage_is_told():
+    quota = ({"hard": {f"requests.{GPU}": "16"}, "used": {f"requests.{GPU}": "9"}},)
+    findings = check_cluster(FakeCluster(quota=quota), REQUESTS, assume_autoscaling=False)
+    assert len(findings.faults) == 1
+    assert f"must leave 8 of `{GPU}`" in findings.faults[0]
+    assert "got 16 in all and 7 free" in findings.faults[0]
+    roomy = ({"hard": {f"requests.{GPU}": "17", "pods": "1"}, "used": {f"requests.{GPU}": "9"}},)
+    assert not check_cluster(FakeCluster(quota=roomy), REQUESTS, assume_autoscaling=False).faults
+
+
+@pytest.mark.parametrize(("limit", "faults"), [("95", 1), ("96", 0)])
+def test_quotas_of_cores_count_everything_that_runs_at_once(limit, faults):
+    quota = ({"hard": {"cpu": limit}, "used": {}},)
+    findings = check_cluster(FakeCluster(quota=quota), REQUESTS, assume_autoscaling=False)
+    assert len(findings.faults) == faults
+
+
+def test_an_absent_accelerator_and_small_nodes_are_told_or_only_warned_about():
+    cluster = FakeCluster(machines=({"cpu": "4", "memory": "8Gi"},))
+    findings = check_cluster(cluster, REQUESTS, assume_autoscaling=False)
+    assert len(findings.faults) == 3
+    assert f"a node with `{GPU}` must exist" in findings.faults[2]
+    assert "must hold 64 of `cpu`" in findings.faults[0]
+    assert "the largest has 4" in findings.faults[0]
+    scaling = check_cluster(cluster, REQUESTS, assume_autoscaling=True)
+    assert (scaling.faults, scaling.warnings) == ((), findings.faults)
+
+
+def test_no_requests_need_no_room():
+    nothing = Requests.parse("")
+    assert check_cluster(FakeCluster(machines=()), nothing, assume_autoscaling=False).faults == ()
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "x", '{"pod": {"cpu": "8GB"}, "total": {}}'])
+def test_damaged_requests_are_refused(text):
+    with pytest.raises(ConfigError):
+        Requests.parse(text)
+
+
+def test_outside_a_cluster_nothing_is_asked(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert not inside_cluster()
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Answers like an API server and writes down what it was asked."""
+
+    answers: ClassVar[dict] = {}
+    asked: ClassVar[list] = []
+
+    def do_GET(self):
+        self._answer(None)
+
+    def do_POST(self):
+        self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _answer(self, body):
+        path = self.path.partition("?")[0]
+        self.asked.append((self.command, self.path, body))
+        data = json.dumps(self.answers[path]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def recorder():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    Recorder.asked = []
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def _item(**facts):
+    return {"metadata": {"name": "x"}, **facts}
+
+
+def test_the_real_client_sends_what_the_api_expects(recorder):
+    from kubernetes import client
+
+    core = "/api/v1"
+    workflows = "/apis/argoproj.io/v1alpha1/namespaces/team/workflows"
+    reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    quota = {"hard": {"cpu": "4"}, "used": {"cpu": "1"}}
+    Recorder.answers = {
+        f"{core}/namespaces/team/resourcequotas": {"items": [_item(status=quota)]},
+        f"{core}/nodes": {
+            "items": [
+                _item(spec={}, status={"allocatable": {"cpu": "8"}}),
+                _item(spec={"unschedulable": True}, status={"allocatable": {"cpu": "64"}}),
+            ]
+        },
+        workflows: {"items": [{"status": {"phase": "Succeeded"}}, {"status": {}}]},
+        reviews: {"spec": {}, "status": {"allowed": True}},
+    }
+    host = f"http://127.0.0.1:{recorder.server_port}"
+    with client.ApiClient(client.Configuration(host=host)) as connection:
+        api = KubernetesApi(connection, "team")
+        assert api.quotas() == [quota]
+        assert api.nodes() == [{"cpu": "8"}]
+        assert api.run_is_active("7f3a") is True
+        Recorder.answers[workflows] = {"items": [{"status": {"phase": "Failed"}}]}
+        assert api.run_is_active("7f3a") is False
+        assert api.allowed(Permission("argoproj.io", "workflows", "list"), namespaced=True)
+        assert api.allowed(Permission("", "nodes", "list"), namespaced=False)
+    assert [path for _, path, _ in Recorder.asked[2:5]] == [
+        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
+        f"{workflows}?labelSelector=pipeline%2Frunid%3D7f3a",
+        f"{workflows}?fieldSelector=metadata.name%3D7f3a",
+    ]
+    assert [body["spec"]["resourceAttributes"] for _, _, body in Recorder.asked[-2:]] == [
+        {"group": "argoproj.io", "resource": "workflows", "verb": "list", "namespace": "team"},
+        {"group": "", "resource": "nodes", "verb": "list"},
+    ]

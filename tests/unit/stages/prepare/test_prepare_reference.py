@@ -1,0 +1,73 @@
+"""The prepare stage finds out whether a KL penalty has its reference before anything is spent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planish.base.errors import ConfigError
+from planish.checkpoint import train_state as checkpoint
+from planish.records import layout
+from planish.records.io import write_files
+from planish.stages.prepare.stage import prepare
+from planish.store import open_store
+from tests.unit.stages.prepare.test_prepare_stage import SMALL, wish
+
+PENALTY = f"{SMALL} algorithm.kl_coefficient=0.04"
+FIRST = "policies/00000"
+
+
+def a_policy(root, version, parents):
+    files = {"p": b"%d" % version}
+    uri = layout.policy(root, version)
+    return write_files(uri, "policy/1", files, parents=parents, attributes={})
+
+
+def finish(root, *, names_reference=True):
+    """Leave what the two iterations of a first run do."""
+    first = a_policy(root, 0, {})
+    name = {"reference": first.pin().removeprefix(f"{root}/")} if names_reference else {}
+    state = checkpoint.save(
+        layout.state(root, 2), {"model": {"w": torch.zeros(1)}, "extra": {"step": 2, **name}},
+        parents={}, attributes={"step": 2},
+    )  # fmt: skip
+    a_policy(root, 2, {"state": state.manifest_sha256})
+    return first
+
+
+def test_a_new_run_has_no_reference_to_look_for_and_its_plan_tells_the_penalty(file_root):
+    outcome = prepare(file_root, wish(overrides=PENALTY))
+    told = "| penalty | 0.04 x KL to the policy that training began with |"
+    assert told in outcome.documents["summary"]
+    assert "penalty" not in prepare(f"{file_root}/other", wish()).documents["summary"]
+
+
+def test_chained_and_forked_runs_have_the_reference_that_the_state_names(file_root):
+    prepare(file_root, wish(overrides=PENALTY))
+    finish(file_root)
+    prepare(file_root, wish(overrides=PENALTY, chain_index=1))
+    prepare(f"{file_root}/fork", wish(overrides=PENALTY, resume_from=file_root))
+    store = open_store(file_root)
+    store.delete(f"{file_root}/{FIRST}/manifest.json")
+    for place, more in ((file_root, {"chain_index": 1}), ("fork2", {"resume_from": file_root})):
+        root = place if place == file_root else f"{file_root}/{place}"
+        with pytest.raises(ConfigError, match="the reference policy of the KL penalty must be at"):
+            prepare(root, wish(overrides=PENALTY, **more))
+
+
+def test_a_penalty_that_comes_later_needs_a_pinned_reference(file_root):
+    prepare(file_root, wish())
+    first = finish(file_root, names_reference=False)
+    prepare(file_root, wish(chain_index=1))
+    late = {"overrides": PENALTY, "chain_index": 1, "allow_config_change": True}
+    with pytest.raises(ConfigError, match="must name the reference policy"):
+        prepare(file_root, wish(**late))
+    late["overrides"] += f" train.reference_policy={first.pin()}"
+    summary = prepare(file_root, wish(**late)).documents["summary"]
+    assert f"| penalty | 0.04 x KL to {first.pin()} |" in summary
+
+
+def test_a_pinned_reference_must_be_there_before_the_first_iteration(file_root):
+    pin = f"file:///nowhere/policies/00000#sha256={'0' * 64}"
+    with pytest.raises(ConfigError, match=r"must be at 'file:///nowhere/.*restore it, or pin"):
+        prepare(file_root, wish(overrides=f"{PENALTY} train.reference_policy={pin}"))

@@ -1,0 +1,164 @@
+"""`run.json`: new runs, resumed runs, changed settings, other roots."""
+
+import json
+
+import pytest
+
+from planish.base.errors import ConfigError, RecordError
+from planish.records import layout
+from planish.records.io import write_files
+from planish.stages.prepare.run_file import (
+    Start,
+    newest_version,
+    open_run_file,
+    read_run_file,
+    start_after,
+    write_run_file,
+)
+from planish.store import open_store
+
+CONFIG = {"run": {"seed": 0}, "train": {"learning_rate": 1e-6}}
+OTHER = {"run": {"seed": 0}, "train": {"learning_rate": 1e-4}}
+
+
+def begin(root, config=CONFIG, **options):
+    options = {"resume_from": "", "allow_config_change": False, **options}
+    run, changed, is_new = open_run_file(root, config, **options)
+    write_run_file(root, run)
+    return run, changed, is_new
+
+
+def add_policy(root, version, state=None):
+    parents = {} if state is None else {"state": state.manifest_sha256}
+    files = {"a": f"weights {version}".encode()}
+    attributes = {"policy_version": version}
+    return write_files(
+        layout.policy(root, version), "policy/1", files, parents=parents, attributes=attributes
+    )
+
+
+def add_state(root, step):
+    files = {"s": f"state {step}".encode()}
+    return write_files(
+        layout.state(root, step), "train-state/1", files, parents={}, attributes={"step": step}
+    )
+
+
+def test_a_new_root_starts_supervised(file_root):
+    run, changed, is_new = begin(file_root)
+    assert (run.initial, changed, is_new) == (Start("", ""), [], True)
+    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    assert document["config"] == CONFIG
+    assert document["config_sha256"] == run.sha256
+    assert document["initial"] == {"policy": "", "state": ""}
+    assert read_run_file(file_root) == run
+
+
+def test_the_same_configuration_resumes(file_root):
+    first, _, _ = begin(file_root)
+    again, changed, is_new = begin(file_root)
+    assert (again, changed, is_new) == (first, [], False)
+
+
+def test_another_configuration_lists_the_differing_keys(file_root):
+    begin(file_root)
+    with pytest.raises(ConfigError) as caught:
+        begin(file_root, OTHER)
+    assert "`train.learning_rate`: 1e-06 -> 0.0001" in str(caught.value)
+    assert "allow_config_change=true" in str(caught.value)
+    assert read_run_file(file_root).config == CONFIG
+
+
+def test_an_allowed_change_is_listed_and_written(file_root):
+    begin(file_root)
+    run, changed, is_new = begin(file_root, OTHER, allow_config_change=True)
+    assert changed == ["`train.learning_rate`: 1e-06 -> 0.0001"]
+    assert not is_new
+    assert read_run_file(file_root) == run
+    assert run.config == OTHER
+
+
+def test_a_run_can_start_from_the_newest_policy_of_another(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    begin(old)
+    add_policy(old, 0)
+    states = [add_state(old, step) for step in (16, 32)]
+    add_policy(old, 1, states[0])
+    newest = add_policy(old, 2, states[1])
+    run, _, is_new = begin(new, resume_from=f"{old}/")
+    assert is_new
+    assert run.initial == Start(newest.pin(), states[1].pin()) == run.origin
+    assert run.resumed_from == old
+    again, _, is_new = begin(new, resume_from=old)
+    assert (again, is_new) == (run, False)
+    assert begin(new)[0] == run
+
+
+def test_a_supervised_start_of_another_run_has_no_state(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    begin(old)
+    policy = add_policy(old, 0)
+    assert begin(new, resume_from=old)[0].initial == Start(policy.pin(), "")
+
+
+def test_a_run_that_only_began_hands_on_its_own_start(tmp_path):
+    roots = [f"file://{tmp_path}/{name}" for name in "abc"]
+    begin(roots[0])
+    policy = add_policy(roots[0], 0)
+    begin(roots[1], resume_from=roots[0])
+    assert begin(roots[2], resume_from=roots[1])[0].initial == Start(policy.pin(), "")
+
+
+def test_resuming_needs_a_run_a_policy_and_the_same_configuration(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    with pytest.raises(ConfigError, match=r"`resume_from` must be the root of a run"):
+        begin(new, resume_from=old)
+    begin(old)
+    with pytest.raises(ConfigError, match=r"finished policy, but .* has none"):
+        begin(new, resume_from=old)
+    add_policy(old, 0)
+    with pytest.raises(ConfigError, match=r"`train.learning_rate`: 1e-06 -> 0.0001"):
+        begin(new, OTHER, resume_from=old)
+    _, changed, _ = begin(new, OTHER, resume_from=old, allow_config_change=True)
+    assert len(changed) == 1
+
+
+def test_a_root_keeps_the_run_that_it_came_from(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    begin(new)
+    with pytest.raises(ConfigError, match=r"must stay ''"):
+        begin(new, resume_from=old)
+    assert not begin(new, resume_from=new)[2]
+
+
+def test_the_state_of_a_policy_is_found_by_digest(file_root):
+    states = [add_state(file_root, step) for step in (16, 32, 48)]
+    policy = add_policy(file_root, 2, states[1])
+    assert start_after(file_root, 2) == Start(policy.pin(), states[1].pin())
+    assert newest_version(file_root) == 2
+    assert newest_version(f"{file_root}-none") is None
+
+
+def test_a_policy_whose_state_is_gone_is_told(file_root):
+    state = add_state(file_root, 16)
+    add_policy(file_root, 1, state)
+    open_store(file_root).delete(f"{state.uri}/manifest.json")
+    with pytest.raises(RecordError, match=r"train state .* restore it"):
+        start_after(file_root, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", '{"config": {}}', '{"config": {}, "code_version": 1}'),
+        '{"config": [], "code_version": "1", "resumed_from": "", "origin": {}, "initial": {}}',
+        '{"config": {"run": 5}, "code_version": "1"}',
+        '{"config": {}, "code_version": "", "resumed_from": "", "origin": [], "initial": {}}',
+        '{"config": {}, "code_version": "", "resumed_from": "", "origin": {"policy": [1]}, '
+        '"initial": {}}',
+    ],
+)
+def test_a_damaged_run_file_is_told(file_root, text):
+    open_store(file_root).write(layout.run_file(file_root), text.encode())
+    with pytest.raises(ConfigError, match=r"run\.json. must hold config"):
+        read_run_file(file_root)

@@ -1,0 +1,126 @@
+"""The configuration of a run, from preset to run parameters."""
+
+import hashlib
+
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.stages.prepare.settings import (
+    build_config,
+    differences,
+    flatten,
+    read_config_file,
+    split_overrides,
+)
+from planish.store import open_store
+
+NOTHING = {
+    "preset": "",
+    "config": "",
+    "overrides": "",
+    "model": "",
+    "dataset": "",
+    "seed": -1,
+}
+
+
+def build(**changes):
+    return build_config(**{**NOTHING, **changes})
+
+
+def test_an_empty_wish_gives_the_published_values():
+    config = build()
+    assert config["rollout"]["prompts_per_iteration"] == 512
+    assert config["rollout"]["group_size"] == 16
+    assert config["train"]["learning_rate"] == 1e-6
+    assert config["run"]["seed"] == 0
+
+
+def test_later_layers_win(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[run]\nseed = 5\n[train]\nlearning_rate = 1e-4\nweight_decay = 0.2\n")
+    config = build(
+        preset="dapo-paper",
+        config=str(path),
+        overrides="train.learning_rate=1e-3 run.seed=6",
+        model="folder/model",
+        dataset="my data.jsonl",
+        seed=7,
+    )
+    assert config["train"]["weight_decay"] == 0.2
+    assert config["train"]["learning_rate"] == 1e-3
+    assert config["run"]["seed"] == 7
+    assert config["model"]["path"] == "folder/model"
+    assert config["curate"]["dataset"] == "my data.jsonl"
+
+
+def test_a_seed_of_minus_one_leaves_the_configured_one():
+    assert build(overrides="run.seed=6")["run"]["seed"] == 6
+
+
+def test_seeds_below_minus_one_are_refused():
+    with pytest.raises(ConfigError, match="got -2"):
+        build(seed=-2)
+
+
+def test_every_fault_is_told_at_once_with_the_nearest_key():
+    with pytest.raises(ConfigError) as caught:
+        build(overrides="train.learning_rat=1 rollout.group_size=x")
+    assert "did you mean `learning_rate`" in str(caught.value)
+    assert "`rollout.group_size`" in str(caught.value)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean `dapo-tiny`"):
+        build(preset="dapo-tinny")
+
+
+def test_a_config_can_lie_in_a_store_and_be_pinned(file_root):
+    data = b"[run]\nseed = 9\n"
+    uri = f"{file_root}/config.toml"
+    open_store(uri).write(uri, data)
+    pin = f"{uri}#sha256={hashlib.sha256(data).hexdigest()}"
+    assert build(config=pin)["run"]["seed"] == 9
+    open_store(uri).write(uri, b"[run]\nseed = 10\n")
+    assert build(config=uri)["run"]["seed"] == 10
+    with pytest.raises(ConfigError, match="must have the sha256"):
+        build(config=pin)
+
+
+def test_a_missing_config_says_that_pods_see_no_local_files(tmp_path, file_root):
+    for place in (str(tmp_path / "none.toml"), f"{file_root}/none.toml"):
+        with pytest.raises(ConfigError, match=r"none\.toml.*no file of your machine"):
+            read_config_file(place)
+
+
+def test_a_config_that_is_not_utf8_or_not_toml_is_refused(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_config_file(str(path))
+    path.write_text("seed = ")
+    with pytest.raises(ConfigError, match="valid TOML"):
+        read_config_file(str(path))
+
+
+def test_overrides_split_like_a_shell_does():
+    text = """a.b=1 a.c='x y' a.d="[1, 2]" """
+    assert split_overrides(text) == ["a.b=1", "a.c=x y", "a.d=[1, 2]"]
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        split_overrides("a.b='1")
+
+
+def test_a_list_can_be_overridden():
+    config = build(overrides="'evaluate.pass_at=[1, 4]'")
+    assert config["evaluate"]["pass_at"] == [1, 4]
+
+
+def test_differences_name_key_old_and_new():
+    before = {"train": {"learning_rate": 1e-6, "deep": {"x": 1}}, "run": {"seed": 0}}
+    after = {"train": {"learning_rate": 1e-4, "deep": {"x": 1}}, "run": {"seed": 0, "y": 2}}
+    assert differences(before, before) == []
+    assert differences(before, after) == [
+        "`run.y`: '(absent)' -> 2",
+        "`train.learning_rate`: 1e-06 -> 0.0001",
+    ]
+    assert flatten(before)["train.deep.x"] == 1

@@ -1,0 +1,258 @@
+"""The prepare stage as a whole, on real stores."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.records import layout
+from planish.records.io import write_files
+from planish.run.avoid import AvoidedNode, avoid, node_affinity
+from planish.run.lock import Holder, acquire, current_holder
+from planish.run.stage import PathArtifact
+from planish.stages.prepare.stage import Wish, liveness, prepare, run
+from planish.store import open_store
+from tests.unit.stages.prepare.test_prepare_cluster import FakeCluster
+
+SMALL = "rollout.prompts_per_iteration=8 train.rollouts_per_minibatch=64"
+
+
+def wish(**changes):
+    facts = {
+        "preset": "dapo-tiny",
+        "config": "",
+        "overrides": SMALL,
+        "model": "",
+        "dataset": "",
+        "seed": 3,
+        "resume_from": "",
+        "chain_index": 0,
+        "num_iterations": 2,
+        "num_shards": 2,
+        "allow_config_change": False,
+        "assume_autoscaling": False,
+        "requests": "",
+        "max_avoided_nodes": 0,
+    }
+    return Wish(**{**facts, **changes})
+
+
+def finish(root, version):
+    state = write_files(
+        *(layout.state(root, 16 * version), "train-state/1", {"s": str(version).encode()}),
+        parents={},
+        attributes={},
+    )
+    return state, write_files(
+        *(layout.policy(root, version), "policy/1", {"p": str(version).encode()}),
+        parents={"state": state.manifest_sha256},
+        attributes={},
+    )
+
+
+def run_stage(folder, root, **changes):
+    """Run the stage as its component does; returns (values, summary)."""
+    folder.mkdir(exist_ok=True)
+    summary, metrics = PathArtifact(f"{folder}/s.md"), PathArtifact(f"{folder}/m.json")
+    values = run(root=root, summary=summary, metrics=metrics, **vars(wish(**changes)))
+    return values, Path(summary.path).read_text(), json.loads(Path(metrics.path).read_text())
+
+
+def test_a_new_run_is_planned_and_written(file_root, tmp_path):
+    values, summary, metrics = run_stage(tmp_path / "a", file_root + "/")
+    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    assert values == (document["config_sha256"], 0, 0, {})
+    assert document["config"]["run"]["seed"] == 3
+    assert "| kind | new run |" in summary
+    assert "| iterations | 1 to 2 (0 already finished) |" in summary
+    assert "| batch | 8 prompts x 8 = 64 rollouts an iteration |" in summary
+    assert "| updates | 1 optimizer steps an iteration |" in summary
+    assert metrics["offset"] == 0.0
+    assert metrics["num_iterations"] == 2.0
+    assert metrics["lock_generation"] == 1.0
+
+
+def test_the_same_command_again_changes_nothing(file_root, tmp_path):
+    first, _, _ = run_stage(tmp_path / "a", file_root)
+    before = open_store(file_root).read(layout.run_file(file_root))
+    finish(file_root, 1)
+    second, summary, metrics = run_stage(tmp_path / "b", file_root)
+    assert second == first
+    assert open_store(file_root).read(layout.run_file(file_root)) == before
+    assert "goes on with a run that is here" in summary
+    assert "1 to 2 (1 already finished)" in summary
+    assert metrics["lock_generation"] == 1.0
+
+
+def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_path):
+    run_stage(tmp_path / "a", file_root)
+    finish(file_root, 1)
+    state, policy = finish(file_root, 2)
+    values, summary, _ = run_stage(tmp_path / "b", file_root, chain_index=1, num_iterations=3)
+    assert values[1:3] == (2, 1)
+    assert "| iterations | 3 to 5 (0 already finished) |" in summary
+    assert "run 1 of a chain" in summary
+    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    assert document["initial"] == {"policy": policy.pin(), "state": state.pin()}
+    assert document["origin"] == {"policy": "", "state": ""}
+    again, _, _ = run_stage(tmp_path / "c", file_root)
+    assert again[1:3] == (0, 0)
+    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    assert document["initial"] == {"policy": "", "state": ""}
+
+
+def test_minus_one_becomes_the_place_that_it_stands_for(file_root, tmp_path):
+    run_stage(tmp_path / "a", file_root)
+    finish(file_root, 2)
+    assert run_stage(tmp_path / "b", file_root, chain_index=-1)[0][1:3] == (2, 1)
+
+
+def test_a_run_from_another_root_says_so(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    run_stage(tmp_path / "a", old)
+    finish(old, 1)
+    _, summary, _ = run_stage(tmp_path / "b", new, resume_from=old)
+    assert f"new run from the newest policy of `{old}`" in summary
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"overrides": "train.learning_rat=1"}, "did you mean `learning_rate`"),
+        ({"overrides": SMALL, "num_shards": 9}, "1 to `rollout.prompts_per_iteration` (8)"),
+        ({"resume_from": "file:///nowhere/at/all"}, "`resume_from` must be the root of a run"),
+        ({"chain_index": 3}, "`chain_index` must be at most"),
+        ({"preset": "nope"}, "a preset must be one of"),
+    ],
+)
+def test_what_the_user_must_mend_ends_with_exit_code_two(file_root, tmp_path, changes, words):
+    with pytest.raises(SystemExit) as caught:
+        run_stage(tmp_path / "a", file_root, **changes)
+    assert caught.value.code == 2
+    log = json.loads(open_store(file_root).read(layout.stage_log(file_root, "prepare", 0, 0)))
+    assert log["state"] == "failed"
+    assert words in log["error"]
+    assert not open_store(file_root).exists(layout.run_file(file_root))
+
+
+@pytest.mark.parametrize("root", ["nowhere", "file://relative/x", "file:///a/../b", "s3://"])
+def test_a_root_that_cannot_be_is_refused(tmp_path, root):
+    with pytest.raises(SystemExit) as caught:
+        run_stage(tmp_path / "a", root)
+    assert caught.value.code == 2
+
+
+def test_a_root_in_use_is_refused_and_names_the_holder(file_root):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        command = [sys.executable, "-c", _TAKE, file_root, str(sleeper.pid)]
+        subprocess.run(command, check=True)
+        with pytest.raises(ConfigError, match=rf"process {sleeper.pid} on .* holds its lock"):
+            prepare(file_root, wish())
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert prepare(file_root, wish()).metrics["lock_generation"] == 2.0
+
+
+_TAKE = """
+import dataclasses, sys
+from planish import lock
+root, pid = sys.argv[1], int(sys.argv[2])
+me = dataclasses.replace(lock.current_holder(), pid=pid, started=lock.process_start(pid))
+lock.acquire(root, me)
+"""
+
+
+def test_a_cluster_that_is_too_small_ends_the_run(file_root):
+    requests = json.dumps({"pod": {"nvidia.com/gpu": "8"}, "total": {}})
+    small = FakeCluster(machines=({"cpu": "4"},))
+    with pytest.raises(ConfigError, match=r"a node with `nvidia\.com/gpu` must exist"):
+        prepare(file_root, wish(requests=requests), api=small)
+    outcome = prepare(file_root, wish(requests=requests, assume_autoscaling=True), api=small)
+    assert "## Warnings" in outcome.documents["summary"]
+
+
+def test_the_cluster_tells_whether_the_run_of_a_lock_lives(file_root):
+    alive = liveness(FakeCluster())
+    assert alive(Holder("cluster", run_id="alive")) is True
+    assert alive(Holder("cluster", run_id="ended")) is False
+    assert alive(current_holder()) is True
+    assert liveness(None)(Holder("cluster", run_id="alive")) is None
+    acquire(file_root, Holder("cluster", run_id="ended"))
+    assert prepare(file_root, wish(), api=FakeCluster()).metrics["lock_generation"] == 2.0
+
+
+def test_a_run_keeps_away_from_as_many_nodes_as_it_is_told_to(file_root, tmp_path):
+    for seconds, name in ((30.0, "node-a"), (10.0, "node-c"), (20.0, "node-b")):
+        avoid(file_root, AvoidedNode(name, "monitor_check", "run-a", 4, seconds))
+    assert run_stage(tmp_path / "a", file_root)[0].node_affinity == {}
+    values, summary, metrics = run_stage(tmp_path / "b", file_root, max_avoided_nodes=2)
+    assert values.node_affinity == node_affinity(["node-b", "node-c"])
+    assert "| keeps away from | `node-c`, `node-b` |" in summary
+    assert metrics["avoided_nodes"] == 2.0
+
+
+def test_nodes_of_the_root_that_a_run_starts_from_are_avoided_too(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    run_stage(tmp_path / "a", old)
+    finish(old, 1)
+    for root in (old, new):
+        avoid(root, AvoidedNode("node-3", "operator"))
+    avoid(old, AvoidedNode("node-4", "operator"))
+    values, _, _ = run_stage(tmp_path / "b", new, resume_from=f"{old}/", max_avoided_nodes=5)
+    assert values.node_affinity == node_affinity(["node-3", "node-4"])
+
+
+def test_a_number_of_nodes_below_zero_is_refused(file_root):
+    with pytest.raises(ConfigError, match="`max_avoided_nodes` must be 0 or more, got -1"):
+        prepare(file_root, wish(max_avoided_nodes=-1))
+
+
+@pytest.mark.server
+def test_a_missing_bucket_and_refused_keys_are_told_apart(minio, monkeypatch):
+    with pytest.raises(ConfigError, match="bucket 'no-such-bucket' must exist"):
+        prepare("s3://no-such-bucket/run", wish())
+    secret = os.environ["MINIO_SECRET_KEY"]
+    monkeypatch.setenv("MINIO_SECRET_KEY", "wrong-secret-of-mine")
+    with pytest.raises(Exception, match="MINIO_SECRET_KEY") as refused:
+        prepare("s3://no-such-bucket/run", wish())
+    assert not re.search(f"wrong-secret-of-mine|{re.escape(secret)}", str(refused.value))
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_ends_with_code_seventy_five(tmp_path, monkeypatch, free_port):
+    monkeypatch.setenv("MINIO_ENDPOINT", f"127.0.0.1:{free_port}")
+    monkeypatch.setenv("MINIO_ACCESS_KEY", "a-key-of-mine")
+    monkeypatch.setenv("MINIO_SECRET_KEY", "a-secret-of-mine")
+    monkeypatch.setenv("MINIO_SECURE", "0")
+    with pytest.raises(SystemExit) as caught:
+        run_stage(tmp_path / "a", "s3://bucket/run")
+    assert caught.value.code == 75
+
+
+@pytest.mark.server
+def test_a_run_in_a_bucket_writes_the_same_run_file(s3_root, file_root):
+    prepare(f"{s3_root}/run", wish())
+    prepare(file_root, wish())
+    documents = [
+        open_store(root).read(layout.run_file(root)) for root in (f"{s3_root}/run", file_root)
+    ]
+    assert documents[0] == documents[1]
+
+
+def test_the_command_line_takes_every_parameter(file_root, tmp_path):
+    options = {**vars(wish()), "root": file_root, "summary": f"{tmp_path}/s.md"}
+    options |= {"metrics": f"{tmp_path}/m.json", "values": f"{tmp_path}/v.json"}
+    words = [
+        f"--{k.replace('_', '-')}={str(v).lower() if v in (True, False) else v}"
+        for k, v in options.items()
+    ]
+    subprocess.run([sys.executable, "-m", "planish.run", "prepare", *words], check=True)
+    values = json.loads((tmp_path / "v.json").read_text())
+    assert sorted(values) == ["chain_index", "config_sha256", "node_affinity", "offset"]

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from planish.stages.report.facts import Alert, Comparison, Evaluation, RunFacts, Sample, Saved, Task
+from planish.stages.report.gather import gather
+from planish.stages.report.keys import as_metrics, as_summary, key_numbers
+from planish.stages.report.page import build_page, resume_command
+from planish.stages.report.render import MAX_BYTES, render_html, render_markdown
+from planish.stages.report.tables import change_of, funnel, score_tables
+from tests.unit.stages.report.synthetic_run import CURATION
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`**[a](http://x)\x00\u202e"
+
+
+class Elements(HTMLParser):
+    """Collects tags, attributes and text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def pages(facts, state="SUCCEEDED", failed_task="", error_message=""):
+    page = build_page(
+        facts, key_numbers(facts, state), failed_task=failed_task, error_message=error_message
+    )
+    return render_html(page), render_markdown(page)
+
+
+@pytest.fixture(scope="module")
+def healthy_facts(healthy_root):
+    return gather(healthy_root)
+
+
+@pytest.fixture(scope="module")
+def healthy_pages(healthy_facts):
+    return pages(healthy_facts)
+
+
+def test_the_page_shows_the_numbers_of_the_run(healthy_pages):
+    html, markdown = healthy_pages
+    text = " ".join(Elements(html).text.split())
+    for shown in (
+        "27.8 % → 48.3 %", "+20.5 points ± 0.5", "33.6 % → 50.2 %", "68.8 % → 76.2 %",
+        "362,400", "20,133 / s", "27.8 ± 0.6 %", "24.9 to 30.8 %",
+        "400 held-out prompts, 8 samples each",
+        "dapo-tiny", "17,390 steps", "-12,379", "mean entropy (nats per token)",
+    ):  # fmt: skip
+        assert shown in text, shown
+    assert "27.8 % -> 48.3 % | +20.5 points ± 0.5" in markdown
+    assert "| avg@8 (mean accuracy over samples) | 27.8 ± 0.6 % | 48.3 ± 0.6 % |" in markdown
+
+
+def test_every_chart_is_there_with_a_line_on_how_to_read_it(healthy_pages):
+    html, _ = healthy_pages
+    titles = re.findall(r'<div class="panel-head"><h3>([^<]+)</h3>', html)
+    assert titles[:12] == [
+        "Accuracy", "Reward", "Response length", "Entropy", "Groups kept by dynamic sampling",
+        "Clip fractions", "Distance per update", "Gradient norm", "Engine against trainer",
+        "Time per stage", "Timeline", "All held-out prompts",
+    ]  # fmt: skip
+    assert html.count("<svg") == 11
+    assert html.count('class="hint"') >= 11
+
+
+def test_the_page_needs_no_network_and_no_script(healthy_pages):
+    html, _ = healthy_pages
+    found = Elements(html)
+    assert not {"script", "link", "iframe", "img", "object", "a", "base"} & set(found.tags)
+    names = [name for name, _ in found.attributes]
+    assert not {"src", "href", "srcset", "action"} & set(names)
+    links = [value for name, value in found.attributes if name == "xlink:href"]
+    assert all(link.startswith("#") for link in links)
+    assert not re.search(r"@import|url\((?!#)", html)
+    assert "default-src 'none'" in html
+
+
+def test_equal_runs_give_equal_pages(healthy_root, healthy_pages):
+    assert pages(gather(healthy_root)) == healthy_pages
+
+
+def hostile_facts():
+    sample = Sample("00" * 8, HOSTILE, HOSTILE, HOSTILE, False, HOSTILE, 3)
+    return RunFacts(
+        root=f"file:///runs/{HOSTILE}",
+        run={"preset": HOSTILE, "config": {HOSTILE: {HOSTILE: HOSTILE}}, "code_version": HOSTILE},
+        tasks=[Task("$\\frac{$", 1, 0, "failed", 5.0, 1.0, error=HOSTILE)],
+        updates={1: {"entropy": 0.5}},
+        evaluations=[
+            Evaluation(v, {"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}}) for v in (0, 1)
+        ],
+        policies=[Saved("policy", 1, f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)],
+        alerts=[Alert(HOSTILE, HOSTILE, 1.0, 1e300, -1.0, *[HOSTILE] * 4, 3)],
+        curation=f"# {HOSTILE}\n\n| filter | unit | in | out | dropped |\n| --- | --- | --- | --- "
+        f"| --- |\n| x | rows | 5 | 4 | 1 |\n\n{HOSTILE}\n\n<div onclick=x>\n\n<b>\n",
+        comparisons=[Comparison(HOSTILE, [(HOSTILE, [sample])])],
+        missing=[HOSTILE],
+    )
+
+
+def test_hostile_text_adds_no_element_to_the_page():
+    html, _ = pages(hostile_facts(), "FAILED", HOSTILE, HOSTILE)
+    found = Elements(html)
+    assert not {"script", "img", "a", "iframe"} & set(found.tags)
+    assert not any(name.startswith("on") for name, _ in found.attributes)
+    assert "alert(1)" in found.text
+    assert "\x00" not in html
+    assert "\u202e" not in html
+
+
+def test_hostile_text_stays_text_in_markdown():
+    from markdown_it import MarkdownIt
+
+    _, markdown = pages(hostile_facts(), "FAILED", HOSTILE, "```\n" + HOSTILE)
+    rendered = Elements(MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown))
+    assert not {"script", "img", "a"} & set(rendered.tags)
+
+
+def test_a_failure_names_stage_error_last_good_state_and_command():
+    facts = RunFacts(
+        root="file:///runs/a b",
+        tasks=[
+            Task("rollout", 3, 0, "done", 10, 5),
+            Task("rollout", 3, 1, "running", 11, 4),
+            Task("train", 2, 0, "failed", 20, 2, error="PeerLost: rank 1 is gone"),
+        ],
+        policies=[Saved("policy", 1, "file:///runs/a b/policies/00001", "1" * 64)],
+        states=[Saved("state", 16, "file:///runs/a b/states/step-00000016", "2" * 64)],
+    )
+    html, markdown = pages(facts, "FAILED", "post-train", "The DAG failed.")
+    text = " ".join(Elements(html).text.split())
+    for document in (text, markdown):
+        assert "The run failed in stage train of iteration 2" in document
+        assert "PeerLost: rank 1 is gone" in document
+        assert "rollout 1 of iteration 3" in document
+        assert "cut off after 4 s without a message" in document
+        assert "The DAG failed." in document
+        assert f"policies/00001#sha256={'1' * 64}" in document
+        assert f"step-00000016#sha256={'2' * 64}" in document
+        assert "--root 'file:///runs/a b'" in document
+    assert "not evaluated" in text
+
+
+def test_a_failure_without_any_log_names_what_the_scheduler_says():
+    html, _ = pages(RunFacts(root="s3://b/r"), "FAILED", "post-train", "OOMKilled")
+    text = Elements(html).text
+    assert "The run failed in stage post-train" in text
+    assert "OOMKilled" in text
+    assert "none: no train state was finished" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "tone"),
+    [("SUCCEEDED", "good"), ("succeeded", "good"), ("FAILED", "bad"), ("", "warn"), ("X", "warn")],
+)
+def test_the_state_decides_the_colour(state, tone):
+    page = build_page(
+        RunFacts("file:///r"), key_numbers(RunFacts("file:///r"), state), failed_task="",
+        error_message="",
+    )  # fmt: skip
+    assert page.tone == tone
+
+
+def test_a_stopped_run_says_so():
+    facts = RunFacts("file:///r", is_stopped=True)
+    assert "Stopped by an operator" in pages(facts)[0]
+
+
+def test_the_command_fits_the_kind_of_root():
+    local = RunFacts("file:///r", run={"preset": "dapo-tiny"})
+    assert resume_command(local) == "python -m pipelines.local --root file:///r --preset dapo-tiny"
+    assert resume_command(RunFacts("s3://runs/a", run={"preset": "p"})).splitlines() == [
+        "python -m pipelines.submit run s3://runs/a -p preset=p  # on a cluster",
+        "python -m pipelines.local --root s3://runs/a --preset p  # on one machine",
+    ]
+
+
+def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
+    facts = RunFacts("file:///r", curation="a " * 50_000)
+    keys = ("reward_mean", "entropy", "clipfrac_high", "approx_kl", "grad_norm", "grad_norm_max")
+    facts.updates = {i: dict.fromkeys(keys, i % 17 / 17) for i in range(1, 1001)}
+    for i in range(1, 1001):
+        for shard in range(4):
+            metrics = {"accuracy_mean": 0.5, "ds/kept_frac": 0.5, "ds/all_wrong_frac": 0.5}
+            facts.tasks.append(Task("rollout", i, shard, "done", 10.0 * i, 5, metrics=metrics))
+        facts.tasks.append(Task("train", i, 0, "done", 10.0 * i + 6, 3))
+    facts.missing = [f"update of iteration {i}" for i in range(500)]
+    html, _ = pages(facts)
+    assert len(html.encode()) < MAX_BYTES
+    assert html.count("<svg") >= 8
+    assert "and 460 more" in html
+
+
+def test_a_page_that_would_be_too_large_loses_its_samples_first():
+    sample = Sample("0" * 16, "p", "a", "x" * 1500, True)
+    facts = RunFacts("file:///r", updates={1: {"entropy": 1.0}, 2: {"entropy": 0.9}})
+    facts.comparisons = [Comparison("many", [("c", [sample] * 2000)])]
+    html, _ = pages(facts)
+    assert len(html.encode()) < MAX_BYTES
+    assert "Sample rollouts" not in html
+    assert html.count("<svg") == 1
+
+
+def test_a_change_smaller_than_its_noise_is_not_judged():
+    assert change_of(0.30, 0.31, noise=0.02).is_better is False
+    assert change_of(0.30, 0.35, noise=0.02).is_better is True
+    assert change_of(0.30, 0.25, noise=0.02).is_worse is True
+
+
+def test_fewer_unreadable_answers_are_better():
+    evaluations = [
+        Evaluation(0, {"accuracy": 0.5, "invalid_fraction": 0.06}, {}),
+        Evaluation(1, {"accuracy": 0.5, "invalid_fraction": 0.01}, {}),
+    ]
+    rows = {row.label: row.change for row in score_tables(evaluations)[0].rows}
+    change = rows["responses without a readable answer"]
+    assert (change.text, change.is_better) == ("-5.0 points", True)
+
+
+def test_one_evaluation_has_no_change_column():
+    table = score_tables([Evaluation(0, {"accuracy": 0.5}, {})])[0]
+    assert table.columns == ["score", "policy 0"]
+    assert not table.has_change
+
+
+def test_the_funnel_is_read_from_the_curation_report():
+    steps = funnel(CURATION)
+    assert [step["label"] for step in steps][:2] == ["readable lines", "worked steps"]
+    assert steps[3] == {
+        "label": "exact duplicates", "unit": "steps", "count": "5,011", "lost": "-12,379",
+        "width": "21.13",
+    }  # fmt: skip
+    assert funnel("no table") == []
+
+
+def test_metrics_are_the_known_scalars(healthy_facts):
+    facts = healthy_facts
+    metrics = as_metrics(as_summary(facts, key_numbers(facts, "SUCCEEDED")))
+    assert metrics["accuracy_after"] == 0.4831
+    assert metrics["iterations"] == 8.0
+    assert metrics["num_failed_tasks"] == 0.0
+    empty = RunFacts("file:///r")
+    assert "accuracy_after" not in as_metrics(as_summary(empty, key_numbers(empty, "FAILED")))
+
+
+def test_the_distance_from_a_reference_is_drawn_for_runs_with_a_penalty_only():
+    plain = RunFacts("file:///r", updates={k: {"approx_kl": 0.01 * k} for k in (1, 2)})
+    assert "Distance from the reference" not in pages(plain)[0]
+    facts = RunFacts("file:///r", updates={k: {"reference_kl": 0.01 * k} for k in (1, 2)})
+    html = pages(facts)[0]
+    assert "Distance from the reference" in html
+    assert "estimated KL (nats per token)" in html

@@ -1,0 +1,216 @@
+"""A run that failed beside a faulty machine is started again, once, and not for ever."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planish.records import layout
+from planish.run.avoid import AvoidedNode, avoid
+from planish.run.lock import Holder, acquire, current_holder
+from planish.run.runs import RunFacts, restart_name
+from planish.run.stage import PathArtifact
+from planish.stages.report.restart import restart
+from planish.stages.report.stage import run
+from planish.store import open_store
+from planish.store.documents import read_json, write_json
+from tests.unit.pipelines.kfp_server import Server
+
+SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
+FACTS = RunFacts("exp", {"root": "r", "chain_index": 2}, "account", "", {"x": "y"}, "RUNNING")
+
+
+class FakeRuns:
+    """Meets `Runs`."""
+
+    def __init__(self, facts=FACTS):
+        self.told = facts
+        self.created = []
+
+    def facts(self, run_id):
+        return self.told
+
+    def find(self, name, experiment_id):
+        assert experiment_id == "exp"
+        return next((f"id-{name}" for known, _ in self.created if known == name), "")
+
+    def create(self, name, facts):
+        self.created.append((name, facts))
+        return f"id-{name}"
+
+
+@pytest.fixture
+def named(file_root, monkeypatch):
+    """A root on which `node-3` was named in run `run-a`, which this process is the end of."""
+    monkeypatch.setenv("RUN_ID", "run-a")
+    avoid(file_root, AvoidedNode("node-3", "monitor_check", "run-a", 4))
+    return file_root
+
+
+def ask(root, runs, state="FAILED", max_restarts=2):
+    return restart(root, state, max_restarts, lambda: runs)
+
+
+def test_the_same_run_is_submitted_with_a_name_made_of_root_and_counter(named):
+    runs = FakeRuns()
+    found = ask(named, runs)
+    name = restart_name(named, 1)
+    assert (found.decision, found.run_id) == ("restarted as run", f"id-{name}")
+    assert found.nodes == ("node-3",)
+    assert runs.created == [(name, FACTS)]
+    record = read_json(layout.restart_file(named, 1))
+    assert record == {"after": "run-a", "nodes": ["node-3"]}
+
+
+def test_a_second_attempt_of_the_exit_task_adds_nothing(named):
+    runs = FakeRuns()
+    first, again = ask(named, runs), ask(named, runs)
+    assert (again.decision, again.run_id) == ("restarted before as run", first.run_id)
+    assert len(runs.created) == 1
+    assert len(open_store(named).list(layout.restarts(named))) == 1
+
+
+def test_an_attempt_that_died_before_it_submitted_is_made_up_for(named):
+    write_json(layout.restart_file(named, 1), {"after": "run-a", "nodes": ["node-3"]})
+    runs = FakeRuns()
+    assert ask(named, runs).decision == "restarted as run"
+    assert [name for name, _ in runs.created] == [restart_name(named, 1)]
+
+
+def test_restarts_are_counted_over_the_runs_of_a_root(named, monkeypatch):
+    runs = FakeRuns()
+    for number, run_id in enumerate(("run-a", "run-b", "run-c"), start=1):
+        monkeypatch.setenv("RUN_ID", run_id)
+        avoid(named, AvoidedNode(f"node-{10 + number}", "monitor_check", run_id))
+        found = ask(named, runs)
+    assert found.decision == "not restarted: 2 restarts are spent"
+    assert [name for name, _ in runs.created] == [restart_name(named, n) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_restarts": 0}, {"state": "SUCCEEDED"}, {"state": "CANCELLED"}],
+)
+def test_restarts_are_off_unless_asked_for_and_follow_failures_only(named, changes):
+    runs = FakeRuns()
+    assert ask(named, runs, **changes) is None
+    assert runs.created == []
+
+
+def other_run(root, monkeypatch):
+    monkeypatch.setenv("RUN_ID", "run-b")
+
+
+def no_cluster(root, monkeypatch):
+    monkeypatch.delenv("RUN_ID")
+
+
+def stop_file(root, monkeypatch):
+    open_store(root).write(layout.stop_file(root), b"{}")
+
+
+def wrong_configuration(root, monkeypatch):
+    write_json(layout.failed_file(root, "train", 4, 0), {"run_id": "run-a", "error": "x"})
+
+
+def older_failure(root, monkeypatch):
+    write_json(layout.failed_file(root, "train", 4, 0), {"run_id": "run-0", "error": "x"})
+
+
+@pytest.mark.parametrize(
+    ("change", "decision"),
+    [
+        (other_run, "not restarted: no machine was named in this run"),
+        (no_cluster, "not restarted: not in a cluster"),
+        (stop_file, "not restarted: stop file"),
+        (wrong_configuration, "not restarted: a task failed for a reason that stays"),
+        (older_failure, "restarted as run"),
+    ],
+)
+def test_what_no_other_machine_mends_is_not_restarted(named, monkeypatch, change, decision):
+    change(named, monkeypatch)
+    assert ask(named, FakeRuns()).decision == decision
+
+
+def test_a_run_that_a_person_ended_stays_ended(named):
+    runs = FakeRuns(replace(FACTS, state="CANCELING"))
+    assert ask(named, runs).decision == "not restarted: a person ended the run"
+    assert runs.created == []
+    assert open_store(named).list(layout.restarts(named)) == []
+
+
+def test_the_lock_is_free_for_the_restart_although_the_exit_task_still_works(named):
+    acquire(named, current_holder())
+    ask(named, FakeRuns())
+    taken = acquire(named, Holder("cluster", run_id="run-b"), alive=lambda _: True)
+    assert taken.generation == 2
+
+
+def report(root, tmp_path, **changes):
+    artifacts = {n: PathArtifact(str(tmp_path / "out" / n)) for n in ("report", "summary")}
+    given = {"state": "FAILED", "max_restarts": 1, **changes}
+    run(
+        *(root, given["state"], "post-train", "x", given["max_restarts"]),
+        **artifacts,
+        metrics=PathArtifact(str(tmp_path / "out" / "metrics")),
+    )
+    return [Path(artifact.path).read_text() for artifact in artifacts.values()]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    found = Server()
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", found.url)
+    yield found
+    found.close()
+
+
+def test_the_report_submits_through_the_real_client_and_shows_it(
+    server, file_root, tmp_path, monkeypatch
+):
+    present = server.add_run(
+        display_name="by hand",
+        experiment_id="e1",
+        service_account="planish-runner",
+        pipeline_spec=SPEC,
+        runtime_config={"parameters": {"root": file_root, "chain_index": -1}},
+    )
+    monkeypatch.setenv("RUN_ID", present["run_id"])
+    avoid(file_root, AvoidedNode("node-3", "monitor_check", present["run_id"], 4, 1.76e9))
+    html, markdown = report(file_root, tmp_path)
+    (body,) = server.posted("runs")
+    assert body["display_name"] == restart_name(file_root, 1)
+    assert body["pipeline_spec"] == SPEC
+    assert body["service_account"] == "planish-runner"
+    assert body["runtime_config"]["parameters"] == {"root": file_root, "chain_index": -1}
+    facts = f"iteration 4 | {present['run_id']} | 2025-10-09 08:53:20 UTC |"
+    assert f"| node-3 | monitor\\_check | {facts}" in markdown
+    created = next(i for i in server.objects["runs"] if i != present["run_id"])
+    assert f"This run was restarted as run {created}." in markdown
+    assert f"This run was restarted as run {created}." in html
+    assert "<td>node-3</td>" in html
+    html, markdown = report(file_root, tmp_path)
+    assert f"restarted before as run {created}" in markdown
+    assert len(server.posted("runs")) == 1
+
+
+def test_a_server_that_is_away_does_not_keep_the_report(named, tmp_path, monkeypatch, free_port):
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{free_port}")
+    _, markdown = report(named, tmp_path)
+    assert "This run was not restarted: " in markdown
+    assert "## Faulty machines" in markdown
+
+
+def test_without_machines_the_report_says_nothing_of_them(file_root, tmp_path):
+    html, markdown = report(file_root, tmp_path, max_restarts=0)
+    assert "Faulty machines" not in html + markdown
+
+
+def test_the_summary_of_a_named_machine_is_there_where_restarts_are_off(named, tmp_path):
+    _, markdown = report(named, tmp_path, max_restarts=0)
+    assert "| node-3 | monitor\\_check |" in markdown
+    assert "This run was" not in markdown
+    assert json.loads(open_store(named).read(layout.avoided_node(named, "node-3")))

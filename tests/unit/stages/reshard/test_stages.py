@@ -1,0 +1,270 @@
+"""The stages of the reshard pipeline one by one, called as their components call them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from planish.base.errors import CheckpointNotFound, ConfigError
+from planish.checkpoint.convert.hf_files import Form, encode_header
+from planish.checkpoint.convert.layouts import Layout
+from planish.checkpoint.convert.merge import policy_role
+from planish.checkpoint.load.reader import open_state
+from planish.records import fetch_files, layout, read_manifest, write_files
+from planish.records.manifest import manifest_uri, seal
+from planish.records.refs import Ref
+from planish.run.stage import PathArtifact
+from planish.stages.reshard.prepare import run as prepare
+from planish.stages.reshard.reshard import run as reshard
+from planish.stages.reshard.retain import run as retain
+from planish.stages.reshard.verify import run as check
+from planish.store import open_store
+from planish.store.documents import read_json
+from tests.unit.checkpoint.written import tiny_model, write_checkpoint
+
+
+class Bench:
+    """A root, a source and the artifacts of one run."""
+
+    def __init__(self, root, folder):
+        self.root, self.folder = root, folder
+        self.source = write_checkpoint(f"{root}/saved", tiny_model(layers=1))
+
+    def artifact(self, name):
+        return PathArtifact(str(self.folder / name))
+
+    def prepare(self, target_layout, **options):
+        wish = {"target": "", "parts": "all", "role": "", "policy": "", "source": self.source}
+        return prepare(
+            root=f"{self.root}/run", target_layout=target_layout, **{**wish, **options},
+            summary=self.artifact("plan.md"), metrics=self.artifact("plan.json"),
+        ).config_sha256  # fmt: skip
+
+    def reshard(self, digest):
+        return reshard(
+            root=f"{self.root}/run", config_sha256=digest, result=self.artifact("result"),
+            report=self.artifact("report.html"), metrics=self.artifact("reshard.json"),
+        )  # fmt: skip
+
+    def check(self, source_pin):
+        check(
+            root=f"{self.root}/run", source_pin=source_pin, checkpoint=self.artifact("result"),
+            summary=self.artifact("check.md"), metrics=self.artifact("check.json"),
+        )  # fmt: skip
+
+    def read(self, name):
+        return (self.folder / name).read_text()
+
+    def failure(self):
+        """Return the error that the newest stage wrote to its log."""
+        names = ("reshard_prepare", "reshard", "checkpoint_verify")
+        for stage in reversed(names):
+            try:
+                entry = read_json(layout.stage_log(f"{self.root}/run", stage, 0, 0))
+            except OSError:
+                continue
+            return entry["error"]
+        return ""
+
+
+@pytest.fixture
+def bench(file_root, tmp_path):
+    (tmp_path / "out").mkdir()
+    return Bench(file_root, tmp_path / "out")
+
+
+def test_the_stages_hand_on_pins_refs_and_findings(bench):
+    digest = bench.prepare("tp=2")
+    assert "| becomes | `tp=2`, 2 rank(s) |" in bench.read("plan.md")
+    pins = bench.reshard(digest)
+    assert pins.source_pin == bench.source
+    ref = Ref.from_json(bench.read("result"))
+    assert ref.pin() == pins.result_pin
+    assert (ref.schema, ref.uri) == ("checkpoint/1", f"{bench.root}/run/tp-2")
+    assert ref.attributes["step"] == 7
+    assert "checkpoint save" in bench.read("report.html")
+    bench.check(pins.source_pin)
+    found = json.loads(bench.read("check.json"))
+    assert found["compared_tensors"] == len(tiny_model(layers=1))
+    assert found["checked_bytes"] < open_state(ref.pin()).commit.total_bytes
+    assert "bit by bit" in bench.read("check.md")
+
+
+@pytest.mark.parametrize(
+    ("target_layout", "options", "words"),
+    [
+        ("tp=x", {}, "'tp=x' is none of"),
+        ("merged", {}, "`policy` must name a policy"),
+        ("tp=2", {"parts": "weights"}, "`parts` must be `all` or `model`"),
+        ("tp=2", {"role": "judge"}, r"`role` must be one of ['main'] of the source"),
+        ("tp=2", {"source": "mem://nowhere/at/all"}, "`source` must be a committed checkpoint"),
+    ],
+)
+def test_a_wish_that_can_not_be_is_told_before_anything_is_written(
+    bench, target_layout, options, words
+):
+    with pytest.raises(SystemExit) as caught:
+        bench.prepare(target_layout, **options)
+    assert caught.value.code == 2
+    assert words in bench.failure()
+    with pytest.raises(OSError, match=r"run\.json"):
+        read_json(layout.run_file(f"{bench.root}/run"))
+
+
+def test_a_source_that_lacks_an_object_is_refused_at_once(bench, tmp_path):
+    (file,) = (tmp_path / "root/saved").glob("a-*/data/main.model/*.safetensors")
+    file.unlink()
+    with pytest.raises(SystemExit) as caught:
+        bench.prepare("tp=2")
+    assert caught.value.code == 1
+    assert "`data/main.model/00000-0.safetensors` is missing" in bench.failure()
+
+
+def test_the_pin_of_a_record_around_a_checkpoint_means_the_checkpoint(bench):
+    uri, _, digest = bench.source.partition("#sha256=")
+    manifest, data = seal("train-state/2", 0, (), {}, {"checkpoint_sha256": digest})
+    open_store(uri).write(manifest_uri(uri), data)
+    first = bench.prepare("tp=2", source=manifest.ref(uri).pin())
+    config = read_json(layout.run_file(f"{bench.root}/run"))["config"]
+    assert config["reshard"]["source_pin"] == bench.source
+    assert bench.prepare("tp=2", source=bench.source) == first
+
+
+def test_a_result_that_was_damaged_is_found(bench, tmp_path):
+    pins = bench.reshard(bench.prepare("fsdp=2"))
+    files = (tmp_path / "root/run/fsdp-2").glob("a-*/data/main.optim/00001-0.safetensors")
+    (file,) = files
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        bench.check(pins.source_pin)
+    assert caught.value.code == 1
+    assert "data/main.optim/00001-0.safetensors" in bench.failure()
+
+
+def test_a_result_of_another_source_is_found(bench):
+    bench.reshard(bench.prepare("fsdp=2"))
+    other = write_checkpoint(f"{bench.root}/other", tiny_model(layers=1, seed=3))
+    with pytest.raises(SystemExit) as caught:
+        bench.check(other)
+    assert caught.value.code == 1
+    assert "`model.lm_head.weight`: values, 104 elements" in bench.failure()
+
+
+def test_parts_and_roles_that_were_left_out_are_not_missed(bench):
+    both = {**tiny_model(layers=1, role="policy"), **tiny_model(layers=1, role="critic", seed=1)}
+    source = write_checkpoint(f"{bench.root}/both", both, extra=False)
+    pins = bench.reshard(bench.prepare("tp=2", source=source, parts="model", role="critic"))
+    bench.check(pins.source_pin)
+    expected = sum(s.role == "critic" and s.kind == "model" for s in both)
+    assert json.loads(bench.read("check.json"))["compared_tensors"] == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "roles", "expected"),
+    [
+        ("", ["main"], "main"),
+        ("", ["critic", "policy"], "policy"),
+        ("critic", ["critic", "x"], "critic"),
+        ("", ["judge"], "judge"),
+    ],
+)
+def test_a_merged_policy_is_made_of_the_usual_role(role, roles, expected):
+    assert policy_role(roles, role) == expected
+    with pytest.raises(ConfigError, match="`role` must be one of"):
+        policy_role(["a", "b"], role)
+
+
+@pytest.mark.parametrize(
+    ("state", "keep_last", "left"),
+    [("SUCCEEDED", 2, [2, 3]), ("FAILED", 2, [1, 2, 3]), ("SUCCEEDED", 0, [1, 2, 3])],
+)
+def test_retention_removes_after_success_only(file_root, tmp_path, state, keep_last, left):
+    boxes = Layout.parse("dp=1").boxes
+    for step in (1, 2, 3):
+        write_checkpoint(f"{file_root}/c/{step}", tiny_model(layers=1), boxes, step=step)
+    retain(
+        root=f"{file_root}/run", state=state, folder=f"{file_root}/c/", keep_last=keep_last,
+        keep_every=0, summary=PathArtifact(str(tmp_path / "s.md")),
+        metrics=PathArtifact(str(tmp_path / "m.json")),
+    )  # fmt: skip
+    found = []
+    for step in (1, 2, 3):
+        try:
+            found.append(open_state(f"{file_root}/c/{step}").commit.step)
+        except CheckpointNotFound:
+            continue
+    assert found == left
+    assert json.loads((tmp_path / "m.json").read_text())["deleted"] == 3 - len(left)
+
+
+def earlier_policy(uri, tensors, dtype="BF16"):
+    """Write a policy that has the weights' names and shapes, another type and a tokenizer."""
+    weights = [spec for spec in tensors if spec.kind == "model"]
+    forms = {spec.fqn: Form(dtype, spec.shape) for spec in weights}
+    data = b"".join(bytes(forms[name].nbytes) for name in forms)
+    files = {
+        "config.json": b'{"model_type": "qwen3"}',
+        "tokenizer.json": b'{"version": "1.0"}',
+        "model.safetensors": encode_header(forms) + data,
+    }
+    return write_files(uri, "policy/1", files, parents={}, attributes={"policy_version": 4}).pin()
+
+
+def test_a_state_is_merged_to_a_policy_and_compared_with_it(bench):
+    policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
+    pins = bench.reshard(bench.prepare("merged", policy=policy))
+    ref = Ref.from_json(bench.read("result"))
+    assert (ref.schema, ref.uri) == ("policy/1", f"{bench.root}/run/merged")
+    assert ref.attributes["role"] == "main"
+    assert ref.attributes["step"] == 7
+    folder = fetch_files(ref.uri, sha256=ref.manifest_sha256)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    bench.check(pins.source_pin)
+    found = json.loads(bench.read("check.json"))
+    weights = [s for s in tiny_model(layers=1) if s.kind == "model"]
+    assert found["compared_tensors"] == len(weights)
+    assert found["compared_bytes"] == 2 * sum(math.prod(s.shape) for s in weights)
+    first = bench.read("result")
+    bench.reshard(bench.prepare("merged", policy=policy))
+    assert bench.read("result") == first
+    entry = read_json(layout.stage_log(f"{bench.root}/run", "reshard", 0, 0))
+    assert entry["already_done"] is True
+
+
+def test_a_merged_policy_with_one_wrong_weight_is_found(bench):
+    tensors = tiny_model(layers=1)
+    policy = earlier_policy(f"{bench.root}/policies/4", tensors)
+    pins = bench.reshard(bench.prepare("merged", policy=policy))
+    ref = Ref.from_json(bench.read("result"))
+    folder = fetch_files(ref.uri, sha256=ref.manifest_sha256)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    del files["manifest.json"]
+    weights = bytearray(files["model.safetensors"])
+    weights[-1] ^= 1
+    files["model.safetensors"] = bytes(weights)
+    with pytest.raises(SystemExit) as caught:
+        bench.check(f"{pins.source_pin[:-1]}{'0' if pins.source_pin[-1] != '0' else '1'}")
+    assert caught.value.code == 1
+    other = write_files(f"{bench.root}/other", "policy/1", files, parents={},
+                        attributes=ref.attributes)  # fmt: skip
+    (bench.folder / "result").write_text(other.to_json())
+    with pytest.raises(SystemExit) as caught:
+        bench.check(pins.source_pin)
+    assert caught.value.code == 1
+    assert "differs in 1 elements" in bench.failure()
+
+
+def test_a_merged_target_that_is_taken_is_refused(bench):
+    policy = earlier_policy(f"{bench.root}/policies/4", tiny_model(layers=1))
+    target = f"{bench.root}/policies/4"
+    with pytest.raises(SystemExit) as caught:
+        bench.reshard(bench.prepare("merged", policy=policy, target=target))
+    assert caught.value.code == 1
+    assert "must be free" in bench.failure()
+    assert read_manifest(target).attributes["policy_version"] == 4

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planish.base.config import config_sha256
+from planish.records import layout
+from planish.records.io import read_manifest, read_set, write_set
+from planish.records.refs import Ref
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.run.stage import PathArtifact, write_json
+from planish.stages.reward.stage import run
+from tests.unit.stages.reward.test_score import rollouts
+
+POLICY = "ab" * 32
+CONFIG = {"run": {"seed": 0}, "reward": {"max_response_tokens": 64, "overlong_buffer_tokens": 16}}
+DIGEST = config_sha256(CONFIG)
+SHARDS = [
+    rollouts([("=7", 5, FinishReason.STOP), ("=8", 56, FinishReason.STOP)]),
+    rollouts([("=7", 5, FinishReason.STOP), ("", 64, FinishReason.LENGTH)]),
+]
+
+
+def prepare(root, shards=SHARDS, *, policy=POLICY, digest=DIGEST):
+    write_json(layout.run_file(root), {"config": CONFIG, "config_sha256": DIGEST})
+    for number, shard in enumerate(shards):
+        uri = layout.rollouts(root, 3, number)
+        attributes = {"config_sha256": digest, "iteration": 3}
+        write_set(uri, shard, parents={"policy": policy}, attributes=attributes)
+
+
+def reward(root, folder, num_shards=2):
+    outputs = {name: PathArtifact(f"{folder}/{name}") for name in ("rewards", "metrics")}
+    pin = f"file:///policies/00002#sha256={POLICY}"
+    run(root=root, config_sha256=DIGEST, number=1, offset=2, num_shards=num_shards,
+        policy_pin=pin, **outputs)  # fmt: skip
+    return Ref.from_json(Path(outputs["rewards"].path).read_text()), outputs
+
+
+def test_rows_follow_the_shards_in_order_and_parents_name_every_shard(file_root, tmp_path):
+    prepare(file_root)
+    ref, outputs = reward(file_root, tmp_path)
+    rewards = read_set(RewardSet, ref.uri, sha256=ref.manifest_sha256)
+    assert ref.uri == layout.rewards(file_root, 3)
+    assert rewards.reward.tolist() == [1, -1.5, 1, -2]
+    assert rewards.keep.all()
+    digests = [read_manifest(layout.rollouts(file_root, 3, n)).sha256 for n in (0, 1)]
+    parents = read_manifest(ref.uri).parents
+    assert parents == {"rollouts-00": digests[0], "rollouts-01": digests[1]}
+    assert json.loads(Path(outputs["metrics"].path).read_text())["accuracy_mean"] == 0.5
+
+
+def test_a_second_run_is_already_done_with_equal_outputs(file_root, tmp_path):
+    prepare(file_root)
+    first, outputs = reward(file_root, tmp_path)
+    metrics = json.loads(Path(outputs["metrics"].path).read_text())
+    second, outputs = reward(file_root, tmp_path)
+    assert second == first
+    assert json.loads(Path(outputs["metrics"].path).read_text()) == metrics
+    log = layout.stage_log(file_root, "reward", 3, 0).removeprefix("file://")
+    assert json.loads(Path(log).read_text())["already_done"] is True
+
+
+def test_empty_shards_of_a_stopped_iteration_give_an_empty_set(file_root, tmp_path):
+    prepare(file_root, [RolloutSet.empty(), RolloutSet.empty()])
+    ref, _ = reward(file_root, tmp_path)
+    assert ref.attributes["num_rows"] == 0
+
+
+def refused(root, folder, caplog, **options):
+    with pytest.raises(SystemExit) as caught:
+        reward(root, folder, **options)
+    assert caught.value.code == 1
+    return caplog.text
+
+
+def test_a_missing_shard_is_named(file_root, tmp_path, caplog):
+    prepare(file_root)
+    text = refused(file_root, tmp_path, caplog, num_shards=3)
+    assert "rollout shard 2 must be complete" in text
+    assert layout.rollouts(file_root, 3, 2) in text
+
+
+def test_a_damaged_shard_is_named_with_its_digest(file_root, tmp_path, caplog):
+    prepare(file_root)
+    uri = layout.rollouts(file_root, 3, 1)
+    path = Path(uri.removeprefix("file://")) / read_manifest(uri).shards[0].name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    text = refused(file_root, tmp_path, caplog)
+    assert "rollout shard 1" in text
+    assert read_manifest(uri).sha256 in text
+
+
+def test_a_shard_of_another_policy_or_configuration_is_refused(file_root, tmp_path, caplog):
+    prepare(file_root, policy="cd" * 32)
+    assert f"must have policy {POLICY}, got {'cd' * 32}" in refused(file_root, tmp_path, caplog)
+    prepare(file_root, digest="0" * 64)
+    assert "must have config_sha256" in refused(file_root, tmp_path, caplog)
+
+
+def test_too_many_verifier_errors_fail_the_stage_and_write_nothing(file_root, tmp_path, caplog):
+    prepare(file_root, [rollouts([("=7", 5, FinishReason.STOP)], verifier="mystery")])
+    text = refused(file_root, tmp_path, caplog, num_shards=1)
+    assert "max_verifier_error_rate" in text
+    assert not Path(layout.rewards(file_root, 3).removeprefix("file://")).exists()

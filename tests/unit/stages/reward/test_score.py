@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError, VerifierFailure
+from planish.records.ragged import Ragged
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.reward.config import RewardConfig
+from planish.stages.reward.score import score
+
+STOP, LENGTH, WINDOW, ABORT = FinishReason
+CONFIG = RewardConfig(max_response_tokens=64, overlong_buffer_tokens=16)
+
+
+def rollouts(*groups, verifier="trace", answer="7"):
+    """Each group is a list of (response, length in tokens, finish)."""
+    flat = [(g, s, *row) for g, rows in enumerate(groups) for s, row in enumerate(rows)]
+    lengths = [row[3] for row in flat]
+    ids = [f"{row[0]:016x}" for row in flat]
+    return RolloutSet(
+        group_index=np.array([row[0] for row in flat], np.int32),
+        sample_index=np.array([row[1] for row in flat], np.int32),
+        prompt_tokens=Ragged.from_lists([[1]] * len(groups), np.int32),
+        response_tokens=Ragged.from_lists([[2] * n for n in lengths], np.int32),
+        rollout_logprobs=Ragged.from_lists([[-1.0] * n for n in lengths], np.float32),
+        policy_version=Ragged.from_lists([[0] * n for n in lengths], np.int32),
+        window_start=np.zeros(len(flat), np.int32),
+        finish=np.array([row[4] for row in flat], np.int8),
+        rollout_id=[f"{name}-{row[1]:03d}" for name, row in zip(ids, flat, strict=True)],
+        prompt_id=ids,
+        response=[row[2] for row in flat],
+        answer=[answer] * len(flat),
+        verifier=[verifier] * len(flat),
+    )
+
+
+def test_rewards_worked_by_hand():
+    done = score(
+        rollouts(
+            [("3+4=7", 5, STOP), ("3+4=8", 56, STOP), ("no", 64, LENGTH), ("3+4=7", 64, LENGTH)]
+        ),
+        CONFIG,
+    )
+    rewards = done.rewards
+    rewards.validate()
+    assert rewards.accuracy.tolist() == [1, 0, 0, 1]
+    assert rewards.outcome.tolist() == [1, -1, -1, 1]
+    assert rewards.length_penalty.tolist() == [0, -0.5, -1, -1]
+    assert rewards.reward.tolist() == [1, -1.5, -2, 0]
+    assert rewards.has_reward.tolist() == [True] * 4
+    assert rewards.keep.tolist() == [True] * 4
+    assert rewards.extracted == ["7", "8", "", "7"]
+    metrics = done.metrics
+    assert metrics["accuracy_mean"] == 0.5
+    assert metrics["reward_mean"] == -0.625
+    assert metrics["num_invalid_rollouts"] == 1
+    assert metrics["truncated_fraction"] == 0.5
+    assert metrics["response_tokens_mean"] == 47.25
+    assert metrics["response_tokens_right_mean"] == 34.5
+    assert metrics["num_penalised_rollouts"] == 3
+
+
+def test_groups_without_contrast_are_dropped_by_accuracy_and_not_by_reward():
+    right = [("=7", 5, STOP), ("=7", 60, STOP)]
+    wrong = [("=8", 5, STOP), ("=9", 5, STOP)]
+    mixed = [("=7", 5, STOP), ("=9", 5, STOP)]
+    batch = rollouts(right, wrong, mixed)
+    done = score(batch, CONFIG)
+    assert done.rewards.keep.tolist() == [False] * 4 + [True] * 2
+    assert (done.metrics["num_groups"], done.metrics["num_kept_groups"]) == (3, 1)
+    kept = score(batch, CONFIG.model_copy(update={"keep_uniform_groups": True}))
+    assert kept.rewards.keep.all()
+
+
+def test_a_failed_response_drops_its_group_and_gets_no_reward():
+    done = score(
+        rollouts([("=7", 5, STOP), ("=8", 5, STOP), ("=7", 1, ABORT)], [("=7", 5, STOP)]),
+        CONFIG.model_copy(update={"keep_uniform_groups": True}),
+    )
+    assert done.rewards.keep.tolist() == [False] * 3 + [True]
+    assert done.rewards.has_reward.tolist() == [True, True, False, True]
+    assert done.rewards.reward.tolist() == [1, -1, 0, 1]
+    assert done.metrics["num_incomplete_groups"] == 1
+    assert done.metrics["num_aborted_rollouts"] == 1
+
+
+def test_an_unfinished_response_has_no_reward_and_keeps_its_group():
+    done = score(rollouts([("=7", 5, STOP), ("=7", 60, WINDOW)]), CONFIG)
+    assert done.rewards.has_reward.tolist() == [True, False]
+    assert done.rewards.keep.tolist() == [True, True]
+    assert done.rewards.reward.tolist() == [1, 0]
+    assert done.rewards.length_penalty.tolist() == [0, 0]
+    assert done.metrics["num_window_rollouts"] == 1
+
+
+def test_windows_of_a_group_are_kept_with_what_is_finished_of_it():
+    config = CONFIG.model_copy(update={"keep_uniform_groups": True})
+    batch = rollouts(
+        [("=7", 24, WINDOW), ("=8", 24, WINDOW)],
+        [("=7", 5, STOP), ("=7", 64, LENGTH), ("=7", 63, WINDOW)],
+        [("=8", 5, STOP)],
+    )
+    done = score(batch, config)
+    rewards = done.rewards
+    rewards.validate()
+    assert rewards.keep.all()
+    assert rewards.has_reward.tolist() == [False, False, True, True, False, True]
+    # whatever the text of an unfinished response says, it is not judged
+    assert rewards.accuracy.tolist() == [0, 0, 1, 1, 0, 0]
+    assert rewards.outcome.tolist() == [0, 0, 1, 1, 0, -1]
+    assert rewards.length_penalty.tolist() == [0, 0, 0, -1, 0, 0]
+    assert rewards.reward.tolist() == [0, 0, 1, 0, 0, -1]
+    assert rewards.extracted == ["", "", "7", "7", "", "8"]
+    metrics = done.metrics
+    assert (metrics["num_window_rollouts"], metrics["num_scored_rollouts"]) == (3, 3)
+    assert metrics["accuracy_mean"] == pytest.approx(2 / 3)
+    assert metrics["truncated_fraction"] == pytest.approx(1 / 3)
+
+
+def test_an_iteration_in_which_nothing_finished_has_counts_only():
+    config = CONFIG.model_copy(update={"keep_uniform_groups": True})
+    done = score(rollouts([("=7", 24, WINDOW)], [("", 24, WINDOW)]), config)
+    assert done.rewards.keep.tolist() == [True, True]
+    assert done.rewards.reward.tolist() == [0, 0]
+    assert done.metrics["num_window_rollouts"] == 2
+    assert not {"accuracy_mean", "reward_mean", "truncated_fraction"} & set(done.metrics)
+
+
+def test_constants_of_the_reward_come_from_the_configuration():
+    config = RewardConfig(
+        reward_correct=1.0,
+        reward_wrong=0.0,
+        max_response_tokens=64,
+        overlong_buffer_tokens=16,
+        overlong_penalty_factor=0.5,
+    )
+    done = score(rollouts([("=7", 56, STOP), ("=8", 64, STOP)]), config)
+    assert done.rewards.reward.tolist() == [0.75, -0.5]
+
+
+def test_no_rollouts_give_no_rewards_and_only_counts():
+    done = score(RolloutSet.empty(), CONFIG)
+    assert done.rewards.num_rows == 0
+    assert done.metrics["num_rollouts"] == 0
+    assert "reward_mean" not in done.metrics
+
+
+def test_hostile_responses_are_scored():
+    texts = ["\ud800=7", "=" * 10**6, "\x00", "9" * 10**6 + "=7", "=\u0667"]
+    done = score(rollouts([(t, 5, STOP) for t in texts]), CONFIG)
+    assert done.rewards.accuracy.tolist() == [1, 0, 0, 1, 0]
+    done.rewards.validate()
+
+
+def test_more_than_one_percent_of_verifier_errors_fails_loudly():
+    good = [[("=7", 5, STOP)] * 2 for _ in range(99)]
+    batch = rollouts(*good)
+    batch.verifier[0] = "mystery"
+    assert score(batch, CONFIG).metrics["num_verifier_errors"] == 1
+    batch.verifier[1] = batch.verifier[2] = "mystery"
+    with pytest.raises(VerifierFailure) as caught:
+        score(batch, CONFIG)
+    for part in ("3 of 198", "mystery", f"{0:016x}-000", "0.01"):
+        assert part in str(caught.value)
+
+
+def test_exactly_one_percent_of_errors_is_accepted():
+    batch = rollouts(*[[("=7", 5, STOP)]] * 100)
+    batch.verifier[7] = "mystery"
+    assert score(batch, CONFIG).metrics["num_verifier_errors"] == 1
+
+
+def test_defaults_are_the_published_ones():
+    config = parse_section(RewardConfig, {}, section="reward")
+    assert (config.reward_correct, config.reward_wrong) == (1.0, -1.0)
+    assert (config.max_response_tokens, config.overlong_buffer_tokens) == (20480, 4096)
+    assert config.max_response_tokens - config.overlong_buffer_tokens == 16384
+    assert (config.overlong_penalty_factor, config.max_verifier_error_rate) == (1.0, 0.01)
+    assert not config.keep_uniform_groups
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"max_response_tokens": 64, "overlong_buffer_tokens": 65}, "got 65 and 64"),
+        ({"reward_correct": -1.0}, "must be greater than"),
+        ({"reward_correct": float("nan")}, "finite"),
+        ({"overlong_penalty_factor": -1.0}, "greater than or equal to 0"),
+        ({"max_response_token": 64}, "max_response_tokens"),
+    ],
+)
+def test_impossible_settings_are_refused(table, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_section(RewardConfig, table, section="reward")

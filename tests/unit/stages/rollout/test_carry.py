@@ -1,0 +1,203 @@
+"""Which slots generate, which wait, and what a damaged carry set says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planish.base.errors import ObjectMissing, RecordError
+from planish.records.io import write_set
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.rollout.carry import (
+    deal,
+    group_facts,
+    num_open,
+    place,
+    read_carry,
+    refill,
+    settle,
+)
+from planish.stages.rollout.slots import Slot, SlotGroup, as_set, from_set
+
+CURSOR = {"next": 40, "pending": [17]}
+
+
+def slot(sample, num_tokens=0, finish=FinishReason.WINDOW, start=0):
+    grown = Slot(sample).extended(
+        list(range(3, 3 + num_tokens)), [-0.5] * num_tokens, [1] * num_tokens, finish, "x"
+    )
+    return replace(grown, start=start)
+
+
+def group(ordinal, *slots, drawn=1):
+    return SlotGroup(ordinal, drawn, f"{ordinal:016x}", (7, 8), "5", "exact", slots)
+
+
+def names(groups):
+    return [(g.ordinal, s.sample) for g in groups for s in g.slots]
+
+
+def test_responses_with_tokens_come_first_then_those_that_wait_in_their_order():
+    groups = [group(4, slot(0), slot(1, 3)), group(5, slot(0, 2), slot(1), slot(2))]
+    assert place(groups, 2) == [(0, 1), (1, 0)]
+    assert place(groups, 3) == [(0, 0), (0, 1), (1, 0)]
+    assert place(groups, 4) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert place(groups, 9) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+
+
+def test_finished_responses_take_no_slot():
+    groups = [group(4, slot(0, 3, FinishReason.STOP), slot(1, 3, FinishReason.LENGTH), slot(2))]
+    assert num_open(groups) == 1
+    assert place(groups, 5) == [(0, 2)]
+
+
+def test_a_new_prompt_enters_with_all_its_samples_though_one_slot_is_free():
+    carried = [group(1, slot(0, 2), slot(1, 2))]
+    new = (group(k, slot(0), slot(1), slot(2)) for k in range(10, 20))
+    groups = refill(carried, 3, new)
+    assert names(groups) == [(1, 0), (1, 1), (10, 0), (10, 1), (10, 2)]
+    assert place(groups, 3) == [(0, 0), (0, 1), (1, 0)]
+    # nothing enters while those that wait fill the slots
+    assert names(refill(groups, 4, new)) == names(groups)
+
+
+def test_groups_stay_with_their_shard_while_the_number_of_shards_does():
+    sets = [[group(3, slot(0)), group(1, slot(0))], [group(2, slot(0))]]
+    assert [names(deal(sets, s, 2)) for s in range(2)] == [[(1, 0), (3, 0)], [(2, 0)]]
+
+
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=4), num_shards=st.integers(1, 5))
+def test_every_group_is_dealt_to_one_shard_whole(counts, num_shards):
+    ordinals = iter(range(100))
+    sets = [[group(next(ordinals), slot(0, 1), slot(1)) for _ in range(n)] for n in counts]
+    dealt = [deal(sets, s, num_shards) for s in range(num_shards)]
+    assert sorted(names([g for part in dealt for g in part])) == sorted(
+        names([g for part in sets for g in part])
+    )
+    if len(counts) != num_shards:
+        sizes = [len(part) for part in dealt]
+        assert max(sizes) - min(sizes) <= 1
+
+
+MIXED = group(7, slot(0, 4, FinishReason.STOP, start=2), slot(1, 4, start=2), slot(2))
+DONE = group(8, slot(0, 3, FinishReason.LENGTH, start=1), slot(1, 1, FinishReason.STOP))
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "given_rows", "kept_rows", "starts"),
+    [
+        ("train", [(7, 0), (7, 1), (8, 0), (8, 1)], [(7, 1), (7, 2)], [2, 2, 1, 0]),
+        ("hold", [(7, 0), (8, 0), (8, 1)], [(7, 1), (7, 2)], [0, 0, 0]),
+        ("hold_group", [(8, 0), (8, 1)], [(7, 0), (7, 1), (7, 2)], [0, 0]),
+    ],
+)
+def test_rollouts_and_carry_share_out_the_responses(unfinished, given_rows, kept_rows, starts):
+    given_groups, kept = settle([MIXED, DONE], unfinished)
+    assert names(given_groups) == given_rows
+    assert names(kept) == kept_rows
+    assert as_set(given_groups).window_start.tolist() == starts
+
+
+def test_groups_become_a_set_and_come_back():
+    groups = [MIXED, group(9, slot(1, 5, start=3), drawn=4)]
+    record = as_set(groups)
+    record.validate()
+    facts = group_facts(groups)
+    assert facts == {"ordinals": [7, 9], "drawn": [1, 4]}
+    again = from_set(record, facts["ordinals"], facts["drawn"])
+    assert names(again) == names(groups)
+    for before, after in zip(groups, again, strict=True):
+        assert (before.prompt_id, before.drawn) == (after.prompt_id, after.drawn)
+        for a, b in zip(before.slots, after.slots, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.logprobs.tolist() == b.logprobs.tolist()
+            # what is carried is all from before the next window
+            assert (b.start, b.finish) == (a.num_tokens, a.finish)
+    assert from_set(RolloutSet.empty(), [], []) == []
+
+
+def written(tmp_path, groups, **attributes):
+    uri = (tmp_path / f"carry-{len(list(tmp_path.iterdir()))}").as_uri()
+    facts = {**group_facts(groups), **attributes}
+    return write_set(uri, as_set(groups), parents={}, attributes=facts).pin()
+
+
+def test_sets_are_read_in_the_order_of_their_shards(tmp_path):
+    pins = [
+        written(tmp_path, [MIXED]),
+        written(tmp_path, []),
+        written(tmp_path, [group(2, slot(0))]),
+    ]
+    assert [names(part) for part in read_carry(pins, CURSOR)] == [
+        [(7, 0), (7, 1), (7, 2)],
+        [],
+        [(2, 0)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"ordinals": None}, "`ordinals` of the carry set .* must be a list of counts, got None"),
+        ({"ordinals": "7"}, "list of counts, got '7'"),
+        ({"ordinals": [-1]}, r"list of counts, got \[-1\]"),
+        ({"ordinals": [True]}, r"list of counts, got \[True\]"),
+        ({"drawn": [1.5]}, "`drawn` of the carry set"),
+        ({"drawn": []}, r"for each of its 1 groups, got \[1, 0\]"),
+        ({"ordinals": [7, 8]}, r"for each of its 1 groups, got \[2, 1\]"),
+        ({"ordinals": [40]}, r"drawn once, got ordinals \[40\] .* next is 40"),
+        ({"ordinals": [17]}, r"drawn once, got ordinals \[17\]"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_set_or_the_cursor_is_refused(tmp_path, attributes, words):
+    pin = written(tmp_path, [group(7, slot(0, 2))], **attributes)
+    with pytest.raises(RecordError, match=words) as caught:
+        read_carry([pin], CURSOR)
+    assert "resume from an earlier" in str(caught.value)
+
+
+def test_a_group_in_two_sets_is_refused(tmp_path):
+    pins = [written(tmp_path, [MIXED]), written(tmp_path, [group(7, slot(3, 1))])]
+    with pytest.raises(RecordError, match=r"got ordinals \[7\] \(1 in all\) twice"):
+        read_carry(pins, CURSOR)
+
+
+def test_an_aborted_response_in_a_carry_set_is_refused(tmp_path):
+    pin = written(tmp_path, [group(7, slot(0, 2), slot(1, 2, FinishReason.ABORT))])
+    with pytest.raises(RecordError, match=r"got ABORT in 0{15}7-001"):
+        read_carry([pin], CURSOR)
+
+
+def test_a_set_with_another_digest_or_without_manifest_is_refused(tmp_path):
+    pin = written(tmp_path, [MIXED])
+    uri, _, digest = pin.partition("#sha256=")
+    other = ("0" if digest[0] != "0" else "1") + digest[1:]
+    with pytest.raises(RecordError, match=other):
+        read_carry([f"{uri}#sha256={other}"], CURSOR)
+    with pytest.raises(ObjectMissing):
+        read_carry([f"{uri}-gone#sha256={digest}"], CURSOR)
+
+
+def test_a_set_of_damaged_data_is_refused(tmp_path):
+    pin = written(tmp_path, [MIXED])
+    folder = tmp_path / pin.partition("#")[0].rpartition("/")[2]
+    data = next(p for p in folder.iterdir() if p.suffix == ".parquet")
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    data.write_bytes(raw)
+    with pytest.raises(RecordError, match=r"sha256|digest"):
+        read_carry([pin], CURSOR)
+
+
+def test_growth_keeps_dtypes():
+    grown = slot(0, 3).extended([9], [-1.0], [2], FinishReason.STOP, "y")
+    assert (grown.tokens.dtype, grown.logprobs.dtype, grown.versions.dtype) == (
+        np.int32,
+        np.float32,
+        np.int32,
+    )
+    assert (grown.start, grown.num_tokens, grown.versions.tolist()) == (3, 4, [1, 1, 1, 2])

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from planish.engines.sampling import request_seed
+from planish.models.policy import load_policy, save_policy
+from planish.models.tokens import Tokenizer
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.prompts import PromptSet, prompt_id
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.stream import StreamState, advance, position
+from planish.run.stage import is_stopped, stage_parser
+from planish.stages.rollout import stage
+from planish.store import open_store
+from planish.store.documents import write_json
+from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
+
+
+def test_a_shard_holds_full_mixed_groups_with_their_log_probabilities(new_run):
+    run = new_run()
+    ref, metrics = run.call()
+    rollouts = read_set(RolloutSet, ref.uri, sha256=ref.manifest_sha256)
+    assert (rollouts.num_groups, rollouts.num_rows) == (6, 24)
+    right = np.array(
+        [r == a for r, a in zip(rollouts.response, rollouts.answer, strict=True)]
+    ).reshape(6, 4)
+    assert ((right.sum(1) > 0) & (right.sum(1) < 4)).all()
+    assert metrics["kept_accuracy_mean"] == right.mean()
+    policy = load_policy(run.policy_pin)
+    for row in range(rollouts.num_rows):
+        tokens = rollouts.response_tokens.row(row)
+        ids = policy.tokenizer.encode_prompt(
+            [{"role": "user", "content": prompt_text(rollouts, row)}]
+        )
+        assert rollouts.prompt_tokens.row(rollouts.group_index[row]).tolist() == ids
+        whole = torch.tensor([[*ids, *tokens.tolist()]])
+        with torch.inference_mode():
+            logits = policy.model(input_ids=whole).logits[0, len(ids) - 1 : -1].float()
+        expected = torch.log_softmax(logits, -1).gather(-1, whole[0, len(ids) :, None])[:, 0]
+        assert np.abs(expected.numpy() - rollouts.rollout_logprobs.row(row)).max() < 2e-4
+        stopped = tokens[-1] == policy.tokenizer.eos_token_ids[0]
+        assert rollouts.finish[row] == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or len(tokens) == 8
+        assert rollouts.response[row] == policy.tokenizer.decode(tokens.tolist())
+    assert set(rollouts.policy_version.values.tolist()) == {0}
+
+
+def prompt_text(rollouts, row):
+    by_id = {}
+    for k in range(10):
+        message = [{"role": "user", "content": f"{k}+{k}="}]
+        by_id[prompt_id(message, str(k % 4))] = message[0]["content"]
+    return by_id[rollouts.prompt_id[row]]
+
+
+def test_equal_inputs_give_equal_digests_and_other_seeds_do_not(new_run):
+    digests = [new_run().call()[0].manifest_sha256 for _ in range(2)]
+    assert digests[0] == digests[1]
+    other = new_run(temperature=0.9)
+    assert other.call()[0].manifest_sha256 != digests[0]
+
+
+def test_manifests_hold_no_time_and_no_place(new_run):
+    run = new_run()
+    run.call()
+    uri = layout.rollouts(run.root, 1, 0) + "/manifest.json"
+    text = open_store(uri).read(uri).decode()
+    assert "seconds" not in text
+    assert str(run.folder) not in text
+    assert "sample_seconds" in run.log()["metrics"]
+    assert run.attributes()["policy_version"] == 0
+
+
+def test_a_second_call_is_already_done_with_the_same_metrics(new_run):
+    run = new_run()
+    first, metrics = run.call()
+    again, numbers = run.call()
+    assert again == first
+    assert run.log()["already_done"] is True
+    assert numbers == {k: metrics[k] for k in numbers}
+    assert numbers["num_groups"] == 6
+
+
+def test_another_cursor_is_not_already_done(new_run, monkeypatch):
+    run = new_run()
+    first, _ = run.call()
+    data = StreamState({"next": 7, "pending": [2]})
+    monkeypatch.setattr(stage, "read_data", lambda pin: data)
+    second, _ = run.call()
+    assert second.manifest_sha256 != first.manifest_sha256
+    assert run.attributes()["consumed"][0] == 2
+    assert run.attributes()["cursor"] == {"next": 7, "pending": [2]}
+
+
+def test_shards_share_the_groups_and_consume_every_ordinal_once(new_run):
+    run = new_run(prompts_per_iteration=7)
+    sets = [run.call(shard, 3)[0] for shard in range(3)]
+    assert [ref.attributes["num_rows"] for ref in sets] == [12, 8, 8]
+    consumed = [run.attributes(shard=s)["consumed"] for s in range(3)]
+    assert all(k % 3 == s for s in range(3) for k in consumed[s])
+    everything = [k for part in consumed for k in part]
+    cursor = advance({"next": 0, "pending": []}, everything)
+    surplus = sum(run.attributes(shard=s)["metrics"]["ds/surplus"] for s in range(3))
+    generated = sum(run.attributes(shard=s)["metrics"]["num_generated_groups"] for s in range(3))
+    assert len(everything) + surplus == generated
+    # what is neither consumed nor below the highest ordinal comes again
+    assert set(cursor["pending"]).isdisjoint(everything)
+
+
+def test_the_seed_of_a_response_is_that_of_its_prompt_ordinal_and_sample(new_run):
+    run = new_run(dynamic_sampling=False)
+    ref, _ = run.call()
+    rollouts = read_set(RolloutSet, ref.uri)
+    from planish.engines import open_engine
+    from planish.engines.requests import Request, Sampling
+
+    row = position(2, 10, 3)
+    assert rollouts.prompt_id[8].startswith(rollouts.prompt_id[8])
+    key = f"{rollouts.prompt_id[8]}/2"
+    sampling = Sampling(max_new_tokens=8, seed=request_seed(3, 1, key, 1))
+    prompt = tuple(rollouts.prompt_tokens.row(2).tolist())
+    with open_engine("transformers", run.policy_pin) as engine:
+        output = engine.generate([Request("x", "g", prompt, sampling)])[0]
+    assert output.token_ids == rollouts.response_tokens.row(9).tolist()
+    asked = read_set(PromptSet, layout.prompts(run.root)).prompt_id[row]
+    assert rollouts.prompt_id[8] == asked
+
+
+def test_a_stopped_run_writes_an_empty_set_and_consumes_nothing(new_run):
+    run = new_run()
+    write_json(layout.stop_file(run.root), {})
+    ref, metrics = run.call()
+    assert ref.attributes["num_rows"] == 0
+    assert read_set(RolloutSet, ref.uri).num_rows == 0
+    assert run.attributes()["consumed"] == []
+    assert metrics == {}
+    assert is_stopped(run.root, 1)
+    assert run.call()[0] == ref
+    assert run.log()["already_done"] is True
+
+
+def test_a_run_that_is_no_longer_stopped_samples_again(new_run):
+    run = new_run()
+    write_json(layout.stop_file(run.root), {})
+    run.call()
+    open_store(run.root).delete(layout.stop_file(run.root))
+    open_store(run.root).delete(layout.stopped_file(run.root, 1))
+    assert run.call()[0].attributes["num_rows"] == 24
+
+
+def test_a_starved_shard_says_so(new_run, caplog):
+    run = new_run(max_generation_rounds=1, temperature=0.01)
+    ref, metrics = run.call()
+    assert metrics["ds/starved"] == 1.0
+    assert ref.attributes["num_rows"] < 24
+    assert "dynamic_sampling_starved" in caplog.text
+    assert run.attributes()["consumed"] == list(range(6))
+
+
+def test_prompts_beyond_the_limit_are_dropped_and_counted(new_run, caplog):
+    run = new_run(max_prompt_tokens=4, max_generation_rounds=2)
+    _, metrics = run.call()
+    # bos and four characters are five tokens
+    assert metrics["group_dropped_incomplete"] == metrics["num_generated_groups"] == 12
+    assert metrics["num_generated_tokens"] == 0
+    assert run.attributes()["consumed"] == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("changes", "call", "text"),
+    [
+        ({"max_response_tokens": 1020}, {}, r"1024 tokens, got 5 \+ .*= 1020 for prompt"),
+        ({}, {"num_shards": 7, "shard": 1}, "at most one per group of the 6 in an iteration"),
+        ({}, {"num_shards": 2, "shard": 2}, "got shard 2 of 2"),
+        ({"starvation_policy": "raise", "max_generation_rounds": 1, "temperature": 0.01}, {},
+         "6 groups must qualify within 1"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_end_with_code_two(new_run, changes, call, text, caplog):
+    run = new_run(**changes)
+    with pytest.raises(SystemExit) as caught:
+        run.call(**call)
+    assert caught.value.code == 2
+    assert re.search(text, caplog.text)
+
+
+def test_a_policy_that_fails_on_a_prompt_loses_that_group_only(new_run, caplog):
+    run = new_run(dynamic_sampling=False, prompts_per_iteration=10)
+    policy = easy_policy()
+    with torch.no_grad():
+        # the character "7" poisons prompts that hold it; the untied head stays finite
+        nan = policy.tokenizer.encode_prompt([{"role": "user", "content": "7"}])[-1]
+        policy.model.config.tie_word_embeddings = False
+        head = policy.model.lm_head.weight.detach().clone()
+        policy.model.model.embed_tokens.weight[nan] = torch.nan
+        policy.model.lm_head.weight = torch.nn.Parameter(head)
+    uri = layout.policy(run.root, 1)
+    run.policy_pin = save_policy(uri, policy, version=1, parents={}, attributes={}).pin()
+    ref, metrics = run.call()
+    rollouts = read_set(RolloutSet, ref.uri)
+    assert rollouts.num_groups == 10
+    assert metrics["group_dropped_incomplete"] >= 1
+    assert "must be finite" in caplog.text
+    assert np.isfinite(rollouts.rollout_logprobs.values).all()
+
+
+def test_a_stop_string_ends_a_response_as_an_end_token_does(new_run):
+    run = new_run()
+    policy = easy_policy()
+    policy.tokenizer = Tokenizer(policy.tokenizer.backend, stop_strings=["2"])
+    uri = layout.policy(run.root, 1)
+    run.policy_pin = save_policy(uri, policy, version=1, parents={}, attributes={}).pin()
+    ref, _ = run.call()
+    rollouts = read_set(RolloutSet, ref.uri)
+    ended = [row for row, text in enumerate(rollouts.response) if "2" in text]
+    assert ended
+    for row in ended:
+        tokens = rollouts.response_tokens.row(row).tolist()
+        assert tokens[-1] == policy.tokenizer.encode_response("2")[0]
+        assert rollouts.response[row].endswith("2")
+        assert rollouts.finish[row] == FinishReason.STOP
+    assert len(ended) < rollouts.num_rows
+
+
+def test_surplus_groups_fill_the_next_batch_first(new_run):
+    run = new_run(generation_prompts_factor=4.0, max_staleness=1)
+    for shard in range(2):
+        run.call(shard, 2)
+    sets = [read_manifest(layout.surplus(run.root, 1, s)) for s in range(2)]
+    first = [run.attributes(1, s) for s in range(2)]
+    for manifest, attributes in zip(sets, first, strict=True):
+        assert manifest.sha256 == attributes["surplus_sha256"]
+        assert set(manifest.attributes["ordinals"]) < set(attributes["consumed"])
+        assert len(manifest.attributes["ordinals"]) == attributes["metrics"]["ds/surplus"]
+    waiting = sorted(k for m in sets for k in m.attributes["ordinals"])
+    groups = [read_set(RolloutSet, layout.surplus(run.root, 1, s)) for s in range(2)]
+    pool = RolloutSet.concat(groups)
+    order = np.argsort([k for m in sets for k in m.attributes["ordinals"]])
+    state = after_iteration(run, 1, 2)
+    refs = [run.call(shard, 3, state_pin=state, number=2)[0] for shard in range(3)]
+    second = [run.attributes(2, s) for s in range(3)]
+    for shard, attributes in enumerate(second):
+        numbers = attributes["metrics"]
+        mine = order[shard::3]
+        used = int(numbers["ds/surplus_used"])
+        assert used == min(2, len(mine)) > 0
+        made = read_set(RolloutSet, refs[shard].uri)
+        assert made.take_groups(range(used)) == pool.take_groups(mine[:used])
+        assert set(made.take_groups(range(used)).policy_version.values.tolist()) == {0}
+        assert numbers["num_groups"] == 2
+        assert numbers["ds/surplus_taken"] == len(mine)
+        # version 2 samples next: what version 0 has sampled is too old by then
+        assert numbers["ds/surplus_expired"] == len(mine) - used
+        assert attributes["surplus_sources"] == [m.sha256 for m in sets]
+        assert not set(attributes["consumed"]) & set(waiting)
+    consumed = [k for a in [*first, *second] for k in a["consumed"]]
+    assert len(consumed) == len(set(consumed))
+    total = sum(a["metrics"]["num_generated_groups"] for a in [*first, *second])
+    assert len(consumed) == total
+
+
+def test_reuse_is_already_done_only_while_its_surplus_set_is_there(new_run):
+    run = new_run(generation_prompts_factor=4.0, max_staleness=1)
+    first, _ = run.call()
+    assert run.call()[0] == first
+    assert run.log()["already_done"] is True
+    open_store(run.root).delete(layout.surplus(run.root, 1, 0) + "/manifest.json")
+    assert run.call()[0] == first
+    assert run.log()["already_done"] is False
+    digest = run.attributes()["surplus_sha256"]
+    assert read_manifest(layout.surplus(run.root, 1, 0)).sha256 == digest
+    other = new_run(generation_prompts_factor=4.0, max_staleness=1)
+    assert other.call()[0].manifest_sha256 == first.manifest_sha256
+
+
+def test_without_reuse_nothing_new_is_written(new_run):
+    run = new_run(generation_prompts_factor=4.0)
+    _, metrics = run.call()
+    assert metrics["ds/surplus"] > 0
+    assert "ds/surplus_used" not in metrics
+    assert not {"surplus_sha256", "surplus_sources"} & set(run.attributes())
+    uri = layout.surplus(run.root, 1, 0) + "/manifest.json"
+    assert not open_store(uri).exists(uri)
+
+
+def test_the_command_line_names_every_parameter():
+    options = {a.dest for a in stage_parser(stage.run)._actions}
+    assert options >= {"root", "number", "offset", "shard", "num_shards", "policy_pin", "state_pin"}

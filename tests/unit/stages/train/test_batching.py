@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planish.base.errors import RecordError
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy
+from planish.records.ragged import Ragged
+from planish.records.rollouts import FinishReason
+from planish.stages.train.batching import (
+    gather_rows,
+    plan_microbatches,
+    scatter_tokens,
+    selected_lengths,
+    split_by_gradient,
+    split_minibatches,
+    train_batch,
+)
+from tests.unit.algorithms.batches import make_batch
+from tests.unit.stages.train.runs import random_rollouts, rewards_for
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    policy = build_policy(ModelConfig(num_layers=1, hidden_size=16, head_dim=8), seed=0)
+    return random_rollouts(policy, 1)
+
+
+def test_each_row_is_prompt_then_response_with_masks_and_logprobs_in_place(rollouts):
+    rewards = rewards_for(rollouts, 2)
+    batch = train_batch(rollouts, rewards)
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_tokens.row(rollouts.group_index[row]).tolist()
+        response = rollouts.response_tokens.row(row).tolist()
+        n, end = len(prompt), len(prompt) + len(response)
+        assert batch.input_ids[row, :end].tolist() == prompt + response
+        assert batch.attention_mask[row].nonzero().flatten().tolist() == list(range(end))
+        assert batch.policy_mask[row].nonzero().flatten().tolist() == list(range(n, end))
+        assert torch.equal(batch.policy_mask[row], batch.value_mask[row])
+        logprobs = rollouts.rollout_logprobs.row(row)
+        assert np.array_equal(batch.rollout_logprobs[row, n:end].numpy(), logprobs)
+        assert batch.position_ids[row, :end].tolist() == list(range(end))
+        assert batch.is_truncated[row].item() == (rollouts.finish[row] == FinishReason.LENGTH)
+    assert batch.reward.numpy().tolist() == rewards.reward.tolist()
+    assert batch.group_index.tolist() == rollouts.group_index.tolist()
+
+
+def test_column_zero_is_never_in_a_mask(rollouts):
+    batch = train_batch(rollouts, rewards_for(rollouts, 2))
+    assert not batch.policy_mask[:, 0].any()
+    assert not batch.value_mask[:, 0].any()
+
+
+def test_rows_that_are_not_kept_take_no_part(rollouts):
+    keep = np.zeros(rollouts.num_rows, bool)
+    keep[[2, 5]] = True
+    batch = train_batch(rollouts, rewards_for(rollouts, 2, keep=keep))
+    assert len(batch) == 2
+    assert batch.group_index.tolist() == [0, 1]
+    assert len(train_batch(rollouts, rewards_for(rollouts, 2, keep=~keep & False))) == 0
+
+
+def test_tokens_before_the_window_are_context_only(rollouts):
+    lengths = rollouts.response_tokens.lengths
+    row = int(lengths.argmax())
+    start = np.zeros(rollouts.num_rows, np.int32)
+    start[row] = 2
+    batch = train_batch(replace(rollouts, window_start=start), rewards_for(rollouts, 2))
+    assert batch.policy_mask[row].sum() == lengths[row] - 2
+    assert batch.value_mask[row].sum() == lengths[row]
+
+
+def test_rewards_of_other_rollouts_are_refused(rollouts):
+    rewards = rewards_for(rollouts.take_groups([0, 1]), 2)
+    with pytest.raises(RecordError, match="got 8 rows for 16 rollouts"):
+        train_batch(rollouts, rewards)
+
+
+def test_a_kept_rollout_without_tokens_is_refused(rollouts):
+    rows = [rollouts.response_tokens.row(r) for r in range(16)]
+    rows[3] = rows[3][:0]
+    empty = replace(rollouts, response_tokens=Ragged.from_lists(rows, np.int32))
+    with pytest.raises(RecordError, match=rollouts.rollout_id[3]):
+        train_batch(empty, rewards_for(rollouts, 2))
+
+
+def test_minibatches_hold_each_row_once_per_pass_and_depend_on_the_seed():
+    parts = split_minibatches(100, 32, 2, seed=(0, 1))
+    assert [len(p) for p in parts] == [25] * 8
+    for half in (parts[:4], parts[4:]):
+        assert sorted(np.concatenate(half).tolist()) == list(range(100))
+    again = split_minibatches(100, 32, 2, seed=(0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    other = split_minibatches(100, 32, 2, seed=(0, 2))
+    assert not np.array_equal(parts[0], other[0])
+    assert split_minibatches(0, 32, 1, seed=(0,)) == []
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    budget=st.integers(1, 200),
+    ranks=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_micro_batches_cover_every_row_once_within_the_budget(lengths, budget, ranks):
+    array = np.array(lengths)
+    plan = plan_microbatches(array, budget, ranks)
+    assert len({len(parts) for parts in plan}) == 1
+    rows = [rows for parts in plan for rows in parts]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(len(lengths)))
+    for part in rows:
+        assert len(part) <= 1 or len(part) * array[part].max() <= budget
+
+
+def test_ranks_without_sequences_get_an_idle_row(rollouts):
+    plan = plan_microbatches(np.array([5]), 100, 3)
+    assert [[p.tolist() for p in parts] for parts in plan] == [[[0]], [[]], [[]]]
+    batch = train_batch(rollouts, rewards_for(rollouts, 2))
+    idle = gather_rows(batch, plan[1][0], num_columns=2)
+    assert idle.input_ids.shape == (1, 2)
+    masks = (idle.policy_mask, idle.value_mask, idle.positive_mask, idle.attention_mask)
+    assert not any(mask.any() for mask in masks)
+
+
+def test_sequences_without_a_selected_token_are_in_no_micro_batch():
+    plan = plan_microbatches(np.array([0, 5, 0, 3]), 8, 2)
+    rows = np.concatenate([part for parts in plan for part in parts])
+    assert sorted(rows.tolist()) == [1, 3]
+    assert plan_microbatches(np.zeros(3, np.int64), 8, 2) == [[], []]
+
+
+def test_selected_length_runs_to_the_last_selected_token():
+    mask = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
+    assert selected_lengths(mask).tolist() == [4, 0, 5]
+
+
+def test_gathered_rows_lose_the_columns_behind_the_last_one(rollouts):
+    batch = train_batch(rollouts, rewards_for(rollouts, 2))
+    lengths = selected_lengths(batch.attention_mask)
+    rows = np.argsort(lengths)[:3]
+    part = gather_rows(batch, rows, num_columns=int(lengths[rows].max()))
+    assert part.input_ids.shape[1] == lengths[rows].max()
+    assert part.attention_mask.sum() == lengths[rows].sum()
+
+
+def test_scattered_tokens_return_to_their_places_with_gradient():
+    mask = torch.tensor([[0, 1, 0], [0, 1, 1]]).bool()
+    tokens = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    dense = scatter_tokens(mask, tokens)
+    assert dense.tolist() == [[0, 1, 0], [0, 2, 3]]
+    (dense * torch.tensor([[9.0, 5, 9], [9, 6, 7]])).sum().backward()
+    assert tokens.grad.tolist() == [5, 6, 7]
+
+
+def rewards_of(parts):
+    return tuple(part.reward.tolist() for part in parts)
+
+
+def test_rows_with_a_gradient_have_an_advantage_or_a_positive_token():
+    mask = [[1, 1], [1, 1], [1, 0], [0, 1]]
+    batch = make_batch(mask, advantages=[[0, 0], [0, 2], [0, 5], [0, -1]], reward=[0, 1, 2, 3])
+    assert rewards_of(split_by_gradient(batch)) == ([1, 3], [0, 2])
+    positive = torch.tensor(mask).bool()
+    positive[1:] = False
+    imitated = batch.updated(positive_mask=positive)
+    assert rewards_of(split_by_gradient(imitated)) == ([0, 1, 3], [2])
+
+
+def test_a_minibatch_without_any_gradient_keeps_its_rows():
+    batch = make_batch([[1, 1], [1, 1]], reward=[1, 2])
+    assert rewards_of(split_by_gradient(batch)) == ([1, 2], [])
+
+
+def test_a_penalty_gives_every_row_with_a_token_in_the_policy_loss_a_gradient():
+    mask = [[1, 1], [0, 0], [1, 0], [0, 1]]
+    batch = make_batch(mask, advantages=[[0, 0], [0, 2], [0, 5], [0, -1]], reward=[0, 1, 2, 3])
+    assert rewards_of(split_by_gradient(batch, has_penalty=True)) == ([0, 2, 3], [])
+    positive = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0]]).bool()
+    imitated = batch.updated(positive_mask=positive)
+    assert rewards_of(split_by_gradient(imitated, has_penalty=True)) == ([0, 1, 2, 3], [])
