@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, PlanMismatch
+from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.commit.journal import Record
-from planish.checkpoint.commit.record import Commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import Box, whole

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from planish.checkpoint.adapters.base import apply, collect
 from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.records import LoadOptions
-from planish.checkpoint.save.options import SaveOptions
-from planish.checkpoint.save.save import default_engine, save_state
+from planish.checkpoint.ranks.control import control_of
+from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.engine import default_engine
 
 
 def groups():
@@ -24,12 +25,12 @@ def save(place, state, framework, *, group=None, role="main", step=1):
         return {role: collect(role, state, framework, for_load=False)}
 
     options = SaveOptions(place, step=step, is_async=False, context=framework)
-    return save_state(gathered, options, group=group).result(300)
+    return default_engine(group).save(gathered, options).result(300)
 
 
 def load(place, state, framework, *, group=None, role="main", strict=True):
     """Fill a state in place; returns the adapter's report and what the engine says."""
-    control = default_engine(group).control
+    control = control_of(group)
     opened = open_on_all(place, control)
     found = collect(role, state, framework, for_load=True, metadata=opened.metadata)
     loaded = load_state(opened, {role: found}, control, LoadOptions(strict=strict))

@@ -21,7 +21,7 @@ from pathlib import Path
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.ranks.control_store import started_at
+from planish.checkpoint.ranks.messages import started_at
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch.monitor import TIMINGS
 from tests.integration.ckpt_forks import Forks, write_json

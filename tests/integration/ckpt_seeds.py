@@ -18,10 +18,11 @@ from planish.checkpoint.format.records import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.records import LoadOptions
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save import engine as save_engine
 from planish.checkpoint.save import upload
-from planish.checkpoint.save.save import SaveOptions, default_engine
+from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.engine import default_engine
 from planish.checkpoint.storage import base
 from planish.checkpoint.storage.s3 import S3Storage
 from planish.store.s3 import read_settings

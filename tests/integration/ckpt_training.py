@@ -12,7 +12,8 @@ import torch
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.records import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.save.save import SaveOptions, close_engines
+from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_seeds import how, saved, started, state_of, values
 
 TYPES = {"F32": np.float32, "I64": np.int64}

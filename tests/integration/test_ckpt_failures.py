@@ -3,7 +3,7 @@
 Every test here and in `test_ckpt_failures_*` uses real ranks, engine and MinIO server. Beside them:
 `commit`: `test_ckpt_commit` (the commit protocol alone, at every request), `commit_full`:
 `test_ckpt_commit_full`, `storage`: `test_ckpt_storage_faults` (every fault on every kind of
-request), `save`: `test_ckpt_save`, `stops`: `unit/checkpoint/test_commit_stops` (in memory).
+request), `save`: `test_ckpt_save`, `stops`: `unit/checkpoint/commit/test_commit_stops` (in memory).
 
 =====================================  ===========================================================
 failure                                tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.checkpoint.ranks.control_store import started_at
+from planish.checkpoint.ranks.messages import started_at
 from tests.integration.ckpt_states import read_back
 from tests.integration.ckpt_training import PLANS, tensors_of
 from tests.integration.waiting import wait_for

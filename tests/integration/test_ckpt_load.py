@@ -21,7 +21,7 @@ from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.rates import Rates
 from planish.checkpoint.load.records import LoadOptions
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.checkpoint.tilings import random_tiling

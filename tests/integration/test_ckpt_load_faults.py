@@ -13,7 +13,7 @@ from planish.checkpoint.format.records import Collected
 from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.records import LoadOptions
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
 from tests.integration.ckpt_forks import run_ranks

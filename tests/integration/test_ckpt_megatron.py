@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.save.save import close_engines
+from planish.checkpoint.save.engine import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_memory as memory
 from tests.integration.ckpt_forks import run_ranks

@@ -5,7 +5,7 @@ import torch
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
-from planish.checkpoint.save.save import close_engines
+from planish.checkpoint.save.engine import close_engines
 from planish.checkpoint.storage import open_storage
 from tests.integration.ckpt_forks import run_ranks
 

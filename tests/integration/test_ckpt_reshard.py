@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.save.save import close_engines
+from planish.checkpoint.save.engine import close_engines
 from tests.integration import ckpt_engine as engine
 from tests.integration import ckpt_layouts as layouts
 from tests.integration.ckpt_forks import run_ranks

@@ -14,7 +14,7 @@ from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.streams import RandomStreams
 from planish.checkpoint.load.prompt_state import PromptState
-from planish.checkpoint.save.save import close_engines
+from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
 from tests.integration.megatron_model import Layout, build

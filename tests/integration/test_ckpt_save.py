@@ -13,7 +13,8 @@ from planish.base.errors import CheckpointExists, LayoutMismatch, PlanMismatch, 
 from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.records import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.save.save import SaveOptions, close_engines, default_engine
+from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.engine import close_engines, default_engine
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_states import (
     assert_holds,

@@ -19,7 +19,8 @@ from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.format.records import Collected
 from planish.checkpoint.save import engine as save_engine
-from planish.checkpoint.save.save import SaveOptions, close_engines, default_engine
+from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.engine import close_engines, default_engine
 from planish.checkpoint.storage import open_storage
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_ranks import Ranks

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from planish.checkpoint.format.records import Collected
     from planish.checkpoint.load.reader import Opened
     from planish.checkpoint.load.records import Loaded, LoadOptions
-    from planish.checkpoint.save.handle import SaveHandle
+    from planish.checkpoint.save.agree import SaveKeywords
+    from planish.checkpoint.save.finish import SaveHandle
     from planish.checkpoint.storage import Storage
     from planish.checkpoint.watch.timings import CheckpointInfo
     from planish.records.refs import Ref
@@ -51,37 +52,6 @@ __all__ = [
 State = Mapping[str, Any]
 Framework = str | Mapping[str, str]
 """plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
-
-
-class SaveKeywords(TypedDict, total=False):
-    """Further arguments of `save`; equal on all ranks."""
-
-    overwrite: bool
-    """Replace a committed checkpoint at this place (default: refuse)."""
-    plan_cache: bool
-    """Use the plan of an earlier save of the same tensors (default: yes)."""
-    snapshot: Literal["copy", "lazy"]
-    """`copy` (default) copies before the call returns; `lazy` behind forward and backward, held up
-    by the next `optimizer.step()`."""
-    inflight: Literal["wait", "skip", "raise"]
-    """What to do while earlier saves use all staging memory (default: wait)."""
-    timeout_s: float
-    """Limit on the whole save (default: 1,800)."""
-    pace_s: float
-    """Spread the upload over so many seconds, below the time between two saves, so that it slows
-    training less (default: 0, at full speed)."""
-    tags: Mapping[str, str]
-    """Texts for COMMIT."""
-    run_id: str
-    """For COMMIT."""
-    header: Mapping[str, Any]
-    """JSON for the metadata, e.g. layout and parents."""
-    allow_pickle: bool
-    """Store arbitrary objects among the small values (default: refuse)."""
-    check_replicas: bool
-    """Refuse a state of which ranks hold unequal copies (default: keep that of one rank)."""
-    scan: bool
-    """Count and name tensors whose values are not finite (default: no); they are saved anyway."""
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -134,7 +104,7 @@ def save(
         role: name of the only role; `main` without it.
         process_group: ranks that save; the default group, or this process alone without one.
         storage: in place of the one that the path names.
-        **options: see `SaveKeywords`.
+        **options: further fields of `SaveOptions`; equal on all ranks.
 
     Returns:
         A handle: `staged()`, `done()`, `result()`, `cancel()`.
@@ -146,15 +116,15 @@ def save(
         SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
     from planish.checkpoint.adapters.base import collect, split_roles
-    from planish.checkpoint.save.options import SaveOptions
-    from planish.checkpoint.save.save import save_state
+    from planish.checkpoint.save.agree import SaveOptions
+    from planish.checkpoint.save.engine import default_engine
 
     def gathered() -> dict[str, Collected]:
         found = split_roles(state, framework, role)
         return {name: collect(name, *one, for_load=False) for name, one in found.items()}
 
     chosen = SaveOptions(path, step=step, is_async=async_, context=str(framework), **options)
-    return save_state(gathered, chosen, group=process_group, storage=storage)
+    return default_engine(process_group).save(gathered, chosen, storage=storage)
 
 
 def load(
@@ -193,10 +163,10 @@ def load(
     """
     from planish.checkpoint.load.load import load_state, open_on_all
     from planish.checkpoint.load.records import LoadOptions
-    from planish.checkpoint.save.save import default_engine
+    from planish.checkpoint.ranks.control import control_of
 
     chosen = LoadOptions(**options)
-    control = default_engine(process_group).control
+    control = control_of(process_group)
     opened = open_on_all(path, control, storage=storage)
     roles: dict[str, tuple[State, str]] = {}
     collected: dict[str, Collected] = {}

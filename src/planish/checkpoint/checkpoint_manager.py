@@ -27,7 +27,9 @@ from planish.base.errors import (
 )
 from planish.checkpoint.adapters.loader_ahead import LoadersAhead
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.save.save import SaveEngine, SaveHandle, SaveOptions, default_engine
+from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.engine import SaveEngine, default_engine
+from planish.checkpoint.save.finish import SaveHandle
 from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.watch.timings import CheckpointInfo
 

@@ -88,7 +88,7 @@ class Ours:
         return stages(api.load(path, self.state, self.framework))
 
     def close(self) -> None:
-        from planish.checkpoint.save.save import close_engines
+        from planish.checkpoint.save.engine import close_engines
 
         close_engines()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.engine import SaveEngine
 
 

@@ -12,7 +12,7 @@ from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.rates import Order, Rates, choose_sharing
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.plan.coalesce import Costs
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
 from tests.unit.checkpoint import damage

@@ -15,7 +15,7 @@ from planish.checkpoint import api
 from planish.checkpoint.adapters.loader_ahead import Foreseen, LoadersAhead
 from planish.checkpoint.adapters.loader_state import LoaderShard
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.engine import SaveEngine
 
 PER_STEP = 3

@@ -6,7 +6,8 @@ import pytest
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, RecordError, SaveFailed
-from planish.checkpoint.commit.commit import Facts, new_attempt, publish
+from planish.checkpoint.commit.commit import Facts, publish
+from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import Recorder, Timeline, Timing

@@ -178,7 +178,7 @@ def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
         "load": (
             "import torch\n"
             "from planish.checkpoint.format.geometry import whole\n"
-            "from planish.checkpoint.ranks.coordination import Control\n"
+            "from planish.checkpoint.ranks.control import Control\n"
             "from planish.checkpoint.load.load import load_state, open_on_all\n"
             "from planish.checkpoint.format.records import Collected, LocalItem\n"
             "from planish.checkpoint.format.tables import TensorSpec\n"

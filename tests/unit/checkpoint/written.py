@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from planish.checkpoint.commit.commit import Facts, new_attempt, publish
-from planish.checkpoint.commit.journal import attempt_folder, join, journaled
+from planish.checkpoint.commit.commit import Facts, publish
+from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import encode_extra
 from planish.checkpoint.format.geometry import whole

@@ -15,7 +15,7 @@ from typing import Literal
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointCorrupt, ConfigError, SaveFailed
-from planish.checkpoint.commit.commit import LATEST, discard
+from planish.checkpoint.commit.commit import LATEST, Commit, discard, read_commit, require_commit
 from planish.checkpoint.commit.journal import (
     COMMIT,
     announced,
@@ -24,7 +24,6 @@ from planish.checkpoint.commit.journal import (
     join,
     started,
 )
-from planish.checkpoint.commit.record import Commit, read_commit, require_commit
 from planish.checkpoint.storage.base import Folder, Storage
 
 logger = logging.getLogger(__name__)

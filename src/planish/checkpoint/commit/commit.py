@@ -1,9 +1,9 @@
-"""COMMIT: the one object that makes a checkpoint exist, and how it comes into being.
+"""COMMIT: the one object that makes a checkpoint exist, how it comes into being and how it is read.
 
 The commit is written as an upload of one part which the coordinator's journal has announced, so
 that completing it is the single step that makes the checkpoint visible, and aborting it makes
 that step impossible for ever. A process that was paused for hours can not do harm by resuming.
-Nothing here knows tensors.
+What a path holds is read without trusting it. Nothing here knows tensors.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import contextlib
 import hashlib
 import json
 import logging
-from dataclasses import replace
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from planish.base import telemetry
 from planish.base.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointExists,
     CheckpointIncomplete,
+    CheckpointNotFound,
     ConfigError,
     ObjectExists,
     ObjectMissing,
+    ObjectTooLarge,
     SaveFailed,
     StoreError,
 )
@@ -32,39 +37,206 @@ from planish.checkpoint.commit.journal import (
     Journal,
     attempt_folder,
     fence,
+    is_attempt,
     join,
-    new_attempt,
-)
-from planish.checkpoint.commit.record import (
-    MAX_COMMIT_BYTES,
-    MAX_META_BYTES,
-    META_KEY,
-    Commit,
-    Facts,
-    read_commit,
-    read_meta,
-    require_commit,
 )
 from planish.checkpoint.storage.base import Storage, upload
-
-__all__ = [
-    "COMMIT",
-    "Commit",
-    "Facts",
-    "LATEST",
-    "discard",
-    "new_attempt",
-    "publish",
-    "read_commit",
-    "read_meta",
-    "require_commit",
-    "standing",
-]
 
 logger = logging.getLogger(__name__)
 
 LATEST = "LATEST"
 """A hint for people beside the checkpoints; nothing here believes it."""
+FORMAT = 1
+META_KEY = "meta/global.bin"
+MAX_COMMIT_BYTES = 1 << 20
+MAX_META_BYTES = 4 << 30
+_MAX_COUNT = 1 << 62
+_CHECKSUM = "crc32"
+"""Last field of COMMIT."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a commit says of a checkpoint besides where its metadata lies.
+
+    Example:
+        >>> Facts(step=100, roles=("main",), files={"data/main.model/00000-0.safetensors": 8}).step
+        100
+    """
+
+    step: int
+    roles: tuple[str, ...]
+    files: Mapping[str, int]
+    """Every object but the metadata, relative to the attempt's folder, and its size in bytes."""
+    run_id: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The content of COMMIT.
+
+    Example:
+        >>> commit = Commit("0" * 26, "a-" + "0" * 26 + "/meta/global.bin", 9, "0" * 64, 2, 90, 7)
+        >>> Commit.decode(commit.encode()) == commit
+        True
+    """
+
+    attempt: str
+    meta_key: str
+    """Where the metadata lies, relative to the checkpoint's folder."""
+    meta_size: int
+    meta_sha256: str
+    n_objects: int
+    """Objects of the attempt, the metadata included."""
+    total_bytes: int
+    """Their sizes summed."""
+    step: int
+    roles: tuple[str, ...] = ()
+    created_at: float = 0.0
+    """Seconds since 1970 by the clock of the store."""
+    run_id: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+    etag: str = field(default="", compare=False)
+    """Entity tag of the object that this was read from; not stored."""
+
+    def encode(self) -> bytes:
+        """Return JSON, with a checksum of all fields as the last one."""
+        names = [name for name in self.__dataclass_fields__ if name != "etag"]
+        fields = {name: getattr(self, name) for name in names}
+        return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1).encode()
+
+    @staticmethod
+    def decode(data: bytes, *, etag: str = "", uri: str = COMMIT) -> Commit:
+        """Read a commit; anything odd is refused.
+
+        Raises:
+            CheckpointCorrupt: not a commit, or one of a newer version.
+        """
+        try:
+            fields = json.loads(data.decode(), parse_constant=lambda _: math.nan)
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise CheckpointCorrupt(
+                f"`{uri}` must be a JSON object, got {data[:40]!r}", file=COMMIT
+            )
+        written = fields.get("format")
+        if type(written) is not int or written != FORMAT:
+            by = "by a newer version; read it with that version"
+            raise CheckpointCorrupt(
+                f"`{uri}` must be of format {FORMAT}, got {str(written)[:40]!r}: written "
+                + (by if type(written) is int and written > FORMAT else "by something else"),
+                file=COMMIT,
+            )
+        faults = [name for name, check in _CHECKS.items() if not check(fields.get(name))]
+        if not faults and fields["meta_key"] != f"a-{fields['attempt']}/{META_KEY}":
+            faults = ["meta_key"]
+        if faults:
+            seen = {name: str(fields.get(name))[:80] for name in faults}
+            raise CheckpointCorrupt(f"`{uri}` must be a commit, got {seen}", file=COMMIT)
+        known: dict[str, Any] = {name: fields[name] for name in _CHECKS}
+        if fields.get(_CHECKSUM) != _checksum({**known, "format": FORMAT}):
+            raise CheckpointCorrupt(
+                f"`{uri}` must have the {_CHECKSUM} that it states, "
+                f"{str(fields.get(_CHECKSUM))[:20]}, but has been changed",
+                file=COMMIT,
+            )
+        known["roles"] = tuple(known["roles"])
+        known["created_at"] = float(known["created_at"])
+        return Commit(**known, format=FORMAT, etag=etag)
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    """Return a CRC-32 of the fields, which are what JSON gives back."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "attempt": is_attempt,
+    "meta_key": _is_text,
+    "meta_size": lambda value: _is_count(value) and value <= MAX_META_BYTES,
+    "meta_sha256": lambda value: (
+        _is_text(value) and len(value) == 64 and not set(value) - set("0123456789abcdef")
+    ),
+    "n_objects": _is_count,
+    "total_bytes": _is_count,
+    "step": _is_count,
+    "roles": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "created_at": lambda value: type(value) in {int, float} and abs(value) < 1e15,
+    "run_id": _is_text,
+    "tags": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+}
+
+
+def read_commit(storage: Storage, path: str) -> Commit | None:
+    """Return what is committed at a path, None if nothing is.
+
+    Raises:
+        CheckpointCorrupt: there is an object, but not a commit that this version can read.
+    """
+    key = join(path, COMMIT)
+    try:
+        data, etag = storage.get(key, MAX_COMMIT_BYTES)
+    except ObjectMissing:
+        return None
+    except ObjectTooLarge as error:
+        raise CheckpointCorrupt(str(error), file=COMMIT) from None
+    return Commit.decode(data, etag=etag, uri=storage.uri(key))
+
+
+def require_commit(storage: Storage, path: str) -> Commit:
+    """Return what is committed at a path.
+
+    Raises:
+        CheckpointNotFound: nothing is.
+        CheckpointCorrupt: see `read_commit`.
+    """
+    commit = read_commit(storage, path)
+    if commit is None:
+        raise CheckpointNotFound(
+            f"`{storage.uri(path)}` must hold a committed checkpoint, but has no {COMMIT}; "
+            "correct the path, or wait until the save has ended"
+        )
+    return commit
+
+
+def read_meta(storage: Storage, path: str, commit: Commit) -> bytes:
+    """Return the metadata that a commit names, its digest checked.
+
+    Raises:
+        CheckpointIncomplete: it is missing or has another size.
+        CheckpointCorrupt: its SHA-256 differs.
+    """
+    key = join(path, commit.meta_key)
+    try:
+        data, _ = storage.get(key, commit.meta_size)
+    except ObjectMissing:
+        raise CheckpointIncomplete(
+            f"`{storage.uri(key)}` must exist, since {COMMIT} names it, but does not"
+        ) from None
+    except ObjectTooLarge as error:
+        raise CheckpointCorrupt(str(error), file=commit.meta_key) from None
+    if len(data) != commit.meta_size:
+        raise CheckpointIncomplete(
+            f"`{storage.uri(key)}` must have {commit.meta_size} bytes, got {len(data)}"
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != commit.meta_sha256:
+        raise CheckpointCorrupt(
+            f"`{storage.uri(key)}` must have SHA-256 {commit.meta_sha256}, got {digest}",
+            file=commit.meta_key,
+        )
+    return data
 
 
 def standing(storage: Storage, path: str) -> str:
@@ -132,7 +304,7 @@ def publish(
     )
     etag = _commit(storage, path, commit, replaces, journal)
     journal.close()
-    _settle(storage, path, commit, journals)
+    _tidy(storage, path, commit, journals)
     return replace(commit, etag=etag)
 
 
@@ -144,8 +316,8 @@ def _put_meta(storage: Storage, key: str, meta: bytes) -> str:
         else:
             upload(storage, key, meta)
     digest = hashlib.sha256(meta).hexdigest()
-    found, _ = storage.get(key, MAX_META_BYTES)
-    if hashlib.sha256(found).hexdigest() != digest:
+    read_back, _ = storage.get(key, MAX_META_BYTES)
+    if hashlib.sha256(read_back).hexdigest() != digest:
         raise CheckpointCorrupt(
             f"`{storage.uri(key)}` must come back as it was written (SHA-256 {digest}), but has "
             "changed on the way; save again",
@@ -157,11 +329,11 @@ def _put_meta(storage: Storage, key: str, meta: bytes) -> str:
 def _check_objects(storage: Storage, folder: str, facts: Facts, journal: Journal) -> list[str]:
     """Check the attempt's objects by one listing; return the keys of its journals."""
     start = join(folder, "")
-    found = {stat.key[len(start) :]: stat.size for stat in storage.list(folder)}
+    sizes = {stat.key[len(start) :]: stat.size for stat in storage.list(folder)}
     faults = [
-        f"{name} (must have {size} bytes, got {found.get(name, 'none')})"
+        f"{name} (must have {size} bytes, got {sizes.get(name, 'none')})"
         for name, size in facts.files.items()
-        if found.get(name) != size
+        if sizes.get(name) != size
     ]
     if faults:
         journal.refresh()  # raises if the attempt was cleared away: that is why then
@@ -169,7 +341,7 @@ def _check_objects(storage: Storage, folder: str, facts: Facts, journal: Journal
             f"`{storage.uri(folder)}` must hold all objects of the save, but {len(faults)} differ: "
             + ", ".join(faults[:5])
         )
-    return [start + name for name in found if name.startswith("journal/")]
+    return [start + name for name in sizes if name.startswith("journal/")]
 
 
 def _commit(storage: Storage, path: str, commit: Commit, replaces: str, journal: Journal) -> str:
@@ -186,30 +358,26 @@ def _commit(storage: Storage, path: str, commit: Commit, replaces: str, journal:
     except StoreError as error:
         # Whatever was answered or lost: once the upload is gone, what COMMIT says is final.
         parts.abort()
-        found = read_commit(storage, path)
-        if found is not None and found.attempt == commit.attempt:
-            return found.etag
-        raise _not_committed(storage, path, found, replaces, error) from error
+        standing = read_commit(storage, path)
+        if standing is not None and standing.attempt == commit.attempt:
+            return standing.etag
+        place = storage.uri(path)
+        if standing is None or standing.etag == replaces:
+            raise SaveFailed(
+                f"`{place}` could not be committed, nothing has changed there: {error}"
+            ) from error
+        raise CheckpointExists(
+            f"`{place}` must not be committed by anybody else meanwhile, but attempt "
+            f"{standing.attempt} of step {standing.step} was; choose another path, or "
+            "`overwrite=True`"
+        ) from error
     except BaseException:
         with contextlib.suppress(StoreError):
             parts.abort()
         raise
 
 
-def _not_committed(
-    storage: Storage, path: str, found: Commit | None, replaces: str, error: StoreError
-) -> CheckpointError:
-    """Tell by what stands there why an attempt is not the checkpoint and never will be."""
-    place = storage.uri(path)
-    if found is None or found.etag == replaces:
-        return SaveFailed(f"`{place}` could not be committed, nothing has changed there: {error}")
-    return CheckpointExists(
-        f"`{place}` must not be committed by anybody else meanwhile, but attempt {found.attempt} "
-        f"of step {found.step} was; choose another path, or `overwrite=True`"
-    )
-
-
-def _settle(storage: Storage, path: str, commit: Commit, journals: list[str]) -> None:
+def _tidy(storage: Storage, path: str, commit: Commit, journals: list[str]) -> None:
     """Write the hint and remove the journals; a checkpoint without these is as good."""
     root, _, name = path.rpartition("/")
     hint = {"path": name, "attempt": commit.attempt, "step": commit.step}
@@ -239,17 +407,17 @@ def discard(storage: Storage, path: str, attempt: str) -> bool:
     commit = read_commit(storage, path)
     folder = attempt_folder(path, attempt)
     journals = join(folder, "journal/")
-    found = [stat.key for stat in storage.list(folder)]
+    objects = [stat.key for stat in storage.list(folder)]
     if commit is not None and commit.attempt == attempt:
-        storage.delete([key for key in found if key.startswith(journals)])
+        storage.delete([key for key in objects if key.startswith(journals)])
         return False
-    data = [key for key in found if not key.startswith(journals)]
+    data = [key for key in objects if not key.startswith(journals)]
     meta = join(folder, "meta/")
     decider = f"{journals}{COORDINATOR}.json"
     for keys in (
         [key for key in data if key.startswith(meta)],
         [key for key in data if not key.startswith(meta)],
-        [key for key in found if key.startswith(journals) and key != decider],
+        [key for key in objects if key.startswith(journals) and key != decider],
         [decider],
     ):
         if keys:

@@ -30,9 +30,9 @@ from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
+from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
-from planish.checkpoint.save.options import SaveOptions
 from planish.checkpoint.storage import Storage
 from planish.checkpoint.watch.timings import CheckpointInfo
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from planish.base.errors import CheckpointExists, CheckpointNotFound, ConfigError, PlanishError
-from planish.checkpoint.commit.commit import Commit, Facts, discard, new_attempt, publish, standing
-from planish.checkpoint.commit.journal import attempt_folder, join, journaled
+from planish.checkpoint.commit.commit import Commit, Facts, discard, publish, standing
+from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift
@@ -29,7 +29,7 @@ from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.block_cache import CachedReader
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
-from planish.checkpoint.plan.records import GlobalPlan
+from planish.checkpoint.plan.files import GlobalPlan
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.save.upload import (
     FileResult,

@@ -24,10 +24,10 @@ from planish.checkpoint.plan.coalesce import Costs
 from planish.checkpoint.plan.load import match
 from planish.checkpoint.plan.reads import LocalReads, RankReads
 from planish.checkpoint.plan.share import SharedReads, rank_reads, share_reads
-from planish.checkpoint.ranks import control_errors
+from planish.checkpoint.ranks.messages import EVERYONE
 
 if TYPE_CHECKING:
-    from planish.checkpoint.ranks.coordination import Control
+    from planish.checkpoint.ranks.control import Control
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan_job(
         except Exception as found:
             error = found
     judged = isinstance(error, (LayoutMismatch, PlanMismatch))
-    call.settle(error or lost, "plan", whose=control_errors.EVERYONE if judged else None)
+    call.settle(error or lost, "plan", whose=EVERYONE if judged else None)
     head = json.loads(call.scatter(heads or None, "plan.head"))
     wire = call.scatter(wires or None, "plan.reads")
     return _job(opened, head, wire, match(opened.metadata, columns))

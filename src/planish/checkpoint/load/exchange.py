@@ -34,7 +34,7 @@ from planish.checkpoint.plan.reads import Messages, RankReads
 from planish.checkpoint.watch.timings import Recorder
 
 if TYPE_CHECKING:
-    from planish.checkpoint.ranks.coordination import Control
+    from planish.checkpoint.ranks.control import Control
 
 BUCKET_BYTES = 16 << 20
 """Of one rank in one round: four ranks move 64 MiB in a round. Larger ones were not faster."""

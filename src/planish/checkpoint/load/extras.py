@@ -18,7 +18,7 @@ from planish.checkpoint.load.reader import BlockReader
 from planish.checkpoint.load.records import LoadOptions
 
 if TYPE_CHECKING:
-    from planish.checkpoint.ranks.coordination import Control
+    from planish.checkpoint.ranks.control import Control
 
 
 @dataclass

@@ -20,7 +20,7 @@ from planish.base.errors import (
 from planish.checkpoint.format.records import LocalItem, Metadata
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.records import PARTS, LoadOptions
-from planish.checkpoint.ranks.control_errors import told_ranks
+from planish.checkpoint.ranks.messages import ranks_text
 
 Key = tuple[str, str, str]
 """(role, kind, fqn)"""
@@ -228,7 +228,7 @@ def _refuse(
     for name in kinds:
         for text, ranks in found[name].items():
             some = len(ranks) < size
-            texts[name].append(f"{text} (on {told_ranks(ranks)})" if some else text)
+            texts[name].append(f"{text} (on {ranks_text(ranks)})" if some else text)
             for rank in ranks if some else ():
                 per_rank.setdefault(rank, []).append(f"{name}: {text}")
     faults: list[tuple[type[LayoutMismatch], str]] = []

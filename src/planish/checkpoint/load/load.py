@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planish.base.errors import PeerLost
-from planish.checkpoint.commit.record import Commit
+from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.records import Collected
 from planish.checkpoint.load.agree import JobPlan, plan_job
@@ -43,7 +43,7 @@ from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline
 
 if TYPE_CHECKING:
-    from planish.checkpoint.ranks.coordination import Control
+    from planish.checkpoint.ranks.control import Control
 
 OPEN_SECONDS = 300.0
 """Limit on reading the metadata."""

@@ -28,7 +28,7 @@ from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.plan.coalesce import Costs
 
 if TYPE_CHECKING:
-    from planish.checkpoint.ranks.coordination import Control
+    from planish.checkpoint.ranks.control import Control
 
 Sharing = Literal["all", "machine", "none"]
 """Between whom bytes are exchanged: all ranks, those of one machine, or nobody."""

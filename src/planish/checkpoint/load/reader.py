@@ -19,8 +19,8 @@ from planish.base.errors import (
     ObjectMissing,
     StoreError,
 )
+from planish.checkpoint.commit.commit import Commit, read_commit, read_meta, require_commit
 from planish.checkpoint.commit.journal import attempt_folder, join
-from planish.checkpoint.commit.record import Commit, read_commit, read_meta, require_commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import BLOCK, check_blocks, widen
 from planish.checkpoint.format.records import Metadata

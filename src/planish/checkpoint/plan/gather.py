@@ -21,7 +21,7 @@ from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, Box, volumes
 from planish.checkpoint.format.records import Columns
 from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.ordering import before, fresh, ranges, run_sums, strides_of
-from planish.checkpoint.ranks.control_errors import told_ranks
+from planish.checkpoint.ranks.messages import ranks_text
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class _Names:
             held.setdefault(told, []).append(int(ranks[row]))
         lines = [
             f"`{fqn}` ({role} {kind}): "
-            + ", ".join(f"{told} on {told_ranks(held)}" for told, held in form.items())
+            + ", ".join(f"{told} on {ranks_text(held)}" for told, held in form.items())
             for (role, kind, fqn), form in sorted(forms.items())
         ]
         raise LayoutMismatch(

@@ -1,7 +1,8 @@
 """Saving: agree, stage, return; the rest goes on behind training.
 
 `SaveEngine` keeps what is worth keeping between saves: the ranks' control connection, the plans,
-two warm staging buffers, the uploading process.
+two warm staging buffers, the uploading process. In order, a save passes through `agree` (what each
+rank writes), `staging` (copy to host memory), `uploader` (write to the store), `finish` (commit).
 
 Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 and 4.2.
 """
@@ -18,25 +19,47 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from planish.base import telemetry
 from planish.base.errors import SaveFailed
 from planish.checkpoint.format.records import LocalItem
-from planish.checkpoint.ranks.coordination import Control
-from planish.checkpoint.save.agree import Local, Offer, Planner, Prepared, Roles, Skipped
-from planish.checkpoint.save.content_checks import count_nonfinite
-from planish.checkpoint.save.finish import AfterCommit, Early, Pending, finish
-from planish.checkpoint.save.handle import SaveHandle
-from planish.checkpoint.save.host_memory import SharedBuffer, StagingPool
-from planish.checkpoint.save.options import SaveOptions
-from planish.checkpoint.save.staging import PATIENCE_SECONDS, DirectSource, Stager
-from planish.checkpoint.save.step_hook import LazyCopies, is_written_in_step
-from planish.checkpoint.save.upload import FileUpload, ReusedMemory, Source, is_large
-from planish.checkpoint.save.upload_job import ThreadUploader, UploadJob, UploadResult, run_job
+from planish.checkpoint.ranks.control import Control, close_controls, control_of
+from planish.checkpoint.save.agree import (
+    Local,
+    Offer,
+    Planner,
+    Prepared,
+    Roles,
+    SaveOptions,
+    Skipped,
+    count_nonfinite,
+)
+from planish.checkpoint.save.finish import AfterCommit, Early, Pending, SaveHandle, finish
+from planish.checkpoint.save.staging import (
+    PATIENCE_SECONDS,
+    DirectSource,
+    LazyCopies,
+    SharedBuffer,
+    Stager,
+    StagingPool,
+    is_written_in_step,
+)
+from planish.checkpoint.save.upload import (
+    FileUpload,
+    ReusedMemory,
+    ThreadUploader,
+    UploadJob,
+    UploadResult,
+    is_large,
+    run_job,
+)
 from planish.checkpoint.save.uploader import ProcessUploader, store_settings
 from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.watch.timings import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +72,26 @@ MOST_INFLIGHT = 2
 
 Written = Callable[[LocalItem], bool]
 """Whether an item changes in `optimizer.step()` only."""
+
+_engines: list[SaveEngine] = []
+
+
+def default_engine(group: ProcessGroup | None = None) -> SaveEngine:
+    """Return the engine that a process group keeps, made at the first call: then a collective."""
+    control = control_of(group)
+    _engines[:] = [engine for engine in _engines if not engine.is_closed]
+    for engine in _engines:
+        if engine.control is control:
+            return engine
+    _engines.append(SaveEngine(control))
+    return _engines[-1]
+
+
+def close_engines() -> None:
+    """Close every engine of this process, waiting for the saves under way."""
+    while _engines:
+        _engines.pop().close()
+    close_controls()
 
 
 class SaveEngine:
@@ -143,83 +186,6 @@ class SaveEngine:
             handle.result()
         return handle
 
-    def _agree(
-        self,
-        roles: Callable[[], Roles] | Roles,
-        options: SaveOptions,
-        storage: Storage | None,
-        after_commit: AfterCommit | None,
-    ) -> Pending:
-        """Agree with the other ranks on what each of them writes; nothing is staged yet.
-
-        Raises:
-            Skipped: there is no room, and none is waited for.
-        """
-        place, path = self._open(options.uri, options.timeout_s)
-        recorder = Recorder(self.control.rank, "save", self._host)
-        call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
-        busy = self._is_busy() and options.inflight != "wait"
-        early = None
-        try:
-            with recorder.stage("plan"):
-                offer = self.planner.offer(
-                    call, lambda: self._bring(roles, options), options, busy=busy
-                )
-            if options.is_async and options.snapshot == "copy":
-                early = self._stage_early(call, offer, recorder)
-            with recorder.stage("plan"):
-                agreed = self.planner.settle(call, offer, options)
-            if options.scan:
-                count_nonfinite(agreed.items)
-        except BaseException:
-            if early is not None:
-                self.pool.release(early.buffer)
-            raise
-        if early is not None and agreed.prepared is not offer.likely:
-            self.pool.release(early.buffer)
-            early = None
-        return Pending(
-            options=options,
-            call=call.twin(missing=SaveFailed),
-            agreed=agreed,
-            storage=storage or place,
-            path=path,
-            handle=SaveHandle(options.uri),
-            recorder=recorder,
-            upload=UploadResult,
-            give_up=lambda: None,
-            release=lambda: self.pool.release(early.buffer) if early else None,
-            after_commit=after_commit,
-            early=early,
-        )
-
-    def _stage_early(self, call: Control, offer: Offer, recorder: Recorder) -> Early | None:
-        """Copy by the plan of the last save while the verdict travels, if there is room.
-
-        What fails here is tried again, and told to all ranks, once they have settled the plan.
-        """
-        if offer.likely is None or offer.local is None:
-            return None
-        size, began = offer.likely.layout.size, time.monotonic()
-        buffer = self.pool.acquire(size, 0.0)
-        if buffer is None:
-            return None
-        try:
-            with recorder.stage("stage", num_bytes=size):
-                self._stager(offer.likely, buffer).copy(offer.local.items, lambda _: None)
-        except BaseException as error:
-            self.pool.release(buffer)
-            if isinstance(error, Exception):
-                return None
-            call.give_up(error)
-            raise
-        return Early(buffer, time.monotonic() - began)
-
-    def _stager(self, prepared: Prepared, buffer: SharedBuffer) -> Stager:
-        if buffer.number not in prepared.stagers:
-            prepared.stagers[buffer.number] = Stager(prepared.plan, buffer, self._patience_s)
-        return prepared.stagers[buffer.number]
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is under way; returns whether that is so. Raises nothing."""
         limit = None if timeout is None else time.monotonic() + timeout
@@ -252,7 +218,58 @@ class SaveEngine:
         self.pool.close()
         self.control.close()
 
-    def _bring(self, roles: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
+    def _agree(
+        self,
+        roles: Callable[[], Roles] | Roles,
+        options: SaveOptions,
+        storage: Storage | None,
+        after_commit: AfterCommit | None,
+    ) -> Pending:
+        """Agree with the other ranks on what each of them writes; nothing is staged yet.
+
+        Raises:
+            Skipped: there is no room, and none is waited for.
+        """
+        place, path = self._open(options.uri, options.timeout_s)
+        recorder = Recorder(self.control.rank, "save", self._host)
+        call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
+        busy = self._is_busy() and options.inflight != "wait"
+        early = None
+        try:
+            with recorder.stage("plan"):
+                offer = self.planner.offer(
+                    call, lambda: self._collect(roles, options), options, busy=busy
+                )
+            if options.is_async and options.snapshot == "copy":
+                early = self._stage_early(call, offer, recorder)
+            with recorder.stage("plan"):
+                agreed = self.planner.settle(call, offer, options)
+            if options.scan:
+                count_nonfinite(agreed.items)
+        except BaseException:
+            if early is not None:
+                self.pool.release(early.buffer)
+            raise
+        if early is not None and agreed.prepared is not offer.likely:
+            self.pool.release(early.buffer)
+            early = None
+        return Pending(
+            options=options,
+            call=call.twin(missing=SaveFailed),
+            agreed=agreed,
+            storage=storage or place,
+            path=path,
+            handle=SaveHandle(options.uri),
+            recorder=recorder,
+            upload=UploadResult,
+            give_up=lambda: None,
+            release=lambda: self.pool.release(early.buffer) if early else None,
+            after_commit=after_commit,
+            early=early,
+        )
+
+    def _collect(self, roles: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
+        """Wait for room, if asked to, and return what this rank brings."""
         limit = time.monotonic() + options.timeout_s
         while options.inflight == "wait" and self._is_busy():
             oldest = self._inflight[0]
@@ -277,24 +294,52 @@ class SaveEngine:
         if settings != self._settings:
             self._storages.clear()
             self._settings = settings
-        found = open_storage(uri, timeout_s=timeout_s)
-        root = uri.removesuffix(found[1])
-        return self._storages.setdefault((root, timeout_s), found[0]), found[1]
+        storage, path = open_storage(uri, timeout_s=timeout_s)
+        place = uri.removesuffix(path), timeout_s
+        return self._storages.setdefault(place, storage), path
+
+    def _stage_early(self, call: Control, offer: Offer, recorder: Recorder) -> Early | None:
+        """Copy by the plan of the last save while the verdict travels, if there is room.
+
+        What fails here is tried again, and told to all ranks, once they have settled the plan.
+        """
+        if offer.likely is None or offer.local is None:
+            return None
+        size, began = offer.likely.layout.size, time.monotonic()
+        buffer = self.pool.acquire(size, 0.0)
+        if buffer is None:
+            return None
+        try:
+            with recorder.stage("stage", num_bytes=size):
+                self._stager(offer.likely, buffer).copy(offer.local.items, lambda _: None)
+        except BaseException as error:
+            self.pool.release(buffer)
+            if isinstance(error, Exception):
+                return None
+            call.give_up(error)
+            raise
+        return Early(buffer, time.monotonic() - began)
+
+    def _stager(self, prepared: Prepared, buffer: SharedBuffer) -> Stager:
+        if buffer.number not in prepared.stagers:
+            prepared.stagers[buffer.number] = Stager(prepared.plan, buffer, self._patience_s)
+        return prepared.stagers[buffer.number]
 
     def _start(self, save: Pending, storage: Storage | None, written: Written) -> None:
         """Hand the upload over and stage; an error becomes the outcome of the save.
 
         An interrupt does too, so that the save gives back what it holds, and is raised as well.
         """
-        number, agreed = self._number, save.agreed
-        layout = agreed.prepared.layout
+        number, early = self._number, save.early
+        size = save.agreed.prepared.layout.size
         inline = storage is not None or save.options.uri.startswith("mem://")
-        small = inline or layout.size < INLINE_BYTES
+        small = inline or size < INLINE_BYTES
         uploader = ThreadUploader(save.storage) if small else self.uploader
         try:
             job = self._job(save, number)
-            early = save.early
-            buffer = early.buffer if early else self._buffer(layout.size, save.call.remaining_s)
+            buffer = early.buffer if early else self.pool.acquire(size, save.call.remaining_s)
+            if buffer is None:
+                raise SaveFailed("a staging buffer must become free within `timeout_s`")
             save.release = lambda: self.pool.release(buffer)
             save.give_up = lambda: uploader.give_up(number)
             if isinstance(uploader, ThreadUploader):
@@ -310,67 +355,24 @@ class SaveEngine:
                 uploader.staged(number, value, min(self._patience_s, 2 * spent))
 
             if early is not None:
-                progress(layout.size)
+                progress(size)
                 save.handle._staged.set()
             else:
                 self._stage(save, buffer, written, progress)
         except BaseException as error:
-            failure = error
-            save.upload = lambda: _raise(failure)
+            save.failure = error
             if not isinstance(error, Exception):
                 raise
             return
         deadline = time.monotonic() + save.call.remaining_s
-        save.upload = lambda: self._await(save, uploader, number, deadline)
+
+        def uploaded() -> UploadResult:
+            result = uploader.wait(number, deadline, save.check)
+            save.recorder.extend(result.timings)
+            return result
+
+        save.upload = uploaded
         save.handle._cancel = save.cancel
-
-    def _buffer(self, size: int, timeout_s: float) -> SharedBuffer:
-        buffer = self.pool.acquire(size, timeout_s)
-        if buffer is None:
-            raise SaveFailed("a staging buffer must become free within `timeout_s`")
-        return buffer
-
-    def _await(self, save: Pending, uploader: Any, number: int, deadline: float) -> UploadResult:
-        result: UploadResult = uploader.wait(number, deadline, save.check)
-        save.recorder.extend(result.timings)
-        return result
-
-    def _start_direct(self, save: Pending) -> None:
-        """Prepare to write from the tensors themselves, on this thread and a few others."""
-        agreed = save.agreed
-        job = self._job(save, self._number)
-        blobs = [one.data for one in agreed.small]
-        source = ReusedMemory(DirectSource(agreed.prepared.plan, agreed.items, blobs).fill)
-        if self.control.rank == 0:
-            save.large_keys = tuple(file.key for file in job.files if is_large(file.size))
-        save.upload = lambda: self._upload_direct(save, job, source)
-
-    def _upload_direct(self, save: Pending, job: UploadJob, source: Source) -> UploadResult:
-        # The coordinator's journal serves its own objects too.
-        result = run_job(job, save.storage, source, threading.Event(), save.journal)
-        save.recorder.extend(result.timings)
-        return result
-
-    def _job(self, save: Pending, number: int) -> UploadJob:
-        agreed, folder = save.agreed, save.folder
-        files = [
-            FileUpload(f"{folder}/{file.key}", file.size, _state_of(file.key))
-            for file in agreed.prepared.plan.files
-        ]
-        files += [FileUpload(f"{folder}/{o.key}", len(o.data), o.state) for o in agreed.small]
-        return UploadJob(
-            number=number,
-            rank=self.control.rank,
-            uri=save.options.uri,
-            path=save.path,
-            attempt=agreed.attempt,
-            files=tuple(files),
-            starts=agreed.prepared.layout.starts,
-            blobs=tuple(one.data for one in agreed.small),
-            num_threads=self._num_threads,
-            timeout_s=save.options.timeout_s,
-            pace_s=save.options.pace_s if save.options.is_async else 0.0,
-        )
 
     def _stage(
         self,
@@ -379,6 +381,7 @@ class SaveEngine:
         written: Written,
         progress: Callable[[int], None],
     ) -> None:
+        """Copy everything, or, with `snapshot="lazy"`, begin to copy what the step writes."""
         agreed, handle = save.agreed, save.handle
         stager = self._stager(agreed.prepared, buffer)
         size = agreed.prepared.layout.size
@@ -413,7 +416,47 @@ class SaveEngine:
 
         self._lazy.begin([agreed.items[i] for i in sorted(late)], copy_rest, done)
 
+    def _start_direct(self, save: Pending) -> None:
+        """Prepare to write from the tensors themselves, on this thread and a few others."""
+        agreed = save.agreed
+        job = self._job(save, self._number)
+        blobs = [small.data for small in agreed.small]
+        source = ReusedMemory(DirectSource(agreed.prepared.plan, agreed.items, blobs).fill)
+        if self.control.rank == 0:
+            save.large_keys = tuple(file.key for file in job.files if is_large(file.size))
+
+        def uploaded() -> UploadResult:
+            # The coordinator's journal serves its own objects too.
+            result = run_job(job, save.storage, source, threading.Event(), save.journal)
+            save.recorder.extend(result.timings)
+            return result
+
+        save.upload = uploaded
+
+    def _job(self, save: Pending, number: int) -> UploadJob:
+        agreed, folder = save.agreed, save.folder
+        # Role and kind of a planned file are the name of its folder.
+        files = [
+            FileUpload(f"{folder}/{file.key}", file.size, file.key.split("/")[1])
+            for file in agreed.prepared.plan.files
+        ]
+        files += [FileUpload(f"{folder}/{o.key}", len(o.data), o.state) for o in agreed.small]
+        return UploadJob(
+            number=number,
+            rank=self.control.rank,
+            uri=save.options.uri,
+            path=save.path,
+            attempt=agreed.attempt,
+            files=tuple(files),
+            starts=agreed.prepared.layout.starts,
+            blobs=tuple(small.data for small in agreed.small),
+            num_threads=self._num_threads,
+            timeout_s=save.options.timeout_s,
+            pace_s=save.options.pace_s if save.options.is_async else 0.0,
+        )
+
     def _enqueue(self, save: Pending) -> None:
+        """Leave the rest of a save to the background thread."""
         self._inflight.append(save.handle)
         telemetry.set_level("planish_checkpoint_inflight_saves", len(self._inflight))
         if self._thread is None:
@@ -436,14 +479,6 @@ class SaveEngine:
             telemetry.set_level("planish_checkpoint_inflight_saves", left)
 
     def _forget(self, buffer: SharedBuffer) -> None:
+        """Drop what refers to a buffer that is given back."""
         self.planner.forget_buffer(buffer.number)
         self.uploader.drop(buffer)
-
-
-def _raise(error: BaseException) -> UploadResult:
-    raise error
-
-
-def _state_of(key: str) -> str:
-    """Return role and kind of a planned file: the name of its folder."""
-    return key.split("/")[1]

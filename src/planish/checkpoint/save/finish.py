@@ -2,6 +2,7 @@
 
 Runs on a background thread (or the caller's, if it waits anyway) and talks over connections of its
 own. Whatever goes wrong on one rank becomes `SaveFailed` on every rank, and nothing is visible.
+`SaveHandle` is what the caller holds meanwhile.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (integrity barrier off the training thread).
 """
@@ -26,14 +27,11 @@ from planish.checkpoint.commit.journal import Journal, attempt_folder, join
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.records import Metadata
 from planish.checkpoint.format.small_objects import Claim, list_objects
-from planish.checkpoint.ranks import control_errors
-from planish.checkpoint.ranks.coordination import Control
-from planish.checkpoint.save.agree import Agreed
-from planish.checkpoint.save.handle import SaveHandle
-from planish.checkpoint.save.host_memory import SharedBuffer
-from planish.checkpoint.save.options import SaveOptions
-from planish.checkpoint.save.upload import Cancelled
-from planish.checkpoint.save.upload_job import UploadResult
+from planish.checkpoint.ranks.control import Control
+from planish.checkpoint.ranks.messages import EVERYONE, decode_errors, encode_errors, joined_error
+from planish.checkpoint.save.agree import Agreed, SaveOptions
+from planish.checkpoint.save.staging import SharedBuffer
+from planish.checkpoint.save.upload import Cancelled, UploadResult
 from planish.checkpoint.storage.base import Storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline, Timing
@@ -45,6 +43,83 @@ LEAVE_SECONDS = 5.0
 
 AfterCommit = Callable[[Storage, str], None]
 """Called on rank 0 with the storage and the key of the checkpoint before its handle resolves."""
+
+
+class SaveHandle:
+    """A save under way; one on every rank, all ending alike.
+
+    Example:
+        >>> handle = SaveHandle("mem://doc/step-1")
+        >>> handle.done()
+        False
+    """
+
+    def __init__(self, uri: str, *, skipped: str = "") -> None:
+        """Follow a save; `skipped` says why it will not happen."""
+        self.uri = uri
+        self.skipped = skipped
+        """Why the save was left out (`inflight="skip"`), empty otherwise."""
+        self.stall_seconds = 0.0
+        """How long the call held up its caller."""
+        self._staged, self._done = threading.Event(), threading.Event()
+        self._info: CheckpointInfo | None = None
+        self._error: BaseException | None = None
+        self._cancel: Callable[[], None] = lambda: None
+        if skipped:
+            self._fail(
+                SaveFailed(
+                    f"`{uri}` was not saved, as asked by `inflight='skip'`: {skipped}; save less "
+                    "often, or use `inflight='wait'`"
+                )
+            )
+
+    def staged(self) -> bool:
+        """Return whether the state may be changed."""
+        return self._staged.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until the state may be changed; returns whether it may."""
+        return self._staged.wait(timeout)
+
+    def done(self) -> bool:
+        """Return whether the save has been committed or has failed."""
+        return self._done.is_set()
+
+    def wait_done(self, timeout: float | None = None) -> bool:
+        """Wait for the end, whatever it is; returns whether it has come."""
+        return self._done.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        """Return what was committed, waiting for it.
+
+        Args:
+            timeout: Limit on the wait in seconds; the save goes on.
+
+        Raises:
+            TimeoutError: neither committed nor failed within `timeout`.
+            SaveFailed: a rank failed, or the save was cancelled or skipped; nothing is visible.
+            CheckpointExists: something else is committed there.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save of `{self.uri}` must end within {timeout} s, but goes on")
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return self._info
+
+    def cancel(self) -> None:
+        """Ask all ranks to give the save up; too late, it is committed all the same."""
+        self._cancel()
+
+    def _finish(self, info: CheckpointInfo) -> None:
+        self._info = info
+        self._staged.set()
+        self._done.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._staged.set()
+        self._done.set()
 
 
 @dataclass(frozen=True)
@@ -76,8 +151,9 @@ class Pending:
     """Gives the staging memory back."""
     after_commit: AfterCommit | None = None
     journal: Journal | None = None
-    """The coordinator's, where it has been begun already."""
+    """The coordinator's, once it is begun."""
     replaces: str = ""
+    """Entity tag of what is committed at the path, empty for nothing."""
     large_keys: tuple[str, ...] = ()
     """What rank 0 writes in parts under the coordinator's journal."""
     early: Early | None = None
@@ -114,15 +190,15 @@ def _nothing() -> None:
 
 
 def finish(save: Pending) -> None:
-    """Bring a save to its end; its handle tells which."""
+    """Bring a save to its end, which its handle then gives."""
     recorder = save.recorder
     try:
-        done = _run(save)
+        info = _run(save)
     except BaseException as error:
         # A store that does not answer must not keep the error from the caller.
-        settling = threading.Thread(target=_settle, args=(save,), name="settle", daemon=True)
-        settling.start()
-        settling.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
+        clearing = threading.Thread(target=_clear, args=(save,), name="clear", daemon=True)
+        clearing.start()
+        clearing.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
         monitor.publish_failure("save", error)
         save.handle._fail(error)
         return
@@ -130,37 +206,34 @@ def finish(save: Pending) -> None:
         save.let_go()
     with recorder.stage("barrier"):
         save.call.leave_together("end", LEAVE_SECONDS)
-    timeline = recorder.timeline()
-    monitor.publish(timeline, recorder.rank)
-    save.handle._finish(dataclasses.replace(done, timings=_all_timings(done, timeline)))
-
-
-def _all_timings(info: CheckpointInfo, own: Timeline) -> Timeline:
-    """Return this rank's records in full, and what others have sent."""
-    rank = own.records[0].rank if own.records else 0
-    return Timeline(own.records + [r for r in info.timings.records if r.rank != rank])
+    own = recorder.timeline()
+    monitor.publish(own, recorder.rank)
+    # This rank's records in full, and what others have sent.
+    others = [record for record in info.timings.records if record.rank != recorder.rank]
+    save.handle._finish(dataclasses.replace(info, timings=Timeline(own.records + others)))
 
 
 def _run(save: Pending) -> CheckpointInfo:
+    """Upload, let rank 0 commit, and return what all ranks are told of it."""
     try:
         result = _upload(save)
-        claims = [one.claim() for one in save.agreed.small]
-        message = _encode_result(result, claims, save.recorder.timeline())
-        gathered = save.call.gather(message, "results")
+        message = {
+            "files": [dataclasses.astuple(file) for file in result.files],
+            "claims": [small.claim() for small in save.agreed.small],
+            "timings": [dataclasses.astuple(row) for row in save.recorder.timeline().records],
+        }
+        gathered = save.call.gather(json.dumps(message).encode(), "results")
         reply, timeline = None, Timeline()
         if gathered is not None:
             reply, timeline = _commit(save, gathered)
         reply = save.call.broadcast(reply, "outcome")
     except PeerLost as error:
-        return _look(save, error)
-    found = json.loads(reply)
-    if found["errors"]:
-        raise control_errors.joined(control_errors.decode(found["errors"].encode()), save.call.size)
-    return CheckpointInfo(**_fields(found["info"]), timings=timeline)
-
-
-def _fields(info: dict[str, Any]) -> dict[str, Any]:
-    return {**info, "roles": tuple(info["roles"])}
+        return _ask_store(save, error)
+    outcome = json.loads(reply)
+    if outcome["errors"]:
+        raise joined_error(decode_errors(outcome["errors"].encode()), save.call.size)
+    info = outcome["info"]
+    return CheckpointInfo(**{**info, "roles": tuple(info["roles"])}, timings=timeline)
 
 
 def _upload(save: Pending) -> UploadResult:
@@ -169,6 +242,8 @@ def _upload(save: Pending) -> UploadResult:
     try:
         if call.rank == 0:
             _begin(save)
+        if save.failure is not None:
+            raise save.failure
         call.note(f"uploading for {save.options.uri}")
         result = save.upload()
         call.note(f"uploaded for {save.options.uri}")
@@ -179,13 +254,28 @@ def _upload(save: Pending) -> UploadResult:
         raise reason from error
 
 
+def _begin(save: Pending) -> None:
+    """Refuse a path that is taken, and announce the attempt."""
+    save.replaces = standing(save.storage, save.path)
+    if save.replaces and not save.options.overwrite:
+        commit = read_commit(save.storage, save.path)
+        taken = f"step {commit.step}" if commit is not None else "a checkpoint"
+        raise CheckpointExists(
+            f"`{save.options.uri}` must be free, but has {taken} committed; choose another path, "
+            "or `overwrite=True`"
+        )
+    save.journal = Journal(save.storage, save.path, save.agreed.attempt)
+    save.journal.begin(save.large_keys)
+    save.journal.keep()
+
+
 def _blame(call: Control, error: BaseException) -> Exception:
     """Return why the save ends, and tell the others; who failed first is the reason."""
     try:
         call.check()
-    except Exception as found:
-        return found
-    reason = control_errors.joined({call.rank: _reason(call.rank, error)}, call.size)
+    except Exception as earlier:
+        return earlier
+    reason = joined_error({call.rank: _reason(call.rank, error)}, call.size)
     with contextlib.suppress(PeerLost):
         call.abort(reason)
     return reason
@@ -197,99 +287,37 @@ def _reason(rank: int, error: BaseException) -> Exception:
     if isinstance(error, Cancelled):
         error = SaveFailed("the save was cancelled")
     kind = "" if isinstance(error, SaveFailed) else f"{type(error).__name__}: "
-    told = f"{kind}{error}".removesuffix(": ")
-    return SaveFailed(f"rank {rank} could not do its part: {told}", per_rank={rank: told})
-
-
-def _begin(save: Pending) -> None:
-    """Look what stands at the path, and announce the attempt, unless that is done."""
-    save.replaces = standing(save.storage, save.path)
-    if save.replaces and not save.options.overwrite:
-        found = read_commit(save.storage, save.path)
-        told = f"step {found.step}" if found is not None else "a checkpoint"
-        raise CheckpointExists(
-            f"`{save.options.uri}` must be free, but has {told} committed; choose another path, "
-            "or `overwrite=True`"
-        )
-    if save.journal is None:
-        save.journal = Journal(save.storage, save.path, save.agreed.attempt)
-        save.journal.begin(save.large_keys)
-        save.journal.keep()
-
-
-def _encode_result(result: UploadResult, claims: Sequence[Claim], timeline: Timeline) -> bytes:
-    return json.dumps(
-        {
-            "files": [dataclasses.astuple(file) for file in result.files],
-            "claims": claims,
-            "timings": [dataclasses.astuple(record) for record in timeline.records],
-        }
-    ).encode()
+    text = f"{kind}{error}".removesuffix(": ")
+    return SaveFailed(f"rank {rank} could not do its part: {text}", per_rank={rank: text})
 
 
 def _commit(save: Pending, gathered: Sequence[bytes]) -> tuple[bytes, Timeline]:
     """Make the checkpoint visible; returns what all ranks are told, and all records."""
     results = [json.loads(part) for part in gathered]
     timeline = Timeline([Timing(*row) for result in results for row in result["timings"]])
+    options = save.options
     try:
         with save.recorder.stage("meta"):
             meta = build_metadata(save, results)
             data = metafile.encode(meta)
         with save.recorder.stage("commit", num_bytes=len(data)):
-            commit = _publish(save, meta, data)
+            sizes = dict(zip(meta.files.keys, meta.files.sizes, strict=True))
+            commit = publish(
+                save.storage,
+                save.path,
+                save.agreed.attempt,
+                data,
+                Facts(options.step, save.agreed.roles, sizes, options.run_id, dict(options.tags)),
+                overwrite=options.overwrite,
+                replaces=save.replaces,
+                journal=save.journal,
+            )
         _after(save, commit, timeline)
     except Exception as error:
         reason = error if isinstance(error, CheckpointError) else _reason(0, error)
-        told = control_errors.encode({control_errors.EVERYONE: reason}).decode()
-        return json.dumps({"errors": told, "info": {}}).encode(), timeline
-    info = _info(save, commit)
-    del info["timings"], info["facts"]
-    return json.dumps({"errors": "", "info": info}).encode(), timeline
-
-
-def _publish(save: Pending, meta: Metadata, data: bytes) -> Commit:
-    options = save.options
-    files = dict(zip(meta.files.keys, meta.files.sizes, strict=True))
-    facts = Facts(options.step, save.agreed.roles, files, options.run_id, dict(options.tags))
-    return publish(
-        save.storage,
-        save.path,
-        save.agreed.attempt,
-        data,
-        facts,
-        overwrite=options.overwrite,
-        replaces=save.replaces,
-        journal=save.journal,
-    )
-
-
-def _after(save: Pending, commit: Commit, timeline: Timeline) -> None:
-    """Do what follows a commit; the checkpoint exists whatever becomes of this."""
-    try:
-        monitor.publish_commit(commit.step, commit.created_at)
-        # Rank 0's own have grown since it sent them to itself.
-        others = [record for record in timeline.records if record.rank != save.call.rank]
-        everything = Timeline(save.recorder.timeline().records + others)
-        if save.call.size > 1:
-            monitor.warn_of_stragglers(timeline)
-        monitor.store_timings(save.storage, save.path, commit.attempt, everything)
-        if save.after_commit is not None:
-            save.after_commit(save.storage, save.path)
-    except Exception:
-        logger.exception(telemetry.event("after_commit_failed", uri=save.options.uri))
-
-
-def _info(save: Pending, commit: Commit) -> dict[str, Any]:
-    info = CheckpointInfo(
-        uri=save.options.uri,
-        step=commit.step,
-        attempt=commit.attempt,
-        sha256=commit.meta_sha256,
-        num_bytes=commit.total_bytes,
-        layout=str(save.options.header.get("layout", "")),
-        roles=commit.roles,
-    )
-    return {f.name: getattr(info, f.name) for f in dataclasses.fields(info)}
+        text = encode_errors({EVERYONE: reason}).decode()
+        return json.dumps({"errors": text, "info": {}}).encode(), timeline
+    return json.dumps({"errors": "", "info": _info(save, commit)}).encode(), timeline
 
 
 def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metadata:
@@ -311,25 +339,54 @@ def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metad
     written: dict[int, list[Claim]] = {}
     for rank, result in enumerate(results):
         claims = {claim[0]: Claim(*claim) for claim in result["claims"]}
-        for full, size, algorithm, crcs in result["files"]:
+        for full, size, algorithm, checksums in result["files"]:
             key = full[start:]
-            checked = np.array(crcs, np.uint32)
+            crcs = np.array(checksums, np.uint32)
             if key in claims:
-                meta.files.add(key, size, algorithm=algorithm, crcs=checked)
+                meta.files.add(key, size, algorithm=algorithm, crcs=crcs)
                 written.setdefault(rank, []).append(claims[key])
                 continue
             row = rows[key]
             missing.discard(key)
             meta.files.sizes[row], meta.files.algorithms[row] = size, algorithm
-            meta.files.crcs[row] = checked
+            meta.files.crcs[row] = crcs
     if missing:
         raise SaveFailed(f"every planned object must be written, but {sorted(missing)[:5]} are not")
     meta.objects.update(list_objects(written))
     return meta
 
 
-def _look(save: Pending, error: PeerLost) -> CheckpointInfo:
-    """Tell from the store itself how a save ended whose coordinator is gone."""
+def _after(save: Pending, commit: Commit, timeline: Timeline) -> None:
+    """Do what follows a commit; the checkpoint exists whatever becomes of this."""
+    try:
+        monitor.publish_commit(commit.step, commit.created_at)
+        # Rank 0's own have grown since it sent them to itself.
+        others = [record for record in timeline.records if record.rank != save.call.rank]
+        everything = Timeline(save.recorder.timeline().records + others)
+        if save.call.size > 1:
+            monitor.warn_of_stragglers(timeline)
+        monitor.store_timings(save.storage, save.path, commit.attempt, everything)
+        if save.after_commit is not None:
+            save.after_commit(save.storage, save.path)
+    except Exception:
+        logger.exception(telemetry.event("after_commit_failed", uri=save.options.uri))
+
+
+def _info(save: Pending, commit: Commit) -> dict[str, Any]:
+    """Return the fields of `CheckpointInfo` that all ranks are told."""
+    return {
+        "uri": save.options.uri,
+        "step": commit.step,
+        "attempt": commit.attempt,
+        "sha256": commit.meta_sha256,
+        "num_bytes": commit.total_bytes,
+        "layout": str(save.options.header.get("layout", "")),
+        "roles": commit.roles,
+    }
+
+
+def _ask_store(save: Pending, error: PeerLost) -> CheckpointInfo:
+    """Find out from the store itself how a save ended whose coordinator is gone."""
     try:
         commit = read_commit(save.storage, save.path)
     except (StoreError, CheckpointError):
@@ -341,8 +398,8 @@ def _look(save: Pending, error: PeerLost) -> CheckpointInfo:
     ) from error
 
 
-def _settle(save: Pending) -> None:
-    """Clear away what a failed save has written, once all ranks have stopped writing."""
+def _clear(save: Pending) -> None:
+    """Remove what a failed save has written, once all ranks have stopped writing."""
     save.call.leave_together("end", LEAVE_SECONDS)
     if save.journal is not None:
         save.journal.close()

@@ -1,7 +1,8 @@
 """Writes the objects of one rank: parts in flight from several threads, as soon as staged.
 
-Runs in the uploading process and, for small or unshareable states, in the trainer itself.
-Deliberately without torch.
+`upload_files` is the work, an `UploadJob` all that one rank writes in one save. Small jobs, and
+storages that only this process can reach, are done by `ThreadUploader`; the others by the process
+of `uploader`, which runs the same job. Deliberately without torch.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 4.2 (split upload, overlapped with staging).
 """
@@ -18,14 +19,20 @@ from typing import Protocol
 
 import numpy as np
 
-from planish.base.errors import StoreError
+from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.journal import Journal
-from planish.checkpoint.format.integrity import DEFAULT, block_crcs, joined_crc
-from planish.checkpoint.storage.base import SINGLE_PUT_BYTES, Multipart, Storage, drop_twins
+from planish.checkpoint.format.integrity import BLOCK, DEFAULT, block_crcs, joined_crc
+from planish.checkpoint.storage.base import (
+    SINGLE_PUT_BYTES,
+    Multipart,
+    Storage,
+    drop_twins,
+    open_storage,
+)
 from planish.checkpoint.watch.timings import Recorder, Timing
 
-BLOCK = 1 << 20
-"""Bytes that share a checksum."""
+GIVE_UP_SECONDS = 15.0
+"""How long a request under way is waited for when a job is given up."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,23 @@ class BufferSource:
         return self._view[base + start : base + stop]
 
 
+class ReusedMemory:
+    """One piece of memory per thread, for objects that have to be put together first."""
+
+    def __init__(self, fill: Callable[[int, int, int, memoryview], None]) -> None:
+        """Take `fill(file, start, stop, memory)`, which writes the bytes asked for."""
+        self._fill, self._own = fill, threading.local()
+
+    def read(self, file: int, start: int, stop: int) -> memoryview:
+        """Return bytes of an object; see `Source`."""
+        memory: bytearray | None = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < stop - start:
+            self._own.memory = memory = bytearray(stop - start)
+        view = memoryview(memory)[: stop - start]
+        self._fill(file, start, stop, view)
+        return view
+
+
 @dataclass
 class _File:
     """An object on its way."""
@@ -136,9 +160,11 @@ class _File:
     upload: FileUpload
     parts: Multipart | None
     left: int
+    """Parts that are not written yet."""
     crcs: np.ndarray[tuple[int], np.dtype[np.uint32]]
     crc_seconds: float = 0.0
     started: float = 0.0
+    """Seconds since 1970, 0 before the first part."""
 
 
 @dataclass
@@ -178,7 +204,7 @@ def upload_files(
         storage: Where.
         files: What, in the order in which their bytes become available.
         source: The bytes.
-        journal: This process's, begun with the keys of large files; hears of the uploads.
+        journal: This process's, begun with the keys of large files; the uploads are added to it.
         recorder: Gets the stages `serialise` (checksums) and `upload` of each file.
         stop: Setting it ends the upload with `Cancelled`.
         num_threads: Requests in flight.
@@ -203,7 +229,17 @@ def upload_files(
         tasks = _turns(states) if in_turns else _tasks(states)
         pace = pace_s / max(1, sum(file.size for file in files))
         run = _Run(storage, states, source, recorder, stop, tasks, pace)
-        _work_in_threads(run, min(num_threads, sum(state.left for state in states)))
+        threads = [
+            threading.Thread(target=_work, args=(run,), name="upload", daemon=True)
+            for _ in range(min(num_threads, sum(state.left for state in states)))
+        ]
+        if len(threads) <= 1:
+            _work(run)
+        else:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if run.error is not None:
             raise run.error
         if stop.is_set():
@@ -241,28 +277,15 @@ def _turns(files: Sequence[_File]) -> Iterator[tuple[int, int, int, int]]:
     for end in range(1, len(files) + 1):
         if end < len(files) and states[end] == states[begin]:
             continue
-        found = [
+        tasks = [
             (index + begin, n, start, stop) for index, n, start, stop in _tasks(files[begin:end])
         ]
-        yield from sorted(found, key=lambda task: (task[1], task[0]))
+        yield from sorted(tasks, key=lambda task: (task[1], task[0]))
         begin = end
 
 
-def _work_in_threads(run: _Run, num_threads: int) -> None:
-    if num_threads <= 1:
-        _work(run)
-        return
-    threads = [
-        threading.Thread(target=_work, args=(run,), name="upload", daemon=True)
-        for _ in range(num_threads)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def _work(run: _Run) -> None:
+    """Write one part after the other until there is none left, or an error."""
     try:
         while not run.stop.is_set() and run.error is None:
             with run.lock:
@@ -299,32 +322,181 @@ def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> No
     if file.parts is not None:
         file.parts.complete()
         file.parts = None
-    _record(run.recorder, file)
-
-
-def _record(recorder: Recorder, file: _File) -> None:
     upload, name = file.upload, file.upload.key.rpartition("/a-")[2].partition("/")[2]
-    for stage, start, end in (
-        ("serialise", file.started, file.started + file.crc_seconds),
-        ("upload", file.started, time.time()),
-    ):
-        recorder.add(
-            Timing(recorder.rank, "save", upload.state, stage, start, end, upload.size, name)
+    for stage, end in (("serialise", file.started + file.crc_seconds), ("upload", time.time())):
+        run.recorder.add(
+            Timing(
+                run.recorder.rank,
+                "save",
+                upload.state,
+                stage,
+                file.started,
+                end,
+                upload.size,
+                name,
+            )
         )
 
 
-class ReusedMemory:
-    """One piece of memory per thread, for objects that have to be put together first."""
+@dataclass(frozen=True)
+class UploadJob:
+    """All that one rank writes in one save."""
 
-    def __init__(self, fill: Callable[[int, int, int, memoryview], None]) -> None:
-        """Take `fill(file, start, stop, memory)`, which writes the bytes asked for."""
-        self._fill, self._own = fill, threading.local()
+    number: int
+    """Counts the saves of this process."""
+    rank: int
+    uri: str
+    """Of the checkpoint, as the caller named it."""
+    path: str
+    """Its key in the storage."""
+    attempt: str
+    files: tuple[FileUpload, ...]
+    """First those in the buffer, then the small ones."""
+    starts: tuple[int, ...]
+    """Where the files of the buffer begin in it."""
+    blobs: tuple[bytes, ...] = field(default=(), repr=False)
+    """Content of the small files."""
+    num_threads: int = 4
+    timeout_s: float = 1800.0
+    """Limit on every store request."""
+    pace_s: float = 0.0
+    """See `upload_files`."""
 
-    def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of an object; see `Source`."""
-        memory: bytearray | None = getattr(self._own, "memory", None)
-        if memory is None or len(memory) < stop - start:
-            self._own.memory = memory = bytearray(stop - start)
-        view = memoryview(memory)[: stop - start]
-        self._fill(file, start, stop, view)
-        return view
+
+@dataclass(frozen=True)
+class UploadResult:
+    """What a job has written."""
+
+    files: tuple[FileResult, ...] = ()
+    timings: tuple[Timing, ...] = ()
+
+
+def run_job(
+    job: UploadJob,
+    storage: Storage,
+    source: Source,
+    stop: threading.Event,
+    journal: Journal | None = None,
+) -> UploadResult:
+    """Do a job: journal, objects, timings.
+
+    Args:
+        job: What to write.
+        storage: Where.
+        source: The bytes, of all files of the job.
+        stop: Setting it ends the job with `Cancelled`.
+        journal: One that is begun already; None: one of this rank's own.
+
+    Raises:
+        SaveFailed: the attempt was cleared away meanwhile.
+        StoreError: see `upload_files`.
+    """
+    recorder = Recorder(job.rank, "save")
+    own = Journal(storage, job.path, job.attempt, name=f"{job.rank:05d}")
+    try:
+        if journal is None:
+            own.begin([file.key for file in job.files if is_large(file.size)])
+            own.keep()
+        files = upload_files(
+            storage,
+            job.files,
+            source,
+            journal=journal or own,
+            recorder=recorder,
+            stop=stop,
+            num_threads=job.num_threads,
+            pace_s=job.pace_s,
+        )
+    finally:
+        own.close()
+    return UploadResult(tuple(files), tuple(recorder.timeline().records))
+
+
+class RunningJob:
+    """A job that a thread of this process does."""
+
+    def __init__(
+        self,
+        job: UploadJob,
+        view: memoryview,
+        storage: Callable[[], Storage],
+        on_end: Callable[[RunningJob], None] = lambda _: None,
+    ) -> None:
+        """Prepare the thread; its files lie in `view`, and `on_end` is its last call."""
+        self.job, self.progress, self.stop = job, Progress(), threading.Event()
+        self.result: UploadResult | None = None
+        self.error: BaseException | None = None
+        source = BufferSource(view, job.starts, job.blobs, self.progress, self.stop)
+        self.thread = threading.Thread(
+            target=self._run, args=(source, storage, on_end), name="upload-job", daemon=True
+        )
+
+    def _run(
+        self,
+        source: BufferSource,
+        storage: Callable[[], Storage],
+        on_end: Callable[[RunningJob], None],
+    ) -> None:
+        try:
+            self.result = run_job(self.job, storage(), source, self.stop)
+        except BaseException as error:
+            self.error = error
+        on_end(self)
+
+
+class ThreadUploader:
+    """Does jobs in threads of this process; for small states and storages of this process.
+
+    Example:
+        >>> ThreadUploader(None).cancel(1)
+    """
+
+    def __init__(self, storage: Storage | None) -> None:
+        """Write to `storage`; None opens that of each job's URI."""
+        self._storage = storage
+        self._jobs: dict[int, RunningJob] = {}
+
+    def submit(self, job: UploadJob, view: memoryview) -> None:
+        """Take a job whose buffer is `view`; `wait` begins it, so that staging is not slowed."""
+        self._jobs[job.number] = RunningJob(
+            job, view, lambda: self._storage or open_storage(job.uri)[0]
+        )
+
+    def staged(self, number: int, value: int, after_s: float = 0.0) -> None:
+        """Tell a job how many bytes of its buffer are in place; small jobs begin at once."""
+        if number in self._jobs:
+            self._jobs[number].progress.advance(value)
+
+    def cancel(self, number: int) -> None:
+        """Ask a job to end; `wait` still has to be called."""
+        if number in self._jobs:
+            self._jobs[number].stop.set()
+
+    def give_up(self, number: int) -> None:
+        """Cancel a job and wait for its end."""
+        running = self._jobs.pop(number, None)
+        if running is not None:
+            running.stop.set()
+            if running.thread.is_alive():
+                running.thread.join(GIVE_UP_SECONDS)
+
+    def wait(self, number: int, deadline: float, check: Callable[[], None]) -> UploadResult:
+        """Do a job and return what it has written, calling `check` several times a second.
+
+        After an error the job goes on until `give_up`.
+
+        Raises:
+            SaveFailed: it took longer than until `deadline` (`time.monotonic`).
+        """
+        running = self._jobs[number]
+        running.thread.start()
+        while running.thread.is_alive():
+            running.thread.join(0.2)
+            check()
+            if time.monotonic() > deadline:
+                raise SaveFailed("the upload must end within `timeout_s`, but has not")
+        del self._jobs[number]
+        if running.error is not None:
+            raise running.error
+        assert running.result is not None
+        return running.result

@@ -13,14 +13,14 @@ import numpy as np
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.records import Columns, Metadata
-from planish.checkpoint.plan.cache import PlanCache, plan_key
+from planish.checkpoint.plan.files import GlobalPlan, RankPlan
 from planish.checkpoint.plan.gather import decode_all
 from planish.checkpoint.plan.load import match
 from planish.checkpoint.plan.lookup import ShardIndex
-from planish.checkpoint.plan.records import GlobalPlan, RankPlan
 from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
 from planish.checkpoint.plan.share import share_reads
-from planish.checkpoint.ranks.tree import plan_tree
+from planish.checkpoint.ranks.control import plan_tree
+from planish.checkpoint.save.agree import plan_key
 from planish.checkpoint.sim.layouts import Layout
 
 Result = TypeVar("Result")
@@ -158,10 +158,9 @@ def _plan(
 
 def _cached(layout: Layout, wires: Sequence[bytes], plan: GlobalPlan, watch: Watch) -> None:
     """Look an earlier plan up as the coordinator does once it has all signatures."""
-    cache: PlanCache[GlobalPlan] = PlanCache()
     signatures = [columns.signature() for columns in decode_all(wires)]
     key = plan_key(signatures, split_bytes=SPLIT_BYTES, hosts=layout.hosts)
-    cache.put(key, plan)
+    cache = {key: plan}
 
     def look_up() -> GlobalPlan | None:
         return cache.get(plan_key(signatures, split_bytes=SPLIT_BYTES, hosts=layout.hosts))

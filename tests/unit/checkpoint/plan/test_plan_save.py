@@ -16,7 +16,7 @@ from planish.checkpoint.format.geometry import Box, flat_boxes, whole
 from planish.checkpoint.format.records import Columns, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan import save
-from planish.checkpoint.plan.records import RankPlan
+from planish.checkpoint.plan.files import RankPlan
 from planish.checkpoint.plan.save import plan_save
 from tests.unit.checkpoint.planned import World, box_bytes, random_tensors, random_world, write
 

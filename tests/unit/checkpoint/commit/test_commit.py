@@ -20,16 +20,22 @@ from planish.base.errors import (
     SaveFailed,
 )
 from planish.checkpoint.commit.commit import (
+    Commit,
     Facts,
     discard,
-    new_attempt,
     publish,
     read_commit,
     read_meta,
     require_commit,
 )
-from planish.checkpoint.commit.journal import Journal, Record, attempt_folder, journaled, started
-from planish.checkpoint.commit.record import Commit
+from planish.checkpoint.commit.journal import (
+    Journal,
+    Record,
+    attempt_folder,
+    journaled,
+    new_attempt,
+    started,
+)
 from planish.checkpoint.storage.faulty import FaultyStorage
 from planish.checkpoint.storage.mem import MemStorage
 from tests.unit.checkpoint.small_saves import load, path_of, save

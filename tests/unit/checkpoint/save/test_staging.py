@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.records import LocalItem
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.plan.records import FilePlan, RankPlan
-from planish.checkpoint.save.host_memory import SharedBuffer, StagingPool
-from planish.checkpoint.save.staging import BufferLayout, Stager, part_of
+from planish.checkpoint.plan.files import FilePlan, RankPlan
+from planish.checkpoint.save.staging import BufferLayout, SharedBuffer, Stager, StagingPool, part_of
 
 
 def items_of(*tensors):

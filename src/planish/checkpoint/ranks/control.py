@@ -1,41 +1,129 @@
-"""Control messages between the ranks of one save or load: small, in a tree, with a time limit.
+"""Collectives of small messages between the ranks of one save or load: in a tree, timed.
 
-Messages travel through a TCP store of our own, on its own port. The process group that training
-uses is touched once, by the calling thread, to tell every rank where that store listens; after
-that a background thread may talk while training runs its own collectives. Tensors do not pass
-here.
+Messages travel through a TCP store of our own, on its own port. The process group of the training
+is used once, by the calling thread, to tell every rank where that store listens. After that a
+background thread may talk while training runs its own collectives. Tensors do not pass here.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 5.2 (tree of control messages, no NCCL).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import PeerLost, PlanishError, PlanMismatch, SaveFailed
-from planish.checkpoint.ranks import control_errors
-from planish.checkpoint.ranks.control_store import (
+from planish.checkpoint.ranks.messages import (
     CONNECT_SECONDS,
     Line,
     Peer,
     TooLate,
+    decode_errors,
+    encode_errors,
     here_at,
+    joined_error,
     listen,
     pack,
     unpack,
 )
-from planish.checkpoint.ranks.tree import Tree, plan_tree
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import ProcessGroup
 
+FAN_IN = 8
+"""Largest group of one level above the machines."""
 GRACE_SECONDS = 5.0
 """How much longer a rank waits for an answer from above than for one from below."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Who talks to whom; rank 0 is the root, and no rank has many neighbours.
+
+    Example:
+        >>> plan_tree([0, 0, 1, 1]).parents
+        (-1, 0, 0, 2)
+    """
+
+    hosts: tuple[int, ...]
+    """Number of the machine of each rank."""
+    parents: tuple[int, ...]
+    """Rank above each rank, -1 for rank 0."""
+    children: tuple[tuple[int, ...], ...]
+    """Ranks directly below each rank, ascending."""
+    depth: int
+    """Number of levels of edges; 0 for one rank."""
+
+    def below(self, rank: int) -> set[int]:
+        """Return the ranks of the part of the tree that hangs from `rank`, itself included."""
+        reached, waiting = {rank}, [rank]
+        while waiting:
+            children = self.children[waiting.pop()]
+            reached.update(children)
+            waiting.extend(children)
+        return reached
+
+
+def plan_tree(hosts: Sequence[int], fan_in: int = FAN_IN) -> Tree:
+    """Join the ranks of a machine to its lowest rank, then groups of `fan_in` to theirs.
+
+    Args:
+        hosts: Number of the machine of each rank.
+        fan_in: Largest group of one level above the machines, at least 2.
+
+    Example:
+        >>> plan_tree(range(9), fan_in=3).children[0]
+        (1, 2, 3, 6)
+    """
+    parents = [-1] * len(hosts)
+    roots: dict[int, int] = {}
+    for rank, host in enumerate(hosts):
+        parents[rank] = roots.setdefault(host, rank)
+    level = list(roots.values())
+    depth = int(len(level) < len(hosts))
+    while len(level) > 1:
+        for first in range(0, len(level), fan_in):
+            for rank in level[first : first + fan_in]:
+                parents[rank] = level[first]
+        level = level[::fan_in]
+        depth += 1
+    below: list[list[int]] = [[] for _ in hosts]
+    for rank, parent in enumerate(parents):
+        if rank:
+            below[parent].append(rank)
+    parents[0] = -1
+    return Tree(tuple(hosts), tuple(parents), tuple(map(tuple, below)), depth)
+
+
+_controls: dict[int, tuple[Any, Control]] = {}
+
+
+def control_of(group: ProcessGroup | None = None) -> Control:
+    """Return the control that a process group keeps, made at the first call: then a collective."""
+    import torch.distributed as dist
+
+    member: Any = None
+    if dist.is_available() and dist.is_initialized():
+        member = group if group is not None else dist.group.WORLD
+    known = _controls.get(id(member))
+    if known is None or known[0] is not member or known[1].is_closed:
+        if not _controls:
+            atexit.register(close_controls)
+        known = member, Control.join(group)
+        _controls[id(member)] = known
+    return known[1]
+
+
+def close_controls() -> None:
+    """Close what `control_of` has made."""
+    while _controls:
+        _controls.popitem()[1][1].close()
 
 
 class Control:
@@ -50,12 +138,13 @@ class Control:
     """
 
     def __init__(self, line: Line | None, rank: int, tree: Tree) -> None:
-        """Use `Control.single()` or `Control.join()`."""
+        """Use `control_of`, or `Control.single()` for a process alone."""
         self.rank, self.size, self.tree = rank, len(tree.parents), tree
         self.hosts: tuple[int, ...] = tree.hosts
         """Number of the machine of every rank, from 0."""
         self.kept: dict[str, object] = {}
-        """What this rank has found out and keeps for later operations, by name."""
+        """What this rank has measured and keeps for later operations, by name."""
+        self.is_closed = False
         self._line = line
         self._scope, self._deadline = "root", time.monotonic() + CONNECT_SECONDS
         self._subject = ""
@@ -125,7 +214,7 @@ class Control:
         return max(0.0, self._deadline - time.monotonic())
 
     def note(self, stage: str) -> None:
-        """Tell the others what this rank is doing: named if it is missed later."""
+        """Record what this rank is doing; an error names it if this rank is missed later."""
         if self._line is not None:
             self._line.note(stage)
 
@@ -134,14 +223,14 @@ class Control:
         if self._line is None:
             return [data]
         name = self._name(tag)
-        found = {self.rank: data}
+        parts = {self.rank: data}
         waiting = {child: f"{name}/{child}" for child in self.tree.children[self.rank]}
         for child in list(waiting):
-            found |= unpack(self._take(waiting.pop(child), child, 0.0, waiting))
+            parts |= unpack(self._take(waiting.pop(child), child, 0.0, waiting))
         if self.rank:
-            self._line.put(f"{name}/{self.rank}", pack(found))
+            self._line.put(f"{name}/{self.rank}", pack(parts))
             return None
-        return [found[rank] for rank in range(self.size)]
+        return [parts[rank] for rank in range(self.size)]
 
     def broadcast(self, data: bytes | None, tag: str) -> bytes:
         """Return the bytes of rank 0 on every rank (`data` is ignored elsewhere)."""
@@ -165,14 +254,14 @@ class Control:
         name = self._name(tag)
         if self.rank:
             parent = self.tree.parents[self.rank]
-            mine = unpack(self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS))
+            parts = unpack(self._take(f"{name}/{self.rank}", parent, GRACE_SECONDS))
         else:
             assert data is not None
-            mine = dict(enumerate(data))
+            parts = dict(enumerate(data))
         for child in self.tree.children[self.rank]:
-            below = {rank: mine[rank] for rank in self.tree.below(child)}
+            below = {rank: parts[rank] for rank in self.tree.below(child)}
             self._line.put(f"{name}/{child}", pack(below))
-        return mine[self.rank]
+        return parts[self.rank]
 
     def barrier(self, tag: str) -> None:
         """Return when every rank has come here."""
@@ -191,15 +280,16 @@ class Control:
             Exception: the kind that was brought, naming every rank that failed.
         """
         rank = self.rank if whose is None else whose
-        brought = self.gather(control_errors.encode({rank: error} if error else {}), tag)
+        brought = self.gather(encode_errors({rank: error} if error else {}), tag)
         reply = b""
         if brought is not None:
-            found = {k: v for part in brought for k, v in control_errors.decode(part).items()}
-            reply = control_errors.encode(found)
-        found = control_errors.decode(self.broadcast(reply, f"{tag}.reply"))
-        if found:
+            reply = encode_errors(
+                {k: v for part in brought for k, v in decode_errors(part).items()}
+            )
+        by_rank = decode_errors(self.broadcast(reply, f"{tag}.reply"))
+        if by_rank:
             self.see_off()
-            raise control_errors.joined(found, self.size) from error
+            raise joined_error(by_rank, self.size) from error
 
     def serial(self, name: str) -> int:
         """Return how often this rank has asked for the name: equal on ranks that do the same."""
@@ -222,7 +312,7 @@ class Control:
         self.leave_together("seen", GRACE_SECONDS)
 
     def leave_together(self, tag: str, seconds: float) -> None:
-        """Wait a little until every rank below has come here too; nobody's absence is an error."""
+        """Wait up to `seconds` until every rank below has come here too; never raises."""
         if self._line is None:
             return
         deadline = time.monotonic() + seconds
@@ -238,11 +328,11 @@ class Control:
     def abort(self, error: Exception) -> None:
         """End this operation for all: a rank that waits in it, or comes to wait, raises `error`."""
         if self._line is not None:
-            self._line.abort(self._scope, control_errors.encode({self.rank: error}))
+            self._line.abort(self._scope, encode_errors({self.rank: error}))
 
     def give_up(self, interrupt: BaseException) -> None:
         """End this operation for all, since this rank was interrupted in it."""
-        self.abort(control_errors.joined({self.rank: SaveFailed(repr(interrupt))}, self.size))
+        self.abort(joined_error({self.rank: SaveFailed(repr(interrupt))}, self.size))
 
     def check(self) -> None:
         """Raise if this operation has been aborted, or if a rank next to this one has ended."""
@@ -251,9 +341,8 @@ class Control:
             return
         line.raise_abort(self._scope)
         above = [self.tree.parents[self.rank]] if self.rank else []
-        near = (*above, *self.tree.children[self.rank])
         try:
-            for rank in near:
+            for rank in (*above, *self.tree.children[self.rank]):
                 line.watch(rank)
         except TooLate as late:
             raise self._missed(line, late, "its part") from None
@@ -265,6 +354,7 @@ class Control:
 
     def close(self) -> None:
         """Leave; rank 0 takes the store with it."""
+        self.is_closed = True
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -293,10 +383,10 @@ class Control:
         )
         error = self._missing(text)
         error.per_rank = {rank: text}
-        line.abort(self._scope, control_errors.encode({rank: error}))
+        line.abort(self._scope, encode_errors({rank: error}))
         line.forget(self._scope, self._subject)
         if self.rank == 0:
-            line.see_heard(self._scope, rank, GRACE_SECONDS)
+            line.wait_heard(self._scope, rank, GRACE_SECONDS)
         else:
             line.put(f"{self._scope}/heard/{self.rank}", b"")
         return error

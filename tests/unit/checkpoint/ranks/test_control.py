@@ -18,10 +18,18 @@ from planish.base.errors import (
     ShapeMismatch,
     StoreUnavailable,
 )
-from planish.checkpoint.ranks import control_errors
-from planish.checkpoint.ranks.control_store import Line, here_at, listen, pack, unpack
-from planish.checkpoint.ranks.coordination import Control
-from planish.checkpoint.ranks.tree import plan_tree
+from planish.checkpoint.ranks.control import Control, plan_tree
+from planish.checkpoint.ranks.messages import (
+    EVERYONE,
+    Line,
+    decode_errors,
+    encode_errors,
+    here_at,
+    joined_error,
+    listen,
+    pack,
+    unpack,
+)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(2, 8))
@@ -59,7 +67,7 @@ def test_errors_keep_their_kind_and_facts_on_the_way():
         2: TypeError("key `x` is sparse"),
         4: KeyError("strange"),
     }
-    back = control_errors.decode(control_errors.encode(found))
+    back = decode_errors(encode_errors(found))
     assert (type(back[3]), back[3].file, back[3].block) == (CheckpointCorrupt, "a", 7)
     assert back[1].per_rank == {1: "disk full"}
     assert (type(back[2]), str(back[2])) == (TypeError, "key `x` is sparse")
@@ -69,7 +77,7 @@ def test_errors_keep_their_kind_and_facts_on_the_way():
 
 def test_many_errors_become_one_with_every_message_once_and_by_rank():
     found = {r: LayoutMismatch("hole in `w`") for r in (0, 2, 5)}
-    joined = control_errors.joined({**found, 3: StoreUnavailable("down")}, 6)
+    joined = joined_error({**found, 3: StoreUnavailable("down")}, 6)
     assert str(joined) == "ranks 0, 2, 5: hole in `w`; rank 3: down"
     assert type(joined) is LayoutMismatch
     assert joined.per_rank == {0: "hole in `w`", 2: "hole in `w`", 3: "down", 5: "hole in `w`"}
@@ -78,8 +86,8 @@ def test_many_errors_become_one_with_every_message_once_and_by_rank():
 def test_an_error_names_its_rank_once_on_its_way_through_several_operations():
     told = {}
     for error in (StoreUnavailable("down"), TypeError("key `x`"), CheckpointCorrupt("bad")):
-        first = control_errors.joined({4: error}, 6)
-        again = control_errors.joined(control_errors.decode(control_errors.encode({4: first})), 6)
+        first = joined_error({4: error}, 6)
+        again = joined_error(decode_errors(encode_errors({4: first})), 6)
         told[type(again)] = str(again), again.per_rank
     assert told == {
         StoreUnavailable: ("rank 4: down", {4: "down"}),
@@ -90,8 +98,8 @@ def test_an_error_names_its_rank_once_on_its_way_through_several_operations():
 
 def test_a_job_of_one_process_names_no_rank_and_a_judgement_on_all_ranks_none_either():
     error = LayoutMismatch("hole in `w`")
-    assert str(control_errors.joined({0: error}, 1)) == "hole in `w`"
-    joined = control_errors.joined({control_errors.EVERYONE: error}, 4)
+    assert str(joined_error({0: error}, 1)) == "hole in `w`"
+    joined = joined_error({EVERYONE: error}, 4)
     assert (str(joined), joined.per_rank) == ("hole in `w`", {})
 
 

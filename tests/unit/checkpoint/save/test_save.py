@@ -20,9 +20,9 @@ from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.records import Collected, LocalItem
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.ranks.coordination import Control
+from planish.checkpoint.ranks.control import Control
+from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
-from planish.checkpoint.save.options import SaveOptions
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
 from tests.integration.ckpt_states import (

@@ -8,7 +8,7 @@ import torch
 from planish.base import telemetry
 from planish.checkpoint import api
 from planish.checkpoint.adapters.base import collect
-from planish.checkpoint.save.content_checks import checksums, count_nonfinite, unequal
+from planish.checkpoint.save.agree import checksums, count_nonfinite, unequal
 
 
 def items(**tensors):

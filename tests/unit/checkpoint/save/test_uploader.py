@@ -15,11 +15,15 @@ import pytest
 from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.format.integrity import block_crcs
-from planish.checkpoint.save.channel import Channel
-from planish.checkpoint.save.host_memory import SharedBuffer
-from planish.checkpoint.save.upload import Cancelled, FileUpload, Progress
-from planish.checkpoint.save.upload_job import ThreadUploader, UploadJob
-from planish.checkpoint.save.uploader import ProcessUploader
+from planish.checkpoint.save.staging import SharedBuffer
+from planish.checkpoint.save.upload import (
+    Cancelled,
+    FileUpload,
+    Progress,
+    ThreadUploader,
+    UploadJob,
+)
+from planish.checkpoint.save.uploader import Channel, ProcessUploader
 from planish.checkpoint.storage import open_storage
 
 

@@ -1,15 +1,16 @@
-"""Plans of earlier saves."""
+"""When a plan of an earlier save is used again."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+import torch
 
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.records import Collected, Columns, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.plan.cache import PlanCache, plan_key
+from planish.checkpoint.save.agree import MOST_PLANS, SaveOptions, plan_key
 
 
 def signatures(**changes):
@@ -55,43 +56,34 @@ def test_signatures_of_another_length_are_refused():
         plan_key([b"a" * 31, b"b" * 33], split_bytes=1)
 
 
-def test_the_plan_that_was_not_used_for_longest_goes_first():
-    cache = PlanCache()
-    for number in range(8):
-        cache.put(bytes([number]), number)
-    assert cache.get(b"\x00") == 0
-    cache.put(b"new", 8)
-    assert len(cache) == 8
-    assert cache.get(b"\x01") is None
-    assert [cache.get(bytes([number])) for number in (0, *range(2, 8))] == [0, *range(2, 8)]
-    assert (cache.hits, cache.misses) == (8, 1)
-    cache.clear()
-    assert len(cache) == 0
+def state_of(size):
+    """Return a state with one tensor of `size` elements: its own plan for each size."""
+    spec = TensorSpec("main", "model", "w", "F32", (size,))
+    return {"main": Collected([LocalItem(spec, (whole((size,)),), torch.zeros(size))])}
 
 
-def test_a_plan_put_again_takes_the_place_of_the_old_one():
-    cache = PlanCache(2)
-    cache.put(b"a", 1)
-    cache.put(b"b", 2)
-    cache.put(b"a", 3)
-    cache.put(b"c", 4)
-    assert (cache.get(b"a"), cache.get(b"b"), cache.get(b"c")) == (3, None, 4)
+def test_the_plan_that_was_not_used_for_longest_is_made_anew(engine, root):
+    def is_hit(size):
+        before = engine.planner.hits
+        options = SaveOptions(root, overwrite=True, is_async=False)
+        engine.save(state_of(size), options)
+        return engine.planner.hits > before
+
+    assert [is_hit(size) for size in range(1, MOST_PLANS + 1)] == [False] * MOST_PLANS
+    assert is_hit(1)
+    assert not is_hit(MOST_PLANS + 1)
+    assert not is_hit(2)
+    assert is_hit(1)
+    assert is_hit(MOST_PLANS)
 
 
-def test_a_cache_without_room_is_refused():
-    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
-        PlanCache(0)
-
-
-def test_finding_a_plan_takes_less_than_five_milliseconds_for_four_ranks():
-    cache = PlanCache()
-    cache.put(key(signatures()), "plan")
+def test_the_key_of_a_plan_takes_less_than_five_milliseconds_for_four_ranks():
     found = signatures()
-    best = min(_seconds(lambda: cache.get(key(found))) for _ in range(5))
+    best = min(_seconds(lambda: key(found)) for _ in range(5))
     assert best < 5e-3
 
 
 def _seconds(call):
     began = time.perf_counter()
-    assert call() == "plan"
+    call()
     return time.perf_counter() - began

@@ -1,11 +1,12 @@
-"""The connection that control messages travel through: named messages in a store on rank 0.
+"""Messages between ranks: a TCP store on rank 0 that carries them, and errors as messages.
 
-It knows nothing of the tree; see `coordination`.
+Nothing here knows the tree of ranks; see `control`.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import socket
 import struct
@@ -14,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from planish.base import errors
 from planish.base.errors import PeerLost
-from planish.checkpoint.ranks import control_errors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 60.0
 """Limit on the first meeting of the ranks."""
 LIVENESS_SECONDS = 0.5
-"""How often a waiting rank looks whether its neighbours on the same machine still live."""
+"""How often a waiting rank checks whether the ranks it waits for on its own machine still live."""
+EVERYONE = -1
+"""In place of a rank: the error concerns all ranks together."""
+_BUILTIN = {kind.__name__: kind for kind in (TypeError, ValueError, MemoryError)}
+"""Kinds outside of our own tree that keep their kind on the way."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +96,22 @@ class Line:
         self._twin = self.server = None
 
     def next_scope(self, subject: str) -> str:
-        """Number the operation; a rank that missed one that was given up catches up."""
-        given_up = self._read("given_up")
+        """Return the number of the next operation.
+
+        A rank that missed an operation that was given up skips its number.
+        """
+        given_up = self._read("given_up")[1:]
         self._number += 1
         if given_up:
             number, _, missed = given_up.decode().partition(" ")
             if int(number) >= self._number and missed != subject:
                 self._number = int(number) + 1
         if self.rank == 0 and given_up:
-            self._sweep()
+            for key in self._call("list_keys"):
+                scope = key.split("/", 1)[0]
+                if scope.isdigit() and int(scope) < self._number and not key.endswith("/abort"):
+                    self._call("delete_key", key)
         return str(self._number)
-
-    def _sweep(self) -> None:
-        for key in self._call("list_keys"):
-            scope = key.split("/", 1)[0]
-            if scope.isdigit() and int(scope) < self._number and not key.endswith("/abort"):
-                self._call("delete_key", key)
 
     def forget(self, scope: str, subject: str) -> None:
         """Record that an operation was given up, so that a rank that missed it catches up."""
@@ -118,7 +123,7 @@ class Line:
 
     def stage_of(self, rank: int) -> str:
         """Return what a rank was last doing, `none` if it never said."""
-        return self._read(f"stage/{rank}").decode() or "none"
+        return self._read(f"stage/{rank}")[1:].decode() or "none"
 
     def put(self, key: str, data: bytes) -> None:
         """Leave a message for its one receiver."""
@@ -152,14 +157,14 @@ class Line:
             if now > deadline:
                 self.raise_abort(scope)
                 raise TooLate(peer, f"but has not within {now - started:.1f} s")
-            # Short at first, because planning is in the way of training.
+            # Short at first, because planning holds up training.
             time.sleep(min(0.02, max(0.0001, (now - started) / 10)))
         data: bytes = self._call("get", key)
         self._call("delete_key", key)
         return data[1:]
 
     def watch(self, rank: int, key: str = "") -> None:
-        """See that a rank of this machine lives, or has left its message.
+        """Check that a rank of this machine lives, or has left its message.
 
         Raises:
             TooLate: neither.
@@ -172,17 +177,16 @@ class Line:
         self._call("compare_set", f"{scope}/abort", "", data.decode())
 
     def raise_abort(self, scope: str) -> None:
-        """Raise the error that has ended an operation, if one has, and say that it was heard."""
+        """Raise the error that has ended an operation, if one has, and confirm its receipt."""
         key = f"{scope}/abort"
         if self._call("check", [key]):
             self.put(f"{scope}/heard/{self.rank}", b"")
-            found = control_errors.decode(self._call("get", key))
-            raise control_errors.joined(found, len(self.peers))
+            raise joined_error(decode_errors(self._call("get", key)), len(self.peers))
 
-    def see_heard(self, scope: str, missed: int, seconds: float) -> None:
-        """Wait until every rank that lives, but `missed`, has heard why an operation ended.
+    def wait_heard(self, scope: str, missed: int, seconds: float) -> None:
+        """Wait until every rank that lives, but `missed`, knows why an operation ended.
 
-        Rank 0 does, for its store may end with it as soon as it has raised.
+        Called on rank 0, whose store may end as soon as it raises.
         """
         deadline = time.monotonic() + seconds
         for rank in range(len(self.peers)):
@@ -194,17 +198,16 @@ class Line:
 
     def first_to_set(self, key: str, value: str) -> str:
         """Set a lasting value unless there is one; returns the value that stands."""
-        found: bytes = self._call("compare_set", key, "", value)
-        return found.decode()
+        stands: bytes = self._call("compare_set", key, "", value)
+        return stands.decode()
 
     def lasting(self, key: str) -> str:
         """Return a value of `first_to_set`, empty if there is none."""
-        found: bytes = self._call("get", key) if self._call("check", [key]) else b""
-        return found.decode()
+        return self._read(key).decode()
 
     def _read(self, key: str) -> bytes:
-        found: bytes = self._call("get", key) if self._call("check", [key]) else b""
-        return found[1:]
+        data: bytes = self._call("get", key) if self._call("check", [key]) else b""
+        return data
 
     def _lives(self, rank: int) -> bool:
         peer, here = self.peers[rank], self.peers[self.rank]
@@ -222,24 +225,6 @@ class Line:
             ) from error
 
 
-def pack(parts: Mapping[int, bytes]) -> bytes:
-    """Return bytes of several ranks as one message: count, (rank, length) table, contents."""
-    table = b"".join(struct.pack("<IQ", rank, len(data)) for rank, data in parts.items())
-    return b"".join([struct.pack("<I", len(parts)), table, *parts.values()])
-
-
-def unpack(message: bytes) -> dict[int, bytes]:
-    """Undo `pack`."""
-    (count,) = struct.unpack_from("<I", message)
-    place, found = 4 + 12 * count, {}
-    for index in range(count):
-        rank, length = struct.unpack_from("<IQ", message, 4 + 12 * index)
-        found[rank] = message[place : place + length]
-        place += length
-    assert place == len(message), "messages come from our own ranks only"
-    return found
-
-
 def listen() -> TCPStore:
     """Return the store of rank 0, open on a free port."""
     from torch._C._distributed_c10d import TCPStore
@@ -249,26 +234,16 @@ def listen() -> TCPStore:
 
 
 def here_at(port: int) -> Peer:
-    """Return where this process lives."""
-    return Peer(
-        machine=machine_identity(),
-        address=_address(),
-        pid=os.getpid(),
-        started=started_at(os.getpid()),
-        port=port,
-    )
-
-
-def machine_identity() -> str:
-    """Return a text that is equal for processes that see each other's process ids."""
-    facts = [socket.gethostname()]
+    """Return where this process lives, with the port of its store."""
+    machine = [socket.gethostname()]
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            facts.append(file.read().strip())
-        facts.append(os.readlink("/proc/self/ns/pid"))
+            machine.append(file.read().strip())
+        machine.append(os.readlink("/proc/self/ns/pid"))
     except OSError:
         pass
-    return "/".join(facts)
+    pid = os.getpid()
+    return Peer("/".join(machine), _address(), pid, started_at(pid), port)
 
 
 def started_at(pid: int) -> str:
@@ -287,12 +262,106 @@ def _address() -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
-            found = str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
     except OSError:
-        found = "127.0.0.1"
-    if found.startswith("127."):
+        address = "127.0.0.1"
+    if address.startswith("127."):
         try:
-            found = socket.gethostbyname(socket.gethostname())
+            address = socket.gethostbyname(socket.gethostname())
         except OSError:
             return "127.0.0.1"
-    return found
+    return address
+
+
+def pack(parts: Mapping[int, bytes]) -> bytes:
+    """Return bytes of several ranks as one message: count, (rank, length) table, contents."""
+    table = b"".join(struct.pack("<IQ", rank, len(data)) for rank, data in parts.items())
+    return b"".join([struct.pack("<I", len(parts)), table, *parts.values()])
+
+
+def unpack(message: bytes) -> dict[int, bytes]:
+    """Undo `pack`."""
+    (count,) = struct.unpack_from("<I", message)
+    place, parts = 4 + 12 * count, {}
+    for index in range(count):
+        rank, length = struct.unpack_from("<IQ", message, 4 + 12 * index)
+        parts[rank] = message[place : place + length]
+        place += length
+    assert place == len(message), "messages come from our own ranks only"
+    return parts
+
+
+def encode_errors(by_rank: Mapping[int, Exception]) -> bytes:
+    """Return the errors of some ranks as bytes, empty for none; kinds by name, never pickled."""
+    if not by_rank:
+        return b""
+    return json.dumps({str(rank): _fields(error) for rank, error in by_rank.items()}).encode()
+
+
+def _fields(error: Exception) -> dict[str, object]:
+    return {
+        "kind": type(error).__name__,
+        "message": str(error) or repr(error),
+        "per_rank": dict(getattr(error, "per_rank", {})),
+        "file": getattr(error, "file", ""),
+        "block": getattr(error, "block", -1),
+    }
+
+
+def decode_errors(data: bytes) -> dict[int, Exception]:
+    """Undo `encode_errors`; an unknown kind becomes a `SaveFailed` that names it."""
+    if not data:
+        return {}
+    return {int(rank): _build(fields) for rank, fields in json.loads(data).items()}
+
+
+def _build(fields: Mapping[str, Any]) -> Exception:
+    name, message = str(fields["kind"]), str(fields["message"])
+    kind = getattr(errors, name, None) or _BUILTIN.get(name)
+    error: Exception
+    if kind is errors.CheckpointCorrupt:
+        error = errors.CheckpointCorrupt(message, file=fields["file"], block=fields["block"])
+    elif isinstance(kind, type) and issubclass(kind, Exception):
+        error = kind(message)
+    else:
+        error = errors.SaveFailed(f"{name}: {message}")
+    per_rank = {int(rank): str(text) for rank, text in fields["per_rank"].items()}
+    error.per_rank = per_rank  # type: ignore[attr-defined]
+    return error
+
+
+def joined_error(by_rank: Mapping[int, Exception], size: int) -> Exception:
+    """Return one error for all ranks: the lowest rank's kind, every message once, by rank.
+
+    Args:
+        by_rank: By rank, or by `EVERYONE`. An error that has `per_rank` names its ranks already.
+        size: Ranks in all; the only one is not named.
+    """
+    first = by_rank[min(by_rank)]
+    if size == 1:
+        return first
+    per_rank: dict[int, str] = {}
+    ranks_of: dict[str, list[int]] = {}
+    for rank, error in sorted(by_rank.items()):
+        own = getattr(error, "per_rank", {})
+        ranks = ranks_of.setdefault(str(error), [])
+        if rank != EVERYONE and not own:
+            ranks.append(rank)
+            own = {rank: str(error)}
+        per_rank |= own
+    message = "; ".join(
+        f"{ranks_text(ranks)}: {text}" if ranks else text for text, ranks in ranks_of.items()
+    )
+    return _build({**_fields(first), "message": message, "per_rank": per_rank})
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks for an error: the first eight, and how many there are.
+
+    Example:
+        >>> ranks_text([1, 2])
+        'ranks 1, 2'
+    """
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f", ... ({len(ranks)} in all)" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
