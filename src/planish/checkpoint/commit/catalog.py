@@ -8,7 +8,7 @@ first, and an attempt is fenced before its data go, so that no save can commit t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, str]:
-        """What later checkpoints have more of: the step, then the time of the attempt."""
+        """Sort key: the step, then the attempt, which begins with its time."""
         return self.commit.step, self.commit.attempt
 
 
@@ -92,19 +92,19 @@ class _Place:
 
 def _places(storage: Storage, root: str) -> list[_Place]:
     """Find every folder with a commit or attempts, at most `_DEPTH` levels below `root`."""
-    found: list[_Place] = []
+    places: list[_Place] = []
     level = [root]
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in range(_DEPTH + 1):
             contents = pool.map(storage.folder, level)
-            places = [_Place(*pair) for pair in zip(level, contents, strict=True)]
+            looked_at = [_Place(*pair) for pair in zip(level, contents, strict=True)]
             level = []
-            for place in places:
+            for place in looked_at:
                 if place.commit_modified() is not None or place.attempts():
-                    found.append(place)
+                    places.append(place)
                 else:
                     level += place.content.folders
-    return found
+    return places
 
 
 def list_checkpoints(storage: Storage, root: str) -> list[Entry]:
@@ -112,10 +112,7 @@ def list_checkpoints(storage: Storage, root: str) -> list[Entry]:
 
     One whose COMMIT can not be read is left out with a warning.
     """
-    return sorted(_entries(storage, _places(storage, root)), key=lambda entry: entry.order)
-
-
-def _entries(storage: Storage, places: Iterable[_Place]) -> Iterator[Entry]:
+    places = _places(storage, root)
     committed = [place.path for place in places if place.commit_modified() is not None]
 
     def read(path: str) -> Commit | None:
@@ -126,9 +123,12 @@ def _entries(storage: Storage, places: Iterable[_Place]) -> Iterator[Entry]:
             return None
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for path, commit in zip(committed, pool.map(read, committed), strict=True):
-            if commit is not None:
-                yield Entry(path, storage.uri(path), commit)
+        entries = [
+            Entry(path, storage.uri(path), commit)
+            for path, commit in zip(committed, pool.map(read, committed), strict=True)
+            if commit is not None
+        ]
+    return sorted(entries, key=lambda entry: entry.order)
 
 
 def latest(storage: Storage, root: str) -> Entry | None:
@@ -136,8 +136,8 @@ def latest(storage: Storage, root: str) -> Entry | None:
 
     Newest is the highest step, then the later attempt.
     """
-    found = list_checkpoints(storage, root)
-    return found[-1] if found else None
+    entries = list_checkpoints(storage, root)
+    return entries[-1] if entries else None
 
 
 def info(storage: Storage, path: str) -> Entry:
@@ -179,10 +179,10 @@ def retain(
     Args:
         storage: where.
         root: key of the folder.
-        keep_last: so many of the newest stay; at least 1.
+        keep_last: how many of the newest stay; at least 1.
         keep_every: those whose step is a multiple stay; 0 for no such rule.
         pins: steps, and keys or URIs of folders (with or without a digest), that stay.
-        dry_run: only tell.
+        dry_run: only return the verdicts.
 
     Returns:
         A verdict for each checkpoint, newest first.
@@ -224,7 +224,7 @@ def gc(
         root: key of the folder.
         grace_s: an attempt that was written to, or replaced, within so many seconds stays; shorter
             than the longest save or load it makes these fail, though never wrong.
-        dry_run: only tell.
+        dry_run: only return the verdicts.
 
     Returns:
         A verdict for each attempt and each upload that nothing names.
@@ -258,7 +258,7 @@ def _collect_place(storage: Storage, place: _Place, grace_s: float, dry_run: boo
 def _judge(
     storage: Storage, place: _Place, attempt: str, commit: Commit | None, grace_s: float
 ) -> Verdict:
-    """Tell whether an attempt, or what it should not have left, may go."""
+    """Decide whether an attempt, or the journals that a commit should have removed, may go."""
     folder = attempt_folder(place.path, attempt)
     objects = list(storage.list(folder))
     now = storage.now()
@@ -284,21 +284,23 @@ def _collect_uploads(
     storage: Storage, place: _Place | None, key: str, grace_s: float, dry_run: bool
 ) -> list[Verdict]:
     """Abort the uploads of one key which no journal names: their process died just then."""
-    found = storage.open_uploads(key)
-    if not found:
+    uploads = storage.open_uploads(key)
+    if not uploads:
         return []
     named: set[str] = set()
     if place is not None:
         for attempt in place.attempts():
             named |= {upload for _, upload in announced(storage, place.path, attempt)}
     verdicts = []
-    for upload in found:
+    for upload in uploads:
         name = f"{key}@{upload.upload_id}"
         age = max(0.0, storage.now() - upload.started)
         if upload.upload_id in named or age < grace_s:
             verdicts.append(Verdict(name, "keep", f"an upload begun {age:.0f} s ago"))
             continue
-        verdicts.append(Verdict(name, "delete", f"an upload of nobody, begun {age:.0f} s ago"))
+        verdicts.append(
+            Verdict(name, "delete", f"an upload that no journal names, begun {age:.0f} s ago")
+        )
         if not dry_run:
             storage.abort_upload(key, upload.upload_id)
     return verdicts

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from planish.base import telemetry
 from planish.base.errors import (
@@ -107,17 +107,7 @@ class Record:
 
     def encode(self) -> bytes:
         """Return JSON."""
-        return json.dumps(
-            {
-                "format": 1,
-                "host": self.host,
-                "pid": self.pid,
-                "started": self.started,
-                "fenced": self.fenced,
-                "keys": self.keys,
-                "uploads": self.uploads,
-            }
-        ).encode()
+        return json.dumps({"format": 1, **asdict(self)}).encode()
 
     @staticmethod
     def decode(data: bytes, attempt: str) -> Record:
@@ -126,15 +116,16 @@ class Record:
         A damaged journal is an empty one: its attempt is cleared by age and by listing alone.
         """
         try:
-            found = json.loads(data.decode())
-            keys = tuple(key for key in found["keys"] if _is_own(key, attempt))
+            fields = json.loads(data.decode())
+            keys = tuple(key for key in fields["keys"] if _is_own(key, attempt))
             uploads = tuple(
                 (str(key), str(upload))
-                for key, upload in found["uploads"]
+                for key, upload in fields["uploads"]
                 if _is_own(key, attempt) and isinstance(upload, str)
             )
-            host, pid = str(found["host"]), int(found["pid"])
-            return Record(keys, uploads, host, pid, float(found["started"]), bool(found["fenced"]))
+            host, pid = str(fields["host"]), int(fields["pid"])
+            started, fenced = float(fields["started"]), bool(fields["fenced"])
+            return Record(keys, uploads, host, pid, started, fenced)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return Record()
 
@@ -237,12 +228,10 @@ class Journal:
 
     def _with(self, keys: Iterable[str], uploads: Iterable[tuple[str, str]]) -> Record:
         old = self._record
-        return Record(
-            (*old.keys, *(self._own(key) for key in keys)),
-            (*old.uploads, *((self._own(key), upload) for key, upload in uploads)),
-            old.host,
-            old.pid,
-            old.started,
+        return replace(
+            old,
+            keys=(*old.keys, *(self._own(key) for key in keys)),
+            uploads=(*old.uploads, *((self._own(key), upload) for key, upload in uploads)),
         )
 
     def _own(self, key: str) -> str:
@@ -268,13 +257,13 @@ class Journal:
 
 def announced(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
     """Return full key and upload id of all that the journals of an attempt name."""
-    found: list[tuple[str, str]] = []
+    uploads: list[tuple[str, str]] = []
     for stat in storage.list(join(attempt_folder(path, attempt), "journal")):
         with contextlib.suppress(ObjectMissing, ObjectTooLarge):
             data, _ = storage.get(stat.key, _LIMIT_BYTES)
-            uploads = Record.decode(data, attempt).uploads
-            found += [(join(path, inner), upload) for inner, upload in uploads]
-    return found
+            record = Record.decode(data, attempt)
+            uploads += [(join(path, inner), upload) for inner, upload in record.uploads]
+    return uploads
 
 
 def fence(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
@@ -296,7 +285,7 @@ def fence(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
         uploads |= {(join(path, inner), upload) for inner, upload in record.uploads}
         for inner in record.keys:
             full = join(path, inner)
-            uploads |= {(full, found.upload_id) for found in storage.open_uploads(full)}
+            uploads |= {(full, begun.upload_id) for begun in storage.open_uploads(full)}
     return sorted(uploads)
 
 
@@ -311,11 +300,9 @@ def _fence_one(storage: Storage, key: str, attempt: str) -> Record:
         record = Record.decode(data, attempt)
         if record.fenced:
             return record
-        marked = Record(
-            record.keys, record.uploads, record.host, record.pid, record.started, fenced=True
-        )
+        marked = replace(record, fenced=True).encode()
         try:
-            storage.put(key, marked.encode(), if_none_match=not etag, if_match=etag)
+            storage.put(key, marked, if_none_match=not etag, if_match=etag)
         except (ObjectExists, ObjectChanged, ObjectMissing):
             continue
         return record

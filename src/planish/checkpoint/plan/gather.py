@@ -45,8 +45,8 @@ class Gathered:
     lengths: I64
     """[b, n], padded with 1."""
 
-    def told(self, row: int) -> str:
-        """Name an item, its rank and its boxes for an error."""
+    def describe(self, row: int) -> str:
+        """Name the boxes of an item and its rank for an error."""
         dims = int(self.tensors.dims[self.tensor[row]])
         rows = range(int(self.first[row]), int(self.first[row] + self.count[row]))
         boxes = ", ".join(told_box(self.offsets[b], self.lengths[b], dims) for b in rows)
@@ -100,12 +100,12 @@ def gather(columns: Iterable[Columns]) -> tuple[Gathered, int]:
     """
     names = _Names()
     local, counts, offsets, lengths = [], [], [], []
-    for one in columns:
-        ids = names.add(one.tensors)
-        local.append(ids[one.item_tensor] if len(one.item_tensor) else one.item_tensor)
-        counts.append(one.item_starts[1:] - one.item_starts[:-1])
-        offsets.append(one.offsets)
-        lengths.append(one.lengths)
+    for own in columns:
+        ids = names.add(own.tensors)
+        local.append(ids[own.item_tensor] if len(own.item_tensor) else own.item_tensor)
+        counts.append(np.diff(own.item_starts))
+        offsets.append(own.offsets)
+        lengths.append(own.lengths)
     tensors, place = names.table()
     items = np.array([len(part) for part in local], np.int64)
     count = _joined(counts)
@@ -144,9 +144,13 @@ class _Names:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str], int] = {}
+        """Role, kind and name of a tensor to its number, in order of first appearance."""
         self._dtype: list[str] = []
+        """Type of each of these tensors, as its first rank gives it."""
         self._codes: dict[str, int] = {}
+        """Type to its number."""
         self._last: dict[int, tuple[TensorTable, I64, I64]] = {}
+        """Tables seen last by their `id`, with the numbers of their tensors and types."""
         self._rows: list[I64] = []
         self._dtypes: list[I64] = []
         self._dims: list[I64] = []
@@ -157,28 +161,24 @@ class _Names:
         if id(table) not in self._last:
             if len(self._last) > _TABLES:
                 self._last.clear()
-            self._last[id(table)] = (table, *self._number(table))
+            keys, seen = table.ids, self._seen
+            numbers = list(map(seen.get, keys))
+            if None in numbers:
+                for key, row in keys.items():
+                    if key not in seen:
+                        seen[key] = len(seen)
+                        self._dtype.append(table.dtypes[row])
+                numbers = list(map(seen.get, keys))
+            for dtype in set(table.dtypes).difference(self._codes):
+                self._codes[dtype] = len(self._codes)
+            types = list(map(self._codes.__getitem__, table.dtypes))
+            self._last[id(table)] = table, np.array(numbers, np.int64), np.array(types, np.int64)
         _, rows, codes = self._last[id(table)]
         self._rows.append(rows)
         self._dtypes.append(codes)
         self._dims.append(table.dims)
         self._shapes.append(table.shapes)
         return rows
-
-    def _number(self, table: TensorTable) -> tuple[I64, I64]:
-        """Return the numbers of a table's tensors and of their types."""
-        keys, seen = table.ids, self._seen
-        rows = list(map(seen.get, keys))
-        if None in rows:
-            for key, row in keys.items():
-                if key not in seen:
-                    seen[key] = len(seen)
-                    self._dtype.append(table.dtypes[row])
-            rows = list(map(seen.get, keys))
-        for dtype in set(table.dtypes).difference(self._codes):
-            self._codes[dtype] = len(self._codes)
-        codes = list(map(self._codes.__getitem__, table.dtypes))
-        return np.array(rows, np.int64), np.array(codes, np.int64)
 
     def table(self) -> tuple[TensorTable, I64]:
         """Return all tensors sorted by name, and the row of each number.
@@ -217,13 +217,13 @@ class _Names:
         forms: dict[tuple[str, str, str], dict[str, list[int]]] = {}
         for row in np.flatnonzero(np.isin(ids, ids[wrong])).tolist():
             shape = tuple(shapes[row, : dims[row]].tolist())
-            told = f"{types[dtypes[row]]} of shape {shape}"
-            held = forms.setdefault(names[ids[row]], {})
-            held.setdefault(told, []).append(int(ranks[row]))
+            form = f"{types[dtypes[row]]} of shape {shape}"
+            holders = forms.setdefault(names[ids[row]], {})
+            holders.setdefault(form, []).append(int(ranks[row]))
         lines = [
             f"`{fqn}` ({role} {kind}): "
-            + ", ".join(f"{told} on {ranks_text(held)}" for told, held in form.items())
-            for (role, kind, fqn), form in sorted(forms.items())
+            + ", ".join(f"{form} on {ranks_text(ranks)}" for form, ranks in holders.items())
+            for (role, kind, fqn), holders in sorted(forms.items())
         ]
         raise LayoutMismatch(
             "all ranks must give a tensor one type and one global shape, got\n  "
@@ -250,13 +250,13 @@ def _refuse_outside(gathered: Gathered) -> None:
     if not outside.any():
         return
     item_of = np.repeat(np.arange(len(gathered.rank)), gathered.count)
-    told = []
+    lines = []
     for row in np.flatnonzero(outside):
         spec = tensors.spec(int(owners[row]))
         box = told_box(offsets[row], lengths[row], len(spec.shape))
         holder = gathered.rank[item_of[row]]
-        told.append(f"`{spec.fqn}` of shape {spec.shape}: {box} on rank {holder}")
-    raise LayoutMismatch("boxes must lie inside of their tensors, got\n  " + "\n  ".join(told))
+        lines.append(f"`{spec.fqn}` of shape {spec.shape}: {box} on rank {holder}")
+    raise LayoutMismatch("boxes must lie inside of their tensors, got\n  " + "\n  ".join(lines))
 
 
 def places(gathered: Gathered, tensor: I64, offsets: I64) -> I64:
@@ -306,16 +306,16 @@ def _refuse_groups(
     gathered: Gathered, order: I64, leaders: I64, faults: tuple[np.ndarray, np.ndarray]
 ) -> None:
     wrong, twice = faults
-    told: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for position in np.flatnonzero(wrong | twice):
         row, leader = int(order[position]), int(leaders[position])
         name = gathered.tensors.fqns[gathered.tensor[row]]
         if wrong[position]:
-            both = f"{gathered.told(leader)} and {gathered.told(row)}"
-            told[f"`{name}`: {both} overlap without being equal"] = None
+            both = f"{gathered.describe(leader)} and {gathered.describe(row)}"
+            lines[f"`{name}`: {both} overlap without being equal"] = None
         else:
-            told[f"`{name}`: {gathered.told(row)} comes twice"] = None
+            lines[f"`{name}`: {gathered.describe(row)} comes twice"] = None
     raise LayoutMismatch(
         "the boxes of two items must be equal (replicas) or have no element in common, got\n  "
-        + "\n  ".join(told)
+        + "\n  ".join(lines)
     )

@@ -210,9 +210,9 @@ def _worst_fit(parts: tuple[I64, I64, I64], ranks: I64, load: I64, host: tuple[I
             position = int(ties[np.argmin(host_load[hosts[candidates[ties]]])])
             rank = int(candidates[position])
         else:
-            held = candidates.tolist()
-            rank = min(held, key=lambda one: (quick[one], host_quick[host_of[one]]))
-            position = held.index(rank)
+            holders = candidates.tolist()
+            rank = min(holders, key=lambda rank: (quick[rank], host_quick[host_of[rank]]))
+            position = holders.index(rank)
         picks[number] = low + position
         quick[rank] += nbytes
         host_quick[host_of[rank]] += nbytes
@@ -245,10 +245,11 @@ def _lay_out(gathered: Gathered, parts: Parts, writers: I64, ranks: int) -> Glob
     rows, box_first = _boxes(tensors, parts, order, tensor, files)
     sizes = header_sizes(names, tensors.dtypes, rows, box_first)
     file_rank = rank[files]
+    named = zip(tensor[files].tolist(), file_rank.tolist(), number.tolist(), strict=True)
     return GlobalPlan(
         ranks,
         tensors,
-        _keys(tensors, tensor[files], file_rank, number),
+        tuple(f"{_folder_of(tensors, t)}/{r:05d}-{k}.safetensors" for t, r, k in named),
         sizes + run_sums(nbytes, files),
         sizes,
         np.searchsorted(file_rank, np.arange(ranks + 1)).astype(np.int64),
@@ -278,10 +279,6 @@ def _boxes(
     return rows, first
 
 
-def _keys(tensors: TensorTable, tensor: I64, rank: I64, number: I64) -> tuple[str, ...]:
-    folders = [
-        f"data/{quote(role, safe='', errors='surrogatepass')}.{kind}"
-        for role, kind in zip(tensors.roles, tensors.kinds, strict=True)
-    ]
-    rows = zip(tensor.tolist(), rank.tolist(), number.tolist(), strict=True)
-    return tuple(f"{folders[t]}/{r:05d}-{k}.safetensors" for t, r, k in rows)
+def _folder_of(tensors: TensorTable, row: int) -> str:
+    """Return the folder of the files of one tensor's role and kind."""
+    return f"data/{quote(tensors.roles[row], safe='', errors='surrogatepass')}.{tensors.kinds[row]}"

@@ -63,19 +63,16 @@ class Line:
         self, address: str, server: TCPStore | None, peers: Sequence[Peer], rank: int
     ) -> None:
         """Connect; `server` is the store itself, on rank 0."""
-        self.address, self.server, self.peers, self.rank = address, server, peers, rank
-        self.port = peers[0].port
-        self.store = self._connect()
-        self._twin: Line | None = None
-        self._number = 0
-
-    def _connect(self) -> TCPStore:
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed import DistError
 
+        self.address, self.server, self.peers, self.rank = address, server, peers, rank
+        self.port = peers[0].port
+        self._twin: Line | None = None
+        self._number = 0
         limit = datetime.timedelta(seconds=CONNECT_SECONDS)
         try:
-            return TCPStore(self.address, self.port, None, False, limit, wait_for_workers=False)
+            self.store = TCPStore(address, self.port, None, False, limit, wait_for_workers=False)
         except DistError as error:
             raise PeerLost(
                 f"the store of rank 0 must answer at {self.address}:{self.port}, got {error!r}; "

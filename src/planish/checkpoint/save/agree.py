@@ -229,6 +229,7 @@ class Planner:
         self._latest: tuple[bytes, Prepared | None] = b"", None
         """Signature and plan of the last save."""
         self._warned: set[str] = set()
+        """Small objects of which ranks hold different values, as logged."""
 
     def collect(self, rank: int, state: Callable[[], Roles] | Roles, options: SaveOptions) -> Local:
         """Turn the state of this rank into columns and small objects, without talking.
@@ -326,7 +327,13 @@ class Planner:
         else:
             prepared = self._plan(call, local)
             if options.plan_cache:
-                self._keep(key, prepared, verdict["reset"])
+                if verdict["reset"]:
+                    self._plans.clear()
+                    self._history = b""
+                self._history = hashlib.sha256(self._history + key).digest()[:8]
+                self._plans[key] = prepared
+                if len(self._plans) > MOST_PLANS:
+                    self._plans.popitem(last=False)
         self._latest = local.signature, prepared if options.plan_cache else None
         self.hits += verdict["hit"]
         writers = verdict["writers"]
@@ -360,7 +367,11 @@ class Planner:
             except (PlanMismatch, LayoutMismatch) as error:
                 errors = {EVERYONE: error}
             else:
-                self._warn(differing(claims))
+                for name in set(differing(claims)) - self._warned:
+                    self._warned.add(name)
+                    logger.warning(
+                        telemetry.event("replicated_values_differ", object=name, kept="lowest rank")
+                    )
         busy = [rank for rank, fact in enumerate(facts) if fact["busy"]]
         reason = f"ranks {busy} still write earlier saves" if busy and not errors else ""
         if reason and options.inflight == "raise":
@@ -382,14 +393,6 @@ class Planner:
             "roles": sorted({role for fact in facts for role in fact["roles"]}),
         }
 
-    def _warn(self, keys: Sequence[str]) -> None:
-        """Warn, once for each object, of small values of which ranks hold different ones."""
-        for key in set(keys) - self._warned:
-            self._warned.add(key)
-            logger.warning(
-                telemetry.event("replicated_values_differ", object=key, kept="lowest rank")
-            )
-
     def _plan(self, call: Control, local: Local) -> Prepared:
         """Plan anew, all ranks together."""
         gathered = call.gather(local.columns.encode(), "columns")
@@ -408,16 +411,6 @@ class Planner:
             raise joined_error(decode_errors(reply[1:]), call.size)
         plan = RankPlan.decode(reply[1:], local.columns)
         return Prepared(plan, BufferLayout.of([file.size for file in plan.files]), whole)
-
-    def _keep(self, key: bytes, prepared: Prepared, reset: bool) -> None:
-        """Keep a plan to be found again; the least recently used one goes if there are too many."""
-        if reset:
-            self._plans.clear()
-            self._history = b""
-        self._history = hashlib.sha256(self._history + key).digest()[:8]
-        self._plans[key] = prepared
-        if len(self._plans) > MOST_PLANS:
-            self._plans.popitem(last=False)
 
 
 def plan_key(

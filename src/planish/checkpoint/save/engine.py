@@ -10,7 +10,6 @@ Source: ByteCheckpoint, arXiv 2407.20143, sections 3.3 and 4.2.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import queue
@@ -464,12 +463,8 @@ class SaveEngine:
             self._thread.start()
         if save.agreed.prepared.layout.size >= INLINE_BYTES:
             # The second buffer, while nobody waits for it.
-            self._queue.put(self._warm)
+            self._queue.put(self.pool.warm_one_more)
         self._queue.put(lambda: finish(save))
-
-    def _warm(self) -> None:
-        with contextlib.suppress(MemoryError):
-            self.pool.warm_one_more()
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:

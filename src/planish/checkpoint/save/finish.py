@@ -237,11 +237,24 @@ def _run(save: Pending) -> CheckpointInfo:
 
 
 def _upload(save: Pending) -> UploadResult:
-    """Write this rank's objects; an error here ends the save on all ranks."""
+    """Write this rank's objects; an error here ends the save on all ranks.
+
+    Rank 0 first refuses a path that is taken, and announces the attempt.
+    """
     call = save.call
     try:
         if call.rank == 0:
-            _begin(save)
+            save.replaces = standing(save.storage, save.path)
+            if save.replaces and not save.options.overwrite:
+                commit = read_commit(save.storage, save.path)
+                taken = f"step {commit.step}" if commit is not None else "a checkpoint"
+                raise CheckpointExists(
+                    f"`{save.options.uri}` must be free, but has {taken} committed; choose another "
+                    "path, or `overwrite=True`"
+                )
+            save.journal = Journal(save.storage, save.path, save.agreed.attempt)
+            save.journal.begin(save.large_keys)
+            save.journal.keep()
         if save.failure is not None:
             raise save.failure
         call.note(f"uploading for {save.options.uri}")
@@ -252,21 +265,6 @@ def _upload(save: Pending) -> UploadResult:
         reason = _blame(call, error)
         save.give_up()
         raise reason from error
-
-
-def _begin(save: Pending) -> None:
-    """Refuse a path that is taken, and announce the attempt."""
-    save.replaces = standing(save.storage, save.path)
-    if save.replaces and not save.options.overwrite:
-        commit = read_commit(save.storage, save.path)
-        taken = f"step {commit.step}" if commit is not None else "a checkpoint"
-        raise CheckpointExists(
-            f"`{save.options.uri}` must be free, but has {taken} committed; choose another path, "
-            "or `overwrite=True`"
-        )
-    save.journal = Journal(save.storage, save.path, save.agreed.attempt)
-    save.journal.begin(save.large_keys)
-    save.journal.keep()
 
 
 def _blame(call: Control, error: BaseException) -> Exception:

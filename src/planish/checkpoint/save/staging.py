@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from planish.checkpoint.format.records import LocalItem
-    from planish.checkpoint.plan.files import FilePlan, RankPlan
+    from planish.checkpoint.plan.files import RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -181,12 +181,15 @@ class StagingPool:
                 self._free.append(SharedBuffer(self._size))
 
     def warm_one_more(self) -> None:
-        """Allocate the second buffer, if it may be and is not there; for a background thread."""
+        """Allocate the second buffer, if there may be one and memory suffices; in the background."""
         with self._changed:
             if len(self._free) + len(self._used) >= self.limit:
                 return
             size = self._size
-        spare = SharedBuffer(size)
+        try:
+            spare = SharedBuffer(size)
+        except MemoryError:
+            return
         with self._changed:
             if size == self._size and len(self._free) + len(self._used) < self.limit:
                 self._free.append(spare)
@@ -352,31 +355,24 @@ class Stager:
         progress(self.layout.size)
 
     def _plan_batches(self, items: Sequence[LocalItem]) -> Iterator[_Batch]:
+        memory = self.buffer.tensor
         batch, size = _Batch([], [], 0), 0
         for start, file in zip(self.layout.starts, self.plan.files, strict=True):
-            for target, source, end in self._entries(start, file, items):
+            columns = (file.items, file.starts, file.stops, file.offsets)
+            for item, low, high, offset in zip(*(c.tolist() for c in columns), strict=True):
+                data = _data_of(items[item])
+                part = _real(part_of(data, low, high))
+                first = start + offset
+                target = memory[first : first + high - low].view(part.dtype).view(part.shape)
                 batch.targets.append(target)
-                batch.sources.append(source)
-                batch.end = end
+                batch.sources.append((item, low, high, part is data))
+                batch.end = first + high - low
                 size += target.nbytes
                 if size >= NOTIFY_BYTES:
                     yield batch
                     batch, size = _Batch([], [], 0), 0
         if batch.targets:
             yield batch
-
-    def _entries(
-        self, base: int, file: FilePlan, items: Sequence[LocalItem]
-    ) -> Iterator[tuple[torch.Tensor, tuple[int, int, int, bool], int]]:
-        """Yield the place in the buffer, the source and the end of each entry of a file."""
-        memory = self.buffer.tensor
-        columns = (file.items, file.starts, file.stops, file.offsets)
-        for item, start, stop, offset in zip(*(c.tolist() for c in columns), strict=True):
-            data = _data_of(items[item])
-            part = _real(part_of(data, start, stop))
-            first = base + offset
-            target = memory[first : first + stop - start].view(part.dtype).view(part.shape)
-            yield target, (item, start, stop, part is data), first + stop - start
 
 
 def _data_of(item: LocalItem) -> torch.Tensor:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from typing import get_type_hints
 
 import numpy as np
 import psutil
@@ -21,7 +22,7 @@ from planish.checkpoint.format.records import Collected, LocalItem
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.save.agree import SaveOptions
+from planish.checkpoint.save.agree import SaveKeywords, SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage
@@ -308,3 +309,10 @@ def test_expected_values_are_those_of_the_helper():
     # The reading helper of these tests must not agree with itself alone.
     found = expected_tensors(seed=1, rows=2, cols=2, tensors=1)
     assert found["main", "model", "layer.0"].tolist() == [[1000.0, 1001.0], [1002.0, 1003.0]]
+
+
+def test_the_keywords_of_save_are_the_fields_of_its_options():
+    fields = get_type_hints(SaveOptions)
+    for name in ("uri", "step", "is_async", "context"):  # arguments of `save` in their own right
+        del fields[name]
+    assert get_type_hints(SaveKeywords) == fields
