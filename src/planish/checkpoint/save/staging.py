@@ -181,7 +181,7 @@ class StagingPool:
                 self._free.append(SharedBuffer(self._size))
 
     def warm_one_more(self) -> None:
-        """Allocate the second buffer, if there may be one and memory suffices; in the background."""
+        """Allocate the second buffer, if there may be one and memory suffices."""
         with self._changed:
             if len(self._free) + len(self._used) >= self.limit:
                 return
