@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from planish.base.errors import ConfigError, NotSupported
-from planish.engines.requests import FinishReason, Request, Sampling
+from planish.engines.requests import Request, Sampling
+from planish.records.rollouts import FinishReason
 from tests.unit.engines.tiny import (
     ids_of,
     prompt,
@@ -161,9 +162,9 @@ def test_a_request_that_does_not_fit_fails_alone(new_engine):
     long = Request("long", "g", prompt(1, 20), Sampling(max_new_tokens=3))
     strange = Request("strange", "g", (5, 5000), Sampling(max_new_tokens=3))
     outputs = engine.generate([request(0, 3), long, strange, request(1, 3)])
-    reasons = [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.ERROR, FinishReason.LENGTH]
+    reasons = [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ABORT, FinishReason.LENGTH]
     assert [o.finish_reason for o in outputs] == reasons
-    assert "must be shorter than 20 tokens, got 20" in outputs[1].stats["error"]
+    assert "must be shorter than 20 tokens, got 20" in outputs[1].error
     assert outputs[1].token_ids == outputs[1].logprobs == []
     assert engine.state == "ready"
 
@@ -188,9 +189,9 @@ def test_non_finite_logits_fail_one_request_and_no_other(new_engine):
     bad = Request("bad", "g", (5, poison, 6), Sampling(max_new_tokens=9))
     engine = new_engine(policy, max_rows=2)
     outputs = {o.request_id: o for o in engine.generate([bad, *clean])}
-    assert outputs["bad"].finish_reason is FinishReason.ERROR
+    assert outputs["bad"].finish_reason is FinishReason.ABORT
     assert outputs["bad"].token_ids == []
-    assert "must be finite" in outputs["bad"].stats["error"]
+    assert "must be finite" in outputs["bad"].error
     for one, tokens in zip(plain, expected, strict=True):
         if one in clean and poison not in tokens:
             assert outputs[one.request_id].finish_reason is FinishReason.LENGTH

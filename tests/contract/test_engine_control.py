@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported
-from planish.engines.requests import FinishReason, ModelRef, Request, Sampling
+from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import DictWeights
+from planish.records.rollouts import FinishReason
 from tests.unit.engines.tiny import differs_by_a_tie, ids_of, prompt, qwen3_policy, request
 
 

@@ -22,7 +22,6 @@ from planish.engines.protocol import PauseMode
 from planish.engines.requests import (
     Capabilities,
     EngineState,
-    FinishReason,
     ModelRef,
     Output,
     Request,
@@ -31,6 +30,7 @@ from planish.engines.requests import (
 )
 from planish.engines.turn_lock import TurnLock
 from planish.engines.weights import WeightSource
+from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ class BaseEngine(ABC):
                 self._alive.add(request.request_id)
                 fault = self._check(request)
                 if fault:
-                    failed = Output(request.request_id, [], [], [], FinishReason.ERROR)
-                    failed.stats["error"] = fault
+                    failed = Output(request.request_id, [], [], [], FinishReason.ABORT)
+                    failed.error = fault
                     self._finished.append(failed)
                     continue
                 self._arrivals[request.request_id] = now

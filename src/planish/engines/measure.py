@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planish.base.errors import VerifierFailure
-from planish.engines.requests import FinishReason as EngineFinish
 from planish.engines.requests import Output, Request, Sampling
 from planish.engines.sampling import request_seed
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet
 from planish.records.ragged import Ragged
-from planish.records.rollouts import FinishReason, RolloutSet
+from planish.records.rollouts import RolloutSet
 from planish.verifiers import Verdict, VerifierOptions, verify_many
 
 if TYPE_CHECKING:
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
 
 MEASURING = 0
 """In place of the iteration in seeds: no training iteration has this number."""
-
-_FINISH = {
-    EngineFinish.STOP: FinishReason.STOP,
-    EngineFinish.LENGTH: FinishReason.LENGTH,
-    EngineFinish.ABORT: FinishReason.ABORT,
-    EngineFinish.ERROR: FinishReason.ABORT,
-}
 
 
 def generate_rollouts(
@@ -95,7 +87,7 @@ def _as_rollouts(
         rollout_logprobs=Ragged.from_lists([o.logprobs for o in outputs], np.float32),
         policy_version=Ragged.from_lists([o.versions for o in outputs], np.int32),
         window_start=np.zeros(len(outputs), dtype=np.int32),
-        finish=np.array([_FINISH[o.finish_reason] for o in outputs], dtype=np.int8),
+        finish=np.array([o.finish_reason for o in outputs], dtype=np.int8),
         rollout_id=[o.request_id for o in outputs],
         prompt_id=[prompts.prompt_id[group] for group in groups],
         response=[tokenizer.decode(o.token_ids) for o in outputs],

@@ -14,19 +14,7 @@ from typing import Any
 import numpy as np
 
 from planish.base.errors import ConfigError
-
-
-class FinishReason(StrEnum):
-    """Why an engine ended a response."""
-
-    STOP = "stop"
-    """An end or stop token, or one that completes a stop string, is the last of the output."""
-    LENGTH = "length"
-    """The token budget of this call, or the model's maximum, is used up."""
-    ABORT = "abort"
-    """Taken back by the driver; the tokens so far are returned."""
-    ERROR = "error"
-    """This request failed alone (too long a prompt, non-finite logits)."""
+from planish.records.rollouts import FinishReason
 
 
 class EngineState(StrEnum):
@@ -130,7 +118,7 @@ class Output:
     versions: list[int]
     """Policy version that sampled each token; never decreasing."""
     finish_reason: FinishReason
-    """Why it ended."""
+    """Why it ended: STOP, LENGTH where the budget of this call is used up, or ABORT."""
     stop_token_id: int | None = None
     """The end or stop token that ended it, for STOP."""
     stop_string: str | None = None
@@ -138,7 +126,9 @@ class Output:
     routing: np.ndarray | None = None
     """[tokens, layers, experts per token]; -1 where unknown."""
     stats: dict[str, Any] = field(default_factory=dict)
-    """queue_seconds, prefill_seconds, decode_seconds, cached_tokens, preemptions; `error` text."""
+    """queue_seconds, prefill_seconds, decode_seconds, cached_tokens, preemptions."""
+    error: str = ""
+    """Why this request failed alone, for ABORT: too long a prompt, non-finite logits."""
 
     @property
     def num_tokens(self) -> int:

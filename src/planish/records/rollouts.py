@@ -31,9 +31,13 @@ class FinishReason(IntEnum):
     """Why the sampling of a response ended."""
 
     STOP = 0
+    """An end or stop token, or one that completes a stop string, is the last token."""
     LENGTH = 1
+    """The limit on tokens, or the model's maximum, is reached."""
     WINDOW = 2
+    """The window is full: the response goes on in the next iteration."""
     ABORT = 3
+    """Taken back by the driver, or the engine failed on this response alone."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@
 | `reading` | finished runs, means with intervals, the rule by which a direction is seen |
 | `writing` | `write_study`: the JSON of a study beside its published statement, and its picture |
 | `group_relative`, `actor_critic`, `truncation`, `utilisation`, `value_*` | the studies |
+| `slot_model` | how full slots are with windows of so many tokens: also a command |
 
 A study is a module-level `STUDY` or `STUDIES` of `writing.Study`; `__main__.MODULES` lists the
 modules. A study that needs no run names no arms and measures inside its `read` function.

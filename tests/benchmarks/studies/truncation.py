@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from planish.stages.rollout import utilisation as model
+from tests.benchmarks.studies import slot_model as model
 from tests.benchmarks.studies.arms import Arm, task_tables
 from tests.benchmarks.studies.group_relative import ACCURACY, accuracy, facts
 from tests.benchmarks.studies.pictures import curves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planish.stages.rollout import utilisation as model
+from tests.benchmarks.studies import slot_model as model
 from tests.benchmarks.studies.pictures import COLOURS
 from tests.benchmarks.studies.reading import Interval, Runs, interval
 from tests.benchmarks.studies.writing import SIMULATED, Direction, Findings, Study

@@ -19,7 +19,7 @@ from planish.checkpoint.load.prompt_state import PromptState
 from planish.records.rollouts import FinishReason
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.carry import place, refill, settle
-from planish.stages.rollout.slots import Slot, SlotGroup
+from planish.stages.rollout.groups import Group, Slot
 
 GROUP_SIZE, WINDOW = 2, 3
 
@@ -39,7 +39,7 @@ def from_data(raw):
              finish=FinishReason(slot["finish"]))
         for slot in raw["slots"]
     )  # fmt: skip
-    return SlotGroup(**{**raw, "slots": slots})
+    return Group(**{**raw, "slots": slots})
 
 
 def moved(states, size):
@@ -61,7 +61,7 @@ def new_groups(ordinals, iteration, drawn):
     for ordinal in ordinals:
         drawn.append(ordinal)
         slots = tuple(Slot(k) for k in range(GROUP_SIZE))
-        yield SlotGroup(ordinal, iteration, f"{ordinal:016x}", (1,), "", "", slots)
+        yield Group(ordinal, iteration, f"{ordinal:016x}", (1,), "", "", slots)
 
 
 @settings(max_examples=40)

@@ -23,7 +23,6 @@ from planish.base.errors import ConfigError, EngineError
 from planish.engines.base import BaseEngine
 from planish.engines.requests import (
     Capabilities,
-    FinishReason,
     ModelRef,
     Output,
     Request,
@@ -39,6 +38,7 @@ from planish.engines.transformers.served_model import ServedModel, open_model
 from planish.engines.transformers.stop_states import StopStates
 from planish.engines.weights import WeightSource
 from planish.models.logprobs import TokenScorer
+from planish.records.rollouts import FinishReason
 
 
 class TransformersEngine(BaseEngine):
@@ -282,7 +282,7 @@ class TransformersEngine(BaseEngine):
         """Return the outputs of rows and close the gaps that they leave."""
         outputs = self._rows.outputs(ended, self._version, reason)
         for index, output in zip(ended, outputs, strict=True):
-            if output.finish_reason is FinishReason.ERROR:
+            if output.error:
                 self._cache.clear(index)
             self._counts["tokens"] += output.num_tokens
         moved = self._rows.remove(ended)

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engines.requests import FinishReason, Output, Request, Sampling
+from planish.engines.requests import Output, Request, Sampling
 from planish.engines.sampling import PLAIN, Choice, noise
 from planish.engines.transformers.stop_states import StopStates
+from planish.records.rollouts import FinishReason
 
 _NOISE_BLOCK = 32
 """Steps of noise computed at once."""
@@ -214,7 +215,7 @@ class Rows:
     def outputs(
         self, indices: Sequence[int], version: int, reason: FinishReason | None
     ) -> list[Output]:
-        """Return the outputs of rows; a reason of None finds STOP, LENGTH or ERROR of each."""
+        """Return the outputs of rows; a reason of None finds STOP, LENGTH or a failure of each."""
         # One copy from the device for all of them.
         where = torch.tensor(indices, device=self.device)
         numbers = self._numbers[where].cpu()
@@ -240,18 +241,20 @@ class Rows:
         version: int,
         reason: FinishReason | None,
     ) -> Output:
-        """Return the output of a row; without a reason it is LENGTH or ERROR."""
+        """Return the output of a row; without a reason it is LENGTH, or ABORT where it failed."""
         stats: dict[str, float | str] = dict(row.stats)
+        error = ""
         stats["decode_seconds"] = time.monotonic() - row.admitted_seconds
         if reason is None:
             reason = FinishReason.LENGTH
             if not math.isfinite(logprobs[-1]):
-                reason = FinishReason.ERROR
+                reason = FinishReason.ABORT
                 place = row.start + len(tokens) - 1
                 tokens, logprobs = tokens[:-1], logprobs[:-1]
-                stats["error"] = f"logits must be finite, got NaN or inf at position {place}"
+                error = f"logits must be finite, got NaN or inf at position {place}"
         versions = _versions(row, len(tokens), version)
-        return Output(row.request.request_id, tokens, logprobs, versions, reason, stats=stats)
+        name = row.request.request_id
+        return Output(name, tokens, logprobs, versions, reason, stats=stats, error=error)
 
     def remove(self, ended: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Drop rows and fill the holes with the last rows.

@@ -13,21 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
 from planish.base.errors import RecordError
 from planish.records.rollouts import FinishReason
 from planish.records.stream import Cursor
+from planish.stages.rollout.config import Unfinished
+from planish.stages.rollout.groups import Group, from_set
 from planish.stages.rollout.side_sets import read_side_set
-from planish.stages.rollout.slots import Slot, SlotGroup, from_set
-
-Unfinished = Literal["train", "hold", "hold_group"]
-"""What becomes of a response that goes on: the configuration explains it."""
 
 
-def deal(sets: Sequence[Sequence[SlotGroup]], shard: int, num_shards: int) -> list[SlotGroup]:
+def deal(sets: Sequence[Sequence[Group]], shard: int, num_shards: int) -> list[Group]:
     """Return the carried groups of one shard, in the order of their entry.
 
     Shard s goes on with set s; where the number of shards has changed, all groups are dealt out
@@ -38,39 +35,28 @@ def deal(sets: Sequence[Sequence[SlotGroup]], shard: int, num_shards: int) -> li
         shard: index of this shard.
         num_shards: shards of this iteration.
     """
-    if len(sets) == num_shards:
-        return _by_entry(sets[shard])
-    return _by_entry([group for part in sets for group in part])[shard::num_shards]
+    is_same = len(sets) == num_shards
+    groups = sets[shard] if is_same else [group for part in sets for group in part]
+    by_entry = sorted(groups, key=lambda group: (group.drawn, group.ordinal))
+    return by_entry if is_same else by_entry[shard::num_shards]
 
 
-def _by_entry(groups: Sequence[SlotGroup]) -> list[SlotGroup]:
-    return sorted(groups, key=lambda group: (group.drawn, group.ordinal))
-
-
-def num_open(groups: Sequence[SlotGroup]) -> int:
-    """Return how many responses go on or wait."""
-    return sum(slot.is_open for group in groups for slot in group.slots)
-
-
-def refill(
-    carried: Sequence[SlotGroup], num_slots: int, draw: Iterator[SlotGroup]
-) -> list[SlotGroup]:
+def refill(carried: Sequence[Group], num_slots: int, draw: Iterator[Group]) -> list[Group]:
     """Return the carried groups, and new ones behind them until every slot is taken."""
     groups = list(carried)
-    free = num_slots - num_open(groups)
+    free = num_slots - sum(group.num_open for group in groups)
     while free > 0:
-        group = next(draw)
-        groups.append(group)
-        free -= num_open([group])
+        groups.append(next(draw))
+        free -= groups[-1].num_open
     return groups
 
 
-def place(groups: Sequence[SlotGroup], num_slots: int) -> list[tuple[int, int]]:
+def place(groups: Sequence[Group], num_slots: int) -> list[tuple[int, int]]:
     """Return (group, slot) of the responses that generate now: those with tokens come first.
 
     Example:
-        >>> from planish.stages.rollout.slots import Slot
-        >>> group = SlotGroup(0, 1, "0" * 16, (7,), "5", "exact", (Slot(0), Slot(1), Slot(2)))
+        >>> from planish.stages.rollout.groups import Slot
+        >>> group = Group(0, 1, "0" * 16, (7,), "5", "exact", (Slot(0), Slot(1), Slot(2)))
         >>> place([group], 2)
         [(0, 0), (0, 1)]
     """
@@ -85,9 +71,7 @@ def place(groups: Sequence[SlotGroup], num_slots: int) -> list[tuple[int, int]]:
     return sorted(waiting[:num_slots])
 
 
-def settle(
-    groups: Sequence[SlotGroup], unfinished: Unfinished
-) -> tuple[list[SlotGroup], list[SlotGroup]]:
+def settle(groups: Sequence[Group], unfinished: Unfinished) -> tuple[list[Group], list[Group]]:
     """Divide groups after generation into those for the rollout set and those for the carry set.
 
     Args:
@@ -99,29 +83,22 @@ def settle(
     Returns:
         (rollout, carry). Every open response is in the carry; a finished one is in exactly one.
     """
-    given: list[SlotGroup] = []
-    kept: list[SlotGroup] = []
+    given: list[Group] = []
+    kept: list[Group] = []
     for group in groups:
-        is_done = not num_open([group])
-        for slots, target in zip(_divide(group, unfinished, is_done), (given, kept), strict=True):
+        ready = [replace(slot, start=0) for slot in group.slots if not slot.is_open]
+        waits = [slot for slot in group.slots if slot.is_open]
+        if unfinished == "train":
+            ready = [slot for slot in group.slots if slot.num_tokens]
+        elif unfinished == "hold_group" and waits:
+            ready, waits = [], list(group.slots)
+        for slots, target in ((ready, given), (waits, kept)):
             if slots:
                 target.append(replace(group, slots=tuple(slots)))
     return given, kept
 
 
-def _divide(
-    group: SlotGroup, unfinished: Unfinished, is_done: bool
-) -> tuple[list[Slot], list[Slot]]:
-    open_slots = [slot for slot in group.slots if slot.is_open]
-    if unfinished == "train":
-        return [slot for slot in group.slots if slot.num_tokens], open_slots
-    whole = [replace(slot, start=0) for slot in group.slots if not slot.is_open]
-    if unfinished == "hold":
-        return whole, open_slots
-    return (whole, []) if is_done else ([], list(group.slots))
-
-
-def group_facts(groups: Sequence[SlotGroup]) -> dict[str, list[int]]:
+def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
     """Return what the manifest of a carry set says of each group."""
     return {
         "ordinals": [group.ordinal for group in groups],
@@ -129,8 +106,8 @@ def group_facts(groups: Sequence[SlotGroup]) -> dict[str, list[int]]:
     }
 
 
-def read_carry(pins: Sequence[str], cursor: Cursor) -> list[list[SlotGroup]]:
-    """Read the groups of each carry set.
+def read_carry(pins: Sequence[str], cursor: Cursor) -> list[list[Group]]:
+    """Read the groups of each carry set; nothing in them is of the iteration to come.
 
     Args:
         pins: carry sets in the order of their shards.
@@ -140,7 +117,22 @@ def read_carry(pins: Sequence[str], cursor: Cursor) -> list[list[SlotGroup]]:
         ObjectMissing: a set is gone.
         RecordError: a set is damaged, or belongs to another train state.
     """
-    sets = [_read(pin) for pin in pins]
+    sets: list[list[Group]] = []
+    for pin in pins:
+        rollouts, facts = read_side_set(pin, tuple(group_facts([])), kind="carry")
+        aborted = np.flatnonzero(rollouts.finish == FinishReason.ABORT)
+        if len(aborted):
+            raise RecordError(
+                f"a carried response must go on or wait for its group, got ABORT in "
+                f"{rollouts.rollout_id[aborted[0]]} of `{pin}`; resume from an earlier state"
+            )
+        groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
+        sets.append(
+            [
+                replace(g, slots=tuple(replace(s, start=s.num_tokens) for s in g.slots))
+                for g in groups
+            ]
+        )
     counts = Counter(group.ordinal for part in sets for group in part)
     free = set(cursor["pending"])
     wrong = [k for k, n in counts.items() if n > 1 or k >= cursor["next"] or k in free]
@@ -151,14 +143,3 @@ def read_carry(pins: Sequence[str], cursor: Cursor) -> list[list[SlotGroup]]:
             "carry sets and cursor come from different train states: resume from an earlier one"
         )
     return sets
-
-
-def _read(pin: str) -> list[SlotGroup]:
-    rollouts, facts = read_side_set(pin, ("ordinals", "drawn"), kind="carry")
-    aborted = np.flatnonzero(rollouts.finish == FinishReason.ABORT)
-    if len(aborted):
-        raise RecordError(
-            f"a carried response must go on or wait for its group, got ABORT in "
-            f"{rollouts.rollout_id[aborted[0]]} of `{pin}`; resume from an earlier state"
-        )
-    return from_set(rollouts, facts["ordinals"], facts["drawn"])

@@ -12,6 +12,9 @@ from pydantic import Field, model_validator
 from planish.base.config import Section
 from planish.engines import ENGINES
 
+Unfinished = Literal["train", "hold", "hold_group"]
+"""What train gets of a response that goes on; `RolloutConfig.unfinished` explains it."""
+
 
 class RolloutConfig(Section):
     """How many prompts are sampled, how, and which groups are kept."""
@@ -57,7 +60,7 @@ class RolloutConfig(Section):
     its slot and goes on in the next iteration under the newer policy. Slots are
     `prompts_per_iteration` x `group_size`. 0 generates whole responses. T-PPO, arXiv 2506.15050;
     its authors' public code: 8192."""
-    unfinished: Literal["train", "hold", "hold_group"] = "train"
+    unfinished: Unfinished = "train"
     """With `window_tokens`, what train gets: `train`, the window of every response (T-PPO);
     `hold`, each response once it is finished, with all its tokens of several policy versions;
     `hold_group`, the same once its whole group is finished, for advantages that compare a group."""
@@ -83,20 +86,15 @@ class RolloutConfig(Section):
                 "`group_size` must be at least 2 with `dynamic_sampling`, got "
                 f"{self.group_size}; one response is never both right and wrong"
             )
-        self._check_windows()
-        return self
-
-    def _check_windows(self) -> None:
-        if not self.window_tokens:
-            if self.unfinished != "train":
-                raise ValueError(
-                    f"`window_tokens` must be above 0 with `unfinished` = {self.unfinished!r}, got "
-                    "0; whole responses are always finished"
-                )
-            return
-        if self.dynamic_sampling or self.max_staleness:
+        if not self.window_tokens and self.unfinished != "train":
+            raise ValueError(
+                f"`window_tokens` must be above 0 with `unfinished` = {self.unfinished!r}, got "
+                "0; whole responses are always finished"
+            )
+        if self.window_tokens and (self.dynamic_sampling or self.max_staleness):
             raise ValueError(
                 "`dynamic_sampling` must be false and `max_staleness` 0 with `window_tokens`, got "
                 f"{self.dynamic_sampling} and {self.max_staleness}; slots are not thrown away, and "
                 "carried responses need no surplus"
             )
+        return self

@@ -1,21 +1,79 @@
-"""Groups of responses to one prompt, and what becomes of each of them."""
+"""Responses row by row, with all that a rollout set says of them, and the groups that they form."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 
-from planish.engines.requests import FinishReason, Output
-from planish.records.prompts import PromptSet
-from planish.records.rollouts import FinishReason as Finish
-from planish.records.rollouts import RolloutSet
-from planish.stages.rollout.slots import Slot, SlotGroup, as_set
+from planish.records.ragged import Ragged
+from planish.records.rollouts import FinishReason, RolloutSet
 
-FINISH = {FinishReason.STOP: Finish.STOP, FinishReason.LENGTH: Finish.LENGTH}
-"""What an engine says of a response that it ended, in the words of the record."""
+ENDED = (FinishReason.STOP, FinishReason.LENGTH)
+"""What an engine says of a response that did not fail."""
+
+
+def _none(dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    return np.empty(0, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One response: its tokens so far.
+
+    Example:
+        >>> slot = Slot(2).extended([5, 1], [-0.5, -0.1], [3, 3], FinishReason.STOP, "5")
+        >>> slot.num_tokens, slot.start, slot.is_open
+        (2, 0, False)
+    """
+
+    sample: int
+    """Position in the group."""
+    tokens: npt.NDArray[np.generic] = field(default_factory=lambda: _none(np.int32))
+    """[t] int32, response tokens of all windows."""
+    logprobs: npt.NDArray[np.generic] = field(default_factory=lambda: _none(np.float32))
+    """[t] float32, as sampled."""
+    versions: npt.NDArray[np.generic] = field(default_factory=lambda: _none(np.int32))
+    """[t] int32, policy version that sampled each token."""
+    start: int = 0
+    """First token of the current window; t where this iteration has generated none."""
+    finish: FinishReason = FinishReason.WINDOW
+    """Why it ended; WINDOW while it goes on."""
+    text: str = ""
+    """Decoded tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def is_open(self) -> bool:
+        """It goes on, or waits for a slot."""
+        return self.finish is FinishReason.WINDOW
+
+    def extended(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        finish: FinishReason,
+        text: str,
+    ) -> Slot:
+        """Return the response with the tokens of another window."""
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, np.asarray(tokens, np.int32)]),
+            logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
+            versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
+            start=self.num_tokens,
+            finish=finish,
+            text=text,
+        )
 
 
 class Fate(StrEnum):
@@ -29,65 +87,107 @@ class Fate(StrEnum):
     """A response is missing: the group is never judged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
-    """All responses to one prompt."""
+    """The responses to one prompt that are still of interest, by rising sample."""
 
     ordinal: int
     """Place of the prompt in the endless stream."""
-    prompt: int
-    """Row of the prompt set."""
+    drawn: int
+    """Iteration in which the group entered: it keys the seeds of its responses."""
+    prompt_id: str
+    """16 hex digits."""
     prompt_tokens: tuple[int, ...]
     """Prompt after the chat template."""
-    outputs: tuple[Output, ...]
-    """One per sample; those of an incomplete group may hold errors, or be none at all."""
-    responses: tuple[str, ...] = ()
-    """Decoded text of each output, for complete groups."""
-    accuracy: tuple[float, ...] = ()
-    """Verdict on each response, 0 or 1; empty for an incomplete group."""
+    answer: str
+    """Ground truth."""
+    verifier: str
+    """Key of the verifier table."""
+    slots: tuple[Slot, ...]
+    """None where the prompt is too long to be sampled."""
+    num_right: int | None = None
+    """Right responses; None where the group is not judged as a whole."""
     num_verifier_errors: int = 0
     """Responses on which the verifier itself failed."""
 
     @property
     def fate(self) -> Fate:
         """What the filter sees; it looks at accuracy, never at shaped rewards."""
-        if not self.accuracy:
+        if self.num_right is None:
             return Fate.INCOMPLETE
-        total = sum(self.accuracy)
-        if total == 0:
+        if self.num_right == 0:
             return Fate.ALL_WRONG
-        return Fate.ALL_CORRECT if total == len(self.accuracy) else Fate.MIXED
+        return Fate.ALL_CORRECT if self.num_right == len(self.slots) else Fate.MIXED
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens generated."""
-        return sum(output.num_tokens for output in self.outputs)
+        """Response tokens so far."""
+        return sum(slot.num_tokens for slot in self.slots)
+
+    @property
+    def num_open(self) -> int:
+        """Responses that go on or wait for a slot."""
+        return sum(slot.is_open for slot in self.slots)
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest policy version that sampled a token of a group with tokens."""
+        return int(min(slot.versions.min() for slot in self.slots if slot.num_tokens))
 
 
-def as_rollouts(groups: Sequence[Group], prompts: PromptSet) -> RolloutSet:
-    """Return complete groups as one record, in their order."""
-    return as_set([_slots(group, prompts) for group in groups])
-
-
-def _slots(group: Group, prompts: PromptSet) -> SlotGroup:
-    return SlotGroup(
-        ordinal=group.ordinal,
-        drawn=0,
-        prompt_id=prompts.prompt_id[group.prompt],
-        prompt_tokens=group.prompt_tokens,
-        answer=prompts.answer[group.prompt],
-        verifier=prompts.verifier[group.prompt],
-        slots=tuple(
-            Slot(
-                sample=sample,
-                tokens=np.asarray(output.token_ids, np.int32),
-                logprobs=np.asarray(output.logprobs, np.float32),
-                versions=np.asarray(output.versions, np.int32),
-                finish=FINISH[output.finish_reason],
-                text=text,
-            )
-            for sample, (output, text) in enumerate(
-                zip(group.outputs, group.responses, strict=True)
-            )
-        ),
+def as_set(groups: Sequence[Group]) -> RolloutSet:
+    """Return groups as one record, in their order."""
+    rows = [(g, group, slot) for g, group in enumerate(groups) for slot in group.slots]
+    if not rows:
+        return RolloutSet.empty()
+    slots = [slot for _, _, slot in rows]
+    return RolloutSet(
+        group_index=np.array([g for g, _, _ in rows], np.int32),
+        sample_index=np.array([slot.sample for slot in slots], np.int32),
+        prompt_tokens=Ragged.from_lists([group.prompt_tokens for group in groups], np.int32),
+        response_tokens=Ragged.from_lists([slot.tokens for slot in slots], np.int32),
+        rollout_logprobs=Ragged.from_lists([slot.logprobs for slot in slots], np.float32),
+        policy_version=Ragged.from_lists([slot.versions for slot in slots], np.int32),
+        window_start=np.array([slot.start for slot in slots], np.int32),
+        finish=np.array([slot.finish for slot in slots], np.int8),
+        rollout_id=[f"{group.prompt_id}-{slot.sample:03d}" for _, group, slot in rows],
+        prompt_id=[group.prompt_id for _, group, _ in rows],
+        response=[slot.text for slot in slots],
+        answer=[group.answer for _, group, _ in rows],
+        verifier=[group.verifier for _, group, _ in rows],
     )
+
+
+def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]) -> list[Group]:
+    """Return the groups of a record.
+
+    Args:
+        rollouts: G groups.
+        ordinals: [G] place of each prompt in the stream.
+        drawn: [G] iteration in which each group entered.
+    """
+    bounds = [*np.flatnonzero(rollouts.group_starts()).tolist(), rollouts.num_rows]
+    slots = [
+        Slot(
+            sample=int(rollouts.sample_index[row]),
+            tokens=rollouts.response_tokens.row(row),
+            logprobs=rollouts.rollout_logprobs.row(row),
+            versions=rollouts.policy_version.row(row),
+            start=int(rollouts.window_start[row]),
+            finish=FinishReason(int(rollouts.finish[row])),
+            text=rollouts.response[row],
+        )
+        for row in range(rollouts.num_rows)
+    ]
+    return [
+        Group(
+            ordinal=ordinals[g],
+            drawn=drawn[g],
+            prompt_id=rollouts.prompt_id[first],
+            prompt_tokens=tuple(rollouts.prompt_tokens.row(g).tolist()),
+            answer=rollouts.answer[first],
+            verifier=rollouts.verifier[first],
+            slots=tuple(slots[first:last]),
+        )
+        for g, (first, last) in enumerate(itertools.pairwise(bounds))
+    ]

@@ -8,13 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from planish.engines.requests import FinishReason
-from planish.records.rollouts import FinishReason as Finish
-from planish.records.rollouts import RolloutSet
-from planish.stages.rollout.carry import num_open
-from planish.stages.rollout.groups import Fate, Group
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.rollout.groups import Fate, Group, Slot
 from planish.stages.rollout.sampler import Batch
-from planish.stages.rollout.slots import Slot, SlotGroup
 from planish.stages.rollout.surplus import Exchange
 from planish.verifiers import Verdict
 
@@ -31,13 +27,14 @@ def batch_metrics(batch: Batch, exchange: Exchange | None = None) -> dict[str, f
     """
     groups = batch.generated()
     complete = [g for g in groups if g.fate is not Fate.INCOMPLETE]
+    kept = [*(exchange.used if exchange else ()), *batch.kept]
     metrics: dict[str, float] = {
-        "num_groups": len(batch.kept),
-        "num_rollouts": sum(len(g.outputs) for g in batch.kept),
+        "num_groups": len(kept),
+        "num_rollouts": sum(len(g.slots) for g in kept),
         "num_generated_groups": len(groups),
-        "num_generated_rollouts": sum(len(g.outputs) for g in groups),
+        "num_generated_rollouts": sum(len(g.slots) for g in groups),
         "num_generated_tokens": sum(g.num_tokens for g in groups),
-        "num_kept_tokens": sum(g.num_tokens for g in batch.kept),
+        "num_kept_tokens": sum(g.num_tokens for g in kept),
         "num_verifier_errors": sum(g.num_verifier_errors for g in groups),
         "group_dropped_incomplete": len(groups) - len(complete),
         "ds/gen_rounds": batch.num_rounds,
@@ -52,31 +49,28 @@ def batch_metrics(batch: Batch, exchange: Exchange | None = None) -> dict[str, f
             ("ds/all_wrong_frac", Fate.ALL_WRONG),
         ):
             metrics[name] = fates.count(fate) / len(fates)
-        metrics["accuracy_mean"] = float(np.mean([g.accuracy for g in complete]))
-        metrics.update(_lengths(complete))
-    num_right = sum(sum(g.accuracy) for g in batch.kept)
+        slots = [slot for group in complete for slot in group.slots]
+        lengths = np.array([slot.num_tokens for slot in slots])
+        logprobs = sum(sum(slot.logprobs.tolist()) for slot in slots)
+        metrics["accuracy_mean"] = sum(g.num_right or 0 for g in complete) / len(slots)
+        metrics["response_length_mean"] = float(lengths.mean())
+        metrics["response_length_max"] = float(lengths.max())
+        cut = sum(slot.finish is FinishReason.LENGTH for slot in slots)
+        metrics["truncated_frac"] = cut / len(slots)
+        metrics["logprob_mean"] = float(logprobs / lengths.sum())
     if exchange is not None:
-        num_right += sum(exchange.used.num_right)
-        _add_surplus(metrics, batch, exchange)
+        # num_groups + dropped + surplus + expired = generated + taken
+        metrics["num_dropped_groups"] = len(batch.dropped)
+        metrics["ds/surplus"] = len(exchange.carried) + exchange.num_undrawn
+        metrics["ds/surplus_taken"] = exchange.num_taken
+        metrics["ds/surplus_used"] = len(exchange.used)
+        metrics["ds/surplus_expired"] = exchange.num_expired
     rows = metrics["num_rollouts"]
     if rows:
         metrics["ds/samples_per_trained_sample"] = metrics["num_generated_rollouts"] / rows
-        metrics["kept_accuracy_mean"] = num_right / rows
+        metrics["kept_accuracy_mean"] = sum(g.num_right or 0 for g in kept) / rows
         metrics["kept_response_length_mean"] = metrics["num_kept_tokens"] / rows
     return metrics
-
-
-def _add_surplus(metrics: dict[str, float], batch: Batch, exchange: Exchange) -> None:
-    """Count the reused groups in; num_groups + dropped + surplus + expired = generated + taken."""
-    used = exchange.used.rollouts
-    metrics["num_groups"] += used.num_groups
-    metrics["num_rollouts"] += used.num_rows
-    metrics["num_kept_tokens"] += len(used.response_tokens.values)
-    metrics["num_dropped_groups"] = len(batch.dropped)
-    metrics["ds/surplus"] = len(exchange.carried) + exchange.num_undrawn
-    metrics["ds/surplus_taken"] = exchange.num_taken
-    metrics["ds/surplus_used"] = len(exchange.used)
-    metrics["ds/surplus_expired"] = exchange.num_expired
 
 
 def engine_metrics(stats: Mapping[str, Any], num_tokens: int) -> dict[str, float]:
@@ -111,7 +105,7 @@ def staleness_metrics(rollouts: RolloutSet, version: int) -> dict[str, float]:
 class Growth:
     """What one window did to one response; a failed one is the same before and after."""
 
-    group: SlotGroup
+    group: Group
     """Its group."""
     before: Slot
     """The response as it was carried."""
@@ -126,8 +120,8 @@ class Growth:
 
 def window_metrics(
     growths: Sequence[Growth],
-    given: Sequence[SlotGroup],
-    kept: Sequence[SlotGroup],
+    given: Sequence[Group],
+    kept: Sequence[Group],
     verdicts: Sequence[Verdict],
 ) -> dict[str, float]:
     """Return counts of slots, and lengths and accuracy of what this iteration has finished.
@@ -141,6 +135,7 @@ def window_metrics(
     finished = [growth.after for growth in growths if not growth.after.is_open]
     given_slots = [slot for group in given for slot in group.slots]
     num_tokens = sum(growth.num_new_tokens for growth in growths)
+    num_carried = sum(group.num_open for group in kept)
     metrics: dict[str, float] = {
         "num_groups": len(given),
         "num_rollouts": len(given_slots),
@@ -153,8 +148,8 @@ def window_metrics(
         "num_prefix_tokens": sum(growth.before.num_tokens for growth in growths),
         "num_failed_rows": sum(growth.num_new_tokens == 0 for growth in growths),
         "num_finished": len(finished),
-        "num_carried": num_open(kept),
-        "num_waiting": num_open(kept) - (len(growths) - len(finished)),
+        "num_carried": num_carried,
+        "num_waiting": num_carried - (len(growths) - len(finished)),
         "num_verifier_errors": sum(verdict.error for verdict in verdicts),
     }
     if num_tokens:
@@ -165,19 +160,6 @@ def window_metrics(
         metrics["accuracy_mean"] = float(np.mean([verdict.accuracy for verdict in verdicts]))
         metrics["response_length_mean"] = float(lengths.mean())
         metrics["response_length_max"] = float(lengths.max())
-        cut = sum(slot.finish is Finish.LENGTH for slot in finished)
+        cut = sum(slot.finish is FinishReason.LENGTH for slot in finished)
         metrics["truncated_frac"] = cut / len(finished)
     return metrics
-
-
-def _lengths(groups: Sequence[Group]) -> dict[str, float]:
-    outputs = [output for group in groups for output in group.outputs]
-    lengths = np.array([output.num_tokens for output in outputs])
-    logprobs = sum(sum(output.logprobs) for output in outputs)
-    cut = sum(output.finish_reason is FinishReason.LENGTH for output in outputs)
-    return {
-        "response_length_mean": float(lengths.mean()),
-        "response_length_max": float(lengths.max()),
-        "truncated_frac": cut / len(outputs),
-        "logprob_mean": float(logprobs / lengths.sum()),
-    }

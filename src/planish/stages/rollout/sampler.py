@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 Sample = Callable[[Sequence[int]], list[Group]]
 """Generate and judge one group for each ordinal, in order."""
 
+JUDGED = (Fate.MIXED, Fate.ALL_CORRECT, Fate.ALL_WRONG)
+"""Fates of groups that are complete."""
+
 _SPARE = 1.25
 """Room for bad luck when a round is sized by the share kept so far."""
 
@@ -89,17 +92,12 @@ def draw_batch(
         batch.num_rounds += 1
         for group in groups:
             telemetry.count("planish_rollout_groups_total", fate=group.fate.name.lower())
-            (qualified if _qualifies(group, config) else batch.dropped).append(group)
+            wanted = (Fate.MIXED,) if config.dynamic_sampling else JUDGED
+            (qualified if group.fate in wanted else batch.dropped).append(group)
     batch.kept, batch.surplus = qualified[:num_groups], qualified[num_groups:]
     if batch.starved:
         _starve(batch, num_groups, config)
     return batch
-
-
-def _qualifies(group: Group, config: RolloutConfig) -> bool:
-    if config.dynamic_sampling:
-        return group.fate is Fate.MIXED
-    return group.fate is not Fate.INCOMPLETE
 
 
 def _round_size(num_groups: int, num_kept: int, num_tried: int, config: RolloutConfig) -> int:
@@ -114,10 +112,14 @@ def _round_size(num_groups: int, num_kept: int, num_tried: int, config: RolloutC
 
 
 def _starve(batch: Batch, num_groups: int, config: RolloutConfig) -> None:
+    """Apply the starvation policy to a batch with fewer than `num_groups` groups."""
     missing = num_groups - len(batch.kept)
     logger.warning(
         "dynamic_sampling_starved kept=%d missing=%d rounds=%d policy=%s",
-        *(len(batch.kept), missing, batch.num_rounds, config.starvation_policy),
+        len(batch.kept),
+        missing,
+        batch.num_rounds,
+        config.starvation_policy,
     )
     if config.starvation_policy == "raise":
         raise ConfigError(
@@ -126,7 +128,7 @@ def _starve(batch: Batch, num_groups: int, config: RolloutConfig) -> None:
             "neither 0 nor 1, more rounds, or another `rollout.starvation_policy`"
         )
     if config.starvation_policy == "relax":
-        filling = [g for g in batch.dropped if g.fate is not Fate.INCOMPLETE][:missing]
+        filling = [g for g in batch.dropped if g.fate in JUDGED][:missing]
         chosen = {group.ordinal for group in filling}
         batch.dropped = [g for g in batch.dropped if g.ordinal not in chosen]
         batch.kept.extend(filling)

@@ -7,7 +7,6 @@ from typing import Any
 
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.io import read_manifest, read_set, write_set
-from planish.records.manifest import Manifest
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 
@@ -31,7 +30,15 @@ def read_side_set(
     uri, digest = parse_pin(pin)
     manifest = read_manifest(uri, sha256=digest)
     rollouts = read_set(RolloutSet, uri, sha256=digest)
-    columns = {name: _counts(manifest, name, kind) for name in names}
+    columns: dict[str, list[int]] = {}
+    for name in names:
+        found: Any = manifest.attributes.get(name)
+        if not isinstance(found, list) or any(type(k) is not int or k < 0 for k in found):
+            raise RecordError(
+                f"`{name}` of the {kind} set with manifest {manifest.sha256} must be a list of "
+                f"counts, got {found!r:.80}; resume from an earlier state"
+            )
+        columns[name] = found
     if any(len(column) != rollouts.num_groups for column in columns.values()):
         raise RecordError(
             f"the {kind} set `{uri}` must name {sorted(columns)} for each of its "
@@ -39,16 +46,6 @@ def read_side_set(
             "resume from an earlier state"
         )
     return rollouts, columns
-
-
-def _counts(manifest: Manifest, name: str, kind: str) -> list[int]:
-    found: Any = manifest.attributes.get(name)
-    if not isinstance(found, list) or any(type(k) is not int or k < 0 for k in found):
-        raise RecordError(
-            f"`{name}` of the {kind} set with manifest {manifest.sha256} must be a list of "
-            f"counts, got {found!r:.80}; resume from an earlier state"
-        )
-    return found
 
 
 def write_side_set(

@@ -9,12 +9,12 @@ from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
-from planish.records.refs import Ref, parse_pin
+from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, mark_stopped
 from planish.stages.rollout.config import RolloutConfig
+from planish.stages.rollout.job import RolloutJob, Sampled, read_data
 from planish.stages.rollout.side_sets import is_there
-from planish.stages.rollout.task import Task, read_data
 from planish.stages.rollout.whole import sample_whole
 from planish.stages.rollout.windows import sample_windows
 
@@ -52,7 +52,7 @@ def run(
     """
     execute(
         "rollout",
-        lambda context: _work(context, num_shards, policy_pin, state_pin),
+        lambda context: sample(context, num_shards, policy_pin, state_pin),
         root=root,
         config_sha256=config_sha256,
         iteration=offset + number,
@@ -61,26 +61,8 @@ def run(
     )
 
 
-def _work(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Outcome:
-    task = _task(context, num_shards, policy_pin, state_pin)
-    facts = task.facts()
-    ready = _ready(task, facts)
-    if ready is not None:
-        return ready
-    if mark_stopped(context.root, context.iteration):
-        attributes = {**facts, "stopped": True, "consumed": [], "metrics": {}}
-        attributes |= {"surplus_sha256": ""} if task.has_surplus else {}
-        # the state before, which stays, still names the carry sets
-        attributes |= {"carry_sha256": ""} if task.config.window_tokens else {}
-        return _write(context, RolloutSet.empty(), task.parents, attributes, {})
-    prompts = read_set(PromptSet, layout.prompts(context.root), sha256=task.parents["prompts"])
-    sample = sample_windows if task.config.window_tokens else sample_whole
-    sampled = sample(task, prompts)
-    attributes = {**facts, **sampled.attributes, "stopped": False}
-    return _write(context, sampled.rollouts, task.parents, attributes, sampled.timing)
-
-
-def _task(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Task:
+def sample(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Outcome:
+    """Sample one shard unless an earlier attempt has; the arguments are those of `run`."""
     config = context.section(RolloutConfig, "rollout")
     if not 0 <= context.shard < num_shards <= config.prompts_per_iteration:
         raise ConfigError(
@@ -92,16 +74,42 @@ def _task(context: Context, num_shards: int, policy_pin: str, state_pin: str) ->
         "prompts": read_manifest(layout.prompts(context.root)).sha256,
         "policy": parse_pin(policy_pin)[1],
     }
-    return Task(context, config, num_shards, policy_pin, read_data(state_pin), parents)
+    job = RolloutJob(context, config, num_shards, policy_pin, read_data(state_pin), parents)
+    facts = job.facts()
+    ready = _ready(job, facts)
+    if ready is not None:
+        return ready
+    if mark_stopped(context.root, context.iteration):
+        attributes: dict[str, Any] = {"stopped": True, "consumed": [], "metrics": {}}
+        attributes |= {"surplus_sha256": ""} if job.has_surplus else {}
+        # the state before, which stays, still names the carry sets
+        attributes |= {"carry_sha256": ""} if config.window_tokens else {}
+        sampled = Sampled(RolloutSet.empty(), attributes, {})
+    else:
+        prompts = read_set(PromptSet, layout.prompts(context.root), sha256=parents["prompts"])
+        sampled = (sample_windows if config.window_tokens else sample_whole)(job, prompts)
+    uri = layout.rollouts(context.root, context.iteration, context.shard)
+    attributes = {"stopped": False, **facts, **sampled.attributes}
+    ref = write_set(uri, sampled.rollouts, parents=parents, attributes=attributes)
+    metrics: dict[str, float] = sampled.attributes["metrics"]
+    logger.info(
+        "sampled iteration=%d shard=%d groups=%d generated_groups=%d rounds=%d",
+        context.iteration,
+        context.shard,
+        sampled.rollouts.num_groups,
+        int(metrics.get("num_generated_groups", 0)),
+        int(metrics.get("ds/gen_rounds", 0)),
+    )
+    return Outcome(refs={"rollouts": ref}, metrics={**metrics, **sampled.timing})
 
 
-def _ready(task: Task, facts: dict[str, Any]) -> Outcome | None:
+def _ready(job: RolloutJob, facts: dict[str, Any]) -> Outcome | None:
     """Return the outcome of an earlier attempt with the same inputs."""
-    context = task.context
+    context = job.context
     place = (context.root, context.iteration, context.shard)
     uri = layout.rollouts(*place)
     digest = context.config_sha256
-    ref = finished(uri, RolloutSet.SCHEMA, parents=task.parents, config_sha256=digest)
+    ref = finished(uri, RolloutSet.SCHEMA, parents=job.parents, config_sha256=digest)
     if ref is None:
         return None
     attributes = read_manifest(uri, sha256=ref.manifest_sha256).attributes
@@ -112,21 +120,3 @@ def _ready(task: Task, facts: dict[str, Any]) -> Outcome | None:
     if attributes["stopped"] and not is_stopped(context.root, context.iteration):
         return None
     return Outcome(refs={"rollouts": ref}, metrics=dict(attributes["metrics"]), already_done=True)
-
-
-def _write(
-    context: Context,
-    rollouts: RolloutSet,
-    parents: dict[str, str],
-    attributes: dict[str, Any],
-    timing: dict[str, float],
-) -> Outcome:
-    uri = layout.rollouts(context.root, context.iteration, context.shard)
-    ref: Ref = write_set(uri, rollouts, parents=parents, attributes=attributes)
-    numbers: dict[str, float] = attributes["metrics"]
-    logger.info(
-        "sampled iteration=%d shard=%d groups=%d generated_groups=%d rounds=%d",
-        *(context.iteration, context.shard, rollouts.num_groups),
-        *(int(numbers.get(k, 0)) for k in ("num_generated_groups", "ds/gen_rounds")),
-    )
-    return Outcome(refs={"rollouts": ref}, metrics={**numbers, **timing})

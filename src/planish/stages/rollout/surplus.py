@@ -10,120 +10,38 @@ Source: DAPO, arXiv 2503.14476, algorithm 1 (its buffer of one step; reuse over 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from planish.records.prompts import PromptSet
-from planish.records.rollouts import RolloutSet
-from planish.stages.rollout.groups import Group, as_rollouts
+from planish.stages.rollout.groups import Group, from_set
 from planish.stages.rollout.side_sets import read_side_set
 
 
 @dataclass(frozen=True)
-class Surplus:
-    """Whole groups with what is known of each; columns as they were sampled.
-
-    Example:
-        >>> len(Surplus()), Surplus().attributes()
-        (0, {'ordinals': [], 'versions': [], 'num_right': []})
-    """
-
-    rollouts: RolloutSet = field(default_factory=RolloutSet.empty)
-    """G groups."""
-    ordinals: list[int] = field(default_factory=list)
-    """[G] place of the prompt in the stream."""
-    versions: list[int] = field(default_factory=list)
-    """[G] oldest policy version that sampled a token of the group."""
-    num_right: list[int] = field(default_factory=list)
-    """[G] right responses."""
-
-    def __len__(self) -> int:
-        """Number of groups."""
-        return len(self.ordinals)
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], prompts: PromptSet, version: int) -> Surplus:
-        """Turn complete groups that policy `version` has sampled into a surplus."""
-        return cls(
-            as_rollouts(groups, prompts),
-            [g.ordinal for g in groups],
-            [min((v for o in g.outputs for v in o.versions), default=version) for g in groups],
-            [int(sum(g.accuracy)) for g in groups],
-        )
-
-    @staticmethod
-    def concat(parts: Sequence[Surplus]) -> Surplus:
-        """Put the groups of all parts one after another."""
-        return Surplus(
-            RolloutSet.concat([part.rollouts for part in parts]),
-            [k for part in parts for k in part.ordinals],
-            [v for part in parts for v in part.versions],
-            [n for part in parts for n in part.num_right],
-        )
-
-    def take(self, indices: Sequence[int]) -> Surplus:
-        """Return groups in the order of `indices`."""
-        return Surplus(
-            self.rollouts.take_groups(indices) if indices else RolloutSet.empty(),
-            [self.ordinals[k] for k in indices],
-            [self.versions[k] for k in indices],
-            [self.num_right[k] for k in indices],
-        )
-
-    def share(self, shard: int, num_shards: int) -> Surplus:
-        """Return what one shard takes over: every `num_shards`-th group, oldest first."""
-        order = sorted(range(len(self)), key=lambda k: (self.versions[k], self.ordinals[k]))
-        return self.take(order[shard::num_shards])
-
-    def split(self, oldest: int) -> tuple[Surplus, int]:
-        """Return the groups of version `oldest` or later, and how many are older."""
-        good = [k for k, version in enumerate(self.versions) if version >= oldest]
-        return self.take(good), len(self) - len(good)
-
-    def attributes(self) -> dict[str, list[int]]:
-        """Return what the manifest of the set says of each group."""
-        return {
-            "ordinals": self.ordinals,
-            "versions": self.versions,
-            "num_right": self.num_right,
-        }
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A shard's part of the earlier surplus: used + left + expired."""
-
-    used: Surplus
-    """Go into the batch before anything is generated."""
-    left: Surplus
-    """Young enough, but the batch has no room."""
-    num_expired: int
-    """Groups that are too old."""
-
-    def __len__(self) -> int:
-        """Number of groups."""
-        return len(self.used) + len(self.left) + self.num_expired
-
-
-@dataclass(frozen=True)
 class Exchange:
-    """What became of all surplus groups of one shard.
+    """What becomes of all surplus groups of one shard.
 
     taken + surplus of this batch = used + carried + undrawn + expired.
     """
 
+    used: list[Group]
+    """Go into the batch before anything is generated."""
+    carried: list[Group]
+    """Young enough, but the batch has no room: written for the next iteration."""
     num_taken: int
     """Groups of earlier sets that are this shard's."""
-    used: Surplus
-    """Are in the batch."""
-    carried: Surplus
-    """Are written for the next iteration."""
-    num_undrawn: int
-    """Surplus groups of this batch whose prompts are to be drawn again."""
     num_expired: int
     """Too old for this iteration or for the next."""
+    num_undrawn: int = 0
+    """Surplus groups of this batch whose prompts are to be drawn again."""
 
 
-def take_over(mine: Surplus, *, room: int, version: int, max_staleness: int) -> Taken:
+def share(groups: Sequence[Group], shard: int, num_shards: int) -> list[Group]:
+    """Return what one shard takes over: every `num_shards`-th group, oldest first."""
+    ordered = sorted(groups, key=lambda group: (group.oldest_version, group.ordinal))
+    return ordered[shard::num_shards]
+
+
+def take_over(mine: Sequence[Group], *, room: int, version: int, max_staleness: int) -> Exchange:
     """Fill the batch from a shard's share.
 
     Args:
@@ -132,37 +50,54 @@ def take_over(mine: Surplus, *, room: int, version: int, max_staleness: int) -> 
         version: of the policy that samples now.
         max_staleness: highest age that may be trained on, in policy versions.
     """
-    usable, num_expired = mine.split(version - max_staleness)
-    order = range(len(usable))
-    return Taken(usable.take(order[:room]), usable.take(order[room:]), num_expired)
+    usable = [group for group in mine if version - group.oldest_version <= max_staleness]
+    return Exchange(usable[:room], usable[room:], len(mine), len(mine) - len(usable))
 
 
 def settle(
-    taken: Taken, fresh: Surplus, *, next_version: int, max_staleness: int, num_undrawn: int = 0
+    taken: Exchange, fresh: Sequence[Group], *, next_version: int, max_staleness: int
 ) -> Exchange:
     """Decide which groups the next iteration gets: those that it may still train on.
 
     Args:
-        taken: the shard's part of the earlier surplus.
-        fresh: surplus of this batch whose ordinals count as consumed.
+        taken: what `take_over` returned.
+        fresh: surplus of this batch. Without reuse its prompts are to be drawn again.
         next_version: of the policy that samples next.
-        max_staleness: highest age that may be trained on, in policy versions.
-        num_undrawn: surplus groups of this batch whose ordinals do not count as consumed.
+        max_staleness: highest age that may be trained on, in policy versions; 0 is no reuse.
     """
-    carried, late = Surplus.concat([taken.left, fresh]).split(next_version - max_staleness)
-    return Exchange(len(taken), taken.used, carried, num_undrawn, taken.num_expired + late)
+    kept = [*taken.carried, *(fresh if max_staleness else ())]
+    young = [group for group in kept if next_version - group.oldest_version <= max_staleness]
+    return replace(
+        taken,
+        carried=young,
+        num_expired=taken.num_expired + len(kept) - len(young),
+        num_undrawn=0 if max_staleness else len(fresh),
+    )
 
 
-def read_surplus(pins: Sequence[str]) -> Surplus:
+def group_facts(groups: Sequence[Group]) -> dict[str, list[int]]:
+    """Return what the manifest of a surplus set says of each group."""
+    return {
+        "ordinals": [group.ordinal for group in groups],
+        "versions": [group.oldest_version for group in groups],
+        "num_right": [group.num_right or 0 for group in groups],
+    }
+
+
+def read_surplus(pins: Sequence[str]) -> list[Group]:
     """Read the groups of all sets.
 
     Raises:
         ObjectMissing: a set is gone.
         RecordError: a set is damaged.
     """
-    return Surplus.concat([_read(pin) for pin in pins])
-
-
-def _read(pin: str) -> Surplus:
-    rollouts, columns = read_side_set(pin, tuple(Surplus().attributes()), kind="surplus")
-    return Surplus(rollouts, **columns)
+    groups: list[Group] = []
+    for pin in pins:
+        rollouts, facts = read_side_set(pin, tuple(group_facts([])), kind="surplus")
+        # only responses that go on need the iteration in which they entered
+        read = from_set(rollouts, facts["ordinals"], [0] * rollouts.num_groups)
+        groups += [
+            replace(group, num_right=count)
+            for group, count in zip(read, facts["num_right"], strict=True)
+        ]
+    return groups

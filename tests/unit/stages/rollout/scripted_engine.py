@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from planish.engines.base import BaseEngine
 from planish.engines.requests import (
     Capabilities,
-    FinishReason,
     ModelRef,
     Output,
     Request,
@@ -19,6 +18,7 @@ from planish.engines.requests import (
 )
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
+from planish.records.rollouts import FinishReason
 
 EOS = 2
 

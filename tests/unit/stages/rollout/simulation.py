@@ -15,7 +15,7 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, fresh_cursor
 from planish.run.stage import Context
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.task import Task
+from planish.stages.rollout.job import RolloutJob
 from planish.stages.rollout.windows import sample_windows
 from tests.unit.stages.rollout.scripted_engine import scripted_length, scripted_token
 from tests.unit.stages.rollout.stage_run import easy_policy
@@ -89,12 +89,12 @@ class Simulation:
         self.data = StreamState(advance(self.data.cursor, consumed), carry=carry)
         return metrics
 
-    def task(self, shard: int, num_shards: int) -> Task:
+    def task(self, shard: int, num_shards: int) -> RolloutJob:
         pin = self.policies[self.number - 1]
         tables = {"run": {"seed": SEED}}
         context = Context(self.root, "rollout", self.number, shard, tables, "c" * 64, {})
         parents = {"prompts": "0" * 64, "policy": pin.rpartition("=")[2]}
-        return Task(context, self.config, num_shards, pin, self.data, parents)
+        return RolloutJob(context, self.config, num_shards, pin, self.data, parents)
 
     def collect(self, rollouts: RolloutSet, attributes: dict[str, Any]) -> None:
         for row in range(rollouts.num_rows):

@@ -15,13 +15,12 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.rollout.carry import (
     deal,
     group_facts,
-    num_open,
     place,
     read_carry,
     refill,
     settle,
 )
-from planish.stages.rollout.slots import Slot, SlotGroup, as_set, from_set
+from planish.stages.rollout.groups import Group, Slot, as_set, from_set
 
 CURSOR = {"next": 40, "pending": [17]}
 
@@ -34,7 +33,7 @@ def slot(sample, num_tokens=0, finish=FinishReason.WINDOW, start=0):
 
 
 def group(ordinal, *slots, drawn=1):
-    return SlotGroup(ordinal, drawn, f"{ordinal:016x}", (7, 8), "5", "exact", slots)
+    return Group(ordinal, drawn, f"{ordinal:016x}", (7, 8), "5", "exact", slots)
 
 
 def names(groups):
@@ -51,7 +50,7 @@ def test_responses_with_tokens_come_first_then_those_that_wait_in_their_order():
 
 def test_finished_responses_take_no_slot():
     groups = [group(4, slot(0, 3, FinishReason.STOP), slot(1, 3, FinishReason.LENGTH), slot(2))]
-    assert num_open(groups) == 1
+    assert groups[0].num_open == 1
     assert place(groups, 5) == [(0, 2)]
 
 
@@ -115,8 +114,7 @@ def test_groups_become_a_set_and_come_back():
         for a, b in zip(before.slots, after.slots, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist()
             assert a.logprobs.tolist() == b.logprobs.tolist()
-            # what is carried is all from before the next window
-            assert (b.start, b.finish) == (a.num_tokens, a.finish)
+            assert (b.start, b.finish) == (a.start, a.finish)
     assert from_set(RolloutSet.empty(), [], []) == []
 
 
@@ -132,7 +130,11 @@ def test_sets_are_read_in_the_order_of_their_shards(tmp_path):
         written(tmp_path, []),
         written(tmp_path, [group(2, slot(0))]),
     ]
-    assert [names(part) for part in read_carry(pins, CURSOR)] == [
+    sets = read_carry(pins, CURSOR)
+    # what is carried is all from before the next window
+    slots = [slot for part in sets for group in part for slot in group.slots]
+    assert all(slot.start == slot.num_tokens for slot in slots)
+    assert [names(part) for part in sets] == [
         [(7, 0), (7, 1), (7, 2)],
         [],
         [(2, 0)],

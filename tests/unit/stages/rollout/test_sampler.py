@@ -9,24 +9,24 @@ from hypothesis import strategies as st
 from planish.base import telemetry
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
-from planish.engines.requests import FinishReason, Output
+from planish.records.rollouts import FinishReason
 from planish.stages.rollout.config import RolloutConfig
-from planish.stages.rollout.groups import Fate, Group
+from planish.stages.rollout.groups import Fate, Group, Slot
 from planish.stages.rollout.metrics import batch_metrics
 from planish.stages.rollout.sampler import draw_batch
 
-MIXED, RIGHT, WRONG, NONE = (1.0, 0.0), (1.0, 1.0), (0.0, 0.0), ()
-FATES = {"m": MIXED, "r": RIGHT, "w": WRONG, "i": NONE}
+NUM_RIGHT = {"m": 1, "r": 2, "w": 0, "i": None}
+"""Fate of a group of two, mixed, right, wrong or incomplete, to its right responses."""
 
 
-def group(ordinal, letter, length=3):
-    accuracy = FATES[letter]
-    reason = FinishReason.STOP if letter != "i" else FinishReason.ERROR
-    outputs = tuple(
-        Output(f"{ordinal}-{s}", [5] * length, [-0.5] * length, [0] * length, reason)
+def group(ordinal, letter, version=0, length=3):
+    finish = FinishReason.STOP if letter != "i" else FinishReason.ABORT
+    slots = tuple(
+        Slot(s).extended([5] * length, [-0.5] * length, [version] * length, finish, "ab"[s])
         for s in range(2)
     )
-    return Group(ordinal, ordinal % 3, (1, 2), outputs, ("a", "b"), accuracy)
+    name = f"{ordinal % 3:016x}"
+    return Group(ordinal, 1, name, (1, 2), "1", "exact", slots, NUM_RIGHT[letter])
 
 
 def draw(letters, num_groups, **config):
@@ -164,8 +164,8 @@ def test_no_prompt_is_lost_and_the_filter_keeps_mixed_groups_only(
         or (policy == "relax")
     )
     if dynamic and not batch.starved:
-        assert all(0 < sum(g.accuracy) < 2 for g in batch.kept)
-        assert all(sum(g.accuracy) in (0, 2) for g in batch.dropped)
+        assert all(g.num_right == 1 for g in batch.kept)
+        assert all(g.num_right in (None, 0, 2) for g in batch.dropped)
     assert all(g.fate is not Fate.INCOMPLETE for g in batch.kept)
     assert all(g.fate is Fate.MIXED or not dynamic for g in batch.surplus)
 

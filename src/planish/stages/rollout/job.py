@@ -1,4 +1,4 @@
-"""One rollout task: its inputs, and the engine that serves it."""
+"""One rollout job: its inputs, and the engine that serves it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What one task was asked for."""
+class RolloutJob:
+    """What one job was asked for."""
 
     context: Context
     """Run, iteration and shard."""
@@ -52,7 +52,7 @@ class Task:
         return self.config.max_staleness > 0 or bool(self.data.surplus)
 
     def facts(self) -> dict[str, Any]:
-        """Return what an earlier attempt must share for its output to be this task's."""
+        """Return what an earlier attempt must share for its output to be this job's."""
         facts: dict[str, Any] = {
             "config_sha256": self.context.config_sha256,
             "iteration": self.context.iteration,
@@ -132,7 +132,7 @@ class Sampled:
     rollouts: RolloutSet
     """The rollouts of this shard."""
     attributes: dict[str, Any]
-    """What the manifest says of them beside the facts of the task."""
+    """What the manifest says of them beside the facts of the job."""
     timing: dict[str, float]
     """Numbers for people."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planish.base.errors import ConfigError
-from planish.stages.rollout.utilisation import (
+from tests.benchmarks.studies.slot_model import (
     capped,
     constant,
     log_normal,

@@ -2,7 +2,7 @@
 
 Decoding is taken to cost the same for one living row or for all of them, as where memory bandwidth
 bounds it. The cost of computing prefixes anew, staler prefixes and delayed value updates are left
-out. Only numpy, no engine: `python -m planish.stages.rollout.utilisation --help`.
+out. Only numpy, no engine: `python -m tests.benchmarks.studies.slot_model --help`.
 
 The method is T-PPO's (arXiv 2506.15050, successive batching); this model of its gain is ours.
 """
@@ -148,7 +148,7 @@ def parse_lengths(text: str) -> Lengths:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print utilisation and speed-up for some windows."""
     parser = argparse.ArgumentParser(
-        prog="python -m planish.stages.rollout.utilisation",
+        prog="python -m tests.benchmarks.studies.slot_model",
         description="Share of slots in use: whole responses against windows.",
     )
     parser.add_argument("--lengths", default="lognormal:7.6,1.0", help="kind:numbers, in tokens")
