@@ -12,13 +12,16 @@ from planish.run.avoid import AvoidedNode
 WEIGHT = "num_generated_groups"
 """Metric of a shard that weighs its means."""
 
+SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
+"""Final states of a run that went well."""
+
 
 @dataclass(frozen=True)
-class Task:
+class Attempt:
     """One stage attempt, from its log.
 
     Example:
-        >>> Task("rollout", 3, 1, "done", 100.0, 2.5).end_seconds
+        >>> Attempt("rollout", 3, 1, "done", 100.0, 2.5).end_seconds
         102.5
     """
 
@@ -87,6 +90,21 @@ class Evaluation:
     sources: dict[str, dict[str, float]]
     """Scores by source and name."""
 
+    @property
+    def accuracy(self) -> float | None:
+        """Mean accuracy over prompts and samples, `avg@n`; None where it is unknown."""
+        return self.scalars.get("accuracy")
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the accuracy."""
+        return self.scalars.get("accuracy_standard_error")
+
+    @property
+    def greedy(self) -> float | None:
+        """Accuracy of the most probable response."""
+        return self.scalars.get("greedy")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -145,14 +163,16 @@ class Alert:
 
 
 @dataclass
-class RunFacts:
+class ReportFacts:
     """Everything that the report shows."""
 
     root: str
     """URI of the run."""
+    state: str = ""
+    """Final state as the scheduler tells it; empty where it tells none."""
     run: dict[str, Any] = field(default_factory=dict)
     """`run.json`."""
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[Attempt] = field(default_factory=list)
     """Newest attempt of each task, by start."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
@@ -191,6 +211,77 @@ class RunFacts:
         return config if isinstance(config, dict) else {}
 
     @property
+    def final_state(self) -> str:
+        """Final state in capitals, or `UNKNOWN`."""
+        return self.state.upper() or "UNKNOWN"
+
+    @property
+    def is_success(self) -> bool:
+        """The run ended well as far as the scheduler knows."""
+        return self.final_state in SUCCESS
+
+    @property
+    def failed(self) -> list[Attempt]:
+        """Tasks that failed or were cut off, newest first."""
+        return [task for task in reversed(self.tasks) if task.state != "done"]
+
+    @property
+    def before(self) -> Evaluation | None:
+        """Evaluation of the starting policy."""
+        return self.evaluations[0] if self.evaluations else None
+
+    @property
+    def after(self) -> Evaluation | None:
+        """Evaluation of the newest evaluated policy, when it is another one."""
+        return self.evaluations[-1] if len(self.evaluations) > 1 else None
+
+    @property
+    def rise_error(self) -> float | None:
+        """Standard error of the rise of accuracy, as the evaluate stage measured it."""
+        found = [task.metrics for task in self.tasks if task.stage == "evaluate"]
+        return found[-1].get("accuracy_rise_standard_error") if found else None
+
+    @property
+    def last_policy(self) -> Saved | None:
+        """Newest finished policy."""
+        return self.policies[-1] if self.policies else None
+
+    @property
+    def last_state(self) -> Saved | None:
+        """Newest finished train state."""
+        return self.states[-1] if self.states else None
+
+    @property
+    def seconds(self) -> float:
+        """From the first task's begin to the last one's end."""
+        timed = [task for task in self.tasks if task.start_seconds > 0]
+        begin = min((task.start_seconds for task in timed), default=0.0)
+        return max((task.end_seconds for task in timed), default=0.0) - begin
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which at least one task ran."""
+        total, reached = 0.0, float("-inf")
+        for task in sorted(self.tasks, key=lambda task: task.start_seconds):
+            total += max(0.0, task.end_seconds - max(reached, task.start_seconds))
+            reached = max(reached, task.end_seconds)
+        return total
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Stage to seconds, summed over its tasks."""
+        found: dict[str, float] = {}
+        for task in self.tasks:
+            found[task.stage] = found.get(task.stage, 0.0) + task.seconds
+        return dict(sorted(found.items()))
+
+    @property
+    def num_tokens(self) -> float | None:
+        """Response tokens generated in the iterations, dropped groups included."""
+        found = self.per_iteration("rollout", "num_generated_tokens", sum)
+        return sum(found.values()) if found else None
+
+    @property
     def iterations(self) -> list[int]:
         """Iterations whose update finished."""
         return sorted(self.updates)
@@ -202,18 +293,19 @@ class RunFacts:
 
         Without `combine` it is their mean, weighted by the groups that each shard generated.
         """
-        found: dict[int, list[Task]] = {}
+        found: dict[int, list[Attempt]] = {}
         for task in self.tasks:
             if task.stage == stage and task.iteration and key in task.metrics:
                 found.setdefault(task.iteration, []).append(task)
-        if combine is not None:
-            return {i: combine([t.metrics[key] for t in found[i]]) for i in sorted(found)}
-        return {i: _weighted_mean(found[i], key) for i in sorted(found)}
-
-
-def _weighted_mean(tasks: Sequence[Task], key: str) -> float:
-    weights = [task.metrics.get(WEIGHT, 1.0) for task in tasks]
-    if sum(weights) <= 0:
-        weights = [1.0] * len(tasks)
-    total = sum(w * task.metrics[key] for w, task in zip(weights, tasks, strict=True))
-    return total / sum(weights)
+        values: dict[int, float] = {}
+        for iteration, tasks in sorted(found.items()):
+            numbers = [task.metrics[key] for task in tasks]
+            if combine is not None:
+                values[iteration] = combine(numbers)
+                continue
+            weights = [task.metrics.get(WEIGHT, 1.0) for task in tasks]
+            if sum(weights) <= 0:
+                weights = [1.0] * len(tasks)
+            total = sum(w * number for w, number in zip(weights, numbers, strict=True))
+            values[iteration] = total / sum(weights)
+        return values

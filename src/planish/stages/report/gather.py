@@ -1,21 +1,31 @@
-"""Collect the facts of a run from its root. No drawing, no wording beyond what is missing."""
+"""Collect the facts of a run from its root; what is missing is told and never raised.
+
+No drawing here, and no wording beyond what is missing.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from planish.base.errors import AccessRefused, ObjectMissing, PlanishError, StoreUnavailable
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import EvalReport, UpdateReport, read_report
-from planish.run.avoid import AvoidedNode, avoided
-from planish.stages.report.facts import Alert, Evaluation, RunFacts, Saved, Task
-from planish.stages.report.reading import Reader
+from planish.run.avoid import avoided
+from planish.stages.report.facts import Alert, Attempt, Evaluation, ReportFacts, Saved
 from planish.stages.report.samples import sample_comparisons
 from planish.stages.report.words import one_line
+from planish.store import open_store
+from planish.store.documents import read_json
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 _ITERATION = re.compile(r"/iterations/(\d{1,9})/")
 _VERSION = re.compile(r"/(?P<version>\d{1,9})/(?P<name>[^/]+)\.json$")
@@ -25,20 +35,77 @@ OWN_STAGE = "report"
 """Log entries of this stage say nothing about the run."""
 
 
-def gather(root: str) -> RunFacts:
-    """Read everything that the report shows; never raises for a missing or damaged file."""
+class Reader:
+    """Reads from one run root; collects in `missing` what could not be read.
+
+    Example:
+        >>> reader = Reader("file:///no/such/run")
+        >>> reader.json("file:///no/such/run/run.json", "the configuration"), len(reader.missing)
+        (None, 1)
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self.missing: list[str] = []
+        self.failure: PlanishError | None = None
+        """Why the store is not asked any more; None while it answers."""
+
+    def attempt(self, what: str, read: Callable[[], ResultT], default: ResultT) -> ResultT:
+        """Return what `read` returns, or note the fault and return `default`.
+
+        After the store has once refused or failed to answer it is not asked again, since each
+        call would wait for its whole retry policy.
+        """
+        if self.failure:
+            return default
+        try:
+            return read()
+        except ObjectMissing:
+            self.missing.append(f"{what}: not written")
+        except (StoreUnavailable, AccessRefused) as error:
+            self.failure = error
+            self.missing.append(f"everything under the run root: {one_line(str(error))}")
+        except (PlanishError, OSError) as error:
+            self.missing.append(f"{what}: {one_line(str(error))}")
+        except Exception as error:
+            # The exit task tells what it can even when a file is hostile; the fault is shown.
+            logger.warning("unreadable what=%s", what, exc_info=True)
+            self.missing.append(f"{what}: {one_line(f'{type(error).__name__}: {error}')}")
+        return default
+
+    def json(self, uri: str, what: str) -> Any:
+        """Return the JSON value at `uri`, None when it can not be read."""
+        return self.attempt(what, lambda: read_json(uri), None)
+
+    def list(self, uri: str, what: str) -> list[str]:
+        """Return the URIs below the folder `uri`, none when it can not be listed."""
+        return self.attempt(what, lambda: open_store(uri).list(f"{uri.rstrip('/')}/"), [])
+
+
+def gather(root: str, state: str = "") -> ReportFacts:
+    """Read everything that the report shows; never raises for a missing or damaged file.
+
+    Args:
+        root: URI of the run.
+        state: final state of the run as the scheduler tells it.
+    """
     reader = Reader(root)
-    facts = RunFacts(root=reader.root)
+    facts = ReportFacts(root=reader.root, state=state)
     run = reader.json(layout.run_file(reader.root), "the configuration (run.json)")
     facts.run = run if isinstance(run, dict) else {}
     facts.tasks = _tasks(reader)
-    facts.is_stopped = _read_updates(reader, facts)
+    _read_updates(reader, facts)
     facts.evaluations = _evaluations(reader)
     facts.policies = _saved(reader, "policy", layout.policy(reader.root, 0))
     facts.states = _saved(reader, "state", layout.state(reader.root, 0))
-    facts.curation = reader.text(layout.curation_report(reader.root), "the curation report")
+    report = layout.curation_report(reader.root)
+    facts.curation = reader.attempt(
+        "the curation report",
+        lambda: open_store(report).read(report).decode("utf-8", "replace"),
+        "",
+    )
     facts.alerts = _alerts(reader, facts.tasks)
-    facts.avoided = _avoided(reader)
+    facts.avoided = reader.attempt("the avoided nodes", partial(avoided, reader.root), [])
     facts.comparisons = sample_comparisons(reader, facts)
     facts.missing = reader.missing
     facts.failure = reader.failure
@@ -67,7 +134,12 @@ def _number(raw: Mapping[str, Any], key: str) -> float:
     return float(value) if _is_finite(value) and value is not None else 0.0
 
 
-def _tasks(reader: Reader) -> list[Task]:
+def _tail(uri: str) -> str:
+    return uri.rpartition("/")[2]
+
+
+def _tasks(reader: Reader) -> list[Attempt]:
+    """Read the log entries of the stages, by their begin."""
     tasks = []
     for uri in reader.list(layout.logs(reader.root), "the stage logs"):
         if not uri.endswith(".json"):
@@ -78,39 +150,32 @@ def _tasks(reader: Reader) -> list[Task]:
         if not isinstance(raw, dict) or raw.get("state") not in _STATES:
             reader.missing.append(f"stage log {_tail(uri)}: not a stage log")
             continue
-        task = _task(raw)
-        if task.stage != OWN_STAGE:
-            tasks.append(task)
+        if raw.get("stage") != OWN_STAGE:
+            tasks.append(
+                Attempt(
+                    stage=_UNPRINTABLE.sub("?", str(raw.get("stage", "?")))[:40],
+                    iteration=int(_number(raw, "iteration")),
+                    shard=int(_number(raw, "shard")),
+                    state=str(raw["state"]),
+                    start_seconds=_number(raw, "start_seconds"),
+                    seconds=max(0.0, _number(raw, "seconds")),
+                    startup_seconds=max(0.0, _number(raw, "startup_seconds")),
+                    already_done=raw.get("already_done") is True,
+                    metrics=scalars(raw.get("metrics")),
+                    error=str(raw.get("error", "")),
+                )
+            )
     if not tasks:
         reader.missing.append("stage logs: no stage has begun")
     return sorted(tasks, key=lambda task: (task.start_seconds, task.stage, task.shard))
 
 
-def _task(raw: Mapping[str, Any]) -> Task:
-    return Task(
-        stage=_UNPRINTABLE.sub("?", str(raw.get("stage", "?")))[:40],
-        iteration=int(_number(raw, "iteration")),
-        shard=int(_number(raw, "shard")),
-        state=str(raw["state"]),
-        start_seconds=_number(raw, "start_seconds"),
-        seconds=max(0.0, _number(raw, "seconds")),
-        startup_seconds=max(0.0, _number(raw, "startup_seconds")),
-        already_done=raw.get("already_done") is True,
-        metrics=scalars(raw.get("metrics")),
-        error=str(raw.get("error", "")),
-    )
-
-
-def _tail(uri: str) -> str:
-    return uri.rpartition("/")[2]
-
-
-def _read_updates(reader: Reader, facts: RunFacts) -> bool:
-    """Fill in the updates; return whether an operator stopped the run."""
+def _read_updates(reader: Reader, facts: ReportFacts) -> None:
+    """Fill in the updates, and whether an operator stopped the run."""
     uris = reader.list(f"{reader.root}/iterations", "the iterations")
     numbers = {int(found[1]) for uri in uris if (found := _ITERATION.search(uri))}
-    present = set(uris)
-    stopped = {n for n in numbers if layout.stopped_file(reader.root, n) in present}
+    stopped = {n for n in numbers if layout.stopped_file(reader.root, n) in set(uris)}
+    facts.is_stopped = bool(stopped)
     for number in sorted(numbers - stopped):
         uri = layout.update(reader.root, number)
         report = reader.attempt(
@@ -124,7 +189,6 @@ def _read_updates(reader: Reader, facts: RunFacts) -> bool:
             facts.updates[number] = measured
     if not facts.updates:
         reader.missing.append("updates: no iteration has trained")
-    return bool(stopped)
 
 
 def _evaluations(reader: Reader) -> list[Evaluation]:
@@ -133,14 +197,13 @@ def _evaluations(reader: Reader) -> list[Evaluation]:
         match = _VERSION.search(uri)
         if match is None or match["name"] == "manifest":
             continue
+        version = int(match["version"])
         report = reader.attempt(
-            f"evaluation of policy {int(match['version'])}",
-            partial(read_report, EvalReport, uri),
-            None,
+            f"evaluation of policy {version}", partial(read_report, EvalReport, uri), None
         )
         if report is not None:
             sources = {one_line(k): scalars(v) for k, v in report.sources.items()}
-            found.append(Evaluation(int(match["version"]), scalars(report.scalars), sources))
+            found.append(Evaluation(version, scalars(report.scalars), sources))
     if not found:
         reader.missing.append("evaluation: no policy has been evaluated")
     return sorted(found, key=lambda evaluation: evaluation.version)
@@ -155,17 +218,13 @@ def _saved(reader: Reader, kind: str, example: str) -> list[Saved]:
         if match is None:
             continue
         place = uri.rpartition("/")[0]
-        digest = reader.attempt(f"{kind} {int(match[1])}", partial(_digest, place), "")
-        if digest:
-            found.append(Saved(kind, int(match[1]), place, digest))
+        manifest = reader.attempt(f"{kind} {int(match[1])}", partial(read_manifest, place), None)
+        if manifest is not None:
+            found.append(Saved(kind, int(match[1]), place, manifest.sha256))
     return sorted(found, key=lambda saved: saved.number)
 
 
-def _digest(uri: str) -> str:
-    return read_manifest(uri).sha256
-
-
-def _alerts(reader: Reader, tasks: Sequence[Task]) -> list[Alert]:
+def _alerts(reader: Reader, tasks: Sequence[Attempt]) -> list[Alert]:
     """Return the alerts whose evidence overlaps the time of the run."""
     begin = min((task.start_seconds for task in tasks), default=0.0)
     found = []
@@ -175,8 +234,10 @@ def _alerts(reader: Reader, tasks: Sequence[Task]) -> list[Alert]:
             if raw is not None:
                 reader.missing.append(f"alert {_tail(uri)}: not an alert")
             continue
+        machines = raw.get("machines")
+        whole_job = f"{len(machines)} machines" if isinstance(machines, list) else "?"
         alert = Alert(
-            machine=str(raw.get("machine", "?")) or _machines(raw),
+            machine=str(raw.get("machine", "?")) or whole_job,
             metric=str(raw.get("metric", "?")),
             score=_number(raw, "score"),
             first_second=_number(raw, "first_second"),
@@ -190,13 +251,3 @@ def _alerts(reader: Reader, tasks: Sequence[Task]) -> list[Alert]:
         if alert.last_second == 0.0 or alert.last_second >= begin:
             found.append(alert)
     return sorted(found, key=lambda alert: (alert.first_second, alert.machine, alert.metric))
-
-
-def _avoided(reader: Reader) -> list[AvoidedNode]:
-    return reader.attempt("the avoided nodes", partial(avoided, reader.root), [])
-
-
-def _machines(raw: Mapping[str, Any]) -> str:
-    """Return how many machines an alert of the whole job is about."""
-    machines = raw.get("machines")
-    return f"{len(machines)} machines" if isinstance(machines, list) else "?"

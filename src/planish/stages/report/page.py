@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from planish.stages.report import tables
-from planish.stages.report.facts import Alert, RunFacts, Sample, Task
+from planish.stages.report.facts import Comparison, Evaluation, ReportFacts
 from planish.stages.report.figures.charts import Chart, Mark
-from planish.stages.report.figures.panels import all_charts
-from planish.stages.report.keys import Keys
+from planish.stages.report.figures.run_charts import all_charts
 from planish.stages.report.tables import Change, Table, change_of
 from planish.stages.report.words import number, one_line, percent, seconds, visible
 
@@ -104,42 +103,60 @@ class Page:
     """UTC time of the first task."""
 
 
-def build_page(facts: RunFacts, keys: Keys, *, failed_task: str, error_message: str) -> Page:
-    """Turn facts into what the templates print."""
-    failure = _failure(facts, keys, failed_task, error_message)
-    tone = "good" if keys.is_success else "bad" if failure else "warn"
+def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> Page:
+    """Turn facts into what the templates print.
+
+    Args:
+        facts: the run.
+        failed_task: what the scheduler names as failed.
+        error_message: what the scheduler says about it.
+    """
+    failure = _failure(facts, failed_task, error_message)
+    is_stopped = facts.is_stopped and facts.is_success
     saved, more = tables.saved_rows(facts)
     config = tables.config_tables(facts.config)
+    first = facts.iterations[0] - 1 if facts.iterations else 0
+    last = facts.iterations[-1] if facts.iterations else 0
+    missing = [one_line(item) for item in facts.missing]
+    if len(missing) > MAX_LISTED:
+        missing[MAX_LISTED:] = [f"and {len(missing) - MAX_LISTED} more"]
     return Page(
         name=one_line(facts.name, limit=80),
         root=facts.root,
-        state=_state_words(keys, facts),
-        tone=tone,
+        state="Stopped by an operator" if is_stopped else facts.final_state.capitalize(),
+        tone="good" if facts.is_success else "bad" if failure else "warn",
         facts=_header_facts(facts),
-        cards=_cards(facts, keys),
+        cards=_cards(facts),
         failure=failure,
-        charts=all_charts(facts, *_marks(facts, keys)),
+        charts=all_charts(
+            facts,
+            _mark("held-out, before", facts.before, first),
+            _mark("held-out, after", facts.after, last),
+        ),
         scores=tables.score_tables(facts.evaluations),
         evaluation_lead=_evaluation_lead(facts),
         alerts=_alerts(facts),
-        avoided=_avoided(facts),
+        avoided=[
+            {
+                "name": one_line(node.name, limit=80),
+                "named_by": one_line(node.named_by, limit=40),
+                "where": f"iteration {node.iteration}" if node.iteration else "",
+                "run_id": one_line(node.run_id, limit=80),
+                "at": _utc(node.seconds),
+            }
+            for node in facts.avoided[:MAX_LISTED]
+        ],
         restart=one_line(facts.restart, limit=300),
-        comparisons=[_comparison(item.title, item.columns) for item in facts.comparisons],
+        comparisons=[_comparison(item) for item in facts.comparisons],
         funnel=tables.funnel(facts.curation),
         curation=facts.curation,
         saved=saved,
         saved_more=more,
         config=config,
         num_settings=sum(len(rows) for _, rows in config),
-        missing=_shorten([one_line(item) for item in facts.missing]),
+        missing=missing,
         began=_utc(min((t.start_seconds for t in facts.tasks if t.start_seconds), default=0.0)),
     )
-
-
-def _shorten(items: Sequence[str]) -> list[str]:
-    if len(items) <= MAX_LISTED:
-        return list(items)
-    return [*items[:MAX_LISTED], f"and {len(items) - MAX_LISTED} more"]
 
 
 def _utc(second: float) -> str:
@@ -149,17 +166,10 @@ def _utc(second: float) -> str:
         return ""
 
 
-def _state_words(keys: Keys, facts: RunFacts) -> str:
-    if facts.is_stopped and keys.is_success:
-        return "Stopped by an operator"
-    return keys.state.capitalize()
-
-
-def _header_facts(facts: RunFacts) -> list[tuple[str, str]]:
-    algorithm = facts.config.get("algorithm", {}).get("name")
+def _header_facts(facts: ReportFacts) -> list[tuple[str, str]]:
     found = [
         ("preset", facts.run.get("preset")),
-        ("algorithm", algorithm),
+        ("algorithm", facts.config.get("algorithm", {}).get("name")),
         ("seed", facts.config.get("run", {}).get("seed")),
         ("code", facts.run.get("code_version")),
         ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
@@ -169,110 +179,69 @@ def _header_facts(facts: RunFacts) -> list[tuple[str, str]]:
     ]
 
 
-def _cards(facts: RunFacts, keys: Keys) -> list[Card]:
-    cards = [_accuracy_card(keys), _greedy_card(keys), _pass_card(facts)]
-    busy = f"{seconds(keys.busy_seconds)} of it inside stages" if keys.seconds else ""
-    cards += [
-        Card("Iterations", f"{keys.iterations}", _last_iteration(facts)),
-        Card("Total time", seconds(keys.seconds) if keys.seconds else "unknown", busy),
-        *_token_cards(facts, keys),
-    ]
-    return [card for card in cards if card is not None]
-
-
-def _accuracy_card(keys: Keys) -> Card:
-    title = "Held-out accuracy, mean over samples"
-    before, after = keys.before, keys.after
+def _cards(facts: ReportFacts) -> list[Card]:
+    """Return the key numbers: accuracy before and after, then what the run cost."""
+    before, after = facts.before, facts.after
+    cards: list[Card] = []
     if before is None or before.accuracy is None:
-        return Card("Held-out accuracy", "not evaluated")
-    if after is None or after.accuracy is None:
-        return Card(title, percent(before.accuracy), "starting policy only", is_big=True)
-    note = f"\u00b1 {_points(keys.gain_error)} (1 standard error)" if keys.gain_error else ""
-    return Card(
-        title,
-        percent_1(after.accuracy),
-        note,
-        before=percent_1(before.accuracy),
-        change=change_of(before.accuracy, after.accuracy, noise=keys.gain_error or 0.0),
-        is_big=True,
-    )
-
-
-def percent_1(value: float) -> str:
-    """Write a fraction as per cent with one decimal: 0.2784 -> `27.8 %`."""
-    return f"{100 * value:.1f} %"
-
-
-def _points(value: float | None) -> str:
-    return "?" if value is None else f"{100 * value:.1f}"
-
-
-def _greedy_card(keys: Keys) -> Card | None:
-    before, after = keys.before, keys.after
-    if before is None or before.greedy is None:
-        return None
-    if after is None or after.greedy is None:
-        return Card("Greedy accuracy", percent_1(before.greedy), "starting policy", is_big=True)
-    return Card(
-        "Greedy accuracy",
-        percent_1(after.greedy),
-        "one response per prompt",
-        before=percent_1(before.greedy),
-        change=change_of(before.greedy, after.greedy),
-        is_big=True,
-    )
-
-
-def _pass_card(facts: RunFacts) -> Card | None:
-    if len(facts.evaluations) < 2:
-        return None
-    before, after = facts.evaluations[0].scalars, facts.evaluations[-1].scalars
-    names = sorted(
-        (name for name in before.keys() & after.keys() if name.startswith("pass@")),
-        key=lambda name: (len(name), name),
-    )
-    if not names:
-        return None
-    name = names[-1]
-    return Card(
-        name,
-        percent_1(after[name]),
-        "prompts solved at least once",
-        before=percent_1(before[name]),
-        change=change_of(before[name], after[name]),
-        is_big=True,
-    )
-
-
-def _last_iteration(facts: RunFacts) -> str:
-    return f"the last is number {facts.iterations[-1]}" if facts.iterations else "none finished"
-
-
-def _token_cards(facts: RunFacts, keys: Keys) -> list[Card]:
-    if keys.num_tokens is None:
-        return []
-    cards = [Card("Tokens generated", number(keys.num_tokens), "in the rollouts of all iterations")]
-    # Shards sample side by side: of one iteration the slowest counts.
-    spent = sum(facts.per_iteration("rollout", "sample_seconds", max).values())
-    if spent > 0:
-        rate = f"{number(keys.num_tokens / spent)} / s"
-        cards.append(Card("Sampling speed", rate, "tokens, all shards together"))
+        cards.append(Card("Held-out accuracy", "not evaluated"))
+    else:
+        error = facts.rise_error or 0.0
+        note = f"\u00b1 {100 * error:.1f} (1 standard error)" if error else ""
+        title = "Held-out accuracy, mean over samples"
+        new = after.accuracy if after else None
+        cards.append(_score_card(title, before.accuracy, new, note, noise=error))
+    if before is not None and before.greedy is not None:
+        new = after.greedy if after else None
+        cards.append(_score_card("Greedy accuracy", before.greedy, new, "one response per prompt"))
+    if before is not None and after is not None:
+        names = before.scalars.keys() & after.scalars.keys()
+        passes = [name for name in names if name.startswith("pass@")]
+        if passes:
+            name = max(passes, key=lambda name: (len(name), name))
+            old, new = before.scalars[name], after.scalars[name]
+            cards.append(_score_card(name, old, new, "prompts solved at least once"))
+    last = f"the last is number {facts.iterations[-1]}" if facts.iterations else "none finished"
+    cards.append(Card("Iterations", f"{len(facts.updates)}", last))
+    total, busy = "unknown", ""
+    if facts.seconds:
+        total = seconds(facts.seconds)
+        busy = f"{seconds(facts.busy_seconds)} of it inside stages"
+    cards.append(Card("Total time", total, busy))
+    if facts.num_tokens is not None:
+        count = number(facts.num_tokens)
+        cards.append(Card("Tokens generated", count, "in the rollouts of all iterations"))
+        # Shards sample side by side: of one iteration the slowest counts.
+        spent = sum(facts.per_iteration("rollout", "sample_seconds", max).values())
+        if spent > 0:
+            rate = f"{number(facts.num_tokens / spent)} / s"
+            cards.append(Card("Sampling speed", rate, "tokens, all shards together"))
     return cards
 
 
-def _marks(facts: RunFacts, keys: Keys) -> tuple[Mark | None, Mark | None]:
-    before, after = keys.before, keys.after
-    last = facts.iterations[-1] if facts.iterations else 0
-    first = facts.iterations[0] - 1 if facts.iterations else 0
-    marks: list[Mark | None] = [None, None]
-    if before is not None and before.accuracy is not None:
-        marks[0] = Mark("held-out, before", "orange", first, before.accuracy, before.error or 0.0)
-    if after is not None and after.accuracy is not None:
-        marks[1] = Mark("held-out, after", "orange", last, after.accuracy, after.error or 0.0)
-    return marks[0], marks[1]
+def _score_card(
+    title: str, before: float, after: float | None, note: str, *, noise: float = 0.0
+) -> Card:
+    """Return the card of a score of the starting policy and, where it is known, of the last one."""
+    if after is None:
+        return Card(title, percent(before, decimals=1), "starting policy only", is_big=True)
+    return Card(
+        title,
+        percent(after, decimals=1),
+        note,
+        before=percent(before, decimals=1),
+        change=change_of(before, after, noise=noise),
+        is_big=True,
+    )
 
 
-def _evaluation_lead(facts: RunFacts) -> str:
+def _mark(label: str, evaluation: Evaluation | None, iteration: int) -> Mark | None:
+    if evaluation is None or evaluation.accuracy is None:
+        return None
+    return Mark(label, "orange", iteration, evaluation.accuracy, evaluation.error or 0.0)
+
+
+def _evaluation_lead(facts: ReportFacts) -> str:
     if not facts.evaluations:
         return ""
     scalars = facts.evaluations[-1].scalars
@@ -284,88 +253,73 @@ def _evaluation_lead(facts: RunFacts) -> str:
     )
 
 
-def _alerts(facts: RunFacts) -> list[dict[str, str]]:
-    return [
-        {
-            "machine": one_line(alert.machine, limit=80),
-            "metric": one_line(alert.metric or alert.kind, limit=80),
-            "where": _where(alert),
-            "score": number(alert.score),
-            "begin": _utc(alert.first_second),
-            "end": _utc(alert.last_second) if alert.state in ("", "resolved") else "not over",
-            "action": one_line(alert.action, limit=200) or "none",
-        }
-        for alert in facts.alerts[:MAX_LISTED]
-    ]
+def _alerts(facts: ReportFacts) -> list[dict[str, str]]:
+    rows = []
+    for alert in facts.alerts[:MAX_LISTED]:
+        stage = one_line(alert.stage, limit=40)
+        is_inside = stage and alert.iteration
+        rows.append(
+            {
+                "machine": one_line(alert.machine, limit=80),
+                "metric": one_line(alert.metric or alert.kind, limit=80),
+                "where": f"{stage} of iteration {alert.iteration}" if is_inside else stage,
+                "score": number(alert.score),
+                "begin": _utc(alert.first_second),
+                "end": _utc(alert.last_second) if alert.state in ("", "resolved") else "not over",
+                "action": one_line(alert.action, limit=200) or "none",
+            }
+        )
+    return rows
 
 
-def _avoided(facts: RunFacts) -> list[dict[str, str]]:
-    return [
-        {
-            "name": one_line(node.name, limit=80),
-            "named_by": one_line(node.named_by, limit=40),
-            "where": _number_words(node.iteration),
-            "run_id": one_line(node.run_id, limit=80),
-            "at": _utc(node.seconds),
-        }
-        for node in facts.avoided[:MAX_LISTED]
-    ]
-
-
-def _number_words(iteration: int) -> str:
-    return f"iteration {iteration}" if iteration else ""
-
-
-def _where(alert: Alert) -> str:
-    """Return what the run did on the machine."""
-    stage = one_line(alert.stage, limit=40)
-    return f"{stage} of iteration {alert.iteration}" if stage and alert.iteration else stage
-
-
-def _comparison(title: str, columns: Sequence[tuple[str, Sequence[Sample]]]) -> dict[str, Any]:
+def _comparison(comparison: Comparison) -> dict[str, Any]:
     prompts: dict[str, dict[str, Any]] = {}
-    shown = []
-    for heading, samples in columns:
+    columns: list[tuple[str, Sequence[dict[str, Any]]]] = []
+    for heading, samples in comparison.columns:
         for sample in samples:
             is_short = len(sample.prompt) <= 80 and "\n" not in sample.prompt
             block = {"prompt": visible(sample.prompt), "answer": one_line(sample.answer)}
             prompts.setdefault(sample.prompt_id, {**block, "is_short": is_short})
-        shown.append((heading, [_visible_sample(sample) for sample in samples]))
-    return {"title": title, "prompts": list(prompts.values()), "columns": shown}
+        shown = [
+            {
+                "is_correct": sample.is_correct,
+                "num_tokens": sample.num_tokens,
+                "extracted": one_line(sample.extracted, limit=80),
+                "response": visible(sample.response),
+            }
+            for sample in samples
+        ]
+        columns.append((heading, shown))
+    return {"title": comparison.title, "prompts": list(prompts.values()), "columns": columns}
 
 
-def _visible_sample(sample: Sample) -> dict[str, Any]:
-    return {
-        "is_correct": sample.is_correct,
-        "num_tokens": sample.num_tokens,
-        "extracted": one_line(sample.extracted, limit=80),
-        "response": visible(sample.response),
-    }
-
-
-def _failure(facts: RunFacts, keys: Keys, failed_task: str, error_message: str) -> Failure | None:
-    if keys.is_success or not (keys.state in FAILURES or keys.failed):
+def _failure(facts: ReportFacts, failed_task: str, error_message: str) -> Failure | None:
+    """Return what a failed run's owner has to know; None where nothing has failed."""
+    if facts.is_success or not (facts.final_state in FAILURES or facts.failed):
         return None
-    tasks = [(one_line(task.name), _error_words(task)) for task in keys.failed[:8]]
+    tasks = [
+        (
+            one_line(task.name),
+            visible(task.error)
+            if task.error
+            else f"cut off after {seconds(task.seconds)} without a message (killed, evicted or "
+            "timed out)",
+        )
+        for task in facts.failed[:8]
+    ]
     if error_message.strip() or not tasks:
         label = one_line(failed_task) or "scheduler"
         tasks.append((f"{label} (scheduler)", visible(error_message.strip()) or "no message"))
-    named = keys.failed[0].name if keys.failed else one_line(failed_task) or "unknown"
-    policy, state = keys.last_policy, keys.last_state
+    name = facts.failed[0].name if facts.failed else one_line(failed_task) or "unknown"
+    policy, state = facts.last_policy, facts.last_state
     rows = [
         ("last good policy", policy.pin if policy else "none: no policy was finished"),
         ("last good state", state.pin if state else "none: no train state was finished"),
     ]
-    return Failure(f"The run failed in stage {named}", tasks, rows, resume_command(facts))
+    return Failure(f"The run failed in stage {name}", tasks, rows, resume_command(facts))
 
 
-def _error_words(task: Task) -> str:
-    if task.error:
-        return visible(task.error)
-    return f"cut off after {seconds(task.seconds)} without a message (killed, evicted or timed out)"
-
-
-def resume_command(facts: RunFacts) -> str:
+def resume_command(facts: ReportFacts) -> str:
     """Return the command that goes on where the run ended; two when it may run in two places."""
     preset = facts.run.get("preset")
     has_preset = isinstance(preset, str) and preset

@@ -22,6 +22,7 @@ from planish.stages.report.words import visible
 MAX_BYTES = 1 << 20
 """The Kubeflow page shows no larger HTML artifact."""
 _MAX_CURATION = 60_000
+_ALLOWED_TAGS = ("<code>", "</code>", "<br>")
 
 
 def render_html(page: Page) -> str:
@@ -35,8 +36,7 @@ def render_html(page: Page) -> str:
         ("comparisons", "curation"),
         ("comparisons", "curation", "charts"),
     ):
-        kept = {**vars(page), **{name: [] for name in drop}}
-        text = _html(kept)
+        text = _html({**vars(page), **{name: [] for name in drop}})
         if len(text.encode()) < MAX_BYTES:
             break
     return text
@@ -66,19 +66,16 @@ def _environment(*, autoescape: bool) -> Environment:
         loader=PackageLoader("planish.stages.report"),
         autoescape=autoescape,
         undefined=StrictUndefined,
-        finalize=_finalize,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
 
 
-def _finalize(value: object) -> object:
+def _visible(value: object) -> object:
     """Make control and direction characters visible in everything that is printed."""
     return visible(value, limit=MAX_BYTES) if type(value) is str else value
-
-
-_ALLOWED_TAGS = ("<code>", "</code>", "<br>")
 
 
 def _safe_markdown(text: str) -> Markup:
@@ -102,11 +99,16 @@ def _cell(text: str) -> str:
 def _inline(text: str) -> str:
     """Return text as inline code, whatever it holds."""
     flat = " ".join(text.split())
-    fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", flat)), default=0))
+    fence = "`" * (1 + _longest_fence(flat))
     return f"{fence} {flat} {fence}" if fence != "`" else f"`{flat}`"
 
 
 def _fenced(text: str) -> str:
     """Return text as a code block, whatever it holds."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    fence = "`" * max(3, 1 + _longest_fence(text))
     return f"{fence}text\n{text}\n{fence}"
+
+
+def _longest_fence(text: str) -> int:
+    """Return the length of the longest row of backticks."""
+    return max((len(row) for row in re.findall(r"`+", text)), default=0)

@@ -5,8 +5,9 @@ The choice is deterministic: the first prompt in order of its id that shows the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet
 from planish.records.rewards import RewardSet
-from planish.records.rollouts import RolloutSet
-from planish.stages.report.facts import Comparison, RunFacts, Sample
-from planish.stages.report.reading import Reader
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.report.facts import Comparison, ReportFacts, Sample
 from planish.store import open_store
+
+if TYPE_CHECKING:
+    from planish.stages.report.gather import Reader
 
 MAX_SET_BYTES = 256 << 20
 """Larger sets are not read for samples."""
@@ -29,22 +32,13 @@ RESPONSES_PER_COLUMN = 2
 Groups = dict[str, list[Sample]]
 
 
-@dataclass(frozen=True)
-class _Verdicts:
-    """What reward or evaluation found per row."""
-
-    accuracy: Sequence[float]
-    extracted: Sequence[str]
-
-
-def sample_comparisons(reader: Reader, facts: RunFacts) -> list[Comparison]:
+def sample_comparisons(reader: Reader, facts: ReportFacts) -> list[Comparison]:
     """Read the sets that samples come from and choose; missing sets give fewer comparisons."""
     comparisons = _held_out(reader, facts)
-    trained = [i for i in facts.iterations if i in (facts.iterations[0], facts.iterations[-1])]
+    trained = dict.fromkeys([*facts.iterations[:1], *facts.iterations[-1:]])
     groups = {i: _iteration_groups(reader, i) for i in trained}
     texts = _prompt_texts(reader, layout.prompts(reader.root), "the training prompts")
-    comparisons += _training(groups, texts)
-    return comparisons
+    return comparisons + _training({i: found for i, found in groups.items() if found}, texts)
 
 
 def _fits(uri: str) -> bool:
@@ -64,20 +58,20 @@ def _prompt_texts(reader: Reader, uri: str, what: str) -> dict[str, str]:
     return reader.attempt(what, read, {})
 
 
-def _rows(rollouts: RolloutSet, verdicts: _Verdicts) -> Groups:
+def _rows(rollouts: RolloutSet, accuracy: Sequence[float], extracted: Sequence[str]) -> Groups:
     """Group rows by prompt; unfinished or failed rows are left out."""
     lengths = rollouts.response_tokens.lengths
     found: Groups = {}
     for row in range(rollouts.num_rows):
-        if int(rollouts.finish[row]) > 1:
+        if rollouts.finish[row] not in (FinishReason.STOP, FinishReason.LENGTH):
             continue
         sample = Sample(
             prompt_id=rollouts.prompt_id[row],
             prompt="",
             answer=rollouts.answer[row],
             response=rollouts.response[row],
-            is_correct=bool(verdicts.accuracy[row] > 0),
-            extracted=verdicts.extracted[row],
+            is_correct=bool(accuracy[row] > 0),
+            extracted=extracted[row],
             num_tokens=int(lengths[row]),
         )
         found.setdefault(sample.prompt_id, []).append(sample)
@@ -95,12 +89,12 @@ def _iteration_groups(reader: Reader, iteration: int) -> Groups:
         rollouts = read_set(RolloutSet, uri)
         rewards = read_set(RewardSet, scores_uri)
         # Rewards lie in shard order, so that the rows of shard 0 come first.
-        return _rows(rollouts, _Verdicts(rewards.accuracy.tolist(), rewards.extracted))
+        return _rows(rollouts, rewards.accuracy.tolist(), rewards.extracted)
 
     return reader.attempt(f"sample rollouts of iteration {iteration}", read, {})
 
 
-def _held_out(reader: Reader, facts: RunFacts) -> list[Comparison]:
+def _held_out(reader: Reader, facts: ReportFacts) -> list[Comparison]:
     """Compare the first and the last evaluated policy on the same held-out prompts."""
     if len(facts.evaluations) < 2:
         return []
@@ -127,15 +121,14 @@ def _held_out(reader: Reader, facts: RunFacts) -> list[Comparison]:
     return found
 
 
-def _share(samples: Sequence[Sample]) -> float:
-    return float(np.mean([sample.is_correct for sample in samples]))
-
-
 def _first(before: Groups, after: Groups, was_right: bool, is_right: bool) -> str | None:
     """Return the prompt that shows the case most clearly; ties by prompt id."""
     best: tuple[float, str] | None = None
     for key in before.keys() & after.keys():
-        old, new = _share(before[key]), _share(after[key])
+        old, new = (
+            float(np.mean([sample.is_correct for sample in samples]))
+            for samples in (before[key], after[key])
+        )
         if (old >= 0.5) != was_right or (new >= 0.5) != is_right:
             continue
         clarity = abs(new - old) if was_right != is_right else 1 - max(old, new)
@@ -148,12 +141,16 @@ def _evaluation_groups(reader: Reader, version: int) -> Groups:
     """Return the sampled rollouts that lie beside an evaluation, with their verdicts."""
 
     def read() -> Groups:
+        from planish.verifiers import VerifierOptions, verify_many
+
         uri = _rollouts_below(layout.evaluation(reader.root, version))
         if not uri or not _fits(uri):
             return {}
         rollouts = read_set(RolloutSet, uri)
         rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
-        return _rows(rollouts, _verdicts(rollouts))
+        rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
+        found = verify_many(rows, VerifierOptions())
+        return _rows(rollouts, [v.accuracy for v in found], [v.extracted for v in found])
 
     return reader.attempt(f"sample rollouts of the evaluation of policy {version}", read, {})
 
@@ -168,43 +165,27 @@ def _rollouts_below(folder: str) -> str:
     return ""
 
 
-def _verdicts(rollouts: RolloutSet) -> _Verdicts:
-    from planish.verifiers import VerifierOptions, verify_many
-
-    rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
-    found = verify_many(rows, VerifierOptions())
-    return _Verdicts([v.accuracy for v in found], [v.extracted for v in found])
-
-
 def _training(groups: Mapping[int, Groups], texts: Mapping[str, str]) -> list[Comparison]:
     """Show a right and a wrong response of the first and of the last iteration."""
-    numbers = [number for number, found in groups.items() if found]
-    if not numbers:
-        return []
-    shared = _shared_mixed(groups, numbers)
-    if shared is not None:
-        columns = [(f"iteration {n}", _pair(groups[n][shared], texts)) for n in numbers]
+    mixed = {
+        number: [
+            key
+            for key, samples in found.items()
+            if 0 < sum(sample.is_correct for sample in samples) < len(samples)
+        ]
+        for number, found in groups.items()
+    }
+    shared = sorted(set.intersection(*map(set, mixed.values()))) if len(mixed) > 1 else []
+    if shared:
+        columns = [(f"iteration {n}", _pair(groups[n][shared[0]], texts)) for n in groups]
         return [Comparison("One training prompt, early and late", columns)]
     found = []
-    for place, number in zip(("early", "late"), numbers, strict=False):
-        key = next((k for k, rows in groups[number].items() if _is_mixed(rows)), None)
-        if key is not None:
-            right, wrong = _pair(groups[number][key], texts)
+    for place, (number, keys) in zip(("early", "late"), mixed.items(), strict=False):
+        if keys:
+            right, wrong = _pair(groups[number][keys[0]], texts)
             columns = [("right", [right]), ("wrong", [wrong])]
             found.append(Comparison(f"Training prompt, {place} (iteration {number})", columns))
     return found
-
-
-def _is_mixed(samples: Sequence[Sample]) -> bool:
-    return 0 < sum(sample.is_correct for sample in samples) < len(samples)
-
-
-def _shared_mixed(groups: Mapping[int, Groups], numbers: Sequence[int]) -> str | None:
-    if len(numbers) < 2:
-        return None
-    keys = groups[numbers[0]].keys() & groups[numbers[-1]].keys()
-    mixed = (k for k in sorted(keys) if all(_is_mixed(groups[n][k]) for n in numbers))
-    return next(mixed, None)
 
 
 def _with_prompt(sample: Sample, texts: Mapping[str, str]) -> Sample:
@@ -212,10 +193,9 @@ def _with_prompt(sample: Sample, texts: Mapping[str, str]) -> Sample:
 
 
 def _column(samples: Sequence[Sample], texts: Mapping[str, str], *, prefer: bool) -> list[Sample]:
-    """Return the responses of the usual verdict first, all different."""
-    ordered: Iterable[Sample] = sorted(samples, key=lambda sample: sample.is_correct != prefer)
+    """Return the responses with the verdict `prefer` first, all different."""
     shown: dict[str, Sample] = {}
-    for sample in ordered:
+    for sample in sorted(samples, key=lambda sample: sample.is_correct != prefer):
         shown.setdefault(sample.response, _with_prompt(sample, texts))
     return list(shown.values())[:RESPONSES_PER_COLUMN]
 

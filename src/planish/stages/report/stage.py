@@ -6,17 +6,18 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from planish.base.errors import PlanishError, RootInUse
 from planish.records import layout
 from planish.run.lock import current_holder, refuse_stranger
 from planish.run.runs import connect
 from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.stages.report.facts import ReportFacts
 from planish.stages.report.gather import gather
-from planish.stages.report.keys import as_metrics, as_summary, key_numbers
 from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
-from planish.stages.report.restart import Restarted, restart
+from planish.stages.report.restart import restart
 from planish.stages.report.webhook import post
 from planish.store import open_store
 
@@ -53,9 +54,25 @@ def run(
     """
 
     def work(context: Context) -> Outcome:
-        _refuse_stranger(context.root)
-        restarted = _restart(context.root, state, max_restarts)
-        return _work(context, state, failed_task, error_message, restarted)
+        try:
+            # What lies under the root may be another run's, which has refused this one.
+            refuse_stranger(context.root, current_holder())
+        except RootInUse:
+            raise
+        except PlanishError as error:
+            # Where nothing can be read nothing can be overwritten; the page says what is missing.
+            logger.warning("lock not read root=%s error=%s", context.root, error)
+        decision = ""
+        try:
+            restarted = restart(context.root, state, max_restarts, connect)
+            decision = restarted.words if restarted else ""
+        except Exception as error:
+            # The report is the last word of a run: a restart that fails is told in it.
+            logger.warning("not restarted", exc_info=True)
+            decision = f"not restarted: {type(error).__name__}: {error}"
+        facts = gather(context.root, state)
+        facts.restart = decision
+        return write_report(facts, failed_task=failed_task, error_message=error_message)
 
     execute(
         "report",
@@ -66,57 +83,55 @@ def run(
     )
 
 
-def _refuse_stranger(root: str) -> None:
-    """End where what lies under the root is that of another run, which has refused this one."""
+def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) -> Outcome:
+    """Draw the page, write it under the root and tell the webhook."""
+    page = build_page(facts, failed_task=failed_task, error_message=error_message)
+    html, markdown = render_html(page), render_markdown(page)
+    summary = as_summary(facts)
+    text = json.dumps(summary, sort_keys=True, indent=1, allow_nan=False)
+    folder = layout.report(facts.root)
+    failure = facts.failure
     try:
-        refuse_stranger(root, current_holder())
-    except RootInUse:
-        raise
+        files = {"report.html": html, "report.md": markdown, "summary.json": text}
+        for name, content in files.items() if failure is None else ():
+            open_store(folder).write(f"{folder}/{name}", content.encode())
     except PlanishError as error:
-        # Where nothing can be read nothing can be overwritten, and the page says what is missing.
-        logger.warning("lock not read root=%s error=%s", root, error)
-
-
-def _restart(root: str, state: str, max_restarts: int) -> Restarted | None:
-    try:
-        return restart(root, state, max_restarts, connect)
-    except Exception as error:
-        # The report is the last word of a run: a restart that fails is told in it.
-        logger.warning("not restarted", exc_info=True)
-        return Restarted(f"not restarted: {type(error).__name__}: {error}")
-
-
-def _work(
-    context: Context,
-    state: str,
-    failed_task: str,
-    error_message: str,
-    restarted: Restarted | None,
-) -> Outcome:
-    facts = gather(context.root)
-    facts.restart = restarted.words if restarted else ""
-    keys = key_numbers(facts, state)
-    page = build_page(facts, keys, failed_task=failed_task, error_message=error_message)
-    html = render_html(page)
-    markdown = render_markdown(page)
-    numbers = as_summary(facts, keys)
-    text = json.dumps(numbers, sort_keys=True, indent=1, allow_nan=False)
-    folder = layout.report(context.root)
-    files = {"report.html": html, "report.md": markdown, "summary.json": text}
-    failure = facts.failure or _store(folder, files)
-    post(os.environ.get(WEBHOOK, ""), {**numbers, "report": f"{folder}/report.html"})
+        # Raised when the artifacts are written: they help people although the store refused.
+        failure = error
+    post(os.environ.get(WEBHOOK, ""), {**summary, "report": f"{folder}/report.html"})
     return Outcome(
         documents={"report": html, "summary": markdown},
-        metrics=as_metrics(numbers),
+        metrics=as_metrics(summary),
         failure=failure,
     )
 
 
-def _store(folder: str, files: Mapping[str, str]) -> PlanishError | None:
-    """Write files below a folder of the run; returns why one could not be written."""
-    try:
-        for name, text in files.items():
-            open_store(folder).write(f"{folder}/{name}", text.encode())
-    except PlanishError as error:
-        return error
-    return None
+def as_summary(facts: ReportFacts) -> dict[str, Any]:
+    """Return the machine-readable summary: plain JSON, None where unknown."""
+    before, after = facts.before, facts.after
+    return {
+        "root": facts.root,
+        "state": facts.final_state,
+        "accuracy_before": before.accuracy if before else None,
+        "accuracy_before_standard_error": before.error if before else None,
+        "accuracy_after": after.accuracy if after else None,
+        "accuracy_after_standard_error": after.error if after else None,
+        "greedy_before": before.greedy if before else None,
+        "greedy_after": after.greedy if after else None,
+        "iterations": len(facts.updates),
+        "seconds": facts.seconds,
+        "busy_seconds": facts.busy_seconds,
+        "seconds_by_stage": facts.stage_seconds,
+        "num_tokens": facts.num_tokens,
+        "failed_tasks": [{"task": task.name, "error": task.error} for task in facts.failed],
+        "last_policy": facts.last_policy.pin if facts.last_policy else None,
+        "last_state": facts.last_state.pin if facts.last_state else None,
+        "num_alerts": len(facts.alerts),
+        "missing": facts.missing,
+    }
+
+
+def as_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scalars of a summary that are known, for the metrics artifact."""
+    metrics = {key: float(x) for key, x in summary.items() if isinstance(x, (int, float))}
+    return {**metrics, "num_failed_tasks": float(len(summary["failed_tasks"]))}

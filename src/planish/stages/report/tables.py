@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.stages.report.facts import Evaluation, RunFacts, Saved
+from planish.stages.report.facts import Evaluation, ReportFacts
 from planish.stages.report.words import number, one_line
 
 _STEP = re.compile(r"\| (.{1,80}?) \| ([a-z ]{1,20}) \| (\d{1,12}) \| (\d{1,12}) \| (\d{1,12}) \|$")
@@ -89,49 +89,28 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> Change:
     )
 
 
-def _is_share(name: str) -> bool:
-    return name.startswith(_SHARES)
-
-
 def _cell(scalars: Mapping[str, float], name: str) -> str:
     if name not in scalars:
         return ""
     value = scalars[name]
-    if not _is_share(name):
+    if not name.startswith(_SHARES):
         return number(value)
     error = scalars.get(name + _ERROR)
     spread = f" \u00b1 {100 * error:.1f}" if error is not None else ""
     return f"{100 * value:.1f}{spread} %"
 
 
-def _interval(scalars: Mapping[str, float]) -> str:
-    try:
-        low, high = (100 * scalars[f"accuracy_bootstrap_{end}"] for end in ("low", "high"))
-    except KeyError:
-        return ""
-    return f"{low:.1f} to {high:.1f} %"
-
-
 def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) -> Change | None:
     if name not in first or name not in last:
         return None
-    if not _is_share(name):
-        return Change(signed(last[name] - first[name]), False, False)
+    if not name.startswith(_SHARES):
+        rise = last[name] - first[name]
+        return Change(f"+{number(rise)}" if rise > 0 else number(rise), False, False)
     noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
     change = change_of(first[name], last[name], noise=noise)
     if name.startswith(_LESS_IS_BETTER):
         return Change(change.text, change.is_worse, change.is_better)
     return change
-
-
-def signed(value: float) -> str:
-    """Write a number with its sign.
-
-    Example:
-        >>> signed(0.7), signed(-3.0), signed(0.0)
-        ('+0.7', '-3', '0')
-    """
-    return f"+{number(value)}" if value > 0 else number(value)
 
 
 def label_of(name: str, scalars: Mapping[str, float]) -> str:
@@ -158,7 +137,9 @@ def score_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
 
 def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> Table:
     first, last = evaluations[0].scalars, evaluations[-1].scalars
-    names = {name for evaluation in evaluations for name in evaluation.scalars if _is_row(name)}
+    # What stands in other cells is no row of its own, and pass@1 is avg@n.
+    names = {name for evaluation in evaluations for name in evaluation.scalars}
+    names = {n for n in names if not n.startswith(("num_", "accuracy_")) and n != "pass@1"}
     quiet = {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
     rows = [
         Row(
@@ -168,15 +149,14 @@ def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: 
         )
         for name in sorted(names - quiet, key=_importance)
     ]
-    intervals = [_interval(evaluation.scalars) for evaluation in evaluations]
+    intervals = []
+    for scalars in (evaluation.scalars for evaluation in evaluations):
+        ends = [scalars.get(f"accuracy_bootstrap_{end}") for end in ("low", "high")]
+        low, high = (None if end is None else f"{100 * end:.1f}" for end in ends)
+        intervals.append(f"{low} to {high} %" if low and high else "")
     if any(intervals):
         rows.insert(1, Row("95 % interval over prompts", intervals))
     return Table("All held-out prompts", columns, rows, has_change)
-
-
-def _is_row(name: str) -> bool:
-    """Leave out what stands in other cells, and pass@1, which is avg@n."""
-    return not name.startswith(("num_", "accuracy_")) and name != "pass@1"
 
 
 def _importance(name: str) -> tuple[int, int, str]:
@@ -201,25 +181,20 @@ def _per_source(
     return [Table("Mean accuracy per source", columns, rows, has_change)]
 
 
-def saved_rows(facts: RunFacts) -> tuple[list[dict[str, str]], str]:
+def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
     """Return the newest policies and states with their digests, and what was left out."""
     kept = [*facts.policies[-MAX_SAVED // 2 :], *facts.states[-MAX_SAVED // 2 :]]
+    labels = {"policy": "policy", "state": "state, step"}
     rows = [
         {
-            "label": f"policy {item.number}"
-            if item.kind == "policy"
-            else f"state, step {item.number}",
-            "place": _below_root(item, facts.root),
+            "label": f"{labels[item.kind]} {item.number}",
+            "place": item.uri.removeprefix(facts.root).lstrip("/"),
             "sha256": item.sha256,
         }
         for item in kept
     ]
     hidden = len(facts.policies) + len(facts.states) - len(kept)
     return rows, f"{hidden} older sets are not listed." if hidden else ""
-
-
-def _below_root(item: Saved, root: str) -> str:
-    return item.uri.removeprefix(root).lstrip("/")
 
 
 def config_tables(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -36,9 +36,11 @@ def number(value: float) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".") if size < 10 else f"{value:.4g}"
 
 
-def percent(value: float) -> str:
-    """Write a fraction as per cent: 0.0234 -> `2.3 %`."""
+def percent(value: float, *, decimals: int | None = None) -> str:
+    """Write a fraction as per cent: 0.0234 -> `2.3 %`; None chooses the decimals by its size."""
     scaled = 100 * value
+    if decimals is not None:
+        return f"{scaled:.{decimals}f} %"
     if abs(scaled) >= 10 or abs(scaled - round(scaled)) < 1e-9:
         return f"{scaled:.0f} %"
     return f"{scaled:.1f} %" if abs(scaled) >= 0.1 else f"{scaled:.2g} %"

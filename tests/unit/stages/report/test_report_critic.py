@@ -5,8 +5,7 @@ import re
 import pytest
 
 from planish.stages.report.figures.charts import Band, Line, line_chart
-from planish.stages.report.figures.curves import pretraining
-from planish.stages.report.figures.panels import all_charts
+from planish.stages.report.figures.run_charts import all_charts, pretraining
 from planish.stages.report.gather import gather
 from tests.unit.stages.report.critic_run import build_critic_run
 

@@ -7,11 +7,9 @@ import pytest
 
 from planish.base.errors import StoreUnavailable
 from planish.records import layout
-from planish.stages.report.facts import RunFacts, Task
-from planish.stages.report.gather import gather
-from planish.stages.report.keys import busy_seconds, key_numbers
+from planish.stages.report.facts import Attempt, ReportFacts
+from planish.stages.report.gather import Reader, gather
 from planish.stages.report.page import build_page
-from planish.stages.report.reading import Reader
 from planish.store import open_store
 from planish.store.documents import read_json
 from tests.unit.stages.report.synthetic_run import BEGAN, Clock, write_json
@@ -29,16 +27,15 @@ def test_a_healthy_run_is_read_completely(healthy_root):
 
 
 def test_key_numbers_are_those_of_the_run(healthy_root):
-    keys = key_numbers(gather(healthy_root), "SUCCEEDED")
-    assert (keys.before.accuracy, keys.after.accuracy) == (0.2784, 0.4831)
-    assert (keys.before.greedy, keys.after.greedy) == (0.336, 0.5025)
-    assert keys.gain == pytest.approx(0.2047)
-    assert keys.gain_error == 0.0052
-    assert keys.num_tokens == 8 * (22500 + 22800)
-    assert keys.stage_seconds["sft"] == 31.0
-    assert keys.stage_seconds["checkpoint"] == pytest.approx(8 * 0.3)
-    assert keys.is_success
-    assert keys.failed == []
+    facts = gather(healthy_root, "SUCCEEDED")
+    assert (facts.before.accuracy, facts.after.accuracy) == (0.2784, 0.4831)
+    assert (facts.before.greedy, facts.after.greedy) == (0.336, 0.5025)
+    assert facts.rise_error == 0.0052
+    assert facts.num_tokens == 8 * (22500 + 22800)
+    assert facts.stage_seconds["sft"] == 31.0
+    assert facts.stage_seconds["checkpoint"] == pytest.approx(8 * 0.3)
+    assert facts.is_success
+    assert facts.failed == []
 
 
 def test_the_pin_of_a_policy_is_the_digest_of_its_manifest(healthy_root):
@@ -54,19 +51,19 @@ def test_the_largest_gradient_norm_comes_from_the_minibatches(healthy_root):
 
 def test_seconds_of_parallel_tasks_count_once():
     tasks = [
-        Task("rollout", 1, 0, "done", 10.0, 5.0),
-        Task("rollout", 1, 1, "done", 11.0, 6.0),
-        Task("reward", 1, 0, "done", 20.0, 1.0),
+        Attempt("rollout", 1, 0, "done", 10.0, 5.0),
+        Attempt("rollout", 1, 1, "done", 11.0, 6.0),
+        Attempt("reward", 1, 0, "done", 20.0, 1.0),
     ]
-    assert busy_seconds(tasks) == 8.0
+    assert ReportFacts("file:///r", tasks=tasks).busy_seconds == 8.0
 
 
 def test_means_of_shards_are_weighted_by_their_groups():
-    facts = RunFacts("file:///r")
+    facts = ReportFacts("file:///r")
     facts.tasks = [
-        Task("rollout", 1, 0, "done", 0, 1, metrics={"a": 0.2, "num_generated_groups": 30.0}),
-        Task("rollout", 1, 1, "done", 0, 1, metrics={"a": 0.6, "num_generated_groups": 10.0}),
-        Task("rollout", 2, 0, "done", 0, 1, metrics={"a": 0.5, "num_generated_groups": 0.0}),
+        Attempt("rollout", 1, 0, "done", 0, 1, metrics={"a": 0.2, "num_generated_groups": 30.0}),
+        Attempt("rollout", 1, 1, "done", 0, 1, metrics={"a": 0.6, "num_generated_groups": 10.0}),
+        Attempt("rollout", 2, 0, "done", 0, 1, metrics={"a": 0.5, "num_generated_groups": 0.0}),
     ]
     assert facts.per_iteration("rollout", "a") == {1: pytest.approx(0.3), 2: 0.5}
     assert facts.per_iteration("rollout", "a", max) == {1: 0.6, 2: 0.5}
@@ -214,12 +211,10 @@ def test_an_alert_tells_what_the_run_did_on_the_machine_and_whether_it_is_over(s
     whole |= {"state": "resolved", "first_second": BEGAN + 30, "last_second": BEGAN + 90}
     for name, record in (("one", alert), ("all", whole)):
         write_json(f"{layout.alerts(short_root)}/{name}.json", record)
-    facts = gather(short_root)
-    keys = key_numbers(facts, "SUCCEEDED")
-    one, everything = build_page(facts, keys, failed_task="", error_message="").alerts
-    assert (one["machine"], one["metric"], one["where"]) == (
-        *("node-7", "cpu_usage", "train of iteration 7"),
-    )
+    facts = gather(short_root, "SUCCEEDED")
+    one, everything = build_page(facts, failed_task="", error_message="").alerts
+    where = "train of iteration 7"
+    assert (one["machine"], one["metric"], one["where"]) == ("node-7", "cpu_usage", where)
     assert (one["end"], one["action"]) == ("not over", alert["action"])
     assert (everything["machine"], everything["metric"]) == ("3 machines", "job_wide")
     assert everything["end"] != "not over"

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from planish.stages.report.facts import Alert, Comparison, Evaluation, RunFacts, Sample, Saved, Task
+from planish.stages.report.facts import (
+    Alert,
+    Attempt,
+    Comparison,
+    Evaluation,
+    ReportFacts,
+    Sample,
+    Saved,
+)
 from planish.stages.report.gather import gather
-from planish.stages.report.keys import as_metrics, as_summary, key_numbers
 from planish.stages.report.page import build_page, resume_command
 from planish.stages.report.render import MAX_BYTES, render_html, render_markdown
+from planish.stages.report.stage import as_metrics, as_summary
 from planish.stages.report.tables import change_of, funnel, score_tables
 from tests.unit.stages.report.synthetic_run import CURATION
 
@@ -34,9 +43,8 @@ class Elements(HTMLParser):
 
 
 def pages(facts, state="SUCCEEDED", failed_task="", error_message=""):
-    page = build_page(
-        facts, key_numbers(facts, state), failed_task=failed_task, error_message=error_message
-    )
+    facts = replace(facts, state=state)
+    page = build_page(facts, failed_task=failed_task, error_message=error_message)
     return render_html(page), render_markdown(page)
 
 
@@ -94,10 +102,10 @@ def test_equal_runs_give_equal_pages(healthy_root, healthy_pages):
 
 def hostile_facts():
     sample = Sample("00" * 8, HOSTILE, HOSTILE, HOSTILE, False, HOSTILE, 3)
-    return RunFacts(
+    return ReportFacts(
         root=f"file:///runs/{HOSTILE}",
         run={"preset": HOSTILE, "config": {HOSTILE: {HOSTILE: HOSTILE}}, "code_version": HOSTILE},
-        tasks=[Task("$\\frac{$", 1, 0, "failed", 5.0, 1.0, error=HOSTILE)],
+        tasks=[Attempt("$\\frac{$", 1, 0, "failed", 5.0, 1.0, error=HOSTILE)],
         updates={1: {"entropy": 0.5}},
         evaluations=[
             Evaluation(v, {"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}}) for v in (0, 1)
@@ -130,12 +138,12 @@ def test_hostile_text_stays_text_in_markdown():
 
 
 def test_a_failure_names_stage_error_last_good_state_and_command():
-    facts = RunFacts(
+    facts = ReportFacts(
         root="file:///runs/a b",
         tasks=[
-            Task("rollout", 3, 0, "done", 10, 5),
-            Task("rollout", 3, 1, "running", 11, 4),
-            Task("train", 2, 0, "failed", 20, 2, error="PeerLost: rank 1 is gone"),
+            Attempt("rollout", 3, 0, "done", 10, 5),
+            Attempt("rollout", 3, 1, "running", 11, 4),
+            Attempt("train", 2, 0, "failed", 20, 2, error="PeerLost: rank 1 is gone"),
         ],
         policies=[Saved("policy", 1, "file:///runs/a b/policies/00001", "1" * 64)],
         states=[Saved("state", 16, "file:///runs/a b/states/step-00000016", "2" * 64)],
@@ -155,7 +163,7 @@ def test_a_failure_names_stage_error_last_good_state_and_command():
 
 
 def test_a_failure_without_any_log_names_what_the_scheduler_says():
-    html, _ = pages(RunFacts(root="s3://b/r"), "FAILED", "post-train", "OOMKilled")
+    html, _ = pages(ReportFacts(root="s3://b/r"), "FAILED", "post-train", "OOMKilled")
     text = Elements(html).text
     assert "The run failed in stage post-train" in text
     assert "OOMKilled" in text
@@ -167,36 +175,33 @@ def test_a_failure_without_any_log_names_what_the_scheduler_says():
     [("SUCCEEDED", "good"), ("succeeded", "good"), ("FAILED", "bad"), ("", "warn"), ("X", "warn")],
 )
 def test_the_state_decides_the_colour(state, tone):
-    page = build_page(
-        RunFacts("file:///r"), key_numbers(RunFacts("file:///r"), state), failed_task="",
-        error_message="",
-    )  # fmt: skip
+    page = build_page(ReportFacts("file:///r", state), failed_task="", error_message="")
     assert page.tone == tone
 
 
 def test_a_stopped_run_says_so():
-    facts = RunFacts("file:///r", is_stopped=True)
+    facts = ReportFacts("file:///r", is_stopped=True)
     assert "Stopped by an operator" in pages(facts)[0]
 
 
 def test_the_command_fits_the_kind_of_root():
-    local = RunFacts("file:///r", run={"preset": "dapo-tiny"})
+    local = ReportFacts("file:///r", run={"preset": "dapo-tiny"})
     assert resume_command(local) == "python -m pipelines.local --root file:///r --preset dapo-tiny"
-    assert resume_command(RunFacts("s3://runs/a", run={"preset": "p"})).splitlines() == [
+    assert resume_command(ReportFacts("s3://runs/a", run={"preset": "p"})).splitlines() == [
         "python -m pipelines.submit run s3://runs/a -p preset=p  # on a cluster",
         "python -m pipelines.local --root s3://runs/a --preset p  # on one machine",
     ]
 
 
 def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
-    facts = RunFacts("file:///r", curation="a " * 50_000)
+    facts = ReportFacts("file:///r", curation="a " * 50_000)
     keys = ("reward_mean", "entropy", "clipfrac_high", "approx_kl", "grad_norm", "grad_norm_max")
     facts.updates = {i: dict.fromkeys(keys, i % 17 / 17) for i in range(1, 1001)}
     for i in range(1, 1001):
         for shard in range(4):
             metrics = {"accuracy_mean": 0.5, "ds/kept_frac": 0.5, "ds/all_wrong_frac": 0.5}
-            facts.tasks.append(Task("rollout", i, shard, "done", 10.0 * i, 5, metrics=metrics))
-        facts.tasks.append(Task("train", i, 0, "done", 10.0 * i + 6, 3))
+            facts.tasks.append(Attempt("rollout", i, shard, "done", 10.0 * i, 5, metrics=metrics))
+        facts.tasks.append(Attempt("train", i, 0, "done", 10.0 * i + 6, 3))
     facts.missing = [f"update of iteration {i}" for i in range(500)]
     html, _ = pages(facts)
     assert len(html.encode()) < MAX_BYTES
@@ -206,7 +211,7 @@ def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
 
 def test_a_page_that_would_be_too_large_loses_its_samples_first():
     sample = Sample("0" * 16, "p", "a", "x" * 1500, True)
-    facts = RunFacts("file:///r", updates={1: {"entropy": 1.0}, 2: {"entropy": 0.9}})
+    facts = ReportFacts("file:///r", updates={1: {"entropy": 1.0}, 2: {"entropy": 0.9}})
     facts.comparisons = [Comparison("many", [("c", [sample] * 2000)])]
     html, _ = pages(facts)
     assert len(html.encode()) < MAX_BYTES
@@ -247,19 +252,18 @@ def test_the_funnel_is_read_from_the_curation_report():
 
 
 def test_metrics_are_the_known_scalars(healthy_facts):
-    facts = healthy_facts
-    metrics = as_metrics(as_summary(facts, key_numbers(facts, "SUCCEEDED")))
+    metrics = as_metrics(as_summary(healthy_facts))
     assert metrics["accuracy_after"] == 0.4831
     assert metrics["iterations"] == 8.0
     assert metrics["num_failed_tasks"] == 0.0
-    empty = RunFacts("file:///r")
-    assert "accuracy_after" not in as_metrics(as_summary(empty, key_numbers(empty, "FAILED")))
+    empty = ReportFacts("file:///r", "FAILED")
+    assert "accuracy_after" not in as_metrics(as_summary(empty))
 
 
 def test_the_distance_from_a_reference_is_drawn_for_runs_with_a_penalty_only():
-    plain = RunFacts("file:///r", updates={k: {"approx_kl": 0.01 * k} for k in (1, 2)})
+    plain = ReportFacts("file:///r", updates={k: {"approx_kl": 0.01 * k} for k in (1, 2)})
     assert "Distance from the reference" not in pages(plain)[0]
-    facts = RunFacts("file:///r", updates={k: {"reference_kl": 0.01 * k} for k in (1, 2)})
+    facts = ReportFacts("file:///r", updates={k: {"reference_kl": 0.01 * k} for k in (1, 2)})
     html = pages(facts)[0]
     assert "Distance from the reference" in html
     assert "estimated KL (nats per token)" in html

@@ -165,7 +165,20 @@ def line_chart(
             _draw_line(page, line, unit, floor)
         for mark in marks:
             _draw_mark(page, mark, unit)
-        _draw_limit(page, limit)
+        if limit is not None:
+            page.axes.axhline(
+                limit[1], color=PALETTE["slate"], linewidth=1.25, linestyle=(0, (2, 2))
+            )
+            page.axes.annotate(
+                limit[0],
+                (1.0, limit[1]),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                color=PALETTE["muted"],
+            )
         positive = all(value > 0 for line in lines for value in line.y)
         if is_log and positive:
             page.axes.set_yscale("log")
@@ -174,22 +187,19 @@ def line_chart(
         # A curve that begins later keeps the axis of the other charts.
         xs += [x for band in bands for x in (band.first, band.last)]
         _iteration_axis(page.axes, min(xs), max(xs))
-        _draw_bands(page, bands)
+        # The axis has its range by now, which a band must not widen.
+        low, high = page.axes.get_xlim()
+        for band in bands:
+            start, end = max(low, band.first - 0.5), min(high, band.last + 0.5)
+            if start < end:
+                page.axes.axvspan(start, end, color=PALETTE["line"], alpha=0.6, lw=0, zorder=0)
+        page.axes.set_xlim(low, high)
     return page.svg
 
 
-def _draw_bands(page: Canvas, bands: Sequence[Band]) -> None:
-    """Shade after the axis has its range, which a band must not widen."""
-    low, high = page.axes.get_xlim()
-    for band in bands:
-        first, last = max(low, band.first - 0.5), min(high, band.last + 0.5)
-        if first < last:
-            page.axes.axvspan(first, last, color=PALETTE["line"], alpha=0.6, linewidth=0, zorder=0)
-    page.axes.set_xlim(low, high)
-
-
 def _draw_line(page: Canvas, line: Line, unit: Unit, floor: float | None) -> None:
-    x, y = _thin(line.x, line.y)
+    stride = max(1, -(-len(line.x) // MAX_POINTS))
+    x, y = list(line.x[::stride]), list(line.y[::stride])
     height = y if floor is None else [max(floor, value) for value in y]
     color = PALETTE[line.color]
     style: dict[str, Any] = {"color": color}
@@ -207,11 +217,6 @@ def _draw_line(page: Canvas, line: Line, unit: Unit, floor: float | None) -> Non
         )  # fmt: skip
 
 
-def _thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    stride = -(-len(x) // MAX_POINTS) if len(x) else 1
-    return list(x[::stride]), list(y[::stride])
-
-
 def _draw_mark(page: Canvas, mark: Mark, unit: Unit) -> None:
     color = PALETTE[mark.color]
     if mark.error > 0:
@@ -223,17 +228,6 @@ def _draw_mark(page: Canvas, mark: Mark, unit: Unit) -> None:
     page.axes.plot(
         [mark.x], [mark.y], "D", gid=tip, markersize=8.5, markerfacecolor=color,
         markeredgecolor=PALETTE["surface"], markeredgewidth=1.5, clip_on=False, zorder=5,
-    )  # fmt: skip
-
-
-def _draw_limit(page: Canvas, limit: tuple[str, float] | None) -> None:
-    if limit is None:
-        return
-    label, height = limit
-    page.axes.axhline(height, color=PALETTE["slate"], linewidth=1.25, linestyle=(0, (2, 2)))
-    page.axes.annotate(
-        label, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 4),
-        textcoords="offset points", ha="right", va="bottom", color=PALETTE["muted"],
     )  # fmt: skip
 
 
@@ -352,8 +346,3 @@ def _merge(spans: Sequence[Span], end: float) -> list[Span]:
         for (row, color), found in merged.items()
         for start, stop, count in found
     ]
-
-
-def boxes(parts: Sequence[Part]) -> tuple[tuple[str, str, str], ...]:
-    """Return the legend of stacked bars."""
-    return tuple((part.label, part.color, "box") for part in parts)

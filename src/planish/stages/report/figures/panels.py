@@ -1,26 +1,117 @@
-"""Which curves the page has, where their numbers come from, and how to read them.
+"""Which curves the page has, where their numbers come from, and how a reader takes them.
 
-A chart whose numbers do not exist is left out; nothing is guessed.
+A curve without numbers is left out of its chart, a chart without curves out of the page; nothing is
+guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from planish.stages.report.facts import RunFacts
-from planish.stages.report.figures.charts import Chart, Mark, Part, boxes, line_chart, stacked_bars
-from planish.stages.report.figures.critic_panels import critic_charts, window_charts
-from planish.stages.report.figures.curves import (
-    Curve,
-    Panel,
-    Source,
-    draw,
-    legend,
-    lines_of,
-    pretraining,
-    update,
+from planish.stages.report.figures.charts import Unit
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a series lies.
+
+    Example:
+        >>> Source("rollout", "num_generated_tokens", sum).key
+        'num_generated_tokens'
+    """
+
+    stage: str
+    """`update` for the update report, else the stage whose log holds it."""
+    key: str
+    """Name of the scalar."""
+    combine: Callable[[list[float]], float] | None = None
+    """How the values of parallel tasks become one; None is the mean, weighted by their groups."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart."""
+
+    label: str
+    """Name in the legend."""
+    color: str
+    """Key of the palette."""
+    sources: tuple[Source, ...]
+    """The first that exists is drawn."""
+    is_secondary: bool = False
+    """Drawn thinner and dashed."""
+    is_quiet: bool = False
+    """Left out where it is 0 throughout."""
+    unless: Source | None = None
+    """Iterations in which this is not 0 have no point."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart made of curves."""
+
+    title: str
+    """Heading."""
+    y_label: str
+    """Quantity and unit of the vertical axis."""
+    hint: str
+    """How to read it."""
+    curves: tuple[Curve, ...] = ()
+    """Lines."""
+    unit: Unit = "number"
+    """How values are written."""
+    from_zero: bool = False
+    """The vertical axis starts at 0."""
+    is_log: bool = False
+    """The vertical axis is logarithmic."""
+    floor: float | None = None
+    """The vertical axis ends here at the latest; lower points are drawn on its edge."""
+
+
+def update(key: str) -> Source:
+    """Return the source of a scalar of the update report."""
+    return Source("update", key)
+
+
+ACCURACY = Panel(
+    "Accuracy",
+    "share of correct responses",
+    "Groups that are all right or all wrong do not train, so the dashed curve stays near one half "
+    "by construction.",
+    (
+        Curve("all sampled", "blue", (Source("rollout", "accuracy_mean"),)),
+        Curve(
+            "trained on",
+            "slate",
+            (update("accuracy_mean"), Source("reward", "accuracy_mean")),
+            is_secondary=True,
+        ),
+    ),
+    unit="percent",
+    from_zero=True,
 )
-from planish.stages.report.figures.times import stage_times, task_timeline
+
+LENGTHS = Panel(
+    "Response length",
+    "tokens per response",
+    "Longer answers can mean more reasoning or mere padding: read it together with accuracy. A "
+    "mean near the limit says that answers are cut off.",
+    (
+        Curve(
+            "mean",
+            "blue",
+            (Source("rollout", "response_length_mean"), update("response_tokens_mean")),
+        ),
+        Curve(
+            "longest",
+            "slate",
+            (Source("rollout", "response_length_max", max), update("response_tokens_max")),
+            is_secondary=True,
+        ),
+    ),
+    from_zero=True,
+)
 
 PANELS: tuple[Panel, ...] = (
     Panel(
@@ -90,150 +181,100 @@ PANELS: tuple[Panel, ...] = (
         is_log=True,
     ),
 )
+"""Charts of every run, in the order of the page: `all_charts` puts others between the first."""
 
-LENGTH_MEAN = (
-    Source("rollout", "response_length_mean"),
-    update("response_tokens_mean"),
-)
-LENGTH_MAX = (
-    Source("rollout", "response_length_max", max),
-    update("response_tokens_max"),
-)
-ACCURACY_SAMPLED = (Source("rollout", "accuracy_mean"),)
-ACCURACY_TRAINED = (update("accuracy_mean"), Source("reward", "accuracy_mean"))
-GROUPS: tuple[tuple[str, str, str], ...] = (
-    ("kept", "blue", "ds/kept_frac"),
-    ("all correct", "teal", "ds/all_correct_frac"),
-    ("all wrong", "red", "ds/all_wrong_frac"),
-)
-"""Label, colour and rollout metric of the fates of a group."""
-
-
-def all_charts(facts: RunFacts, before: Mark | None, after: Mark | None) -> list[Chart]:
-    """Draw every chart whose numbers exist, in the order of the page.
-
-    Args:
-        facts: the run.
-        before: held-out accuracy of the starting policy.
-        after: held-out accuracy of the final policy.
-    """
-    drawn = {panel.title: draw(facts, panel) for panel in PANELS}
-    charts = [
-        _accuracy(facts, [mark for mark in (before, after) if mark is not None]),
-        drawn.pop("Reward"),
-        _lengths(facts),
-        drawn.pop("Entropy"),
-        _groups(facts),
-        *drawn.values(),
-        *critic_charts(facts),
-        *window_charts(facts),
-    ]
-    found = [chart for chart in charts if chart is not None]
-    # Two columns: an odd count would leave a hole before the timeline.
-    times = stage_times(facts, is_wide=len(found) % 2 == 0)
-    return found + [chart for chart in (times, task_timeline(facts)) if chart is not None]
-
-
-def _accuracy(facts: RunFacts, marks: Sequence[Mark]) -> Chart | None:
-    lines = lines_of(
-        facts,
+CRITIC_PANELS: tuple[Panel, ...] = (
+    Panel(
+        "Value loss",
+        "half the mean squared error",
+        "How far the critic is from what the responses were worth. The dashed curve is measured "
+        "before the critic has trained on the batch; if only the solid one falls, it learns the "
+        "batch by heart.",
         (
-            Curve("all sampled", "blue", ACCURACY_SAMPLED),
-            Curve("trained on", "slate", ACCURACY_TRAINED, is_secondary=True),
+            Curve("while training", "violet", (update("value_loss"),)),
+            Curve("before", "slate", (update("fresh_value_loss"),), is_secondary=True),
         ),
-    )
-    if not lines and not marks:
-        return None
-    bands = pretraining(facts)
-    svg = line_chart(
-        "Accuracy",
-        lines,
-        y_label="share of correct responses",
-        unit="percent",
-        marks=marks,
         from_zero=True,
-        bands=bands,
-    )
-    keys = legend(lines, bands)
-    if marks:
-        keys += (("held out", marks[0].color, "mark"),)
-    hint = (
-        "Groups that are all right or all wrong do not train, so the dashed curve stays near one "
-        "half by construction."
-    )
-    if _keeps_all_groups(facts):
-        hint = "Every group trains, whatever its accuracy."
-    if marks:
-        hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
-    return Chart("Accuracy", svg, hint, keys)
-
-
-def _lengths(facts: RunFacts) -> Chart | None:
-    lines = lines_of(
-        facts,
+    ),
+    Panel(
+        "Explained variance of the critic",
+        "share of the variance of returns",
+        "1 is a critic that knows every outcome, 0 one that knows only the mean; below 0 it is "
+        "worse than the mean. Measured before the critic has trained on the batch; iterations in "
+        "which all returns are equal have no point, and points below -1 are drawn at -1.",
         (
-            Curve("mean", "blue", LENGTH_MEAN),
-            Curve("longest", "slate", LENGTH_MAX, is_secondary=True),
+            Curve(
+                "explained variance",
+                "teal",
+                (update("explained_variance"),),
+                unless=update("ev_undefined"),
+            ),
         ),
-    )
-    if not lines:
-        return None
-    limit, bands = _max_response_tokens(facts), pretraining(facts)
-    svg = line_chart(
-        "Response length",
-        lines,
-        y_label="tokens per response",
-        limit=(f"limit {limit:,}", float(limit)) if limit else None,
+        floor=-1.0,
+    ),
+    Panel(
+        "Values against returns",
+        "mean per response token",
+        "A lasting gap is a bias of the critic: it reaches every advantage and adds up along a "
+        "response. Value pretraining is there to close it before the policy moves.",
+        (
+            Curve("value", "violet", (update("value_mean"),)),
+            Curve("return", "slate", (update("return_mean"),), is_secondary=True),
+        ),
+    ),
+    Panel(
+        "Responses that train the critic",
+        "finished responses per iteration",
+        "Only a finished response has a return. With windows their number varies from one "
+        "iteration to the next; correct ones also train the policy as examples.",
+        (
+            Curve("finished", "blue", (update("num_finished"),)),
+            Curve("correct", "teal", (update("positive_rollouts"),), is_quiet=True),
+        ),
         from_zero=True,
-        bands=bands,
-    )
-    hint = (
-        "Longer answers can mean more reasoning or mere padding: read it together with accuracy. "
-        "A mean near the limit says that answers are cut off."
-    )
-    return Chart("Response length", svg, hint, legend(lines, bands))
+    ),
+    Panel(
+        "Learning rates",
+        "step size of AdamW",
+        "The critic has to follow the policy, so its rate is the higher one. The policy's is 0 "
+        "while the critic is pretrained.",
+        (
+            Curve("critic", "violet", (update("critic_learning_rate"),)),
+            Curve("policy", "blue", (update("learning_rate"),), is_secondary=True),
+        ),
+        from_zero=True,
+    ),
+    Panel(
+        "Advantages before scaling",
+        "per trained token",
+        "A mean away from 0 says that the critic expects too little or too much of the policy; the "
+        "deviation is the noise and the signal that the update sees.",
+        (
+            Curve("deviation", "orange", (update("advantage_std"),)),
+            Curve("mean", "slate", (update("advantage_mean"),), is_secondary=True),
+        ),
+    ),
+)
+"""Charts of the critic, in the order of the page."""
 
+SLOTS = Panel(
+    "Slots",
+    "share",
+    "Continued: slots that began the iteration with a response from the one before. Utilisation: "
+    "sampled tokens over decode steps times rows; what is missing to 100 % was spent waiting for "
+    "the longest response.",
+    unit="percent",
+    from_zero=True,
+)
 
-def _max_response_tokens(facts: RunFacts) -> int:
-    """Return the limit on sampled tokens, 0 when the configuration does not tell."""
-    for section in ("rollout", "reward"):
-        limit = facts.config.get(section, {}).get("max_response_tokens")
-        if isinstance(limit, int):
-            return limit
-    return 0
-
-
-def _keeps_all_groups(facts: RunFacts) -> bool:
-    return facts.config.get("rollout", {}).get("dynamic_sampling") is False
-
-
-def _groups(facts: RunFacts) -> Chart | None:
-    is_filtered = not _keeps_all_groups(facts)
-    labels = {"kept": "kept" if is_filtered else "mixed"}
-    found = [
-        (labels.get(label, label), color, facts.per_iteration("rollout", key))
-        for label, color, key in GROUPS
-    ]
-    found = [item for item in found if item[2]]
-    if not found:
-        return None
-    iterations = sorted({iteration for _, _, values in found for iteration in values})
-    parts = [
-        Part(label, color, [values.get(i, 0.0) for i in iterations])
-        for label, color, values in found
-    ]
-    svg = stacked_bars(
-        "Groups", iterations, parts, y_label="share of sampled groups", unit="percent"
-    )
-    title = "Groups kept by dynamic sampling"
-    hint = (
-        "Only groups with right and wrong responses carry a signal and are kept. A growing share "
-        "of all-correct groups says that the prompts become too easy for the policy."
-    )
-    if not is_filtered:
-        title = "Groups by outcome"
-        hint = (
-            "Nothing is filtered, every group trains. Where advantages compare the responses of a "
-            "group they are 0 in those that are all right or all wrong; those of a critic are not."
-        )
-    return Chart(title, svg, hint, boxes(parts))
+PREFIX = Panel(
+    "Prefix tokens",
+    "tokens per iteration",
+    "Tokens of earlier windows that were read again under the newer policy, beside those that were "
+    "sampled: what it costs to go on with a response.",
+    (
+        Curve("sampled", "blue", (Source("rollout", "num_generated_tokens", sum),)),
+        Curve("read again", "orange", (Source("rollout", "num_prefix_tokens", sum),)),
+    ),
+    from_zero=True,
+)

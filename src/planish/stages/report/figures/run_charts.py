@@ -1,0 +1,301 @@
+"""The charts of one run: curves over iterations, fates of groups, slots, and where time went."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from planish.stages.report.facts import Attempt, ReportFacts
+from planish.stages.report.figures.charts import (
+    Band,
+    Chart,
+    Line,
+    Mark,
+    Part,
+    Span,
+    line_chart,
+    stacked_bars,
+    timeline,
+)
+from planish.stages.report.figures.panels import (
+    ACCURACY,
+    CRITIC_PANELS,
+    LENGTHS,
+    PANELS,
+    PREFIX,
+    SLOTS,
+    Curve,
+    Panel,
+    Source,
+    update,
+)
+from planish.stages.report.words import seconds
+
+GROUPS: tuple[tuple[str, str, str], ...] = (
+    ("kept", "blue", "ds/kept_frac"),
+    ("all correct", "teal", "ds/all_correct_frac"),
+    ("all wrong", "red", "ds/all_wrong_frac"),
+)
+"""Label, colour and rollout metric of the fates of a group."""
+
+STAGE_COLORS: dict[str, str] = {
+    "prepare": "slate",
+    "curate": "slate",
+    "sft": "violet",
+    "rollout": "blue",
+    "reward": "orange",
+    "train": "teal",
+    "checkpoint": "violet",
+    "evaluate": "violet",
+}
+"""Stage to colour; stages outside iterations may share one with each other."""
+
+
+def all_charts(facts: ReportFacts, before: Mark | None, after: Mark | None) -> list[Chart]:
+    """Draw every chart whose numbers exist, in the order of the page.
+
+    Args:
+        facts: the run.
+        before: held-out accuracy of the starting policy.
+        after: held-out accuracy of the final policy.
+    """
+    keeps_all = facts.config.get("rollout", {}).get("dynamic_sampling") is False
+    marks = [mark for mark in (before, after) if mark is not None]
+    hint = "Every group trains, whatever its accuracy." if keeps_all else ACCURACY.hint
+    if marks:
+        hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
+    reward, entropy, *others = (draw(facts, panel) for panel in PANELS)
+    charts = [
+        draw(facts, ACCURACY, marks=marks, hint=hint),
+        reward,
+        draw(facts, LENGTHS, limit=_max_response_tokens(facts)),
+        entropy,
+        _groups(facts, keeps_all=keeps_all),
+        *others,
+    ]
+    if any("critic_learning_rate" in scalars for scalars in facts.updates.values()):
+        charts += [draw(facts, panel) for panel in CRITIC_PANELS]
+    charts += _window_charts(facts)
+    found = [chart for chart in charts if chart is not None]
+    # Two columns: an odd count would leave a hole before the timeline.
+    times = stage_times(facts, is_wide=len(found) % 2 == 0)
+    return found + [chart for chart in (times, task_timeline(facts)) if chart is not None]
+
+
+def series(facts: ReportFacts, sources: Sequence[Source]) -> dict[int, float]:
+    """Return iteration -> value of the first source that has any."""
+    for source in sources:
+        if source.stage == "update":
+            found = {
+                iteration: scalars[source.key]
+                for iteration, scalars in sorted(facts.updates.items())
+                if source.key in scalars
+            }
+        else:
+            found = facts.per_iteration(source.stage, source.key, source.combine)
+        if found:
+            return found
+    return {}
+
+
+def pretraining(facts: ReportFacts) -> tuple[Band, ...]:
+    """Return the stretches of iterations that trained the critic alone: every chart shades them."""
+    numbers = [n for n, flag in series(facts, (update("pretraining"),)).items() if flag > 0]
+    stretches: list[list[int]] = []
+    for number in numbers:
+        if stretches and number == stretches[-1][1] + 1:
+            stretches[-1][1] = number
+        else:
+            stretches.append([number, number])
+    return tuple(Band("value pretraining", first, last) for first, last in stretches)
+
+
+def lines_of(facts: ReportFacts, curves: Sequence[Curve]) -> list[Line]:
+    """Return the curves that have numbers."""
+    lines = []
+    for curve in curves:
+        found = series(facts, curve.sources)
+        if curve.unless is not None:
+            hidden = series(facts, (curve.unless,))
+            found = {number: y for number, y in found.items() if not hidden.get(number)}
+        if found and (any(found.values()) or not curve.is_quiet):
+            lines.append(
+                Line(curve.label, curve.color, [*found], [*found.values()], curve.is_secondary)
+            )
+    return lines
+
+
+def draw(
+    facts: ReportFacts,
+    panel: Panel,
+    *,
+    lines: Sequence[Line] | None = None,
+    marks: Sequence[Mark] = (),
+    limit: int = 0,
+    hint: str = "",
+) -> Chart | None:
+    """Draw a chart made of curves; None where there is nothing to draw.
+
+    Args:
+        facts: the run.
+        panel: what to draw, and how.
+        lines: curves that are worked out already; None takes those of the panel.
+        marks: measured points beside the curves.
+        limit: height of a line that no curve may cross; 0 draws none.
+        hint: how to read it; empty takes that of the panel.
+    """
+    is_single = lines is None and len(panel.curves) == 1
+    lines = lines_of(facts, panel.curves) if lines is None else lines
+    if not lines and not marks:
+        return None
+    bands = pretraining(facts)
+    svg = line_chart(
+        panel.title,
+        lines,
+        y_label=panel.y_label,
+        unit=panel.unit,
+        limit=(f"limit {limit:,}", float(limit)) if limit else None,
+        marks=marks,
+        from_zero=panel.from_zero,
+        is_log=panel.is_log,
+        floor=panel.floor,
+        bands=bands,
+    )
+    keys = [
+        (line.label, line.color, "dash" if line.is_secondary else "line")
+        for line in lines
+        if not is_single
+    ]
+    keys += [(label, "line", "box") for label in dict.fromkeys(band.label for band in bands)]
+    keys += [("held out", marks[0].color, "mark")] if marks else []
+    return Chart(panel.title, svg, hint or panel.hint, tuple(keys))
+
+
+def _max_response_tokens(facts: ReportFacts) -> int:
+    """Return the limit on sampled tokens, 0 when the configuration does not tell."""
+    for section in ("rollout", "reward"):
+        limit = facts.config.get(section, {}).get("max_response_tokens")
+        if isinstance(limit, int):
+            return limit
+    return 0
+
+
+def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
+    """Draw the shares of groups by what the filter of dynamic sampling sees in them."""
+    found = [(label, color, facts.per_iteration("rollout", key)) for label, color, key in GROUPS]
+    iterations = sorted({iteration for _, _, values in found for iteration in values})
+    if not iterations:
+        return None
+    parts = [
+        Part(
+            "mixed" if keeps_all and label == "kept" else label,
+            color,
+            [values.get(i, 0.0) for i in iterations],
+        )
+        for label, color, values in found
+        if values
+    ]
+    svg = stacked_bars(
+        "Groups", iterations, parts, y_label="share of sampled groups", unit="percent"
+    )
+    title = "Groups kept by dynamic sampling"
+    hint = (
+        "Only groups with right and wrong responses carry a signal and are kept. A growing share "
+        "of all-correct groups says that the prompts become too easy for the policy."
+    )
+    if keeps_all:
+        title = "Groups by outcome"
+        hint = (
+            "Nothing is filtered, every group trains. Where advantages compare the responses of a "
+            "group they are 0 in those that are all right or all wrong; those of a critic are not."
+        )
+    return Chart(title, svg, hint, tuple((part.label, part.color, "box") for part in parts))
+
+
+def _window_charts(facts: ReportFacts) -> list[Chart | None]:
+    """Draw how many slots went on with a response, and what that cost; none without windows."""
+    live = facts.per_iteration("rollout", "num_live_slots", sum)
+    continued = facts.per_iteration("rollout", "num_continued", sum)
+    if not live or not any(continued.values()):
+        return []
+    shares = {number: continued.get(number, 0.0) / max(n, 1.0) for number, n in live.items()}
+    used = facts.per_iteration("rollout", "slot_utilisation")
+    lines = [Line("continued", "orange", [*shares], [*shares.values()])]
+    if used:
+        lines.append(Line("utilisation", "teal", [*used], [*used.values()]))
+    return [draw(facts, SLOTS, lines=lines), draw(facts, PREFIX)]
+
+
+def stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
+    """Draw the time per stage and iteration; None without iterations."""
+    times: dict[int, dict[str, float]] = {}
+    for task in facts.tasks:
+        if task.iteration:
+            stages = times.setdefault(task.iteration, {})
+            stages[task.stage] = max(stages.get(task.stage, 0.0), task.seconds)
+    if not times:
+        return None
+    iterations = sorted(times)
+    parts = [
+        Part(
+            name,
+            STAGE_COLORS.get(name, "slate"),
+            [times[iteration].get(name, 0.0) for iteration in iterations],
+        )
+        for name in _stage_order({name for stages in times.values() for name in stages})
+    ]
+    svg = stacked_bars(
+        "Time per stage",
+        iterations,
+        parts,
+        y_label="time per iteration",
+        unit="seconds",
+        width=1124 if is_wide else 540,
+    )
+    hint = (
+        "Where an iteration spends its time; of parallel rollout shards the slowest counts. "
+        "A bar that grows with response length is healthy, a sudden one is a slow machine."
+    )
+    keys = tuple((part.label, part.color, "box") for part in parts)
+    return Chart("Time per stage", svg, hint, keys, is_wide)
+
+
+def _stage_order(names: set[str]) -> list[str]:
+    order = [*STAGE_COLORS, *sorted(names - STAGE_COLORS.keys())]
+    return [name for name in order if name in names]
+
+
+def task_timeline(facts: ReportFacts) -> Chart | None:
+    """Draw when each task ran; None without stage logs."""
+    tasks = [task for task in facts.tasks if task.start_seconds > 0]
+    if not tasks:
+        return None
+    zero = min(task.start_seconds for task in tasks)
+    rows: dict[str, None] = {}
+    shards = {task.shard for task in tasks if task.stage == "rollout"}
+    for name in _stage_order({task.stage for task in tasks}):
+        if name == "rollout" and 1 < len(shards) <= 8:
+            rows.update(dict.fromkeys(f"rollout {shard}" for shard in sorted(shards)))
+        else:
+            rows[name] = None
+    spans = [span for task in tasks for span in _spans(task, rows, zero)]
+    hint = (
+        "When each task ran. Pale bars are process start and imports, white space between bars is "
+        "the scheduler; rollout rows that overlap are shards that run in parallel."
+    )
+    return Chart("Timeline", timeline("Timeline", [*rows], spans), hint, is_wide=True)
+
+
+def _spans(task: Attempt, rows: Collection[str], zero: float) -> list[Span]:
+    """Return the bar of a task, and one for the start of its process."""
+    row = task.stage if task.stage in rows else f"{task.stage} {task.shard}"
+    color = "red" if task.state == "failed" else STAGE_COLORS.get(task.stage, "slate")
+    start = task.start_seconds - zero
+    state = "reused an earlier result" if task.already_done else task.state
+    spans = [
+        Span(row, color, start, task.seconds, f"{task.name}: {seconds(task.seconds)}, {state}")
+    ]
+    wait = min(task.startup_seconds, start)
+    if wait > 0:
+        tip = f"{task.name}: {seconds(task.startup_seconds)} of process start"
+        spans.insert(0, Span(row, "line", start - wait, wait, tip))
+    return spans
