@@ -15,7 +15,7 @@ from rich.text import Text
 
 from planish.base.errors import PlanishError, RecordError
 from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
-from planish.show.text import printable, table
+from planish.show.text import cell, table
 from planish.store import open_store
 from planish.store.documents import read_json
 
@@ -115,7 +115,7 @@ def _lines(text: str) -> list[RenderableType]:
     shown = list(itertools.islice(lines, _MAX_LINES))
     left = sum(map(len, lines))
     more = [Text(f"... {left} characters more")] if left > 0 else []
-    return [*(printable(line.rstrip("\n"), width=400) for line in shown), *more]
+    return [*(cell(line.rstrip("\n"), width=400) for line in shown), *more]
 
 
 def document_tables(uri: str, data: bytes) -> list[RenderableType]:

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from planish.base.errors import RecordError
+from planish.base.text import bytes_text
 from planish.records import (
     PromptSet,
     Ragged,
@@ -26,7 +27,7 @@ from planish.records import (
 from planish.records.io import iter_set
 from planish.records.manifest import Manifest
 from planish.records.schema import Record
-from planish.show.text import bytes_text, table
+from planish.show.text import table
 from planish.store import open_store
 
 RECORDS: dict[str, type[Record]] = {

@@ -10,18 +10,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from planish.base.text import printable
 
-def printable(value: Any, *, width: int = 60) -> Text:
-    r"""Return one line of at most `width` characters without control characters or markup.
+
+def cell(value: Any, *, width: int = 60) -> Text:
+    """Return one line of at most `width` characters without control characters or markup.
 
     Example:
-        >>> printable("a\x1b[31mb").plain
-        'a\\x1b[31mb'
+        >>> cell({"b": 1.5}).plain
+        '{"b": 1.5}'
     """
-    text = value if isinstance(value, str) else _plain(value)
-    text = text[: 4 * width + 1]
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return Text(safe if len(safe) <= width else safe[: width - 3] + "...")
+    return Text(printable(_plain(value), limit=width))
 
 
 def _plain(value: Any) -> str:
@@ -37,28 +36,13 @@ def _plain(value: Any) -> str:
 def table(title: str, *columns: str, rows: list[list[Any]], width: int = 60) -> Group:
     """Return a title and a table of printable cells; numbers stand on the right."""
     built = Table(show_edge=False, pad_edge=False, show_header=any(columns))
-    for number, column in enumerate(columns):
-        numeric = bool(rows) and all(_is_number(row[number]) for row in rows)
+    for place, column in enumerate(columns):
+        numeric = bool(rows) and all(
+            isinstance(row[place], (int, float)) and not isinstance(row[place], bool)
+            for row in rows
+        )
         built.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        built.add_row(*(printable(cell, width=width) for cell in row))
+        built.add_row(*(cell(value, width=width) for value in row))
     heading = Text(title, style="bold", no_wrap=True, overflow="ignore")
     return Group(heading, built, Text())
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def bytes_text(count: float) -> str:
-    """Return a size for the eye.
-
-    Example:
-        >>> bytes_text(1536)
-        '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -28,7 +28,7 @@ from planish.records import (
 )
 from planish.show.command import show
 from planish.show.sets import safetensors_header
-from planish.show.text import bytes_text, printable
+from planish.show.text import cell
 from planish.store import open_store
 from tests.unit.records.bombs import peak_megabytes
 from tests.unit.records.samples import SAMPLES, changed, random_prompts, random_rollouts
@@ -90,7 +90,7 @@ def test_hostile_text_can_not_drive_the_terminal_or_the_markup(file_root):
     output = shown(ref.uri)
     assert r"\x1b]0;title\x07\x1b[31m[bold]x[/bold]\r\n\u202e\x9b" in output
     assert not set(output) & set("\x1b\x07\r\u202e\x9b")
-    assert printable("ab" * 50, width=10).plain == "abababa..."
+    assert cell("ab" * 50, width=10).plain == "abababa..."
 
 
 def test_a_policy_shows_its_files_and_tensors(store_root):
@@ -313,9 +313,3 @@ def test_the_program_can_be_piped_into_one_that_stops_reading(file_root):
     command = f"{sys.executable} -m planish show {ref.uri} --rows 1000 | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == (ref.uri, "")
-
-
-def test_sizes_are_told_in_binary_units():
-    assert [bytes_text(n) for n in (0, 1023, 1024, 5 << 20, 3 << 30, 2 << 40)] == [
-        "0 B", "1023 B", "1 KiB", "5 MiB", "3 GiB", "2 TiB",
-    ]  # fmt: skip

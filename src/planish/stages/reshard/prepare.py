@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import planish
 from planish.base.config import config_sha256
 from planish.base.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
+from planish.base.text import bytes_text
 from planish.checkpoint.convert.merge import policy_role
 from planish.checkpoint.convert.reshard_job import SECTION, ReshardJob
 from planish.checkpoint.load.reader import Opened, check_objects, open_state, split_place
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.train_state import checkpoint_place
-from planish.checkpoint.watch.heatmap import bytes_text
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
