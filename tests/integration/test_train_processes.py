@@ -18,8 +18,7 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
 from planish.stages.train.job import TrainJob
-from planish.stages.train.launch import launch
-from planish.stages.train.stage import train
+from planish.stages.train.stage import launch, train
 from tests.integration.test_train_stage import all_tensors
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 from tests.unit.stages.train.windows import add_window_iteration

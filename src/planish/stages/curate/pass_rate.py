@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from planish.records.io import fetch_files
-from planish.records.prompts import prompt_id
+from planish.records.prompts import PromptSet, prompt_id
 from planish.records.refs import parse_pin
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.problem import Problem
-from planish.verifiers import verify_many
+from planish.verifiers import VerifierOptions
+
+
+def prompt_set(problems: Sequence[Problem]) -> PromptSet:
+    """Return problems as a record."""
+    return PromptSet(
+        prompt_id=[prompt_id(p.messages, p.answer) for p in problems],
+        messages=[p.messages for p in problems],
+        answer=[p.answer for p in problems],
+        verifier=[p.verifier for p in problems],
+        source=[p.source for p in problems],
+        pass_rate=np.array([p.pass_rate for p in problems], dtype=np.float32),
+    )
 
 
 def measure_pass_rates(
@@ -25,32 +39,23 @@ def measure_pass_rates(
         EngineError: the reference policy cannot be loaded or sampled.
     """
     from planish.engines import open_engine
-    from planish.engines.requests import Request, Sampling
-    from planish.engines.sampling import request_seed
+    from planish.engines.measure import generate_rollouts, judge
+    from planish.engines.requests import Sampling
     from planish.models.tokens import load_tokenizer
 
     count = config.pass_rate_samples
     uri, digest = parse_pin(config.pass_rate_policy)
     tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
     with open_engine(config.pass_rate_engine, config.pass_rate_policy) as engine:
-        requests = []
-        for problem in problems:
-            tokens = tuple(tokenizer.encode_prompt(problem.messages))
-            name = prompt_id(problem.messages, problem.answer)
-            for sample in range(count):
-                sampling = Sampling(
-                    seed=request_seed(seed, 0, name, sample),
-                    max_new_tokens=config.pass_rate_max_tokens,
-                )
-                requests.append(Request(f"{name}-{sample:03d}", name, tokens, sampling))
-        texts = [tokenizer.decode(output.token_ids) for output in engine.generate(requests)]
-    verdicts = verify_many(
-        (problem.verifier, texts[number * count + sample], problem.answer)
-        for number, problem in enumerate(problems)
-        for sample in range(count)
-    )
-    right = [verdict.accuracy for verdict in verdicts]
-    return [
-        replace(problem, pass_rate=sum(right[n * count : (n + 1) * count]) / count)
-        for n, problem in enumerate(problems)
-    ]
+        rollouts = generate_rollouts(
+            engine,
+            tokenizer,
+            prompt_set(problems),
+            num_samples=count,
+            sampling=Sampling(max_new_tokens=config.pass_rate_max_tokens),
+            run_seed=seed,
+        )
+    verdicts = judge(rollouts, VerifierOptions(), max_error_rate=1.0)
+    right = np.array([verdict.accuracy for verdict in verdicts]).reshape(-1, count)
+    rates = right.sum(axis=1) / count
+    return [replace(p, pass_rate=float(rate)) for p, rate in zip(problems, rates, strict=True)]

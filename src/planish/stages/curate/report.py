@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planish.stages.curate.problem import Filter, Problem
+from planish.base.text import printable
 from planish.stages.curate.select import Curated
 
 EXAMPLE_CHARS = 120
@@ -38,8 +38,14 @@ def curation_metrics(curated: Curated) -> dict[str, float]:
     return metrics
 
 
-def curation_report(curated: Curated, source: str, source_sha256: str) -> str:
-    """Return the report as Markdown; text of the data is shown as code, never as markup."""
+def curation_report(curated: Curated, source_sha256: str) -> str:
+    """Return the report as Markdown; text of the data is shown as code, never as markup.
+
+    Args:
+        curated: what was selected.
+        source_sha256: digest of the data set; empty for generated tasks.
+    """
+    source = ", ".join(sorted({problem.source for problem in curated.train}))
     lines = [
         "# Curation report",
         "",
@@ -60,7 +66,12 @@ def curation_report(curated: Curated, source: str, source_sha256: str) -> str:
     lines += ["", "Each row of a filter went on or is counted under one reason below.", ""]
     for item in curated.ledger.filters:
         if item.reasons:
-            lines += _reasons(item)
+            lines += [f"### {_escape(item.name)}", ""]
+            lines += ["| reason | dropped | examples |", "| --- | ---: | --- |"]
+            for reason, count in item.reasons.items():
+                shown = "<br>".join(_code(example) for example in item.examples[reason])
+                lines.append(f"| {_escape(reason)} | {count} | {shown} |")
+            lines.append("")
     lines += ["## What was kept", ""]
     lines += _lengths("prompt characters", [len(p.question) for p in curated.train])
     lines += _lengths("trace characters", [len(p.trace or "") for p in curated.traced])
@@ -73,19 +84,6 @@ def curation_report(curated: Curated, source: str, source_sha256: str) -> str:
         for p in [*curated.traced, *curated.train][:5]
     ]
     return "\n".join(lines) + "\n"
-
-
-def _reasons(item: Filter) -> list[str]:
-    lines = [
-        f"### {_escape(item.name)}",
-        "",
-        "| reason | dropped | examples |",
-        "| --- | ---: | --- |",
-    ]
-    for reason, count in item.reasons.items():
-        shown = "<br>".join(_code(example) for example in item.examples[reason])
-        lines.append(f"| {_escape(reason)} | {count} | {shown} |")
-    return [*lines, ""]
 
 
 def _lengths(name: str, lengths: Sequence[int]) -> list[str]:
@@ -102,11 +100,5 @@ def _escape(text: str) -> str:
 def _code(text: str) -> str:
     """Return untrusted text as one line that neither a table nor a page takes for markup."""
     flat = " ".join(text.split())
-    short = flat if len(flat) <= EXAMPLE_CHARS else flat[: EXAMPLE_CHARS - 3] + "..."
-    printable = "".join(c if c.isprintable() else "?" for c in short)
-    return f"<code>{_escape(printable).replace('`', '&#96;').replace('*', '&#42;')}</code>"
-
-
-def source_name(problems: Sequence[Problem]) -> str:
-    """Return the sources of some problems."""
-    return ", ".join(sorted({problem.source for problem in problems}))
+    text = _escape(printable(flat, limit=EXAMPLE_CHARS))
+    return f"<code>{text.replace('`', '&#96;').replace('*', '&#42;')}</code>"

@@ -82,13 +82,17 @@ def curate(
             train, evaluation = pool, _prepare(config, tables[1], ledger, "held-out ")
         else:
             train, evaluation = split(pool, config.evaluation_fraction)
-            ledger.record("split, training part", "prompts", len(pool), len(train), [
-                drop(problem, "held_out") for problem in evaluation])  # fmt: skip
+            drops = [drop(problem, "held_out") for problem in evaluation]
+            ledger.record("split, training part", "prompts", len(pool), len(train), drops)
     # Generated problems are made of few words: only equal ones leak.
     ngram = config.contamination_ngram if tables else 0
     train, drops = remove_contaminated(train, evaluation, ngram=ngram)
     ledger.record("contamination", "prompts", len(train) + len(drops), len(train), drops)
-    evaluation = _limit(evaluation, config.evaluation_size, ledger)
+    chosen = choose(evaluation, config.evaluation_size)
+    names = {id(problem) for problem in chosen}
+    drops = [drop(p, "over_evaluation_size") for p in evaluation if id(p) not in names]
+    ledger.record("evaluation size", "prompts", len(evaluation), len(chosen), drops)
+    evaluation = chosen
     if pass_rates is not None:
         train, drops = remove_outside_band(
             pass_rates(train), config.pass_rate_min, config.pass_rate_max
@@ -101,15 +105,6 @@ def curate(
                 "change the filters in [curate] or its `dataset`"
             )
     return Curated(train, evaluation, _traced(config, train, ledger), ledger)
-
-
-def _limit(evaluation: list[Problem], size: int, ledger: Ledger) -> list[Problem]:
-    chosen = choose(evaluation, size)
-    names = {id(problem) for problem in chosen}
-    surplus = [problem for problem in evaluation if id(problem) not in names]
-    ledger.record("evaluation size", "prompts", len(evaluation), len(chosen), [
-        drop(problem, "over_evaluation_size") for problem in surplus])  # fmt: skip
-    return chosen
 
 
 def _traced(config: CurateConfig, train: list[Problem], ledger: Ledger) -> list[Problem]:

@@ -47,7 +47,8 @@ def run(
 
     def work(context: Context) -> Outcome:
         if is_stopped(root, iteration):
-            return _outcome(_policy_ref(policy_pin), already_done=True)
+            uri, digest = parse_pin(policy_pin)
+            return _outcome(read_manifest(uri, sha256=digest).ref(uri), already_done=True)
         return export(context, policy_pin, read_ref(state))
 
     outcome = execute(
@@ -81,11 +82,6 @@ def export(context: Context, policy_pin: str, state: Ref) -> Outcome:
         },
     )
     return _outcome(made, already_done=False)
-
-
-def _policy_ref(pin: str) -> Ref:
-    uri, digest = parse_pin(pin)
-    return read_manifest(uri, sha256=digest).ref(uri)
 
 
 def _outcome(ref: Ref, *, already_done: bool) -> Outcome:

@@ -1,18 +1,35 @@
-"""The next stage: open, ask, submit."""
+"""The next stage: submit the following run of a chain, once.
+
+It never raises for a chain that has ended; it does not wait for the run that it submits.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from planish.records import layout
 from planish.run.lock import current_holder, hand_over
-from planish.run.runs import connect
+from planish.run.runs import Runs, connect, run_name
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.stages.next_run.follow import follow
 from planish.store import open_store
 
 logger = logging.getLogger(__name__)
+
+
+Decision = Literal["submitted", "exists", "last run", "stop file", "not in a cluster"]
+
+
+@dataclass(frozen=True)
+class Following:
+    """What became of the following run."""
+
+    decision: Decision
+    """Why it was submitted, or not."""
+    run_id: str = ""
+    """Its id where it exists."""
 
 
 def run(root: str, config_sha256: str, chain_index: int, max_runs: int, metrics: Artifact) -> None:
@@ -58,3 +75,39 @@ def _work(context: Context, chain_index: int, max_runs: int) -> Outcome:
         },
         already_done=following.decision == "exists",
     )
+
+
+def follow(
+    runs: Runs | None,
+    *,
+    root: str,
+    run_id: str,
+    chain_index: int,
+    max_runs: int,
+    is_stopped: bool,
+) -> Following:
+    """Submit run `chain_index + 1` unless the chain ends here or the run exists already.
+
+    Args:
+        runs: the Kubeflow installation; None outside one.
+        root: URI of the run.
+        run_id: id of the present run; empty outside a cluster.
+        chain_index: place of the present run.
+        max_runs: runs of the chain.
+        is_stopped: an operator has ended the chain.
+    """
+    if chain_index + 1 >= max_runs:
+        return Following("last run")
+    if is_stopped:
+        return Following("stop file")
+    if runs is None or not run_id:
+        return Following("not in a cluster")
+    facts = runs.facts(run_id)
+    name = run_name(root, chain_index + 1)
+    found = runs.find(name, facts.experiment_id)
+    if found:
+        return Following("exists", found)
+    parameters = {**facts.parameters, "chain_index": chain_index + 1}
+    created = runs.create(name, replace(facts, parameters=parameters))
+    logger.info("submitted run=%s name=%s chain_index=%d", created, name, chain_index + 1)
+    return Following("submitted", created)

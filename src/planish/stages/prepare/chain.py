@@ -59,18 +59,13 @@ def read_link(root: str, index: int) -> Link | None:
         ) from None
 
 
-def has_policy(root: str, version: int) -> bool:
-    """Tell whether the export of a policy version is finished."""
+def is_complete(root: str, link: Link) -> bool:
+    """Tell whether the last iteration of a run is finished: its policy is exported."""
     try:
-        read_manifest(layout.policy(root, version))
+        read_manifest(layout.policy(root, link.last))
     except ObjectMissing:
         return False
     return True
-
-
-def is_complete(root: str, link: Link) -> bool:
-    """Tell whether the last iteration of a run is finished."""
-    return has_policy(root, link.last)
 
 
 def count_links(root: str) -> int:
@@ -106,7 +101,12 @@ def find_link(root: str, chain_index: int, num_iterations: int) -> Link:
         )
     own = read_link(root, chain_index)
     if own is not None:
-        return _again(own, num_iterations, has_successor=chain_index + 1 < known)
+        if chain_index + 1 < known and num_iterations != own.num_iterations:
+            raise ConfigError(
+                f"`num_iterations` of run {own.index} must stay {own.num_iterations}, got "
+                f"{num_iterations}; a later run of the chain begins after it"
+            )
+        return Link(own.index, own.offset, num_iterations)
     if chain_index == 0:
         return Link(0, 0, num_iterations)
     before = read_link(root, chain_index - 1)
@@ -120,15 +120,6 @@ def find_link(root: str, chain_index: int, num_iterations: int) -> Link:
     return Link(chain_index, before.last, num_iterations)
 
 
-def _again(own: Link, num_iterations: int, *, has_successor: bool) -> Link:
-    if has_successor and num_iterations != own.num_iterations:
-        raise ConfigError(
-            f"`num_iterations` of run {own.index} must stay {own.num_iterations}, got "
-            f"{num_iterations}; a later run of the chain begins after it"
-        )
-    return Link(own.index, own.offset, num_iterations)
-
-
 def record_link(root: str, link: Link) -> None:
     """Write down which iterations the run does; an equal record is left alone."""
     if read_link(root, link.index) == link:
@@ -139,5 +130,7 @@ def record_link(root: str, link: Link) -> None:
     )
     logger.info(
         "chain index=%d first_iteration=%d last_iteration=%d",
-        *(link.index, link.offset + 1, link.last),
+        link.index,
+        link.offset + 1,
+        link.last,
     )

@@ -2,197 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from planish.base.config import Section
 
-Parsed = Mapping[str, Section]
+Look = Callable[[str], Any]
+"""Returns `section.key`; None where the section or the key does not exist."""
 
 
-def _value(parsed: Parsed, path: str) -> Any:
-    """Return `section.key`, or None where the section or the key does not exist."""
-    section, _, key = path.partition(".")
-    return getattr(parsed.get(section), key, None)
+def check_config(parsed: Mapping[str, Section]) -> list[str]:
+    """Return every fault that only shows when sections are seen together.
+
+    Args:
+        parsed: validated sections by name; what a missing section or key would say is not checked.
+    """
+
+    def look(path: str) -> Any:
+        section, _, key = path.partition(".")
+        return getattr(parsed.get(section), key, None)
+
+    return [*_limits(look), *_batches(look), *_windows(look), *_training(look)]
 
 
-def _values(parsed: Parsed, *paths: str) -> list[Any] | None:
-    """Return all values, or None when one of them does not exist."""
-    values = [_value(parsed, path) for path in paths]
-    return None if any(value is None for value in values) else values
+def _limits(look: Look) -> Iterator[str]:
+    """Yield faults of token limits."""
+    longest = look("rollout.max_response_tokens")
+    scored, buffer = look("reward.max_response_tokens"), look("reward.overlong_buffer_tokens")
+    if longest is None:
+        return
+    if scored not in (None, longest):
+        yield (
+            f"`reward.max_response_tokens` must equal `rollout.max_response_tokens`, got {scored} "
+            f"and {longest}; the penalty for overlong responses begins before that limit"
+        )
+    if buffer is not None and not 0 <= buffer <= longest:
+        yield (
+            "`reward.overlong_buffer_tokens` must be 0 to `rollout.max_response_tokens` "
+            f"({longest}), got {buffer}"
+        )
 
 
-def _response_limits_agree(parsed: Parsed) -> list[str]:
-    values = _values(parsed, "reward.max_response_tokens", "rollout.max_response_tokens")
-    if values is None or values[0] == values[1]:
-        return []
-    return [
-        f"`reward.max_response_tokens` must equal `rollout.max_response_tokens`, got {values[0]} "
-        f"and {values[1]}; the penalty for overlong responses begins before that limit"
-    ]
-
-
-def _buffer_fits(parsed: Parsed) -> list[str]:
-    values = _values(parsed, "reward.overlong_buffer_tokens", "rollout.max_response_tokens")
-    if values is None or 0 <= values[0] <= values[1]:
-        return []
-    return [
-        "`reward.overlong_buffer_tokens` must be 0 to `rollout.max_response_tokens` "
-        f"({values[1]}), got {values[0]}"
-    ]
-
-
-def _relaxing_needs_uniform_groups(parsed: Parsed) -> list[str]:
-    values = _values(parsed, "rollout.starvation_policy", "reward.keep_uniform_groups")
-    if values is None or values[0] != "relax" or values[1]:
-        return []
-    return [
-        "`reward.keep_uniform_groups` must be true with `rollout.starvation_policy = 'relax'`, got "
-        "False; rollout would fill the batch with groups that reward throws away"
-    ]
-
-
-def _minibatch_fits(parsed: Parsed) -> list[str]:
-    values = _values(
-        parsed,
-        "train.rollouts_per_minibatch",
-        "rollout.prompts_per_iteration",
-        "rollout.group_size",
-    )
-    if values is None:
-        return []
-    minibatch, rollouts = values[0], values[1] * values[2]
-    if minibatch > rollouts:
-        return [
+def _batches(look: Look) -> Iterator[str]:
+    """Yield faults of groups and mini-batches."""
+    if look("rollout.starvation_policy") == "relax" and look("reward.keep_uniform_groups") is False:
+        yield (
+            "`reward.keep_uniform_groups` must be true with `rollout.starvation_policy = 'relax'`, "
+            "got False; rollout would fill the batch with groups that reward throws away"
+        )
+    prompts, group_size = look("rollout.prompts_per_iteration"), look("rollout.group_size")
+    if prompts is None or group_size is None:
+        return
+    rollouts = prompts * group_size
+    minibatch, max_groups = look("train.rollouts_per_minibatch"), look("train.max_groups")
+    if minibatch is not None and minibatch > rollouts:
+        yield (
             f"`train.rollouts_per_minibatch` must not exceed the {rollouts} rollouts of an "
             f"iteration (`rollout.prompts_per_iteration` x `rollout.group_size`), got {minibatch}"
-        ]
-    return []
-
-
-def _selection_can_leave_out(parsed: Parsed) -> list[str]:
-    values = _values(
-        parsed, "train.max_groups", "rollout.prompts_per_iteration", "rollout.group_size"
-    )
-    if values is None:
-        return []
-    limit, prompts, group_size = values
-    # with windows a group may be down to the one response that goes on
-    most = prompts * group_size if _value(parsed, "rollout.window_tokens") else prompts
-    if limit < most:
-        return []
-    return [
-        f"`train.max_groups` must be below the {most} groups that an iteration may have, got "
-        f"{limit}; `train.selection = 'all'` trains on every group"
-    ]
-
-
-def _windows_agree(parsed: Parsed) -> list[str]:
-    values = _values(parsed, "algorithm.window_tokens", "rollout.window_tokens")
-    if values is None:
-        return []
-    faults = []
-    if values[0] != values[1]:
-        faults.append(
-            f"`rollout.window_tokens` must equal `algorithm.window_tokens`, got {values[1]} and "
-            f"{values[0]}; the algorithm trains on the windows that rollout cuts"
         )
-    unfinished = _value(parsed, "rollout.unfinished")
-    if unfinished not in (None, "train"):
-        faults.append(
+    # with windows a group may be down to the one response that goes on
+    most = rollouts if look("rollout.window_tokens") else prompts
+    if max_groups is not None and max_groups >= most:
+        yield (
+            f"`train.max_groups` must be below the {most} groups that an iteration may have, got "
+            f"{max_groups}; `train.selection = 'all'` trains on every group"
+        )
+
+
+def _windows(look: Look) -> Iterator[str]:
+    """Yield faults of windows, and of responses that several policy versions have sampled."""
+    window, trained = look("rollout.window_tokens"), look("algorithm.window_tokens")
+    unfinished = look("rollout.unfinished")
+    if window is None:
+        return
+    if trained not in (None, window):
+        yield (
+            f"`rollout.window_tokens` must equal `algorithm.window_tokens`, got {window} and "
+            f"{trained}; the algorithm trains on the windows that rollout cuts"
+        )
+    if trained is not None and unfinished not in (None, "train"):
+        yield (
             "`rollout.unfinished` must be 'train' for an algorithm that trains on windows, got "
             f"{unfinished!r}"
         )
-    return faults
-
-
-def _windows_keep_groups(parsed: Parsed) -> list[str]:
-    values = _values(
-        parsed, "rollout.window_tokens", "rollout.unfinished", "reward.keep_uniform_groups"
-    )
-    if values is None or not values[0] or values[1] == "hold_group" or values[2]:
-        return []
-    return [
-        "`reward.keep_uniform_groups` must be true with `rollout.window_tokens`, got False; the "
-        "responses of a group finish in different iterations, so that none of them shows whether "
-        "the group carries a signal"
-    ]
-
-
-def _held_responses_fit_the_algorithm(parsed: Parsed) -> list[str]:
-    """Whole responses of several policy versions need an algorithm that expects them."""
-    values = _values(
-        parsed,
-        "rollout.window_tokens",
-        "rollout.max_response_tokens",
-        "rollout.unfinished",
-        "algorithm.correction",
-    )
-    if values is None or _value(parsed, "algorithm.window_tokens") is not None:
-        return []
-    window, longest, unfinished, correction = values
+    keeps_all = look("reward.keep_uniform_groups")
+    if window and unfinished not in (None, "hold_group") and keeps_all is False:
+        yield (
+            "`reward.keep_uniform_groups` must be true with `rollout.window_tokens`, got False; "
+            "the responses of a group finish in different iterations, so that none of them shows "
+            "whether the group carries a signal"
+        )
+    longest, correction = look("rollout.max_response_tokens"), look("algorithm.correction")
+    if trained is not None or None in (longest, unfinished, correction):
+        return
     if not 0 < window < longest:
-        return []
-    faults = []
-    compares_groups = _value(parsed, "algorithm.std") is not None
+        return
+    compares_groups = look("algorithm.std") is not None
     wanted = ("hold_group",) if compares_groups else ("hold", "hold_group")
     if unfinished not in wanted:
-        faults.append(
+        yield (
             f"`rollout.unfinished` must be {' or '.join(map(repr, wanted))} with "
             f"`rollout.window_tokens` below `rollout.max_response_tokens`, got {unfinished!r}; "
             "this algorithm trains on whole responses"
             + (" and compares those of a group" if compares_groups else "")
         )
     if correction == "off":
-        faults.append(
+        yield (
             "`algorithm.correction` must not be 'off' with `rollout.window_tokens` below "
             "`rollout.max_response_tokens`, got 'off'; the tokens of a response come from several "
             "policies: take 'bypass' or 'token_truncate'"
         )
-    return faults
 
 
-def _training_samples_the_whole_distribution(parsed: Parsed) -> list[str]:
-    """The trainer scores tokens under the whole distribution: no other may sample them."""
-    return [
-        f"`rollout.{name}` must be {off}, which samples from the whole distribution, got {seen}; "
-        "the trainer does not score tokens under a truncated one. `[evaluate]` may truncate"
-        for name, off in (("top_p", 1.0), ("top_k", 0))
-        if (seen := _value(parsed, f"rollout.{name}")) not in (None, off)
-    ]
-
-
-def _reference_needs_a_penalty(parsed: Parsed) -> list[str]:
-    pin = _value(parsed, "train.reference_policy")
-    if not pin or _value(parsed, "algorithm.kl_coefficient"):
-        return []
-    return [
-        "`algorithm.kl_coefficient` must be above 0 with `train.reference_policy`, got 0 and "
-        f"{pin!r}; without a penalty no reference is used"
-    ]
-
-
-CHECKS: tuple[Callable[[Parsed], list[str]], ...] = (
-    _response_limits_agree,
-    _buffer_fits,
-    _relaxing_needs_uniform_groups,
-    _minibatch_fits,
-    _selection_can_leave_out,
-    _windows_agree,
-    _windows_keep_groups,
-    _held_responses_fit_the_algorithm,
-    _training_samples_the_whole_distribution,
-    _reference_needs_a_penalty,
-)
-
-
-def check_config(parsed: Parsed) -> list[str]:
-    """Return every fault that only shows when sections are seen together.
-
-    Args:
-        parsed: validated sections by name; a missing section is not checked.
-    """
-    return [fault for check in CHECKS for fault in check(parsed)]
+def _training(look: Look) -> Iterator[str]:
+    """Yield faults of what the trainer scores."""
+    for name, off in (("top_p", 1.0), ("top_k", 0)):
+        seen = look(f"rollout.{name}")
+        if seen not in (None, off):
+            yield (
+                f"`rollout.{name}` must be {off}, which samples from the whole distribution, got "
+                f"{seen}; the trainer does not score tokens under a truncated one. `[evaluate]` "
+                "may truncate"
+            )
+    pin = look("train.reference_policy")
+    if pin and not look("algorithm.kl_coefficient"):
+        yield (
+            "`algorithm.kl_coefficient` must be above 0 with `train.reference_policy`, got 0 and "
+            f"{pin!r}; without a penalty no reference is used"
+        )
 
 
 def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
@@ -205,7 +142,14 @@ def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[
         config: resolved tables.
         num_shards: rollout tasks of an iteration, from the compiled pipeline.
     """
-    faults = _shard_faults(config, num_shards)
+    faults = []
+    prompts = config.get("rollout", {}).get("prompts_per_iteration")
+    if num_shards < 1 or (prompts is not None and num_shards > prompts):
+        faults.append(
+            f"the pipeline must have 1 to `rollout.prompts_per_iteration` ({prompts}) rollout "
+            f"shards, got {num_shards}; compile it with fewer shards, each fills a part of the "
+            "batch"
+        )
     model = config.get("model", {})
     limit = model.get("max_model_tokens")
     if limit is None or model.get("path"):
@@ -219,13 +163,3 @@ def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[
                 "by `model`, or start from a preset for the small one"
             )
     return faults
-
-
-def _shard_faults(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
-    prompts = config.get("rollout", {}).get("prompts_per_iteration")
-    if num_shards >= 1 and (prompts is None or num_shards <= prompts):
-        return []
-    return [
-        f"the pipeline must have 1 to `rollout.prompts_per_iteration` ({prompts}) rollout shards, "
-        f"got {num_shards}; compile it with fewer shards, each fills a part of the batch"
-    ]

@@ -17,6 +17,10 @@ from typing import Any, Protocol
 from planish.base.errors import ConfigError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ACTIVE_PHASES = ("", "Pending", "Running")
+"""Phases of a workflow that has not ended."""
+
+TIMEOUT_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,79 @@ class ClusterApi(Protocol):
 
     def run_is_active(self, run_id: str) -> bool:
         """Tell whether the workflow of a run exists and has not ended."""
+
+
+class KubernetesApi:
+    """Meets `ClusterApi`: a real API server, through the official client."""
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        """Use an `ApiClient` that is already configured."""
+        from kubernetes.client import AuthorizationV1Api, CoreV1Api, CustomObjectsApi
+
+        self._core = CoreV1Api(client)
+        self._custom = CustomObjectsApi(client)
+        self._authorization = AuthorizationV1Api(client)
+        self.namespace = namespace
+
+    @classmethod
+    def from_pod(cls) -> KubernetesApi:
+        """Use the service account of this pod."""
+        from kubernetes import client, config
+
+        config.load_incluster_config()
+        namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
+        return cls(client.ApiClient(), namespace)
+
+    def allowed(self, permission: Permission, *, namespaced: bool) -> bool:
+        """Ask by a SelfSubjectAccessReview."""
+        attributes = {
+            "group": permission.group,
+            "resource": permission.resource,
+            "verb": permission.verb,
+        }
+        if namespaced:
+            attributes["namespace"] = self.namespace
+        review = self._authorization.create_self_subject_access_review(
+            {"spec": {"resourceAttributes": attributes}}, _request_timeout=TIMEOUT_SECONDS
+        )
+        return bool(review.status.allowed)
+
+    def quotas(self) -> Sequence[Mapping[str, Mapping[str, str]]]:
+        """List the ResourceQuotas of the namespace."""
+        found = self._core.list_namespaced_resource_quota(
+            self.namespace, _request_timeout=TIMEOUT_SECONDS
+        )
+        return [
+            {"hard": item.status.hard or {}, "used": item.status.used or {}}
+            for item in found.items
+            if item.status is not None
+        ]
+
+    def nodes(self) -> Sequence[Mapping[str, str]]:
+        """List the nodes that take pods."""
+        found = self._core.list_node(_request_timeout=TIMEOUT_SECONDS)
+        return [
+            item.status.allocatable or {} for item in found.items if not item.spec.unschedulable
+        ]
+
+    def run_is_active(self, run_id: str) -> bool:
+        """Look for the workflow of a run: by label with Kubeflow, by name with plain Argo."""
+        for selector in (
+            {"label_selector": f"pipeline/runid={run_id}"},
+            {"field_selector": f"metadata.name={run_id}"},
+        ):
+            found = self._custom.list_namespaced_custom_object(
+                "argoproj.io",
+                "v1alpha1",
+                self.namespace,
+                "workflows",
+                **selector,
+                _request_timeout=TIMEOUT_SECONDS,
+            )
+            phases = [item.get("status", {}).get("phase", "") for item in found["items"]]
+            if any(phase in ACTIVE_PHASES for phase in phases):
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -159,6 +236,7 @@ def check_cluster(api: ClusterApi, requests: Requests, *, assume_autoscaling: bo
 def _quota_faults(
     quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: Requests
 ) -> list[str]:
+    """Return where the quotas of the namespace leave less than the largest stage asks for."""
     faults = []
     for quota in quotas:
         for key, limit in sorted(quota.get("hard", {}).items()):
@@ -177,6 +255,7 @@ def _quota_faults(
 
 
 def _node_faults(nodes: Sequence[Mapping[str, str]], requests: Requests) -> list[str]:
+    """Return what the largest pod asks for and no node has."""
     faults = []
     for resource, wanted in sorted(requests.pod.items()):
         largest = max((amount(node.get(resource, "0")) for node in nodes), default=0.0)

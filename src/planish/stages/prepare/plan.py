@@ -40,7 +40,8 @@ class Plan:
         return max(0, min(done, self.link.num_iterations))
 
 
-def _sizes(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[tuple[str, str]]:
+def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return algorithm, model, and sizes of an iteration."""
     rollout, model = config.get("rollout", {}), config.get("model", {})
     train, algorithm = config.get("train", {}), config.get("algorithm", {})
     rows = [("algorithm", str(algorithm.get("name", "?")))]
@@ -59,7 +60,6 @@ def _sizes(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[tup
     if algorithm.get("kl_coefficient"):
         near = train.get("reference_policy") or "the policy that training began with"
         rows.append(("penalty", f"{algorithm['kl_coefficient']:g} x KL to {near}"))
-    rows.append(("rollout shards", str(num_shards)))
     return rows
 
 
@@ -77,17 +77,15 @@ def render(plan: Plan) -> str:
         ("configuration", f"`{plan.run.sha256[:12]}`"),
         ("iterations", f"{link.offset + 1} to {link.last} ({plan.num_finished} already finished)"),
         ("starts from", f"`{plan.run.initial.policy or 'supervised cold start'}`"),
-        *_sizes(plan.run.config, plan.num_shards),
+        *_sizes(plan.run.config),
+        ("rollout shards", str(plan.num_shards)),
     ]
     if plan.away_from:
         rows.append(("keeps away from", ", ".join(f"`{name}`" for name in plan.away_from)))
     lines = ["# What will happen", "", "| what | value |", "| --- | --- |"]
-    lines += [f"| {name} | {_cell(value)} |" for name, value in rows]
+    for name, value in rows:
+        lines.append("| {} | {} |".format(name, value.replace("|", "\\|").replace("\n", " ")))
     for title, items in (("Changed settings", plan.changed), ("Warnings", plan.warnings)):
         if items:
             lines += ["", f"## {title}", "", *(f"- {item}" for item in items)]
     return "\n".join([*lines, ""])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

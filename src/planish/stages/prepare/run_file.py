@@ -86,7 +86,11 @@ def read_run_file(root: str) -> RunFile | None:
             if pin:
                 parse_pin(pin)
         return RunFile(
-            *(raw["config"], str(raw["code_version"]), str(raw["resumed_from"]), origin, initial)
+            config=raw["config"],
+            code_version=str(raw["code_version"]),
+            resumed_from=str(raw["resumed_from"]),
+            origin=origin,
+            initial=initial,
         )
     except (KeyError, TypeError, RecordError) as error:
         raise ConfigError(
@@ -193,7 +197,10 @@ def start_after(root: str, version: int) -> Start:
     policy = read_manifest(uri)
     pin = f"{uri}#sha256={policy.sha256}"
     parents = set(policy.parents.values())
-    for state in _state_folders(root):
+    uris = open_store(root).list(layout.state(root, 0).rpartition("/")[0])
+    states = {uri.rpartition("/")[0] for uri in uris if uri.endswith("/manifest.json")}
+    # The newest is the likeliest.
+    for state in sorted(states, reverse=True):
         digest = read_manifest(state).sha256
         if digest in parents:
             return Start(pin, f"{state}#sha256={digest}")
@@ -203,14 +210,6 @@ def start_after(root: str, version: int) -> Start:
         f"the train state that `{uri}` was exported from must be under `{root}/states`, but is "
         "not; restore it, or start a new root from the policy alone (`model=<policy folder>`)"
     )
-
-
-def _state_folders(root: str) -> list[str]:
-    """Return the folders of finished train states, newest first."""
-    folder = layout.state(root, 0).rpartition("/")[0]
-    uris = open_store(root).list(folder)
-    folders = {uri.rpartition("/")[0] for uri in uris if uri.endswith("/manifest.json")}
-    return sorted(folders, reverse=True)
 
 
 def write_run_file(root: str, run: RunFile) -> None:

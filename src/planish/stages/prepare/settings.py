@@ -73,18 +73,6 @@ def split_overrides(text: str) -> list[str]:
         ) from None
 
 
-def _parameter_layer(model: str, dataset: str, seed: int) -> dict[str, dict[str, Any]]:
-    layer: dict[str, dict[str, Any]] = {}
-    for (section, key), value, given in (
-        (MODEL_KEY, model, model != ""),
-        (DATASET_KEY, dataset, dataset != ""),
-        (SEED_KEY, seed, seed >= 0),
-    ):
-        if given:
-            layer.setdefault(section, {})[key] = value
-    return layer
-
-
 def build_config(
     *, preset: str, config: str, overrides: str, model: str, dataset: str, seed: int
 ) -> dict[str, dict[str, Any]]:
@@ -110,8 +98,15 @@ def build_config(
         layers.append(load_preset(preset))
     if config:
         layers.append(read_config_file(config))
-    merged = merge(*layers, overrides=split_overrides(overrides))
-    return resolve_config(merge(merged, _parameter_layer(model, dataset, seed)))
+    layers.append(merge(*layers, overrides=split_overrides(overrides)))
+    for (section, key), value, is_given in (
+        (MODEL_KEY, model, model != ""),
+        (DATASET_KEY, dataset, dataset != ""),
+        (SEED_KEY, seed, seed >= 0),
+    ):
+        if is_given:
+            layers.append({section: {key: value}})
+    return resolve_config(merge(*layers))
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

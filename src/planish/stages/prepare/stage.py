@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from planish.stages.prepare.checks import check_run
 from planish.stages.prepare.cluster import (
     ClusterApi,
     Findings,
+    KubernetesApi,
     Requests,
     check_cluster,
     inside_cluster,
@@ -112,9 +113,20 @@ def run(
         metrics: gets a few counts.
     """
     wish = Wish(
-        *(preset, config, overrides, model, dataset, seed, resume_from, chain_index),
-        *(num_iterations, num_shards, allow_config_change, assume_autoscaling, requests),
-        max_avoided_nodes,
+        preset=preset,
+        config=config,
+        overrides=overrides,
+        model=model,
+        dataset=dataset,
+        seed=seed,
+        resume_from=resume_from,
+        chain_index=chain_index,
+        num_iterations=num_iterations,
+        num_shards=num_shards,
+        allow_config_change=allow_config_change,
+        assume_autoscaling=assume_autoscaling,
+        requests=requests,
+        max_avoided_nodes=max_avoided_nodes,
     )
     outcome = execute(
         "prepare",
@@ -125,17 +137,11 @@ def run(
     )
     values = outcome.values
     return Prepared(
-        *(str(values["config_sha256"]), int(values["offset"]), int(values["chain_index"])),
+        config_sha256=str(values["config_sha256"]),
+        offset=int(values["offset"]),
+        chain_index=int(values["chain_index"]),
         node_affinity=json.loads(str(values["node_affinity"])),
     )
-
-
-def _cluster_api() -> ClusterApi | None:
-    if not inside_cluster():
-        return None
-    from planish.stages.prepare.kubernetes_api import KubernetesApi
-
-    return KubernetesApi.from_pod()
 
 
 def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
@@ -147,28 +153,6 @@ def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
         return api.run_is_active(holder.run_id)
 
     return alive
-
-
-def _check(
-    root: str, wish: Wish, api: ClusterApi | None
-) -> tuple[dict[str, dict[str, Any]], Sequence[str]]:
-    """Return the resolved configuration and the warnings; raise every fault."""
-    config = build_config(
-        preset=wish.preset,
-        config=wish.config,
-        overrides=wish.overrides,
-        model=wish.model,
-        dataset=wish.dataset,
-        seed=wish.seed,
-    )
-    findings = Findings()
-    if api is not None:
-        requests = Requests.parse(wish.requests)
-        findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
-    faults = [*check_run(config, wish.num_shards), *findings.faults]
-    if faults:
-        raise ConfigError("; ".join(faults))
-    return config, findings.warnings
 
 
 def check_reference(config: Config, start: Start) -> None:
@@ -201,13 +185,16 @@ def nodes_to_avoid(root: str, wish: Wish) -> list[str]:
         )
     if not wish.max_avoided_nodes:
         return []
-    roots = [root, wish.resume_from.rstrip("/")] if wish.resume_from else [root]
-    nodes = sorted((node for one in roots for node in avoided(one)), key=lambda n: n.seconds)
+    nodes = avoided(root)
+    if wish.resume_from:
+        nodes = [*nodes, *avoided(wish.resume_from.rstrip("/"))]
+    nodes = sorted(nodes, key=lambda node: node.seconds)
     names = list(dict.fromkeys(node.name for node in nodes))
     if len(names) > wish.max_avoided_nodes:
         logger.warning(
             "more nodes named than may be avoided named=%d max=%d",
-            *(len(names), wish.max_avoided_nodes),
+            len(names),
+            wish.max_avoided_nodes,
         )
     return names[: wish.max_avoided_nodes]
 
@@ -225,14 +212,30 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         ConfigError: whatever the user must mend; at most the lock has been written then.
         StoreUnavailable: the store does not answer.
     """
-    api = api or _cluster_api()
+    if api is None and inside_cluster():
+        api = KubernetesApi.from_pod()
     me = current_holder()
     # Before all else: a fault of a run that may not be here is not told on another run's root.
     check_free(root, me, alive=liveness(api))
-    config, warnings = _check(root, wish, api)
+    config = build_config(
+        preset=wish.preset,
+        config=wish.config,
+        overrides=wish.overrides,
+        model=wish.model,
+        dataset=wish.dataset,
+        seed=wish.seed,
+    )
+    findings = Findings()
+    if api is not None:
+        requests = Requests.parse(wish.requests)
+        findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
+    faults = [*check_run(config, wish.num_shards), *findings.faults]
+    if faults:
+        raise ConfigError("; ".join(faults))
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
-        *(root, config),
+        root,
+        config,
         resume_from=wish.resume_from,
         allow_config_change=wish.allow_config_change,
     )
@@ -244,9 +247,14 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     write_run_file(root, run_file)
     record_link(root, link)
     plan = Plan(
-        *(root, run_file, link, wish.num_shards, is_new, newest_version(root)),
+        root=root,
+        run=run_file,
+        link=link,
+        num_shards=wish.num_shards,
+        is_new=is_new,
+        newest_version=newest_version(root),
         changed=changed,
-        warnings=warnings,
+        warnings=findings.warnings,
         away_from=away_from,
     )
     text = render(plan)

@@ -20,8 +20,6 @@ from planish.stages.reward.config import RewardConfig
 from planish.verifiers import Verdict, VerifierOptions, verify_many
 from planish.verifiers.shaping import informative_rows, overlong_penalty, rows_of_groups_with
 
-Bools = npt.NDArray[np.bool_]
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -51,8 +49,13 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         VerifierFailure: the verifier failed on too many rows.
     """
     has_reward = np.isin(rollouts.finish, (FinishReason.STOP, FinishReason.LENGTH))
-    verdicts = _verify(rollouts, has_reward, config)
-    _check_error_rate(rollouts, verdicts, has_reward, config)
+    rows = np.flatnonzero(has_reward).tolist()
+    options = VerifierOptions(config.accept_integral_decimals, config.verifier_timeout_seconds)
+    verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
+    triples = ((rollouts.verifier[r], rollouts.response[r], rollouts.answer[r]) for r in rows)
+    for row, verdict in zip(rows, verify_many(triples, options), strict=True):
+        verdicts[row] = verdict
+    _check_error_rate(rollouts, verdicts, len(rows), config)
     accuracy = np.array([v.accuracy for v in verdicts], dtype=np.float32)
     penalty = overlong_penalty(
         rollouts.response_tokens.lengths,
@@ -63,38 +66,28 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     outcome = np.where(accuracy > 0, config.reward_correct, config.reward_wrong)
     outcome = np.where(has_reward, outcome, 0.0).astype(np.float32)
     penalty = np.where(has_reward, penalty, np.float32(0.0)).astype(np.float32)
+    group = rollouts.group_index
+    keep = ~rows_of_groups_with(rollouts.finish == FinishReason.ABORT, group)
+    if not config.keep_uniform_groups:
+        undecided = rows_of_groups_with(~has_reward, group)
+        keep &= undecided | informative_rows(accuracy, group)
     rewards = RewardSet(
         accuracy=accuracy,
         outcome=outcome,
         length_penalty=penalty,
         reward=outcome + penalty,
         has_reward=has_reward,
-        keep=_keep(rollouts, accuracy, has_reward, config),
+        keep=keep,
         extracted=[v.extracted for v in verdicts],
     )
     return Scores(rewards, _metrics(rollouts, rewards, verdicts))
 
 
-def _verify(rollouts: RolloutSet, has_reward: Bools, config: RewardConfig) -> list[Verdict]:
-    rows = np.flatnonzero(has_reward).tolist()
-    found = verify_many(
-        ((rollouts.verifier[r], rollouts.response[r], rollouts.answer[r]) for r in rows),
-        VerifierOptions(
-            accept_integral_decimals=config.accept_integral_decimals,
-            timeout_seconds=config.verifier_timeout_seconds,
-        ),
-    )
-    verdicts = [Verdict(accuracy=0.0)] * rollouts.num_rows
-    for row, verdict in zip(rows, found, strict=True):
-        verdicts[row] = verdict
-    return verdicts
-
-
 def _check_error_rate(
-    rollouts: RolloutSet, verdicts: list[Verdict], has_reward: Bools, config: RewardConfig
+    rollouts: RolloutSet, verdicts: list[Verdict], verified: int, config: RewardConfig
 ) -> None:
+    """Refuse scores when the verifier itself failed on too many of the verified rows."""
     errors = [row for row, verdict in enumerate(verdicts) if verdict.error]
-    verified = int(has_reward.sum())
     if len(errors) <= config.max_verifier_error_rate * verified:
         return
     timeouts = sum(verdicts[row].timeout for row in errors)
@@ -108,18 +101,8 @@ def _check_error_rate(
     )
 
 
-def _keep(
-    rollouts: RolloutSet, accuracy: npt.NDArray[np.float32], has_reward: Bools, config: RewardConfig
-) -> Bools:
-    group = rollouts.group_index
-    aborted = rows_of_groups_with(rollouts.finish == FinishReason.ABORT, group)
-    if config.keep_uniform_groups:
-        return ~aborted
-    undecided = rows_of_groups_with(~has_reward, group)
-    return ~aborted & (undecided | informative_rows(accuracy, group))
-
-
 def _metrics(rollouts: RolloutSet, rewards: RewardSet, verdicts: list[Verdict]) -> dict[str, float]:
+    """Return counts and means; a mean over no row is left out."""
     scored = rewards.has_reward
     finish = rollouts.finish
     first = rollouts.group_starts()

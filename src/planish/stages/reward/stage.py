@@ -41,7 +41,7 @@ def run(
     """
     execute(
         "reward",
-        lambda context: _work(context, num_shards, policy_pin),
+        lambda context: reward(context, num_shards, policy_pin),
         root=root,
         config_sha256=config_sha256,
         iteration=offset + number,
@@ -49,7 +49,8 @@ def run(
     )
 
 
-def _work(context: Context, num_shards: int, policy_pin: str) -> Outcome:
+def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
+    """Score the shards of an iteration unless an earlier attempt has."""
     config = context.section(RewardConfig, "reward")
     target = layout.rewards(context.root, context.iteration)
     digests = [_shard_digest(context, shard, policy_pin) for shard in range(num_shards)]
@@ -58,7 +59,16 @@ def _work(context: Context, num_shards: int, policy_pin: str) -> Outcome:
     if ready is not None:
         numbers = read_manifest(target, sha256=ready.manifest_sha256).attributes["metrics"]
         return Outcome(refs={"rewards": ready}, metrics=dict(numbers), already_done=True)
-    shards = [_read_shard(context, shard, digest) for shard, digest in enumerate(digests)]
+    shards = []
+    for shard, digest in enumerate(digests):
+        uri = layout.rollouts(context.root, context.iteration, shard)
+        try:
+            shards.append(read_set(RolloutSet, uri, sha256=digest))
+        except (ObjectMissing, RecordError) as error:
+            raise RecordError(
+                f"rollout shard {shard} must be readable with manifest {digest}, got: {error}; "
+                f"delete that shard and run the rollout task of shard {shard} again"
+            ) from None
     scores = score(RolloutSet.concat(shards), config)
     ref = write_set(
         target,
@@ -102,14 +112,3 @@ def _shard_digest(context: Context, shard: int, policy_pin: str) -> str:
                 f"run the rollout task of shard {shard} again"
             )
     return manifest.sha256
-
-
-def _read_shard(context: Context, shard: int, digest: str) -> RolloutSet:
-    uri = layout.rollouts(context.root, context.iteration, shard)
-    try:
-        return read_set(RolloutSet, uri, sha256=digest)
-    except (ObjectMissing, RecordError) as error:
-        raise RecordError(
-            f"rollout shard {shard} must be readable with manifest {digest}, got: {error}; "
-            f"delete that shard and run the rollout task of shard {shard} again"
-        ) from None

@@ -64,7 +64,8 @@ class Fsdp2Trainer:
         self.temperature = temperature
         self.critic_config = critic
         set_up_torch(config, device)
-        torch.manual_seed(_stream_seed(seed, ranks.rank))
+        stream = np.random.SeedSequence([seed, ranks.rank]).generate_state(1, np.uint64)
+        torch.manual_seed(int(stream[0]))
         shared: dict[str, Any] = {"config": config, "ranks": ranks, "device": device}
         loaded = load_policy(policy_pin, dtype=torch.float32)
         model, self.tokenizer = loaded.model, loaded.tokenizer
@@ -78,14 +79,10 @@ class Fsdp2Trainer:
                 ValueScorer(made), made, made.body, **shared, exact=made.head
             )
             if critic.init == "state" and not critic_shape:
-                self._load_critic(critic.path)
+                state = {"critic": self.critic.weights()}
+                checkpoint.load(critic.path, state, ranks=ranks, strict=False)
         body = getattr(model, model.base_model_prefix)
         self.policy = ShardedModel(TokenScorer(model), model, body, **shared)
-
-    def _load_critic(self, pin: str) -> None:
-        assert self.critic is not None
-        state = {"critic": self.critic.weights()}
-        checkpoint.load(pin, state, ranks=self.ranks, strict=False)
 
     def load(self, pin: str) -> None:
         """Replace weights, moments and, under the same layout, random states."""
@@ -261,7 +258,3 @@ def set_up_torch(config: TrainConfig, device: torch.device) -> None:
         # Filling fresh memory would cost time, and every kernel here writes all of its output.
         switches: Any = torch.utils.deterministic
         switches.fill_uninitialized_memory = False
-
-
-def _stream_seed(seed: int, rank: int) -> int:
-    return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])

@@ -191,10 +191,14 @@ def read_inputs(job: TrainJob) -> Inputs:
             )
         sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
         consumed += _ordinals(manifest, place, "consumed")
-        surplus += _surplus(job, shard, manifest)
-        carried = _carry(job, shard, manifest)
-        carry += carried
-        if carried:
+        side = _side_set(job, layout.surplus(job.root, job.iteration, shard), manifest, "surplus")
+        if side is not None:
+            # Groups that are too old for the next iteration are not named any more.
+            newest = max(side[1].attributes["versions"])
+            surplus += [side[0]] if job.iteration - newest <= job.max_staleness else []
+        side = _side_set(job, layout.carry(job.root, job.iteration, shard), manifest, "carry")
+        if side is not None:
+            carry.append(side[0])
             ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
     # The sets that the state before names are used up: the rollouts took over all their groups.
     before = parse_data(job.info.get("data", fresh_cursor()))
@@ -236,34 +240,18 @@ def relative_pin(job: TrainJob, place: str, digest: str) -> str:
     return f"{place.removeprefix(f'{job.root}/')}#sha256={digest}"
 
 
-def _carry(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
-    """Return the pin of a shard's carry set; none where responses are not cut by windows.
+def _side_set(
+    job: TrainJob, place: str, rollouts: Manifest, kind: str
+) -> tuple[str, Manifest] | None:
+    """Return pin and manifest of a set that rollouts name beside themselves; None for none.
 
     Raises:
         RecordError: the set at its place is not the one that the rollouts name.
     """
-    digest = manifest.attributes.get("carry_sha256", "")
+    digest = rollouts.attributes.get(f"{kind}_sha256", "")
     if not digest:
-        return []
-    place = layout.carry(job.root, job.iteration, shard)
-    read_manifest(place, sha256=digest)
-    return [relative_pin(job, place, digest)]
-
-
-def _surplus(job: TrainJob, shard: int, manifest: Manifest) -> list[str]:
-    """Return the pin, relative to the root, of a shard's surplus set that is not too old.
-
-    Raises:
-        RecordError: the set at its place is not the one that the rollouts name.
-    """
-    digest = manifest.attributes.get("surplus_sha256", "")
-    if not digest:
-        return []
-    place = layout.surplus(job.root, job.iteration, shard)
-    versions = read_manifest(place, sha256=digest).attributes["versions"]
-    if job.iteration - max(versions) > job.max_staleness:
-        return []
-    return [relative_pin(job, place, digest)]
+        return None
+    return relative_pin(job, place, digest), read_manifest(place, sha256=digest)
 
 
 def _ordinals(manifest: Manifest, place: str, name: str, *, count: int = -1) -> list[int]:

@@ -1,4 +1,11 @@
-"""Counters of a training: how far policy and critic are, and what has been skipped."""
+"""Counters of a training, and what they decide: value pretraining and the critic's warm-up.
+
+Value pretraining: the first iterations of a run train the critic while the policy is frozen. The
+rule that ends it looks at each rollout batch before the critic has trained on it, so that it judges
+what the critic knows of responses that are new to it.
+
+Source: VAPO, arXiv 2504.05118, section 4.1; VC-PPO, arXiv 2503.01491, section 3.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planish.base.errors import CheckpointError
+from planish.stages.train.config import CriticConfig
 
 logger = logging.getLogger(__name__)
 
@@ -71,28 +79,78 @@ class Progress:
             )
         return cls(**{name: raw[name] for name in names})
 
-    def after_policy_step(self, *, skipped: bool, alarm_after: int) -> Progress:
-        """Count an optimizer step of the policy; log one that was skipped."""
-        if not skipped:
-            return replace(self, updates=self.updates + 1, skipped_in_row=0)
-        in_row = self.skipped_in_row + 1
-        _log_skipped("policy", self.step, in_row, alarm_after, "train.learning_rate")
-        return replace(self, skipped_in_row=in_row, skipped_total=self.skipped_total + 1)
+    def after_step(self, step: Mapping[str, float], *, alarm_after: int) -> Progress:
+        """Count the optimizer steps of one mini-batch; log those that were skipped.
 
-    def after_critic_step(self, *, skipped: bool, alarm_after: int) -> Progress:
-        """Count an optimizer step of the critic; log one that was skipped."""
-        if not skipped:
-            return replace(self, critic_updates=self.critic_updates + 1, critic_skipped_in_row=0)
-        in_row = self.critic_skipped_in_row + 1
-        _log_skipped("critic", self.step, in_row, alarm_after, "critic.learning_rate")
-        total = self.critic_skipped_total + 1
-        return replace(self, critic_skipped_in_row=in_row, critic_skipped_total=total)
+        Args:
+            step: metrics of the mini-batch; `skipped` and `value_skipped` are there where the
+                policy and the critic made a step.
+            alarm_after: steps skipped in a row from which the log line is an error.
+        """
+        counted = self
+        for model, prefix, name in (
+            ("critic", "critic_", "value_skipped"),
+            ("policy", "", "skipped"),
+        ):
+            if name not in step:
+                continue
+            if not step[name]:
+                updates = getattr(counted, f"{prefix}updates") + 1
+                changes = {f"{prefix}updates": updates, f"{prefix}skipped_in_row": 0}
+            else:
+                in_row = getattr(counted, f"{prefix}skipped_in_row") + 1
+                total = getattr(counted, f"{prefix}skipped_total") + 1
+                changes = {f"{prefix}skipped_in_row": in_row, f"{prefix}skipped_total": total}
+                logger.log(
+                    logging.ERROR if in_row >= alarm_after else logging.WARNING,
+                    "gradient not finite, optimizer step skipped model=%s step=%d in_row=%d; "
+                    "lower `%s.learning_rate` or look at the rollouts of this iteration",
+                    model,
+                    self.step,
+                    in_row,
+                    "train" if model == "policy" else "critic",
+                )
+            counted = replace(counted, **changes)
+        return counted
 
 
-def _log_skipped(who: str, step: int, in_row: int, alarm_after: int, key: str) -> None:
-    log = logger.error if in_row >= alarm_after else logger.warning
-    log(
-        "gradient not finite, optimizer step skipped model=%s step=%d in_row=%d; lower `%s` or "
-        "look at the rollouts of this iteration",
-        *(who, step, in_row, key),
-    )
+def judge(config: CriticConfig, progress: Progress, scalars: Mapping[str, float]) -> Progress:
+    """Decide whether the rollout batch at hand still belongs to value pretraining.
+
+    Args:
+        config: of the critic.
+        progress: before the iteration.
+        scalars: measured on the batch with the critic before it; `fresh_value_loss` and
+            `explained_variance` are missing where no token has a target.
+
+    Returns:
+        Counters with `pretrain_done` 1 where the batch trains the policy too.
+    """
+    if progress.pretrain_done or progress.pretrain_iterations >= config.pretrain_iterations:
+        return replace(progress, pretrain_done=1)
+    rules = [
+        (config.pretrain_explained_variance, scalars.get("explained_variance"), 1.0),
+        (config.pretrain_value_loss, scalars.get("fresh_value_loss"), -1.0),
+    ]
+    given = [(limit, seen, sign) for limit, seen, sign in rules if limit is not None]
+    if not given or any(seen is None for _, seen, _ in given):
+        return progress
+    good = all(seen is not None and sign * seen >= sign * limit for limit, seen, sign in given)
+    in_row = progress.pretrain_good_in_row + 1 if good else 0
+    done = int(in_row >= config.pretrain_patience)
+    return replace(progress, pretrain_good_in_row=in_row, pretrain_done=done)
+
+
+def critic_learning_rate(config: CriticConfig, progress: Progress) -> float:
+    """Return the critic's rate of the iteration after `progress`: linear, then constant.
+
+    Args:
+        config: of the critic.
+        progress: as `judge` returned it.
+    """
+    rate = config.learning_rate
+    if not progress.pretrain_done and config.pretrain_learning_rate is not None:
+        rate = config.pretrain_learning_rate
+    if config.warmup_iterations == 0:
+        return rate
+    return rate * min(1.0, (progress.critic_iterations + 1) / config.warmup_iterations)

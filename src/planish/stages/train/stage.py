@@ -1,12 +1,22 @@
-"""The train stage: rollouts and rewards of one iteration in, a new train state out."""
+"""The train stage: rollouts and rewards of one iteration in, a new train state out.
+
+Several training processes are started under torchrun, and their result is brought home.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from planish.base.errors import ConfigError
+from planish.base import errors, telemetry
+from planish.base.errors import ConfigError, PeerLost, PlanishError
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
@@ -15,6 +25,8 @@ from planish.records.rewards import RewardSet
 from planish.records.stream import state_root
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
 from planish.stages.train.job import JobResult, TrainJob, already_done
+
+logger = logging.getLogger(__name__)
 
 
 class TrainResult(NamedTuple):
@@ -55,7 +67,12 @@ def run(
 
     def work(context: Context) -> Outcome:
         if is_stopped(root, iteration):
-            return _unchanged(state_pin)
+            # The state passes through: the run was stopped before this iteration.
+            refs: dict[str, Ref] = {}
+            if state_pin:
+                uri, digest = parse_pin(state_pin)
+                refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
+            return Outcome(refs=refs, values={"state_pin": state_pin}, already_done=True)
         job = TrainJob(
             root=root,
             config=context.config,
@@ -79,15 +96,6 @@ def run(
     return TrainResult(state_pin=str(outcome.values["state_pin"]))
 
 
-def _unchanged(state_pin: str) -> Outcome:
-    """Pass the state through: the run was stopped before this iteration."""
-    refs: dict[str, Ref] = {}
-    if state_pin:
-        uri, digest = parse_pin(state_pin)
-        refs["state"] = read_manifest(uri, sha256=digest).ref(uri)
-    return Outcome(refs=refs, values={"state_pin": state_pin}, already_done=True)
-
-
 def train(job: TrainJob) -> Outcome:
     """Do the job unless an earlier attempt has, in one process or in several."""
     done = already_done(job, _next_step(job))
@@ -99,8 +107,6 @@ def train(job: TrainJob) -> Outcome:
 
         result = train_iteration(job)
     else:
-        from planish.stages.train.launch import launch
-
         result = launch(job)
     return Outcome(
         refs={"state": result.state},
@@ -129,3 +135,41 @@ def _next_step(job: TrainJob) -> int:
     config = job.train
     steps = config.num_passes * -(-kept // config.rollouts_per_minibatch)
     return int(info.get("step", 0)) + max(1, steps)
+
+
+def launch(job: TrainJob) -> JobResult:
+    """Run a job in `train.num_processes` processes.
+
+    Raises:
+        PlanishError: the error of the first rank that told one.
+        PeerLost: a process ended without telling why.
+    """
+    with tempfile.TemporaryDirectory(prefix="planish-train-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(job.to_json(), "utf-8")
+        result = folder / "result.json"
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        line += ["--nproc-per-node", str(job.train.num_processes)]
+        line += ["-m", "planish.stages.train.worker", str(folder / "job.json"), str(result)]
+        # Only the ranks get ahead; this process waits for them.
+        telemetry.forget("planish_stage_progress_timestamp_seconds")
+        logger.info("launching processes=%d", job.train.num_processes)
+        with subprocess.Popen(line) as process:
+            try:
+                code = process.wait()
+            except BaseException:
+                # Each rank has a session of its own: only torchrun, if it is asked, ends them.
+                process.terminate()
+                raise
+        written = result.with_suffix(".error")
+        if written.exists():
+            fault = json.loads(written.read_text("utf-8"))
+            kind: type[PlanishError] = getattr(errors, fault["error"], PlanishError)
+            raise kind(fault["message"])
+        if code != 0 or not result.exists():
+            raise PeerLost(
+                f"every training process must end with code 0, got {code} from torchrun; its "
+                "output above names the rank: a lost machine or too little memory is the usual "
+                "cause, run the stage again"
+            )
+        return JobResult.from_json(result.read_text("utf-8"))

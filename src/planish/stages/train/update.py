@@ -29,8 +29,7 @@ from planish.stages.train.metrics import (
     step_summary,
     value_metrics,
 )
-from planish.stages.train.pretraining import critic_learning_rate, judge
-from planish.stages.train.progress import Progress
+from planish.stages.train.progress import Progress, critic_learning_rate, judge
 from planish.stages.train.selection import Selection, select_groups
 from planish.stages.train.trainer import Trainer
 from planish.stages.train.waiting import StepPlan, plan_steps
@@ -129,16 +128,13 @@ def run_update(
     least = critic.min_finished if algorithm.needs_values else 1
     plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
     minibatches, progress = _run_steps(trainer, algorithm, batch, plan, rates, config, progress)
-    scalars = step_summary(minibatches) | scalars | plan.metrics() | _counters(rates, progress)
-    return UpdateResult(scalars, minibatches, progress, values, plan.waiting)
-
-
-def _counters(rates: _Rates, progress: Progress) -> dict[str, float]:
-    """Return the learning rates of the iteration, and the counters after it."""
-    found = {"learning_rate": rates.policy or 0.0}
+    scalars = step_summary(minibatches) | scalars | {"learning_rate": rates.policy or 0.0}
     if rates.critic is not None:
-        found["critic_learning_rate"] = rates.critic
-    return found | {name: float(count) for name, count in progress.to_json().items()}
+        scalars["critic_learning_rate"] = rates.critic
+    if plan.waiting is not None:
+        scalars["num_waiting_responses"] = float(plan.waiting.num_rows)
+    scalars |= {name: float(count) for name, count in progress.to_json().items()}
+    return UpdateResult(scalars, minibatches, progress, values, plan.waiting)
 
 
 def _without_rollouts(
@@ -178,9 +174,15 @@ def _estimate(
     batch, mismatch = _score_old_policy(trainer, algorithm, selection.apply(batch), config, seed)
     scalars |= mismatch
     if algorithm.needs_values:
-        values, missing = _old_values(trainer, whole, earlier)
+        values = trainer.values(whole)
+        if earlier is not None:
+            # tokens of earlier windows keep the values of their own iteration
+            unknown = earlier.isnan()
+            missing = whole.value_mask & ~whole.policy_mask & unknown
+            scalars["num_missing_values"] = float(missing.sum())
+            values = values.where(unknown, earlier)
         batch = batch.updated(values=values)
-        scalars |= cast(ActorCritic, algorithm).describe(batch) | missing
+        scalars |= cast(ActorCritic, algorithm).describe(batch)
     batch = selection.apply(algorithm.advantages(batch))
     scalars |= group_metrics(selection.rows(batch))
     scalars |= mask_metrics(batch, has_values=algorithm.needs_values)
@@ -217,36 +219,6 @@ def _score_old_policy(
     return batch, metrics
 
 
-def _old_values(
-    trainer: Trainer, batch: TrainBatch, earlier: Tensor | None
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the values before the iteration; tokens of earlier windows keep their own."""
-    fresh = trainer.values(batch)
-    if earlier is None:
-        return fresh, {}
-    unknown = earlier.isnan()
-    missing = batch.value_mask & ~batch.policy_mask & unknown
-    return fresh.where(unknown, earlier), {"num_missing_values": float(missing.sum())}
-
-
-def _after_iteration(
-    start: Progress,
-    progress: Progress,
-    steps: int,
-    rates: _Rates,
-    plan: StepPlan,
-) -> Progress:
-    """Count the iteration: for the policy, for the critic, or for value pretraining."""
-    values = int(rates.critic is not None and plan.has_targets)
-    return replace(
-        progress,
-        step=start.step + steps,
-        iterations=start.iterations + int(rates.policy is not None),
-        critic_iterations=start.critic_iterations + values,
-        pretrain_iterations=start.pretrain_iterations + values * int(rates.policy is None),
-    )
-
-
 def _run_steps(
     trainer: Trainer,
     algorithm: Algorithm,
@@ -269,31 +241,29 @@ def _run_steps(
             targets = minibatch
             if plan.values is not batch:
                 targets = plan.values.take(torch.from_numpy(value_rows))
-            numbers = critic.value_counts(targets)
-            counts = Denominators(numbers, whole_values, plan.num_value_steps)
-            found = _value_step(
+            counts = Denominators(critic.value_counts(targets), whole_values, plan.num_value_steps)
+            step |= _value_step(
                 trainer, critic, targets, counts, rates.critic, is_pretraining=rates.policy is None
             )
-            if found:
-                progress = progress.after_critic_step(
-                    skipped=found["value_skipped"] > 0, alarm_after=config.alarm_after_skipped
-                )
-            step |= found
         if rates.policy is not None:
             counts = Denominators(algorithm.counts(minibatch), whole, plan.num_policy_steps)
-            found = _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
-            if found:
-                progress = progress.after_policy_step(
-                    skipped=found["skipped"] > 0, alarm_after=config.alarm_after_skipped
-                )
-            step |= found
+            step |= _policy_step(trainer, algorithm, minibatch, counts, rates.policy)
+        progress = progress.after_step(step, alarm_after=config.alarm_after_skipped)
         if not step:
             step = {"loss": 0.0, "empty": 1.0}
         step["num_rollouts"] = float(len(minibatch))
         results.append(step)
         _show(step)
         logger.debug("step=%d loss=%.6f", progress.step, step.get("loss", 0.0))
-    return results, _after_iteration(start, progress, num_steps(len(batch), config), rates, plan)
+    values = int(rates.critic is not None and plan.has_targets)
+    progress = replace(
+        progress,
+        step=start.step + num_steps(len(batch), config),
+        iterations=start.iterations + int(rates.policy is not None),
+        critic_iterations=start.critic_iterations + values,
+        pretrain_iterations=start.pretrain_iterations + values * int(rates.policy is None),
+    )
+    return results, progress
 
 
 def _show(step: Step) -> None:

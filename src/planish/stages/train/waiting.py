@@ -45,12 +45,6 @@ class StepPlan:
         """The critic is trained in this iteration."""
         return self.num_value_steps > 0 and bool(self.values.value_mask.any())
 
-    def metrics(self) -> dict[str, float]:
-        """Count the responses that wait; nothing where none ever does."""
-        if self.waiting is None:
-            return {}
-        return {"num_waiting_responses": float(self.waiting.num_rows)}
-
 
 def plan_steps(
     batch: TrainBatch,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planish.algorithms import build_algorithm
-from planish.algorithms.base import TrainBatch
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.checkpoint import train_state as checkpoint
@@ -26,17 +25,16 @@ from planish.records.reference import named_reference
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
-from planish.records.stream import StreamState
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
-from planish.stages.train.job import Inputs, JobResult, TrainJob, read_inputs, relative_pin
+from planish.stages.train.job import JobResult, TrainJob, read_inputs, relative_pin
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import open_trainer
-from planish.stages.train.update import UpdateResult, run_update
+from planish.stages.train.update import run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +63,12 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         trainer.load(job.state_pin)
     started = time.perf_counter()
     batch = train_batch(inputs.rollouts, inputs.rewards)
+    rollouts, rewards = inputs.rollouts, inputs.rewards
+    # None where responses are not cut by windows, or no value is kept of them
+    ordinals = inputs.ordinals if algorithm.needs_values else None
+    stored = None
+    if ordinals is not None:
+        stored = earlier_values(batch, rollouts, rewards, ordinals, inputs.values)
     result = run_update(
         trainer,
         algorithm,
@@ -74,19 +78,42 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         seed=(job.seed, job.iteration),
         group_places=inputs.places,
         critic=job.critic,
-        earlier_values=_earlier_values(inputs, batch) if algorithm.needs_values else None,
+        earlier_values=stored,
         waiting=inputs.waiting if algorithm.needs_values else None,
         reference_pin=job.reference_pin,
     )
     seconds = time.perf_counter() - started
-    attributes = _attributes(job, result, ranks)
+    attributes: dict[str, str | int] = {
+        "config_sha256": job.config_sha256,
+        "iteration": job.iteration,
+        "policy_version": job.iteration,
+        "seed": job.seed,
+        "step": result.progress.step,
+        "framework": config.trainer,
+        "dp": ranks.size,
+    }
     stream = inputs.stream
     if ranks.is_first:
-        if algorithm.needs_values:
-            stream = _write_waiting(job, result, _write_values(job, inputs, batch, result))
+        if ordinals is not None:
+            values = values_to_store(
+                batch, result.values, rollouts, rewards, ordinals, inputs.values
+            )
+            stream = replace(stream, values=_write(job, layout.values, values))
+        if result.waiting is not None and result.waiting.num_rows:
+            stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
         report = UpdateReport(result.scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    extra = _extra(job, result, stream, ranks, device.type)
+    # A run without a penalty passes the name of the reference on to one that has it again.
+    pin = job.reference_pin or named_reference(job.state_pin, job.info)
+    extra: dict[str, Any] = {
+        **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
+        **result.progress.to_json(),
+        "data": stream.to_data(),
+        "policy_version": job.iteration,
+        "num_ranks": ranks.size,
+        "device": device.type,
+        "config_sha256": job.config_sha256,
+    }
     if shape := trainer.critic_shape():
         extra["critic"] = shape
     state = checkpoint.save(
@@ -102,66 +129,12 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     return JobResult(state, metrics)
 
 
-def _earlier_values(inputs: Inputs, batch: TrainBatch) -> Tensor | None:
-    if inputs.ordinals is None:
-        return None
-    return earlier_values(batch, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values)
-
-
-def _write_values(
-    job: TrainJob, inputs: Inputs, batch: TrainBatch, result: UpdateResult
-) -> StreamState:
-    """Write the values of responses that go on, and return the stream with their pin."""
-    if inputs.ordinals is None:
-        return inputs.stream
-    values = values_to_store(
-        batch, result.values, inputs.rollouts, inputs.rewards, inputs.ordinals, inputs.values
-    )
-    return replace(inputs.stream, values=_write(job, layout.values, values))
-
-
-def _write_waiting(job: TrainJob, result: UpdateResult, stream: StreamState) -> StreamState:
-    """Write the finished responses that the critic has still to be trained on, if there are any."""
-    if result.waiting is None or result.waiting.num_rows == 0:
-        return stream
-    return replace(stream, waiting=_write(job, layout.waiting, result.waiting))
-
-
 def _write(job: TrainJob, at: Callable[[str, int], str], record: Record) -> str:
     """Write a set for the next iteration; returns its pin, relative to the root."""
     place = at(job.root, job.iteration)
     facts = {"config_sha256": job.config_sha256, "iteration": job.iteration}
     ref = write_set(place, record, parents=job.parents(), attributes=facts)
     return relative_pin(job, place, ref.manifest_sha256)
-
-
-def _extra(
-    job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks, device: str
-) -> dict[str, Any]:
-    """Return the JSON part of the train state; that of the first rank is written."""
-    # A run without a penalty passes the name on to one that has it again.
-    pin = job.reference_pin or named_reference(job.state_pin, job.info)
-    return {
-        **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
-        **result.progress.to_json(),
-        "data": stream.to_data(),
-        "policy_version": job.iteration,
-        "num_ranks": ranks.size,
-        "device": device,
-        "config_sha256": job.config_sha256,
-    }
-
-
-def _attributes(job: TrainJob, result: UpdateResult, ranks: Ranks) -> dict[str, str | int]:
-    return {
-        "config_sha256": job.config_sha256,
-        "iteration": job.iteration,
-        "policy_version": job.iteration,
-        "seed": job.seed,
-        "step": result.progress.step,
-        "framework": job.train.trainer,
-        "dp": ranks.size,
-    }
 
 
 def main(argv: list[str]) -> int:

@@ -222,7 +222,7 @@ def test_nothing_left_is_an_error_with_the_counts_of_every_filter():
 def test_the_report_shows_counts_and_examples_and_no_markup_of_the_data():
     evil = "<script>alert(1)</script> | `x` **b** \n# head \x07"
     curated = select(CurateConfig(dataset="d"), *sums(40), {"prompt": evil, "answer": "x" * 2000})
-    text = curation_report(curated, "s", "ab" * 32)
+    text = curation_report(curated, "ab" * 32)
     assert "| duplicates | prompts | 40 | 40 | 0 |" in text
     assert "| answer_too_long | 1 |" in text
     assert "<script>" not in text
@@ -239,7 +239,7 @@ def test_metrics_are_the_counts_of_the_ledger():
     assert metrics["in_split_training_part"] == 100
     assert metrics["out_split_training_part"] == len(curated.train)
     assert metrics["num_traces"] == 0
-    assert "trace characters" not in curation_report(curated, "s", "")
+    assert "trace characters" not in curation_report(curated, "")
     json.dumps(metrics, allow_nan=False)
 
 

@@ -12,7 +12,7 @@ from planish.run.lock import Holder, acquire
 from planish.run.runs import RunFacts, restart_name, run_name
 from planish.run.stage import PathArtifact
 from planish.stages.next_run import stage
-from planish.stages.next_run.follow import Following, follow
+from planish.stages.next_run.stage import Following, follow
 from planish.store import open_store
 from tests.unit.pipelines.kfp_server import Server
 

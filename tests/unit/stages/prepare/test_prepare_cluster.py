@@ -12,13 +12,13 @@ from planish.base.errors import ConfigError
 from planish.stages.prepare.cluster import (
     CLUSTER_PERMISSIONS,
     PERMISSIONS,
+    KubernetesApi,
     Permission,
     Requests,
     amount,
     check_cluster,
     inside_cluster,
 )
-from planish.stages.prepare.kubernetes_api import KubernetesApi
 
 GPU = "nvidia.com/gpu"
 REQUESTS = Requests.parse(

@@ -13,8 +13,7 @@ from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.base.errors import CheckpointError
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.metrics import value_metrics
-from planish.stages.train.pretraining import critic_learning_rate, judge
-from planish.stages.train.progress import Progress
+from planish.stages.train.progress import Progress, critic_learning_rate, judge
 from planish.stages.train.update import run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
