@@ -141,7 +141,7 @@ CPU_TINY = Profile(
         "checkpoint_verify": _TINY_LIGHT,
         "checkpoint_retain": Resources("250m", "512Mi", timeout_seconds=10 * MINUTE),
         "monitor_check": Resources(
-            *("500m", "2Gi"), timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1
+            "500m", "2Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1
         ),
     },
     deadline_seconds=6 * HOUR,
@@ -154,10 +154,11 @@ CPU_TINY = Profile(
 def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
     light = Resources("4", "32Gi", timeout_seconds=4 * HOUR, retries=3)
     one_gpu = Resources(
-        *("12", "160Gi"), timeout_seconds=12 * HOUR, retries=3, gpus=1, shared_memory="16Gi"
+        "12", "160Gi", timeout_seconds=12 * HOUR, retries=3, gpus=1, shared_memory="16Gi"
     )
     eight_gpus = Resources(
-        *("64", "1200Gi"),
+        "64",
+        "1200Gi",
         timeout_seconds=train_timeout_seconds,
         retries=3,
         gpus=8,
@@ -178,7 +179,7 @@ def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
         "reshard": light,
         "checkpoint_verify": light,
         "checkpoint_retain": Resources("500m", "2Gi", timeout_seconds=30 * MINUTE),
-        "monitor_check": Resources(*("2", "8Gi"), timeout_seconds=train_timeout_seconds, retries=3),
+        "monitor_check": Resources("2", "8Gi", timeout_seconds=train_timeout_seconds, retries=3),
     }
 
 

@@ -18,7 +18,7 @@ from kfp import compiler
 
 from components.images import PROFILES, Profile
 from pipelines.lint import lint
-from pipelines.monitor import Monitor, monitor_of
+from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
 
@@ -104,17 +104,6 @@ def parse_images(pairs: Sequence[str]) -> dict[str, str]:
     return images
 
 
-def monitor_options(parser: argparse.ArgumentParser) -> None:
-    """Add what decides on `monitor_check` on a cluster."""
-    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
-    parser.add_argument(
-        *("--max-restarts",),
-        type=int,
-        default=0,
-        help="restarts without a machine that monitor_check named; 0 for none",
-    )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
@@ -125,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
-    monitor_options(parser)
+    monitor_options(parser, on_cluster=True)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
     return parser
 

@@ -24,15 +24,13 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.local import run_parameters
-from pipelines.runner import STOP_SECONDS
-from planish import store
+from pipelines.local import STOP_SECONDS, run_parameters
 from planish.base.config import preset_names
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.records import layout
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import Terminated, end_descendants, on_signal
-from planish.store import file_uri, normal_uri
+from planish.store import file_uri, normal_uri, open_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.3
@@ -66,7 +64,7 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
 
 
 @dataclass(frozen=True)
-class Task:
+class EndedTask:
     """One ended task attempt, read from its stage log."""
 
     stage: str
@@ -86,10 +84,11 @@ class Task:
         return (self.iteration, self.stage, self.shard)
 
 
-def read_tasks(root: str, since: float) -> list[Task]:
+def read_tasks(root: str, since: float) -> list[EndedTask]:
     """Return the ended attempts that began after `since` (Unix seconds), in order of their end."""
+    store = open_store(root)
     tasks = []
-    for uri in store.list_uris(layout.logs(root) + "/"):
+    for uri in store.list(layout.logs(root) + "/"):
         if not uri.endswith(".json"):
             continue
         try:
@@ -99,7 +98,7 @@ def read_tasks(root: str, since: float) -> list[Task]:
         if entry["state"] == "running" or entry["start_seconds"] < since:
             continue
         tasks.append(
-            Task(
+            EndedTask(
                 stage=entry["stage"],
                 iteration=entry["iteration"],
                 shard=entry["shard"],
@@ -115,11 +114,11 @@ def read_tasks(root: str, since: float) -> list[Task]:
     return sorted(tasks, key=lambda task: task.start_seconds + task.seconds)
 
 
-def progress_line(task: Task, elapsed: float) -> str:
+def progress_line(task: EndedTask, elapsed: float) -> str:
     """Return the line that tells of one ended task.
 
     Example:
-        >>> task = Task("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, "")
+        >>> task = EndedTask("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, "")
         >>> progress_line(task, 9)
         '    9.0 s  iteration 2  reward       1.5 s  reward -0.200'
     """
@@ -139,10 +138,10 @@ def progress_line(task: Task, elapsed: float) -> str:
     ).rstrip()
 
 
-def watch(process: subprocess.Popen[bytes], root: str, console: Console) -> list[Task]:
+def watch(process: subprocess.Popen[bytes], root: str, console: Console) -> list[EndedTask]:
     """Print one line for each task until the run ends; return the tasks of this run."""
     began = time.time()
-    shown: dict[tuple[int, str, int], Task] = {}
+    shown: dict[tuple[int, str, int], EndedTask] = {}
     while True:
         ended = process.poll() is not None
         for task in read_tasks(root, began - 1):
@@ -157,7 +156,7 @@ def watch(process: subprocess.Popen[bytes], root: str, console: Console) -> list
         time.sleep(POLL_SECONDS)
 
 
-def seconds_by_stage(tasks: Sequence[Task]) -> dict[str, float]:
+def seconds_by_stage(tasks: Sequence[EndedTask]) -> dict[str, float]:
     """Return wall seconds by stage; shards that ran side by side count once, from first to last."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for task in tasks:
@@ -169,7 +168,7 @@ def seconds_by_stage(tasks: Sequence[Task]) -> dict[str, float]:
     return {stage: round(seconds, 2) for stage, seconds in total.items()}
 
 
-def work_seconds(tasks: Sequence[Task]) -> float:
+def work_seconds(tasks: Sequence[EndedTask]) -> float:
     """Return the seconds spent on sampling and updating; of parallel shards the slowest counts."""
     slowest: dict[tuple[str, int], float] = defaultdict(float)
     for task in tasks:
@@ -216,7 +215,7 @@ def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
 def read_summary(root: str) -> dict[str, Any]:
     """Return what the exit report wrote about the run."""
     uri = f"{layout.report(root)}/summary.json"
-    summary: dict[str, Any] = json.loads(store.read(uri))
+    summary: dict[str, Any] = json.loads(open_store(uri).read(uri))
     return summary
 
 
@@ -297,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def finish(
     arguments: argparse.Namespace,
-    tasks: Sequence[Task],
+    tasks: Sequence[EndedTask],
     began: float,
     log_path: Path,
     console: Console,

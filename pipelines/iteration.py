@@ -6,13 +6,14 @@ Artifacts stay inside: the run page then shows one box an iteration, and the loc
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from kfp import dsl
 
 from components import checkpoint, monitor_check, reward, rollout, train
-from components.dressing import dress
 from components.images import Profile
+from components.pod_settings import with_pod_settings
 from pipelines.monitor import Monitor
 
 
@@ -35,20 +36,6 @@ def _numbered(component: Any, label: int) -> Any:
         component.component_spec, name=f"{component.component_spec.name}-{label}"
     )
     return type(component)(component_spec=spec, python_func=component.python_func)
-
-
-def _monitor(
-    profile: Profile, label: int, monitor: Monitor, of_iteration: Mapping[str, Any]
-) -> dsl.PipelineTask:
-    """Return a task that looks for a faulty machine while the iteration trains."""
-    taken = ("root", "config_sha256", "number", "offset")
-    return _numbered(monitor_check, label)(
-        **{name: of_iteration[name] for name in taken},
-        settings=monitor.settings,
-        trace=monitor.trace,
-        job="",
-        watch_seconds=profile.stages["train"].timeout_seconds if monitor.watches else 0,
-    )
 
 
 def build_iteration(
@@ -78,34 +65,41 @@ def build_iteration(
         store_secret: str,
         node_affinity: dict[str, Any],
     ) -> Pins:
-        def worn(task: dsl.PipelineTask, stage: str) -> dsl.PipelineTask:
-            return dress(
-                *(task, stage),
-                profile=profile,
-                images=images,
-                store_secret=store_secret,
-                iteration=label,
-                node_affinity=node_affinity if monitor and monitor.max_restarts else None,
-            )
-
+        in_pod = partial(
+            with_pod_settings,
+            profile=profile,
+            images=images,
+            store_secret=store_secret,
+            iteration=label,
+            node_affinity=node_affinity if monitor and monitor.max_restarts else None,
+        )
         of_run = {"root": root, "config_sha256": config_sha256}
-        of_iteration = {**of_run, "number": number, "offset": offset, "policy_pin": policy_pin}
-        of_batch = {**of_iteration, "num_shards": profile.num_shards}
+        of_iteration = {**of_run, "number": number, "offset": offset}
+        of_policy = {**of_iteration, "policy_pin": policy_pin}
+        of_batch = {**of_policy, "num_shards": profile.num_shards}
         at_once = profile.parallelism or profile.num_shards
         shards = list(range(profile.num_shards))
         with dsl.ParallelFor(shards, name="shards", parallelism=at_once) as shard:
             rolled = _numbered(rollout, label)(**of_batch, shard=shard, state_pin=state_pin)
-            worn(rolled, "rollout")
+            in_pod(rolled, "rollout")
         rewarded = _numbered(reward, label)(**of_batch)
-        worn(rewarded, "reward").after(rolled)
+        in_pod(rewarded, "reward").after(rolled)
         trained = _numbered(train, label)(
             **of_batch, state_pin=state_pin, rewards=rewarded.outputs["rewards"]
         )
-        worn(trained, "train")
+        in_pod(trained, "train")
         if monitor is not None:
-            worn(_monitor(profile, label, monitor, of_iteration), "monitor_check").after(rewarded)
-        exported = _numbered(checkpoint, label)(**of_iteration, state=trained.outputs["state"])
-        worn(exported, "checkpoint")
+            watch_seconds = profile.stages["train"].timeout_seconds if monitor.watches else 0
+            checked = _numbered(monitor_check, label)(
+                **of_iteration,
+                settings=monitor.settings,
+                trace=monitor.trace,
+                job="",
+                watch_seconds=watch_seconds,
+            )
+            in_pod(checked, "monitor_check").after(rewarded)
+        exported = _numbered(checkpoint, label)(**of_policy, state=trained.outputs["state"])
+        in_pod(exported, "checkpoint")
         return Pins(
             policy_pin=exported.outputs["policy_pin"], state_pin=trained.outputs["state_pin"]
         )

@@ -7,39 +7,430 @@ python -m pipelines.lint FILE... [--image NAME=REFERENCE] [--release]
 """
 
 import argparse
+import ast
+import importlib.util
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from components.images import resolve_images
-from pipelines import lint_graph, lint_pods
-from pipelines.lint_model import Compiled, Fault
+from components.images import GPU, resolve_images
+from components.pod_settings import FIELD_ENV, ITERATION_LABEL, SECRET_ENV, STAGE_LABEL
+from pipelines.compiled import PIPELINES, Compiled, pods_of, stored_bytes, walk
 
-RULES: dict[int, Callable[[Compiled], Iterator[Fault]]] = {
-    1: lint_graph.inputs_are_declared,
-    2: lint_graph.producers_are_upstream,
-    3: lint_graph.stages_follow_prepare,
-    4: lint_pods.caching_is_off,
-    5: lint_pods.gpu_pods_are_complete,
-    6: lint_pods.images_are_known,
-    7: lint_pods.pods_wear_the_standard,
-    8: lint_pods.retries_outlast_timeouts,
-    9: lint_graph.arguments_fit_the_stages,
-    10: lint_graph.loops_run_over_integers,
-    11: lint_graph.size_is_within_limits,
-    12: lint_pods.platform_names_executors,
-    13: lint_graph.parameters_are_public,
-    14: lint_pods.pods_keep_away_together,
+MAX_STORED_BYTES = 512 * 1024
+"""Half of the largest workflow object that a cluster stores (1 MiB)."""
+
+MAX_PODS = 1000
+"""Half of the pods up to which one workflow behaves well."""
+
+WITHOUT_RETRIES = ("prepare", "report", "reshard_prepare", "checkpoint_retain")
+"""Stages that end the run, or close it, at the first failure."""
+
+AFFINITY = "node_affinity"
+"""Output of the first task that keeps pods away from nodes."""
+
+EXIT_TRIGGER = "ALL_UPSTREAM_TASKS_COMPLETED"
+
+_SCALARS = ("str", "int", "float", "bool")
+_DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}$")
+_SECRET_NAME = re.compile(r"(^|_)(SECRET|PASSWORD|PASSWD|TOKEN|CREDENTIALS?|KEY)(_|$)", re.I)
+_SECRET_VALUE = re.compile(
+    r"AKIA[0-9A-Z]{16}|-----BEGIN|gh[pousr]_[A-Za-z0-9]{30,}|hf_[A-Za-z0-9]{30,}|://[^/\s:@]+:[^@\s]+@"
+)
+
+
+@dataclass(frozen=True)
+class BrokenRule:
+    """One fault of a compiled pipeline."""
+
+    rule: int
+    """1 to 14."""
+    where: str
+    """Component, task or executor."""
+    message: str
+    """What must be what, and the value seen."""
+
+    def __str__(self) -> str:
+        """Read `rule 5 exec-train: ...`."""
+        return f"rule {self.rule} {self.where}: {self.message}"
+
+
+def inputs_are_declared(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 1: what a task takes from its graph, the graph declares as an input.
+
+    KFP 2.17 compiles resource requests from run parameters inside loops to dangling names.
+    """
+    for name, component, task_name, task in compiled.tasks():
+        declared = component.get("inputDefinitions", {})
+        where = f"{name}.{task_name}"
+        wanted = list(walk(task, "componentInputParameter"))
+        wanted += list(
+            walk(compiled.pods.get(compiled.executor_of(task), {}), "componentInputParameter")
+        )
+        for parameter in sorted(set(wanted) - set(declared.get("parameters", {}))):
+            yield BrokenRule(1, where, f"parameter `{parameter}` is not an input of `{name}`")
+        artifacts = set(walk(task, "componentInputArtifact"))
+        for artifact in sorted(artifacts - set(declared.get("artifacts", {}))):
+            yield BrokenRule(1, where, f"artifact `{artifact}` is not an input of `{name}`")
+
+
+def producers_are_upstream(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 2: a task that another one takes from is in the same graph and a dependency."""
+    for name, component, tasks in compiled.dags():
+        for task_name, task in tasks.items():
+            wanted = set(walk(task.get("inputs", {}), "producerTask"))
+            pod = compiled.pods.get(compiled.executor_of(task), {})
+            for producer in sorted(wanted | set(walk(pod, "producerTask"))):
+                where = f"{name}.{task_name}"
+                if producer not in tasks:
+                    yield BrokenRule(2, where, f"producer `{producer}` is not a task of `{name}`")
+                elif producer not in task.get("dependentTasks", []):
+                    yield BrokenRule(2, where, f"producer `{producer}` is not in dependentTasks")
+        outputs = component["dag"].get("outputs", {})
+        for producer in sorted(set(walk(outputs, "producerSubtask")) - set(tasks)):
+            yield BrokenRule(2, name, f"output comes from `{producer}`, which is not a task of it")
+
+
+def stages_follow_prepare(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 3: no cycles; all stages exist, and all but the exit task come after the first."""
+    for name, _, tasks in compiled.dags():
+        edges = {task: entry.get("dependentTasks", []) for task, entry in tasks.items()}
+        try:
+            order = list(TopologicalSorter(edges).static_order())
+        except CycleError as error:
+            rest = sorted(set(error.args[1]))
+            yield BrokenRule(3, name, f"tasks must not depend on themselves, got a cycle in {rest}")
+            continue
+        if compiled.expected.first_task in tasks:
+            after = {compiled.expected.first_task}
+            for task in order:
+                if after & set(edges.get(task, [])):
+                    after.add(task)
+            for task in sorted(set(tasks) - after):
+                yield BrokenRule(
+                    3, f"{name}.{task}", "must come after the first stage, but does not"
+                )
+    used = {compiled.executor_of(task) for _, _, _, task in compiled.tasks()}
+    stages = {compiled.stage_of(label) for label in used}
+    if compiled.name not in PIPELINES:
+        known = sorted(PIPELINES)
+        yield BrokenRule(3, "root", f"the pipeline must be one of {known}, got {compiled.name!r}")
+    for stage in sorted(compiled.expected.stages - stages):
+        yield BrokenRule(3, "root", f"stage `{stage}` must be part of the pipeline, but is not")
+
+
+def caching_is_off(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 4: no stage is cached, since each reads or writes the run root."""
+    for name, _, task_name, task in compiled.tasks():
+        if compiled.executor_of(task) and task.get("cachingOptions", {"enableCache": True}):
+            yield BrokenRule(4, f"{name}.{task_name}", "caching must be off, but is on")
+
+
+def gpu_pods_are_complete(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 5: a GPU pod has all that it needs, a CPU pod none of it, both have limits."""
+    for label, container in sorted(compiled.executors.items()):
+        pod = compiled.pods.get(label, {})
+        resources = container.get("resources", {})
+        mounts = [mount.get("mountPath") for mount in pod.get("emptyDirMounts", [])]
+        parts = {
+            "accelerator": resources.get("accelerator", {}).get("resourceType") == GPU,
+            "toleration": any(t.get("key") == GPU for t in pod.get("tolerations", [])),
+            "node selector": bool(pod.get("nodeSelector", {}).get("labels")),
+            "/dev/shm": "/dev/shm" in mounts,
+        }
+        if any(parts.values()):
+            for part in sorted(name for name, present in parts.items() if not present):
+                yield BrokenRule(5, label, f"a GPU pod must have {part}, but has none")
+        if not resources.get("resourceMemoryLimit"):
+            yield BrokenRule(5, label, "must have a memory limit, but has none")
+        if int(pod.get("activeDeadlineSeconds", 0)) <= 0:
+            yield BrokenRule(5, label, "must have a timeout, but has none")
+
+
+def images_are_known(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 6: images come from the table; a release pins them by digest; never `latest`."""
+    for label, container in sorted(compiled.executors.items()):
+        image = str(container.get("image", ""))
+        if image not in compiled.images.values():
+            yield BrokenRule(6, label, f"image must be one of the table, got {image!r}")
+        if image.endswith(":latest"):
+            yield BrokenRule(6, label, f"image must not be a moving tag, got {image!r}")
+        if compiled.release and not _DIGEST.match(image):
+            yield BrokenRule(
+                6, label, f"image of a release must end with @sha256:..., got {image!r}"
+            )
+
+
+def pods_have_the_standard_settings(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 7: standard environment, labels and secret; nothing that looks like a secret."""
+    for label, container in sorted(compiled.executors.items()):
+        pod = compiled.pods.get(label, {})
+        fields = {e.get("name"): e.get("fieldPath") for e in pod.get("fieldPathAsEnv", [])}
+        for name in sorted(n for n, path in FIELD_ENV.items() if fields.get(n) != path):
+            yield BrokenRule(7, label, f"environment `{name}` must come from `{FIELD_ENV[name]}`")
+        labels = pod.get("podMetadata", {}).get("labels", {})
+        for name in sorted({STAGE_LABEL, ITERATION_LABEL} - set(labels)):
+            yield BrokenRule(7, label, f"label `{name}` is missing")
+        secrets = {
+            entry.get("envVar")
+            for secret in pod.get("secretAsEnv", [])
+            for entry in secret.get("keyToEnv", [])
+        }
+        for name in sorted(set(SECRET_ENV.values()) - secrets):
+            yield BrokenRule(7, label, f"environment `{name}` must come from the store secret")
+        for entry in container.get("env", []):
+            name, value = str(entry.get("name")), str(entry.get("value", ""))
+            if (_SECRET_NAME.search(name) and value) or _SECRET_VALUE.search(value):
+                yield BrokenRule(
+                    7, label, f"environment `{name}` looks like a secret in plain text"
+                )
+    yield from _iterations_are_labelled(compiled)
+    for name, _, task_name, task in compiled.tasks():
+        for key, source in task.get("inputs", {}).get("parameters", {}).items():
+            constant = str(source.get("runtimeValue", {}).get("constant", ""))
+            if _SECRET_VALUE.search(constant):
+                yield BrokenRule(7, f"{name}.{task_name}", f"input `{key}` looks like a secret")
+
+
+def _iterations_are_labelled(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Where a graph is given its iteration, all pods inside carry that number as a label."""
+    for _, _, _, task in compiled.tasks():
+        number = task.get("inputs", {}).get("parameters", {}).get("number", {})
+        constant = number.get("runtimeValue", {}).get("constant")
+        if constant is None:
+            continue
+        for label in compiled.executors_inside(task["componentRef"]["name"]):
+            labels = compiled.pods.get(label, {}).get("podMetadata", {}).get("labels", {})
+            seen = labels.get(ITERATION_LABEL)
+            if seen != str(int(constant)):
+                message = f"label `{ITERATION_LABEL}` must be '{int(constant)}', got {seen!r}"
+                yield BrokenRule(7, label, message)
+
+
+def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 8: all stages but the first and last retry, and go on doing so after long attempts."""
+    for name, _, task_name, task in compiled.tasks():
+        where = f"{name}.{task_name}"
+        if (task.get("triggerPolicy", {}).get("strategy") == EXIT_TRIGGER) != (
+            task_name == compiled.expected.exit_task
+        ):
+            yield BrokenRule(8, where, "exactly the exit task runs whatever the others do")
+        label = compiled.executor_of(task)
+        if not label:
+            continue
+        stage = compiled.stage_of(label)
+        policy = task.get("retryPolicy", {})
+        retries = int(policy.get("maxRetryCount", 0))
+        if stage in WITHOUT_RETRIES:
+            if retries:
+                yield BrokenRule(8, where, f"`{stage}` must not be retried, got {retries}")
+            continue
+        if retries < 1:
+            yield BrokenRule(8, where, "must have retries, but has none")
+            continue
+        timeout = int(compiled.pods.get(label, {}).get("activeDeadlineSeconds", 0))
+        limit = float(str(policy.get("backoffMaxDuration", "3600s")).removesuffix("s"))
+        if limit <= (retries + 1) * timeout:
+            yield BrokenRule(
+                8,
+                where,
+                f"backoffMaxDuration must exceed {(retries + 1) * timeout}s, got {limit:g}s; "
+                "a long attempt would never be retried",
+            )
+
+
+def arguments_fit_the_stages(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 9: each embedded component calls its stage with the arguments that `run` takes."""
+    sources: dict[str, str] = {}
+    for label, container in sorted(compiled.executors.items()):
+        sources.setdefault(str(container.get("command", [""])[-1]), label)
+    for source, label in sources.items():
+        for message in _call_faults(source):
+            yield BrokenRule(9, label, message)
+    for name, _, task_name, task in compiled.tasks():
+        definition = compiled.components.get(task["componentRef"]["name"], {})
+        for kind in ("parameters", "artifacts"):
+            declared = definition.get("inputDefinitions", {}).get(kind, {})
+            given = set(task.get("inputs", {}).get(kind, {}))
+            needed = {key for key, entry in declared.items() if not entry.get("isOptional")}
+            if "parameterIterator" in task:
+                needed.discard(task["parameterIterator"]["itemInput"])
+            for key in sorted(needed - given):
+                yield BrokenRule(9, f"{name}.{task_name}", f"input `{key}` is not given")
+
+
+def _call_faults(source: str) -> list[str]:
+    function = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
+    imports = [n for n in function.body if isinstance(n, ast.ImportFrom)]
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    calls = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "run"]
+    if len(imports) != 1 or len(calls) != 1 or calls[0].args:
+        return ["the body must be one import of `run` and one call of it by keywords"]
+    module = str(imports[0].module)
+    accepted = _signature(module)
+    if accepted is None:
+        return [f"`{module}` must have a function `run`, but has none"]
+    faults = []
+    passed = {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}
+    for key in sorted(set(passed) - set(accepted)):
+        faults.append(f"`{module}.run` takes no argument `{key}`")
+    for key in sorted(k for k, (_, required) in accepted.items() if required and k not in passed):
+        faults.append(f"`{module}.run` needs the argument `{key}`, which is not passed")
+    types = {a.arg: ast.unparse(a.annotation) for a in function.args.args if a.annotation}
+    for key, value in passed.items():
+        if key not in accepted or not isinstance(value, ast.Name):
+            continue
+        ours, theirs = types.get(value.id, ""), accepted[key][0]
+        if (ours in _SCALARS or theirs in _SCALARS) and ours != theirs:
+            faults.append(f"`{key}` of `{module}.run` is `{theirs}`, the component has `{ours}`")
+    return faults
+
+
+_SCALARS = ("str", "int", "float", "bool")
+
+
+def _signature(module: str) -> dict[str, tuple[str, bool]] | None:
+    """Return argument name to (annotation, required) of `run`, read without importing it."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    tree = ast.parse(Path(spec.origin).read_text("utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "run":
+            arguments = node.args
+            positional = [*arguments.posonlyargs, *arguments.args]
+            no_default = len(positional) - len(arguments.defaults)
+            found = {a.arg: (_text(a), i < no_default) for i, a in enumerate(positional)}
+            for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+                found[argument.arg] = (_text(argument), default is None)
+            return found
+    return None
+
+
+def _text(argument: ast.arg) -> str:
+    return ast.unparse(argument.annotation) if argument.annotation else ""
+
+
+def loops_run_over_integers(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 10: loops run over a list of integers, with a limit on parallel tasks."""
+    for name, _, task_name, task in compiled.tasks():
+        where = f"{name}.{task_name}"
+        if "artifactIterator" in task:
+            yield BrokenRule(10, where, "must not loop over artifacts, the back end cannot")
+        if "parameterIterator" not in task:
+            continue
+        raw = task["parameterIterator"].get("items", {}).get("raw")
+        try:
+            items = json.loads(raw)
+        except (TypeError, ValueError):
+            items = None
+        if not isinstance(items, list) or not all(type(item) is int for item in items):
+            yield BrokenRule(10, where, f"must loop over a list of integers, got {raw!r}")
+        limit = task.get("iteratorPolicy", {}).get("parallelismLimit", 0)
+        if limit < 1:
+            yield BrokenRule(10, where, f"must have a parallelism limit, got {limit}")
+
+
+def size_is_within_limits(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 11: the workflow object and its number of pods keep a margin of two."""
+    size = stored_bytes(compiled)
+    if size > MAX_STORED_BYTES:
+        yield BrokenRule(11, "root", f"must store at most {MAX_STORED_BYTES} bytes, got {size}")
+    try:
+        pods = pods_of(compiled)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return  # A graph that cannot be counted breaks rules 1, 2 or 10 already.
+    if pods > MAX_PODS:
+        yield BrokenRule(11, "root", f"must make at most {MAX_PODS} pods, got {pods}")
+
+
+def platform_names_executors(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 12: both documents name the same executors."""
+    for label in sorted(set(compiled.pods) - set(compiled.executors)):
+        yield BrokenRule(12, label, "is in the platform document only")
+    for label in sorted(set(compiled.executors) - set(compiled.pods)):
+        yield BrokenRule(12, label, "has no settings in the platform document")
+
+
+def parameters_are_public(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 13: the run form has exactly the public parameters, each described."""
+    found = compiled.components["root"].get("inputDefinitions", {}).get("parameters", {})
+    public = compiled.expected.parameters
+    for name in sorted(set(found) ^ set(public)):
+        word = "is not public" if name in found else "is missing"
+        yield BrokenRule(13, "root", f"parameter `{name}` {word}")
+    for name in sorted(set(found) & set(public)):
+        kind = found[name].get("parameterType")
+        if kind != public[name]:
+            yield BrokenRule(13, "root", f"`{name}` must be {public[name]}, got {kind}")
+        if not found[name].get("description", "").strip():
+            yield BrokenRule(13, "root", f"`{name}` must have a description, but has none")
+
+
+def pods_keep_away_together(compiled: Compiled) -> Iterator[BrokenRule]:
+    """Rule 14: all pods between first and exit task keep away from faulty machines, or none.
+
+    One term each, from the first task's output: terms are alternatives, a second one lets a pod
+    back to where the first keeps it away from.
+    """
+    wanted, found = {}, {}
+    for name, _, task_name, task in compiled.tasks():
+        label = compiled.executor_of(task)
+        if not label:
+            continue
+        terms = compiled.pods.get(label, {}).get("nodeAffinity", [])
+        where = f"{name}.{task_name}"
+        if task_name not in (compiled.expected.first_task, compiled.expected.exit_task):
+            wanted[where] = terms
+        elif terms:
+            yield BrokenRule(14, where, "the first and the exit task must be free to run anywhere")
+        if terms:
+            found[where] = terms
+    for where in sorted(set(wanted) - set(found)) if found else ():
+        yield BrokenRule(14, where, "must keep away from nodes as other pods do, but does not")
+    for where, terms in sorted(found.items()):
+        sources = [term.get("nodeAffinityJson", {}) for term in terms]
+        names = {
+            str(source.get("componentInputParameter", ""))
+            or str(source.get("taskOutputParameter", {}).get("outputParameterKey", ""))
+            for source in sources
+        }
+        if len(terms) != 1 or not all(name.endswith(AFFINITY) for name in names):
+            yield BrokenRule(14, where, f"must have one term, from `{AFFINITY}`, got {terms}")
+
+
+RULES: dict[int, Callable[[Compiled], Iterator[BrokenRule]]] = {
+    1: inputs_are_declared,
+    2: producers_are_upstream,
+    3: stages_follow_prepare,
+    4: caching_is_off,
+    5: gpu_pods_are_complete,
+    6: images_are_known,
+    7: pods_have_the_standard_settings,
+    8: retries_outlast_timeouts,
+    9: arguments_fit_the_stages,
+    10: loops_run_over_integers,
+    11: size_is_within_limits,
+    12: platform_names_executors,
+    13: parameters_are_public,
+    14: pods_keep_away_together,
 }
 """Number of a rule to its check."""
 
 
 def lint(
     text: str, *, images: Mapping[str, str] | None = None, release: bool = False
-) -> list[Fault]:
+) -> list[BrokenRule]:
     """Return every fault of a compiled pipeline, in the order of the rules.
 
     Args:
@@ -57,7 +448,7 @@ def lint_documents(
     *,
     images: Mapping[str, str] | None = None,
     release: bool = False,
-) -> list[Fault]:
+) -> list[BrokenRule]:
     """Return every fault of the parsed documents of a compiled pipeline; as `lint`."""
     present = [document for document in documents if document]
     compiled = Compiled.from_documents(present, images=resolve_images(images), release=release)

@@ -1,21 +1,82 @@
-"""Run the post-training pipeline on this machine through kfp's local runner.
+"""Run a pipeline on this machine through kfp's local runner; from the command line `post_train`.
 
     python -m pipelines.local --root file:///tmp/run --preset dapo-tiny --iterations 2
 
-The runner's chatter goes to standard output. The same call again resumes what was cut off.
+The log of the runner goes to standard output. The same call again resumes what was cut off.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipelines.monitor import monitor_of
+from kfp import local
+
+from pipelines.monitor import monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
-from pipelines.runner import exit_status, run_here
+from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.run.lock import acquire, current_holder
+from planish.run.signals import end_descendants, on_signal
 from planish.store import normal_uri
+
+STOP_SECONDS = 25.0
+"""A task that was asked to end gets so long, its stage and what clears up after it together."""
+
+
+def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> None:
+    """Run a pipeline to its end.
+
+    Args:
+        pipeline: as `dsl.pipeline` decorates it.
+        parameters: its inputs.
+
+    Raises:
+        RuntimeError: a task failed; the exit task has run.
+    """
+    # Artifacts here are Refs of a few bytes; the data lie where the stages put them.
+    artifacts = tempfile.mkdtemp(prefix="planish-kfp-")
+
+    def stop(number: int) -> None:
+        # kfp would go on with the tasks that wait, and with the exit task: nothing returns to it.
+        end_descendants(STOP_SECONDS)
+        shutil.rmtree(artifacts, ignore_errors=True)
+        os._exit(128 + number)
+
+    try:
+        local.init(
+            local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
+        )
+        with on_signal(stop):
+            pipeline(**parameters)
+    finally:
+        shutil.rmtree(artifacts, ignore_errors=True)
+
+
+def exit_status(run: Callable[..., None], arguments: Mapping[str, Any]) -> int:
+    """Run with the arguments of a command line.
+
+    Returns:
+        0 when every task succeeded, 1 when one failed, else the code of the error that kept the run
+        from its first task; the last line of the output tells the reason.
+    """
+    # The runner warns that our image is not a bare Python image, once a task.
+    warnings.filterwarnings("ignore", message="You may be attemping to run a task")
+    try:
+        run(**arguments)
+    except RuntimeError as error:
+        # The log of a run that failed ends with the failed task.
+        sys.stdout.write(f"{error}\n")
+        return EXIT_FAILED
+    except PlanishError as error:
+        sys.stdout.write(f"error: {error}\n")
+        return exit_code(error)
+    return 0
 
 
 def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = True) -> None:
@@ -34,14 +95,6 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
     parser.add_argument("--iterations", type=int, default=None)
     parser.add_argument("--shards", type=int, default=None)
-
-
-def monitor_parameters(parser: argparse.ArgumentParser) -> None:
-    """Add what decides on the tasks that look for a faulty machine; without, there are none."""
-    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
-    parser.add_argument(
-        "--monitor-trace", default="", metavar="URI", help="recorded trace that it looks at"
-    )
 
 
 def run_local(
@@ -86,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 when every task succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser)
-    monitor_parameters(parser)
+    monitor_options(parser, on_cluster=False)
     arguments = vars(parser.parse_args(argv))
     return exit_status(run_local, arguments)
 

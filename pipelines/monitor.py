@@ -1,9 +1,10 @@
-"""Whether tasks that look for faulty machines stand beside training, and what follows from it."""
+"""Whether tasks that look for faulty machines run beside training, and what follows from it."""
 
+import argparse
 from dataclasses import dataclass
 
 MAX_RESTARTS = 10
-"""More machines than that are no accident of single machines."""
+"""More faulty machines than that in one run have a common cause, which no restart mends."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Monitor:
 def monitor_of(
     settings: str, trace: str = "", *, watches: bool = True, max_restarts: int = 0
 ) -> Monitor | None:
-    """Return the options; None where nobody looks.
+    """Return the options; None where neither settings nor a trace is given.
 
     Raises:
-        ValueError: restarts without anybody who names machines, or too many.
+        ValueError: restarts without settings or a trace, or too many.
     """
     if not 0 <= max_restarts <= MAX_RESTARTS:
         raise ValueError(f"`max_restarts` must be 0 to {MAX_RESTARTS}, got {max_restarts}")
@@ -44,3 +45,19 @@ def monitor_of(
             )
         return None
     return Monitor(settings, trace, watches=watches, max_restarts=max_restarts)
+
+
+def monitor_options(parser: argparse.ArgumentParser, *, on_cluster: bool) -> None:
+    """Add the options that `monitor_of` takes; without `--monitor` or a trace nothing looks.
+
+    Args:
+        parser: of a command that runs or compiles `post-train`.
+        on_cluster: restarts are an option of a cluster, a recorded trace of one machine.
+    """
+    parser.add_argument("--monitor", default="", metavar="URI", help="TOML of monitor_check")
+    if on_cluster:
+        help_text = "restarts without a machine that monitor_check named; 0 for none"
+        parser.add_argument("--max-restarts", type=int, default=0, help=help_text)
+    else:
+        help_text = "recorded trace that it looks at"
+        parser.add_argument("--monitor-trace", default="", metavar="URI", help=help_text)

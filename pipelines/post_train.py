@@ -8,40 +8,20 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kfp import dsl, kubernetes
 
 from components import curate, evaluate, next_run, prepare, report, sft
-from components.dressing import WEBHOOK_ENV, dress
 from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
+from components.pod_settings import WEBHOOK_ENV, with_pod_settings
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
 from planish.base.errors import ConfigError
 
 MAX_ITERATIONS = 30
 MAX_SHARDS = 32
-
-DESCRIPTION = """Post-train a reasoning language model by reinforcement learning.
-
-Args:
-    root: URI under which the run lives, `s3://bucket/prefix` or `file:///folder`.
-    preset: Name of the shipped configuration to start from.
-    config: URI or path of a TOML file laid over the preset, optionally pinned by
-        `#sha256=<digest>`; empty for none.
-    overrides: Settings laid over both, `section.key=value` separated by spaces.
-    model: Model to start from, hub id or folder; empty for the configured one.
-    dataset: Data to train on, hub id, JSONL or Parquet; empty for the configured one.
-    seed: Seed of every random choice; -1 for the configured one.
-    resume_from: Root of another run whose newest policy and state start this one.
-    chain_index: Position in a chain of runs on this root; -1 for the first unfinished.
-    max_runs: Runs of the chain; the last task submits the next one up to this number.
-    allow_config_change: Go on when the root holds another configuration.
-    assume_autoscaling: Only warn when no node is large enough now.
-    store_secret: Name of the secret with endpoint, access_key and secret_key; its key webhook, if
-        there is one, is the URL that gets the summary at the end.
-"""
-"""Docstring of the pipeline: what a person reads beside each field of the run form."""
 
 
 def check_profile(profile: Profile) -> None:
@@ -120,12 +100,10 @@ def largest_requests(profile: Profile) -> str:
         for name, text in {"cpu": resources.cpu, "memory": resources.memory, **gpus}.items():
             if _amount(text) > _amount(pod.get(name, "0")):
                 pod[name] = text
-            if count * _amount(text) > _amount(total.get(name, "0")):
-                total[name] = (
-                    str(int(count * _amount(text)))
-                    if name != "cpu"
-                    else _cores(count * _amount(text))
-                )
+            together = count * _amount(text)
+            if together > _amount(total.get(name, "0")):
+                is_cpu = name == "cpu"
+                total[name] = f"{round(together * 1000)}m" if is_cpu else str(int(together))
     return json.dumps({"pod": pod, "total": total}, sort_keys=True)
 
 
@@ -137,10 +115,6 @@ def _amount(text: str) -> float:
     if match is None:
         raise ValueError(f"an amount must read like 500m, 2 or 4Gi, got {text!r}")
     return float(match[1]) * _UNITS[match[2]]
-
-
-def _cores(amount: float) -> str:
-    return f"{round(amount * 1000)}m"
 
 
 def build_post_train(
@@ -193,18 +167,15 @@ def build_post_train(
             "allow_config_change": allow_config_change,
             "assume_autoscaling": assume_autoscaling,
         }
-        worn: dict[str, Any] = {"profile": profile, "images": table, "store_secret": store_secret}
-        reported = report(root=root, max_restarts=max_restarts)
-        dress(reported, "report", is_exit_task=True, **worn)
+        in_pod = partial(
+            with_pod_settings, profile=profile, images=table, store_secret=store_secret
+        )
+        reported = in_pod(report(root=root, max_restarts=max_restarts), "report", is_exit_task=True)
         kubernetes.use_secret_as_env(reported, store_secret, dict(WEBHOOK_ENV), optional=True)
         with dsl.ExitHandler(reported, name="post-train"):
-            _steps(root, settings, max_runs, iterations, worn, max_restarts)
+            _steps(in_pod, root, settings, max_runs, iterations, max_restarts)
 
     post_train.__doc__ = DESCRIPTION
-    return _as_pipeline(post_train, profile)
-
-
-def _as_pipeline(function: Callable[..., None], profile: Profile) -> Callable[..., Any]:
     decorate = dsl.pipeline(
         name="post-train",
         display_name=f"post-train {profile.name}",
@@ -215,34 +186,56 @@ def _as_pipeline(function: Callable[..., None], profile: Profile) -> Callable[..
             ttl_seconds_after_failure=profile.retention_seconds,
         ),
     )
-    return decorate(function)  # type: ignore[no-any-return]
+    return decorate(post_train)  # type: ignore[no-any-return]
+
+
+DESCRIPTION = """Post-train a reasoning language model by reinforcement learning.
+
+Args:
+    root: URI under which the run lives, `s3://bucket/prefix` or `file:///folder`.
+    preset: Name of the shipped configuration to start from.
+    config: URI or path of a TOML file laid over the preset, optionally pinned by
+        `#sha256=<digest>`; empty for none.
+    overrides: Settings laid over both, `section.key=value` separated by spaces.
+    model: Model to start from, hub id or folder; empty for the configured one.
+    dataset: Data to train on, hub id, JSONL or Parquet; empty for the configured one.
+    seed: Seed of every random choice; -1 for the configured one.
+    resume_from: Root of another run whose newest policy and state start this one.
+    chain_index: Position in a chain of runs on this root; -1 for the first unfinished.
+    max_runs: Runs of the chain; the last task submits the next one up to this number.
+    allow_config_change: Go on when the root holds another configuration.
+    assume_autoscaling: Only warn when no node is large enough now.
+    store_secret: Name of the secret with endpoint, access_key and secret_key; its key webhook, if
+        there is one, is the URL that gets the summary at the end.
+"""
+"""Docstring of the pipeline: what a person reads beside each field of the run form."""
 
 
 def _steps(
+    in_pod: partial[dsl.PipelineTask],
     root: Any,
     settings: Mapping[str, Any],
     max_runs: Any,
     iterations: Sequence[Callable[..., Any]],
-    worn: dict[str, Any],
     max_restarts: int,
 ) -> None:
     """Wire everything that the exit handler watches; parameters are pipeline channels."""
+    profile, store_secret = in_pod.keywords["profile"], in_pod.keywords["store_secret"]
     prepared = prepare(
         root=root,
         **settings,
         num_iterations=len(iterations),
-        num_shards=worn["profile"].num_shards,
-        requests=largest_requests(worn["profile"]),
+        num_shards=profile.num_shards,
+        requests=largest_requests(profile),
         max_avoided_nodes=max_restarts,
     )
-    dress(prepared, "prepare", **worn)
+    in_pod(prepared, "prepare")
     away = prepared.outputs["node_affinity"]
     if max_restarts:
-        worn = {**worn, "node_affinity": away}
+        in_pod = partial(in_pod, node_affinity=away)
     of_run = {"root": root, "config_sha256": prepared.outputs["config_sha256"]}
-    curated = dress(curate(**of_run), "curate", **worn)
-    started = sft(**of_run, prompts=curated.outputs["prompts"])
-    dress(started, "sft", **worn)
+    curated = in_pod(curate(**of_run), "curate")
+    started = in_pod(sft(**of_run, prompts=curated.outputs["prompts"]), "sft")
     pins = started
     for number, iteration in enumerate(iterations, start=1):
         pins = iteration(
@@ -251,7 +244,7 @@ def _steps(
             offset=prepared.outputs["offset"],
             policy_pin=pins.outputs["policy_pin"],
             state_pin=pins.outputs["state_pin"],
-            store_secret=worn["store_secret"],
+            store_secret=store_secret,
             node_affinity=away,
         ).set_display_name(f"iteration {number}")
     evaluated = evaluate(
@@ -259,6 +252,6 @@ def _steps(
         baseline_pin=started.outputs["policy_pin"],
         policy_pin=pins.outputs["policy_pin"],
     )
-    dress(evaluated, "evaluate", **worn)
+    in_pod(evaluated, "evaluate")
     followed = next_run(**of_run, chain_index=prepared.outputs["chain_index"], max_runs=max_runs)
-    dress(followed, "next", **worn).after(evaluated)
+    in_pod(followed, "next").after(evaluated)

@@ -8,14 +8,14 @@ a Hugging Face folder. The same call again finds what is finished and reads it b
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kfp import dsl
 
 from components import checkpoint_retain, checkpoint_verify, reshard, reshard_prepare
-from components.dressing import dress
 from components.images import CPU_TINY, PROFILES, Profile, resolve_images
-from pipelines.runner import exit_status, run_here
+from components.pod_settings import with_pod_settings
 from planish.base.errors import ConfigError
 
 DESCRIPTION = """Write a checkpoint anew for another layout, and read it back.
@@ -63,11 +63,13 @@ def build_reshard(
         keep_every: int = 0,
         store_secret: str = "planish-store",
     ) -> None:
-        worn: dict[str, Any] = {"profile": profile, "images": table, "store_secret": store_secret}
+        in_pod = partial(
+            with_pod_settings, profile=profile, images=table, store_secret=store_secret
+        )
         retained = checkpoint_retain(
             root=root, folder=retain_folder, keep_last=keep_last, keep_every=keep_every
         )
-        dress(retained, "checkpoint_retain", is_exit_task=True, **worn)
+        in_pod(retained, "checkpoint_retain", is_exit_task=True)
         with dsl.ExitHandler(retained, name="reshard"):
             prepared = reshard_prepare(
                 root=root,
@@ -78,21 +80,17 @@ def build_reshard(
                 role=role,
                 policy=policy,
             )
-            dress(prepared, "reshard_prepare", **worn)
+            in_pod(prepared, "reshard_prepare")
             written = reshard(root=root, config_sha256=prepared.outputs["config_sha256"])
-            dress(written, "reshard", **worn)
+            in_pod(written, "reshard")
             verified = checkpoint_verify(
                 root=root,
                 source_pin=written.outputs["source_pin"],
                 checkpoint=written.outputs["result"],
             )
-            dress(verified, "checkpoint_verify", **worn)
+            in_pod(verified, "checkpoint_verify")
 
     pipeline.__doc__ = DESCRIPTION
-    return _as_pipeline(pipeline, profile)
-
-
-def _as_pipeline(function: Callable[..., None], profile: Profile) -> Callable[..., Any]:
     decorate = dsl.pipeline(
         name="reshard",
         display_name=f"reshard {profile.name}",
@@ -101,7 +99,7 @@ def _as_pipeline(function: Callable[..., None], profile: Profile) -> Callable[..
             ttl_seconds_after_finished=profile.retention_seconds,
         ),
     )
-    return decorate(function)  # type: ignore[no-any-return]
+    return decorate(pipeline)  # type: ignore[no-any-return]
 
 
 def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
@@ -115,6 +113,8 @@ def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
         RuntimeError: a task failed.
         ConfigError: an unknown profile.
     """
+    from pipelines.local import run_here
+
     if profile not in PROFILES:
         raise ConfigError(f"a profile must be one of {sorted(PROFILES)}, got {profile!r}")
     run_here(build_reshard(PROFILES[profile]), parameters)
@@ -122,6 +122,8 @@ def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line; 0 when every task succeeded."""
+    from pipelines.local import exit_status  # who compiles loads nothing that only runs need
+
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", required=True, help="URI of this run")
     parser.add_argument("--source", required=True, help="URI or pin of a checkpoint")

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from components.dressing import STAGE_LABEL
 from components.images import PROFILES, Profile
-from pipelines.compile import compile_text, monitor_options, parse_images
+from components.pod_settings import STAGE_LABEL
+from pipelines.compile import compile_text, parse_images
+from pipelines.compiled import PARAMETERS
 from pipelines.lint import lint
-from pipelines.lint_expected import PARAMETERS
-from pipelines.monitor import Monitor, monitor_of
+from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import profile_named
 
 RUN_LABEL = "pipeline/runid"
@@ -227,16 +227,16 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
     Returns:
         URIs of the objects that were written or deleted.
     """
-    from planish import store
     from planish.records import layout
+    from planish.store import open_store
 
     root = check_root(root)
-    uri = layout.stop_file(root)
+    store, uri = open_store(root), layout.stop_file(root)
     if not undo:
         store.write(uri, json.dumps({"reason": "operator"}).encode())
         return [uri]
     folder = layout.iteration(root, 0).rpartition("/")[0]
-    marks = [mark for mark in store.list_uris(folder) if mark.endswith("/stopped.json")]
+    marks = [mark for mark in store.list(folder) if mark.endswith("/stopped.json")]
     found = [mark for mark in (uri, *marks) if store.exists(mark)]
     for mark in found:
         store.delete(mark)
@@ -254,17 +254,17 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     Raises:
         ValueError: no node can have that name.
     """
-    from planish import store
     from planish.records import layout
     from planish.run import avoid as nodes
+    from planish.store import open_store
 
     root = check_root(root)
     uri = layout.avoided_node(root, node)
     if not undo:
         return [uri] if nodes.avoid(root, nodes.AvoidedNode(node, "operator")) else []
-    if not nodes.is_node_name(node) or not store.exists(uri):
+    if not nodes.is_node_name(node) or not open_store(uri).exists(uri):
         return []
-    store.delete(uri)
+    open_store(uri).delete(uri)
     return [uri]
 
 
@@ -287,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--name", default="", help="name on the run page")
     start.add_argument("--experiment", default=EXPERIMENT)
     start.add_argument("--service-account", default="planish-runner")
-    monitor_options(start)
+    monitor_options(start, on_cluster=True)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", parents=[start], help="start one run")
     schedule = commands.add_parser("schedule", parents=[start], help="start a recurring run")
@@ -328,19 +328,13 @@ def _start(arguments: argparse.Namespace) -> str:
         if arguments.command == "run":
             return start_run(client, package, parameters, **options)
         return start_schedule(
-            *(client, package, parameters),
+            client,
+            package,
+            parameters,
             cron=arguments.cron,
             interval_seconds=arguments.interval_seconds,
             **options,
         )
-
-
-def _clean(arguments: argparse.Namespace) -> list[str]:
-    from kubernetes import client, config
-
-    config.load_config()
-    janitor = KubernetesJanitor(client.ApiClient(), arguments.namespace)
-    return cleanup(connect(arguments.host, arguments.namespace), janitor, arguments.run_id)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -357,7 +351,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             state = wait(client, arguments.run_id, timeout_seconds=arguments.timeout_seconds)
             lines, code = [state], 0 if state == SUCCEEDED else 1
         elif arguments.command == "cleanup":
-            lines = _clean(arguments)
+            from kubernetes import client as kubernetes_client
+            from kubernetes import config
+
+            config.load_config()
+            janitor = KubernetesJanitor(kubernetes_client.ApiClient(), arguments.namespace)
+            server = connect(arguments.host, arguments.namespace)
+            lines = cleanup(server, janitor, arguments.run_id)
         elif arguments.command == "avoid":
             lines = avoid(arguments.root, arguments.node, undo=arguments.undo)
         else:

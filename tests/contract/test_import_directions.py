@@ -33,7 +33,8 @@ EDGES = {
 """Allowed inside one layer; stages never import each other, and the monitor is no stage."""
 
 OWNERS = {
-    "certifi": ("src/planish/store/",),
+    "minio": ("src/planish/store/",),
+    "tenacity": ("src/planish/store/",),
     "prometheus_client": (
         "src/planish/base/telemetry.py",
         "src/planish/minder/service/own_metrics.py",
@@ -41,6 +42,7 @@ OWNERS = {
     "kfp": ("components/", "pipelines/", "src/planish/run/"),
     "vllm": ("src/planish/engines/",),
     "megatron": ("src/planish/stages/train/", "src/planish/checkpoint/"),
+    "sklearn": ("src/planish/minder/",),
     "math_verify": ("src/planish/verifiers/",),
     "datasets": ("src/planish/stages/curate/",),
     "rich": ("src/planish/show/", "src/planish/__main__.py", "pipelines/"),

@@ -6,10 +6,9 @@ import pytest
 import yaml
 
 from components.images import PROFILES
-from pipelines import lint_graph
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, file_name
-from pipelines.lint import RULES, lint, lint_documents, main
-from pipelines.lint_model import Compiled
+from pipelines.compiled import Compiled, pods_of, stored_bytes
+from pipelines.lint import MAX_STORED_BYTES, RULES, lint, lint_documents, main
 from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
 
@@ -184,7 +183,7 @@ def loop_without_limit(spec, _):
 
 
 def too_large(spec, _):
-    spec["components"]["comp-curate"]["padding"] = "x" * lint_graph.MAX_STORED_BYTES
+    spec["components"]["comp-curate"]["padding"] = "x" * MAX_STORED_BYTES
 
 
 def too_many_pods(spec, _):
@@ -328,7 +327,7 @@ def test_pods_are_counted_as_the_back_end_makes_them(iterations):
     # Root and exit handler have one driver each, the six tasks of a run two pods each. An
     # iteration has its own driver, that of the loop, one and two pods for each of the two
     # shards, and two for each of the three other tasks.
-    assert lint_graph.pods_of(compiled) == 2 + 6 * 2 + iterations * (1 + 1 + 2 * 3 + 3 * 2)
+    assert pods_of(compiled) == 2 + 6 * 2 + iterations * (1 + 1 + 2 * 3 + 3 * 2)
 
 
 @pytest.mark.slow
@@ -336,7 +335,7 @@ def test_thirty_iterations_fit_the_workflow_object():
     text = compile_text(profile_named("gpu-1x8", num_iterations=30))
     documents = list(yaml.load_all(text, yaml.CSafeLoader))
     compiled = Compiled.from_documents(documents, images={}, release=False)
-    assert lint_graph.stored_bytes(compiled) < lint_graph.MAX_STORED_BYTES == 524_288
+    assert stored_bytes(compiled) < MAX_STORED_BYTES == 524_288
     assert lint(text) == []
 
 
@@ -347,7 +346,7 @@ def test_the_table_of_profiles_in_the_readme_is_true(name):
     compiled = Compiled.from_documents(list(documents), images={}, release=False)
     row = (
         f"| {name} | {profile.num_iterations} | {profile.num_shards} | "
-        f"{lint_graph.pods_of(compiled)} | {lint_graph.stored_bytes(compiled):,} |"
+        f"{pods_of(compiled)} | {stored_bytes(compiled):,} |"
     )
     assert row in (GOLDEN.parents[2] / "pipelines" / "README.md").read_text()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.dressing import ITERATION_LABEL, STAGE_LABEL
 from components.images import METRICS_PORT, PROFILES
+from components.pod_settings import ITERATION_LABEL, STAGE_LABEL
 from pipelines.compile import BUILDERS, GOLDEN, file_name
 from planish.run.stage_metrics import NUM_PORTS, PORT_VARIABLE
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.demo import (
-    Task,
+    EndedTask,
     default_root,
     main,
     progress_line,
@@ -18,7 +18,7 @@ from pipelines.demo import (
 from planish.records import layout
 from planish.store.documents import write_json
 
-REWARD = Task("reward", 2, 0, "done", 10.0, 0.5, 1.5, {"reward_mean": -0.2}, False, "")
+REWARD = EndedTask("reward", 2, 0, "done", 10.0, 0.5, 1.5, {"reward_mean": -0.2}, False, "")
 
 
 def test_a_progress_line_tells_where_what_and_how_long() -> None:
@@ -33,14 +33,14 @@ def test_a_progress_line_tells_where_what_and_how_long() -> None:
 
 
 def test_parallel_shards_count_once() -> None:
-    def shard(index: int, start: float, seconds: float, sampled: float) -> Task:
-        return Task(
+    def shard(index: int, start: float, seconds: float, sampled: float) -> EndedTask:
+        return EndedTask(
             *("rollout", 1, index, "done", start, 0.5, seconds),
             *({"sample_seconds": sampled}, False, ""),
         )
 
     tasks = [shard(0, 0.0, 4.0, 2.0), shard(1, 1.0, 5.0, 3.0)]
-    trained = Task("train", 1, 0, "done", 6.0, 0.5, 9.0, {"update_seconds": 4.0}, False, "")
+    trained = EndedTask("train", 1, 0, "done", 6.0, 0.5, 9.0, {"update_seconds": 4.0}, False, "")
     assert seconds_by_stage([*tasks, trained]) == {"rollout": 6.0, "train": 9.0}
     assert work_seconds([*tasks, trained]) == 7.0
 

@@ -1,31 +1,78 @@
-"""A compiled pipeline as the lint rules see it: plain dictionaries behind a few names."""
+"""A compiled pipeline as plain dictionaries behind a few names, and what each one must hold.
 
+A task is an entry of a graph, a component is what a task runs, and an executor is the pod of a
+component that is no graph itself.
+"""
+
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.lint_expected import PIPELINES, Expected
+from components.images import OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
+from components.pod_settings import STAGE_LABEL
 
 Node = Mapping[str, Any]
 
-STAGE_LABEL = "planish/stage"
-ITERATION_LABEL = "planish/iteration"
+PARAMETERS: dict[str, str] = {
+    "root": "STRING",
+    "preset": "STRING",
+    "config": "STRING",
+    "overrides": "STRING",
+    "model": "STRING",
+    "dataset": "STRING",
+    "seed": "NUMBER_INTEGER",
+    "resume_from": "STRING",
+    "chain_index": "NUMBER_INTEGER",
+    "max_runs": "NUMBER_INTEGER",
+    "allow_config_change": "BOOLEAN",
+    "assume_autoscaling": "BOOLEAN",
+    "store_secret": "STRING",
+}
+"""Public parameters of `post-train` and their types; at most fifteen fit a form people read."""
+
+RESHARD_PARAMETERS: dict[str, str] = {
+    "root": "STRING",
+    "source": "STRING",
+    "layout": "STRING",
+    "target": "STRING",
+    "parts": "STRING",
+    "role": "STRING",
+    "policy": "STRING",
+    "retain_folder": "STRING",
+    "keep_last": "NUMBER_INTEGER",
+    "keep_every": "NUMBER_INTEGER",
+    "store_secret": "STRING",
+}
+"""The same of `reshard`."""
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One broken rule."""
+class Expected:
+    """One pipeline."""
 
-    rule: int
-    """1 to 14."""
-    where: str
-    """Component, task or executor."""
-    message: str
-    """What must be what, and the value seen."""
+    stages: frozenset[str]
+    """Stages that its pods are labelled with, all of them present."""
+    first_task: str
+    """Task that all others but the exit task come after; never retried."""
+    exit_task: str
+    """Task that runs whatever the others do; never retried."""
+    parameters: Mapping[str, str]
+    """Public parameters and their types."""
 
-    def __str__(self) -> str:
-        """Read `rule 5 exec-train: ...`."""
-        return f"rule {self.rule} {self.where}: {self.message}"
+
+PIPELINES: dict[str, Expected] = {
+    "post-train": Expected(
+        frozenset({*STAGE_IMAGES} - {*RESHARD_STAGES, *OPTIONAL_STAGES}),
+        "prepare",
+        "report",
+        PARAMETERS,
+    ),
+    "reshard": Expected(
+        frozenset(RESHARD_STAGES), "reshard-prepare", "checkpoint-retain", RESHARD_PARAMETERS
+    ),
+}
+"""By the name that a pipeline is compiled with."""
 
 
 @dataclass(frozen=True)
@@ -121,3 +168,30 @@ def walk(node: Any, key: str) -> Iterator[Any]:
     elif isinstance(node, list):
         for value in node:
             yield from walk(value, key)
+
+
+def stored_bytes(compiled: Compiled) -> int:
+    """Return the size of the workflow object before any status, in bytes of compact JSON.
+
+    The back end stores equal component and container specifications once, by their digest.
+    """
+
+    def compact(node: Node) -> str:
+        return json.dumps(node, separators=(",", ":"), sort_keys=True)
+
+    once = {compact(c) for c in (*compiled.components.values(), *compiled.executors.values())}
+    return sum(map(len, once)) + sum(len(compact(pod)) for pod in compiled.pods.values())
+
+
+def pods_of(compiled: Compiled, name: str = "root") -> int:
+    """Return how many pods one attempt of a graph makes: two a task, one a graph or loop turn."""
+    total = 1
+    for task in compiled.components[name]["dag"].get("tasks", {}).values():
+        child = task["componentRef"]["name"]
+        turns = 1
+        if "parameterIterator" in task:
+            turns = len(json.loads(task["parameterIterator"]["items"]["raw"]))
+            total += 1
+        inner = pods_of(compiled, child) if "dag" in compiled.components[child] else 2
+        total += turns * inner
+    return total

@@ -1,4 +1,4 @@
-"""What every pod of ours wears: environment, labels, secret, timeout, retries, GPU extras.
+"""Settings of every pod: environment, labels, secret, timeout, retries, and what a GPU needs.
 
 KFP cannot set a priority class, host network or a second extended resource; those belong to the
 overlays of `manifests/`.
@@ -44,7 +44,7 @@ GPU_ENV: dict[str, str] = {
 """Caches of GPU libraries on a writable volume: pods run as a user without a home."""
 
 
-def dress(
+def with_pod_settings(
     task: dsl.PipelineTask,
     stage: str,
     *,
@@ -55,7 +55,7 @@ def dress(
     is_exit_task: bool = False,
     node_affinity: Any = None,
 ) -> dsl.PipelineTask:
-    """Give a task everything that does not depend on its own inputs.
+    """Set everything of a task's pod that does not depend on the inputs of the task.
 
     Args:
         task: the task of one component.
@@ -100,17 +100,12 @@ def dress(
     if node_affinity is not None:
         kubernetes.add_node_affinity_json(task, node_affinity)
     if resources.gpus:
-        _dress_gpu(task, resources.gpus, resources.shared_memory)
+        task.set_accelerator_type(GPU).set_accelerator_limit(resources.gpus)
+        kubernetes.add_toleration(task, key=GPU, operator="Exists", effect="NoSchedule")
+        kubernetes.add_node_selector(task, *GPU_NODE_LABEL)
+        size = resources.shared_memory
+        kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=size)
+        kubernetes.empty_dir_mount(task, "scratch", SCRATCH)
+        for name, value in GPU_ENV.items():
+            task.set_env_variable(name, value)
     return task
-
-
-def _dress_gpu(task: dsl.PipelineTask, gpus: int, shared_memory: str) -> None:
-    task.set_accelerator_type(GPU).set_accelerator_limit(gpus)
-    kubernetes.add_toleration(task, key=GPU, operator="Exists", effect="NoSchedule")
-    kubernetes.add_node_selector(task, *GPU_NODE_LABEL)
-    kubernetes.empty_dir_mount(
-        *(task, "shm", "/dev/shm"), medium="Memory", size_limit=shared_memory
-    )
-    kubernetes.empty_dir_mount(task, "scratch", SCRATCH)
-    for name, value in GPU_ENV.items():
-        task.set_env_variable(name, value)
