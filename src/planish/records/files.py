@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.manifest import (
     MANIFEST,
@@ -24,6 +23,7 @@ from planish.records.manifest import (
     seal,
 )
 from planish.records.refs import Ref
+from planish.store import Store, open_store
 
 _CACHE_KEEPS = 3
 """Fetched folders that stay whatever their age."""
@@ -56,17 +56,16 @@ def write_files(
         raise RecordError(
             f"names of files must be paths below their set and not `{MANIFEST}`, got {bad}"
         )
-    shards = [_describe(name, files[name]) for name in sorted(files)]
+    shards = []
+    for name, content in sorted(files.items()):
+        if isinstance(content, bytes):
+            size, digest = len(content), hashlib.sha256(content).hexdigest()
+        else:
+            size, digest = hash_file(content)
+        shards.append(Shard(name, 0, size, digest))
     manifest, data = seal(schema, 0, shards, parents, attributes)
     publish(uri, data, files)
     return manifest.ref(uri)
-
-
-def _describe(name: str, content: Path | bytes) -> Shard:
-    if isinstance(content, bytes):
-        return Shard(name, 0, len(content), hashlib.sha256(content).hexdigest())
-    size, digest = hash_file(content)
-    return Shard(name, 0, size, digest)
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -82,9 +81,10 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> Non
     The manifest of another set in the same place goes first, so that no reader ever sees it
     beside files that are not its own.
     """
+    store = open_store(uri)
     base = uri.rstrip("/")
     place = manifest_uri(uri)
-    present = store.list_uris(base)
+    present = store.list(base)
     if place in present and store.read(place) != manifest:
         store.delete(place)
     for name, content in files.items():
@@ -119,9 +119,10 @@ def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = Non
         raise RecordError(
             f"`{uri}` must hold {schema}, got {manifest.schema}; pass the URI of another set"
         )
+    store = open_store(uri)
     folder = store.local_path(uri)
     if folder is None:
-        return _fetch(uri, manifest)
+        return _fetch(store, uri, manifest)
     _verify(folder, manifest, uri)
     return folder
 
@@ -165,7 +166,7 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _fetch(uri: str, manifest: Manifest) -> Path:
+def _fetch(store: Store, uri: str, manifest: Manifest) -> Path:
     cache = _cache_folder()
     target = cache / manifest.sha256
     if target.is_dir():

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.base.telemetry import timed
 from planish.records.files import fetch_files, publish, write_files
@@ -17,6 +16,7 @@ from planish.records.manifest import Manifest, Shard, read_manifest, seal
 from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.refs import Ref
 from planish.records.schema import ColumnData, Record, RecordT, join
+from planish.store import Store, open_store
 
 __all__ = [
     "Manifest",
@@ -31,6 +31,8 @@ __all__ = [
 
 ROW_GROUPS_PER_SHARD = 32
 """A shard ends after this many row groups: about 32 million numbers."""
+
+_REMEDY = "remove the set and run its stage again"
 
 
 def write_set(
@@ -52,27 +54,21 @@ def write_set(
         RecordError: the record breaks a rule of its schema.
     """
     with timed("planish_records_write_seconds", schema=record.SCHEMA):
-        return _write_set(uri, record, parents, attributes)
-
-
-def _write_set(
-    uri: str, record: Record, parents: Mapping[str, str], attributes: Mapping[str, Any]
-) -> Ref:
-    record.validate()
-    columns = record.columns()
-    bounds = row_group_bounds(columns, record.group_starts())
-    files: dict[str, bytes] = {}
-    shards: list[Shard] = []
-    for number, start in enumerate(range(0, max(1, len(bounds) - 1), ROW_GROUPS_PER_SHARD)):
-        piece = bounds[start : start + ROW_GROUPS_PER_SHARD + 1]
-        data = encode(columns, record.COLUMNS, piece)
-        name = f"shard-{number:05d}.parquet"
-        files[name] = data
-        digest = hashlib.sha256(data).hexdigest()
-        shards.append(Shard(name, piece[-1] - piece[0], len(data), digest))
-    manifest, text = seal(record.SCHEMA, record.num_rows, shards, parents, attributes)
-    publish(uri, text, files)
-    return manifest.ref(uri)
+        record.validate()
+        columns = record.columns()
+        bounds = row_group_bounds(columns, record.group_starts())
+        files: dict[str, bytes] = {}
+        shards: list[Shard] = []
+        for number, start in enumerate(range(0, max(1, len(bounds) - 1), ROW_GROUPS_PER_SHARD)):
+            piece = bounds[start : start + ROW_GROUPS_PER_SHARD + 1]
+            data = encode(columns, record.COLUMNS, piece)
+            name = f"shard-{number:05d}.parquet"
+            files[name] = data
+            digest = hashlib.sha256(data).hexdigest()
+            shards.append(Shard(name, piece[-1] - piece[0], len(data), digest))
+        manifest, text = seal(record.SCHEMA, record.num_rows, shards, parents, attributes)
+        publish(uri, text, files)
+        return manifest.ref(uri)
 
 
 def read_set(cls: type[RecordT], uri: str, *, sha256: str | None = None) -> RecordT:
@@ -88,13 +84,9 @@ def read_set(cls: type[RecordT], uri: str, *, sha256: str | None = None) -> Reco
         RecordError: of another schema or version, or damaged.
     """
     with timed("planish_records_read_seconds", schema=cls.SCHEMA):
-        return _read_set(cls, uri, sha256)
-
-
-def _read_set(cls: type[RecordT], uri: str, sha256: str | None) -> RecordT:
-    record = cls.from_columns(join(list(iter_set(cls, uri, sha256=sha256)), cls.COLUMNS))
-    record.validate()
-    return record
+        record = cls.from_columns(join(list(iter_set(cls, uri, sha256=sha256)), cls.COLUMNS))
+        record.validate()
+        return record
 
 
 def iter_set(
@@ -109,49 +101,45 @@ def iter_set(
         RecordError: of another schema or version, or damaged.
     """
     manifest = read_manifest(uri, sha256=sha256)
-    _check_schema(cls.SCHEMA, manifest.schema, uri)
+    if manifest.schema != cls.SCHEMA:
+        name, _, major = cls.SCHEMA.partition("/")
+        if manifest.schema.partition("/")[0] == name:
+            raise RecordError(
+                f"`{uri}` must hold version {major} of {name}, got {manifest.schema}; "
+                "read it with the release that wrote it"
+            )
+        raise RecordError(
+            f"`{uri}` must hold {cls.SCHEMA}, got {manifest.schema}; pass the URI of another set"
+        )
     if not manifest.shards:
-        raise RecordError(
-            f"`{uri}` must have at least one shard, got none; "
-            "remove the set and run its stage again"
-        )
+        raise RecordError(f"`{uri}` must have at least one shard, got none; {_REMEDY}")
+    store = open_store(uri)
     for shard in manifest.shards:
-        yield from _read_shard(uri, shard, cls)
+        yield from _read_shard(store, uri, shard, cls)
 
 
-def _check_schema(wanted: str, seen: str, uri: str) -> None:
-    if wanted == seen:
-        return
-    name, _, major = wanted.partition("/")
-    if seen.partition("/")[0] == name:
-        raise RecordError(
-            f"`{uri}` must hold version {major} of {name}, got {seen}; "
-            "read it with the release that wrote it"
-        )
-    raise RecordError(f"`{uri}` must hold {wanted}, got {seen}; pass the URI of another set")
-
-
-def _read_shard(uri: str, shard: Shard, cls: type[Record]) -> Iterator[dict[str, ColumnData]]:
+def _read_shard(
+    store: Store, uri: str, shard: Shard, cls: type[Record]
+) -> Iterator[dict[str, ColumnData]]:
     place = f"{uri.rstrip('/')}/{shard.name}"
-    remedy = "remove the set and run its stage again"
     try:
         data = store.read(place, 0, shard.bytes + 1)
     except ObjectMissing:
         raise RecordError(
-            f"`{place}` must be there, since its manifest names it, but is missing; {remedy}"
+            f"`{place}` must be there, since its manifest names it, but is missing; {_REMEDY}"
         ) from None
     if len(data) != shard.bytes:
         seen = store.size(place)
-        raise RecordError(f"`{place}` must have {shard.bytes} bytes, got {seen}; {remedy}")
+        raise RecordError(f"`{place}` must have {shard.bytes} bytes, got {seen}; {_REMEDY}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != shard.sha256:
-        raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {remedy}")
+        raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {_REMEDY}")
     rows = 0
     for piece in decode_pieces(data, cls.COLUMNS, name=place):
         rows += len(piece[cls.COLUMNS[0].name])
         yield piece
     if rows != shard.rows:
-        raise RecordError(f"`{place}` must have {shard.rows} rows, got {rows}; {remedy}")
+        raise RecordError(f"`{place}` must have {shard.rows} rows, got {rows}; {_REMEDY}")
 
 
 def finished(

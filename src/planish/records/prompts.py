@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.schema import Column, Messages, Record, hex_id_faults, take_rows
+from planish.records.schema import Messages, Record, column, hex_id_faults, record, take_rows
 
 
 def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
@@ -27,7 +26,7 @@ def prompt_id(messages: Sequence[Mapping[str, str]], answer: str) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()[:16]
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class PromptSet(Record):
     """Problems with verifiable answers; one row per prompt, no tokens yet.
 
@@ -42,32 +41,15 @@ class PromptSet(Record):
 
     SCHEMA: ClassVar[str] = "prompts/1"
     REMEDY: ClassVar[str] = "curation writes this set"
-    COLUMNS: ClassVar[tuple[Column, ...]] = (
-        Column("prompt_id", "text", "16 hex digits from messages and answer"),
-        Column("messages", "messages", "role and content, before any chat template"),
-        Column("answer", "text", "ground truth as the verifier expects it"),
-        Column("verifier", "text", "key of the verifier table"),
-        Column("source", "text", "data set and licence tag"),
-        Column("pass_rate", "float32", "measured on a reference policy; NaN when not measured"),
+
+    prompt_id: list[str] = column("text", "16 hex digits from messages and answer")
+    messages: list[Messages] = column("messages", "role and content, before any chat template")
+    answer: list[str] = column("text", "ground truth as the verifier expects it")
+    verifier: list[str] = column("text", "key of the verifier table")
+    source: list[str] = column("text", "data set and licence tag")
+    pass_rate: npt.NDArray[np.float32] = column(
+        "float32", "measured on a reference policy; NaN when not measured"
     )
-
-    prompt_id: list[str]
-    """[P] 16 hex digits each, no two equal."""
-    messages: list[Messages]
-    """[P] lists of {role, content}, before any chat template."""
-    answer: list[str]
-    """[P] ground truth as the verifier expects it."""
-    verifier: list[str]
-    """[P] keys of the verifier table."""
-    source: list[str]
-    """[P] data set and licence tag."""
-    pass_rate: npt.NDArray[np.float32]
-    """[P] float32 in 0..1, measured on a reference policy; NaN when not measured."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of prompts P."""
-        return len(self.prompt_id)
 
     def take(self, indices: Sequence[int]) -> PromptSet:
         """Return the prompts `indices` in that order."""
@@ -76,7 +58,13 @@ class PromptSet(Record):
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
-        faults = [*hex_id_faults("prompt_id", self.prompt_id), *_repeated(self.prompt_id)]
+        faults = hex_id_faults("prompt_id", self.prompt_id)
+        first: dict[str, int] = {}
+        for row, value in enumerate(self.prompt_id):
+            if first.setdefault(value, row) != row:
+                faults.append(
+                    f"`prompt_id` must not repeat, got {value!r} in rows {first[value]} and {row}"
+                )
         rates = self.pass_rate
         outside = np.flatnonzero(~np.isnan(rates) & ~((rates >= 0) & (rates <= 1)))
         faults += [
@@ -85,9 +73,9 @@ class PromptSet(Record):
         return faults
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class TraceSet(Record):
-    """Worked solutions for the supervised cold start; one row per trace.
+    """Worked solutions for the supervised cold start; a prompt may have several.
 
     Example:
         >>> ask = [{"role": "user", "content": "1+1="}]
@@ -97,38 +85,12 @@ class TraceSet(Record):
 
     SCHEMA: ClassVar[str] = "traces/1"
     REMEDY: ClassVar[str] = "curation writes this set"
-    COLUMNS: ClassVar[tuple[Column, ...]] = (
-        Column("prompt_id", "text", "16 hex digits from messages and answer"),
-        Column("messages", "messages", "role and content, before any chat template"),
-        Column("response", "text", "worked solution, without the end token"),
-        Column("source", "text", "data set and licence tag"),
-    )
 
-    prompt_id: list[str]
-    """[P] 16 hex digits each; a prompt may have several traces."""
-    messages: list[Messages]
-    """[P] lists of {role, content}, before any chat template."""
-    response: list[str]
-    """[P] worked solutions, without the end token."""
-    source: list[str]
-    """[P] data set and licence tag."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of traces P."""
-        return len(self.prompt_id)
+    prompt_id: list[str] = column("text", "16 hex digits from messages and answer")
+    messages: list[Messages] = column("messages", "role and content, before any chat template")
+    response: list[str] = column("text", "worked solution, without the end token")
+    source: list[str] = column("text", "data set and licence tag")
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
         return hex_id_faults("prompt_id", self.prompt_id)
-
-
-def _repeated(ids: Sequence[str]) -> list[str]:
-    first: dict[str, int] = {}
-    faults = []
-    for row, value in enumerate(ids):
-        if first.setdefault(value, row) != row:
-            faults.append(
-                f"`prompt_id` must not repeat, got {value!r} in rows {first[value]} and {row}"
-            )
-    return faults

@@ -38,7 +38,13 @@ def find_reference(pinned: str, *, policy_pin: str, state_pin: str, info: Mappin
     """
     pin = pinned or policy_pin
     if state_pin and not pinned:
-        pin = _named(state_pin, info)
+        pin = named_reference(state_pin, info)
+        if not pin:
+            raise ConfigError(
+                "the train state before an iteration with a KL penalty must name the reference "
+                f"policy, got {info.get(KEY)!r} in {state_pin!r}; its training began without a "
+                f"penalty: {_REMEDY}, or set `algorithm.kl_coefficient` to 0"
+            )
     uri, digest = parse_pin(pin)
     try:
         schema = read_manifest(uri, sha256=digest).schema
@@ -61,14 +67,3 @@ def named_reference(state_pin: str, info: Mapping[str, Any]) -> str:
     if not isinstance(named, str) or not named:
         return ""
     return named if "://" in named else f"{state_root(state_pin)}/{named}"
-
-
-def _named(state_pin: str, info: Mapping[str, Any]) -> str:
-    pin = named_reference(state_pin, info)
-    if not pin:
-        raise ConfigError(
-            "the train state before an iteration with a KL penalty must name the reference policy, "
-            f"got {info.get(KEY)!r} in {state_pin!r}; its training began without a penalty: "
-            f"{_REMEDY}, or set `algorithm.kl_coefficient` to 0"
-        )
-    return pin

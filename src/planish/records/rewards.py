@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planish.records.schema import Column, Record
+from planish.records.schema import Record, column, record
 
 _TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class RewardSet(Record):
     """Row `r` scores row `r` of the rollout set that the manifest names as a parent.
 
@@ -28,30 +27,14 @@ class RewardSet(Record):
 
     SCHEMA: ClassVar[str] = "rewards/1"
     REMEDY: ClassVar[str] = "the reward stage writes this set"
-    COLUMNS: ClassVar[tuple[Column, ...]] = (
-        Column("accuracy", "float32", "the verifier's verdict, 0 or 1"),
-        Column("outcome", "float32", "the reward of that verdict"),
-        Column("length_penalty", "float32", "0 or less"),
-        Column("reward", "float32", "outcome + length_penalty: what trains"),
-        Column("has_reward", "bool", "false for responses that are not finished"),
-        Column("keep", "bool", "false: takes no part in the update"),
-        Column("extracted", "text", "the answer that the verifier saw"),
-    )
 
-    accuracy: npt.NDArray[np.float32]
-    """[R] float32, 0 or 1."""
-    outcome: npt.NDArray[np.float32]
-    """[R] float32, reward of the verdict alone."""
-    length_penalty: npt.NDArray[np.float32]
-    """[R] float32, 0 or less."""
-    reward: npt.NDArray[np.float32]
-    """[R] float32, outcome + length_penalty."""
-    has_reward: npt.NDArray[np.bool_]
-    """[R] bool, False for unfinished responses."""
-    keep: npt.NDArray[np.bool_]
-    """[R] bool, False: takes no part in the update."""
-    extracted: list[str]
-    """[R] the answers that the verifier saw, for audits."""
+    accuracy: npt.NDArray[np.float32] = column("float32", "the verifier's verdict, 0 or 1")
+    outcome: npt.NDArray[np.float32] = column("float32", "the reward of that verdict")
+    length_penalty: npt.NDArray[np.float32] = column("float32", "0 or less")
+    reward: npt.NDArray[np.float32] = column("float32", "outcome + length_penalty: what trains")
+    has_reward: npt.NDArray[np.bool_] = column("bool", "false for responses that are not finished")
+    keep: npt.NDArray[np.bool_] = column("bool", "false: takes no part in the update")
+    extracted: list[str] = column("text", "the answer that the verifier saw")
 
     @property
     def num_rows(self) -> int:

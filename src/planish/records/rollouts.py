@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Self
 
@@ -13,13 +12,13 @@ import numpy.typing as npt
 from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 from planish.records.schema import (
-    Column,
     ColumnData,
-    Kind,
     Record,
+    column,
     column_faults,
     hex_id_faults,
     join,
+    record,
     take_rows,
 )
 
@@ -40,7 +39,7 @@ class FinishReason(IntEnum):
     """Taken back by the driver, or the engine failed on this response alone."""
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class RolloutSet(Record):
     """One row per rollout, sorted by (group_index, sample_index), at least one in each group.
 
@@ -65,57 +64,28 @@ class RolloutSet(Record):
 
     SCHEMA: ClassVar[str] = "rollouts/1"
     REMEDY: ClassVar[str] = "the rollout stage writes this set"
-    COLUMNS: ClassVar[tuple[Column, ...]] = (
-        Column("group_index", "int32", "0..G-1, not decreasing"),
-        Column("sample_index", "int32", "position in the group"),
-        Column("prompt_tokens", "list<int32>", "after the chat template; equal within a group"),
-        Column("response_tokens", "list<int32>", "with the end token when it was sampled"),
-        Column(
-            "rollout_logprobs", "list<float32>", "natural log, of the distribution sampled from"
-        ),
-        Column("policy_version", "list<int32>", "version that sampled the token"),
-        Column("window_start", "int32", "first response token sampled in this iteration"),
-        Column("finish", "int8", "0 STOP, 1 LENGTH, 2 WINDOW, 3 ABORT"),
-        Column("rollout_id", "text", "<prompt_id>-<sample_index in 3 digits>"),
-        Column("prompt_id", "text", "16 hex digits; equal within a group"),
-        Column("response", "text", "decoded response"),
-        Column("answer", "text", "ground truth"),
-        Column("verifier", "text", "key of the verifier table"),
+
+    group_index: npt.NDArray[np.int32] = column("int32", "0..G-1, not decreasing")
+    sample_index: npt.NDArray[np.int32] = column("int32", "position in the group")
+    prompt_tokens: Ragged = column("list<int32>", "after the chat template; equal within a group")
+    """In memory one row per group."""
+    response_tokens: Ragged = column("list<int32>", "with the end token when it was sampled")
+    rollout_logprobs: Ragged = column(
+        "list<float32>", "natural log, of the distribution sampled from"
     )
-
-    group_index: npt.NDArray[np.int32]
-    """[R] int32, 0..G-1, not decreasing."""
-    sample_index: npt.NDArray[np.int32]
-    """[R] int32, increasing within a group; a group may be incomplete."""
-    prompt_tokens: Ragged
-    """[G] rows of int32, after the chat template."""
-    response_tokens: Ragged
-    """[R] rows of int32, with the end token when it was sampled."""
-    rollout_logprobs: Ragged
-    """[R] rows of float32, natural log of each token's probability in the distribution that it was
-    sampled from: after temperature, top-k and top-p."""
-    policy_version: Ragged
-    """[R] rows of int32, the version that sampled the token."""
-    window_start: npt.NDArray[np.int32]
-    """[R] int32, index in the response of the first token sampled in this iteration; reused surplus
-    groups keep the 0 of the iteration that sampled them."""
-    finish: npt.NDArray[np.int8]
-    """[R] int8, a `FinishReason`."""
-    rollout_id: list[str]
-    """[R] `<prompt_id>-<sample_index in 3 digits>`."""
-    prompt_id: list[str]
-    """[R] 16 hex digits, equal within a group."""
-    response: list[str]
-    """[R] decoded responses: untrusted text."""
-    answer: list[str]
-    """[R] ground truth."""
-    verifier: list[str]
-    """[R] keys of the verifier table."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rollouts R."""
-        return len(self.group_index)
+    """That distribution is the one after temperature, top-k and top-p."""
+    policy_version: Ragged = column("list<int32>", "version that sampled the token")
+    window_start: npt.NDArray[np.int32] = column(
+        "int32", "first response token sampled in this iteration"
+    )
+    """Reused surplus groups keep the 0 of the iteration that sampled them."""
+    finish: npt.NDArray[np.int8] = column("int8", "0 STOP, 1 LENGTH, 2 WINDOW, 3 ABORT")
+    rollout_id: list[str] = column("text", "<prompt_id>-<sample_index in 3 digits>")
+    prompt_id: list[str] = column("text", "16 hex digits; equal within a group")
+    response: list[str] = column("text", "decoded response")
+    """Untrusted text."""
+    answer: list[str] = column("text", "ground truth")
+    verifier: list[str] = column("text", "key of the verifier table")
 
     @property
     def num_groups(self) -> int:
@@ -125,7 +95,12 @@ class RolloutSet(Record):
     @classmethod
     def empty(cls) -> RolloutSet:
         """Return a set of no rollouts."""
-        none = {k.name: _empty_column(k.kind) for k in cls.COLUMNS}
+        none: dict[str, Any] = {}
+        for spec in cls.COLUMNS:
+            if spec.kind.startswith("list<"):
+                none[spec.name] = Ragged.empty(spec.kind[len("list<") : -1])
+            else:
+                none[spec.name] = [] if spec.kind == "text" else np.empty(0, dtype=spec.kind)
         return cls(**none)
 
     def columns(self) -> dict[str, ColumnData]:
@@ -205,11 +180,11 @@ class RolloutSet(Record):
 
     def form_faults(self) -> list[str]:
         """Return what is wrong with types and lengths; prompt tokens have a row for each group."""
-        kinds = {c.name: c.kind for c in self.COLUMNS if c.name != "prompt_tokens"}
-        return [
-            *self.prompt_tokens.faults("prompt_tokens", rows=self.num_groups, dtype=np.int32),
-            *column_faults(vars(self), kinds, self.num_rows),
-        ]
+        faults = []
+        for spec in self.COLUMNS:
+            rows = self.num_groups if spec.name == "prompt_tokens" else self.num_rows
+            faults += column_faults(spec.name, spec.kind, getattr(self, spec.name), rows)
+        return faults
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
@@ -294,12 +269,6 @@ class RolloutSet(Record):
         if not isinstance(other, RolloutSet):
             return NotImplemented
         return self.prompt_tokens == other.prompt_tokens and super().__eq__(other)
-
-
-def _empty_column(kind: Kind) -> Any:
-    if kind.startswith("list<"):
-        return Ragged.empty(kind[len("list<") : -1])
-    return [] if kind == "text" else np.empty(0, dtype=kind)
 
 
 def _starts(group_index: Array) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""What all record sets share: column specs, the Record protocol, checks and joins of columns.
+"""What all record sets share: columns, the Record protocol, checks and joins of columns.
 
 Parquet and manifests are the business of `parquet.py` and `manifest.py`.
 """
@@ -6,9 +6,9 @@ Parquet and manifests are the business of `parquet.py` and `manifest.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, dataclass_transform
 
 import numpy as np
 
@@ -20,6 +20,8 @@ Kind = Literal[
 ]
 Messages = list[dict[str, str]]
 ColumnData = Array | Ragged | list[str] | list[Messages]
+
+RecordT = TypeVar("RecordT", bound="Record")
 
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _MAX_FAULTS = 8
@@ -37,23 +39,42 @@ class Column:
     """One line for `planish show` and for readers of the schema."""
 
 
+def column(kind: Kind, meaning: str) -> Any:
+    """Return a field of a record that is a column of the same name on disk.
+
+    Args:
+        kind: type of a cell.
+        meaning: one line for `planish show` and for readers of the schema.
+    """
+    return field(metadata={"kind": kind, "meaning": meaning})
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(column,))
+def record(cls: type[RecordT]) -> type[RecordT]:
+    """Make a frozen dataclass of a class whose fields are columns, and fill in its `COLUMNS`."""
+    made: Any = dataclass(frozen=True, eq=False)(cls)
+    made.COLUMNS = tuple(Column(name=f.name, **f.metadata) for f in fields(made))
+    return cls
+
+
 class Record(Protocol):
-    """A record set in memory: a frozen dataclass with a field for each column."""
+    """A record set in memory; see `record`."""
 
     SCHEMA: ClassVar[str]
     """Name and major version, e.g. `rollouts/1`."""
-    COLUMNS: ClassVar[tuple[Column, ...]]
-    """Columns on disk, in order."""
+    COLUMNS: ClassVar[tuple[Column, ...]] = ()
+    """Columns on disk, in order: one for each field."""
     REMEDY: ClassVar[str]
     """What to do about a broken rule: who writes this set."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows on disk."""
+        """Number of rows on disk: the length of the first column."""
+        return len(getattr(self, self.COLUMNS[0].name))
 
     def columns(self) -> dict[str, ColumnData]:
-        """Return the data of every column of `COLUMNS`, all with `num_rows` rows."""
-        return {column.name: getattr(self, column.name) for column in self.COLUMNS}
+        """Return the data of every column, all with `num_rows` rows."""
+        return {spec.name: getattr(self, spec.name) for spec in self.COLUMNS}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> Self:
@@ -68,15 +89,23 @@ class Record(Protocol):
         """Check every rule of the schema.
 
         Raises:
-            RecordError: with every fault.
+            RecordError: with every fault, at most 8 of them in full.
         """
         faults = self.form_faults() or self.value_faults()
-        raise_faults(self.SCHEMA, faults, remedy=self.REMEDY)
+        if faults:
+            first = "; ".join(faults[:_MAX_FAULTS])
+            left = len(faults) - _MAX_FAULTS
+            more = f"; and {left} more" if left > 0 else ""
+            raise RecordError(f"{self.SCHEMA}: {first}{more}; {self.REMEDY}")
 
     def form_faults(self) -> list[str]:
         """Return what is wrong with types and lengths."""
-        kinds = {column.name: column.kind for column in self.COLUMNS}
-        return column_faults(self.columns(), kinds, self.num_rows)
+        columns, rows = self.columns(), self.num_rows
+        return [
+            fault
+            for spec in self.COLUMNS
+            for fault in column_faults(spec.name, spec.kind, columns[spec.name], rows)
+        ]
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
@@ -85,71 +114,33 @@ class Record(Protocol):
         """Same columns by value; NaN equals NaN."""
         if not isinstance(other, type(self)):
             return NotImplemented
-        return records_equal(self.columns(), other.columns())
+        theirs = other.columns()
+        return all(_equal(value, theirs[name]) for name, value in self.columns().items())
 
 
-RecordT = TypeVar("RecordT", bound=Record)
-
-
-def raise_faults(schema: str, faults: Sequence[str], *, remedy: str) -> None:
-    """Raise one `RecordError` with every fault (at most 8 in full); return when there is none."""
-    if not faults:
-        return
-    told = "; ".join(faults[:_MAX_FAULTS])
-    more = f"; and {len(faults) - _MAX_FAULTS} more" if len(faults) > _MAX_FAULTS else ""
-    raise RecordError(f"{schema}: {told}{more}; {remedy}")
-
-
-def column_faults(columns: Mapping[str, object], kinds: Mapping[str, Kind], rows: int) -> list[str]:
-    """Return what is wrong with the types and lengths of `columns`."""
-    faults: list[str] = []
-    for name, kind in kinds.items():
-        data = columns[name]
-        if kind.startswith("list<"):
-            dtype = kind[len("list<") : -1]
-            faults += (
-                data.faults(name, rows=rows, dtype=dtype)
-                if isinstance(data, Ragged)
-                else [f"`{name}` must be a Ragged of {dtype}, got {type(data).__name__}"]
-            )
-        elif kind == "text":
-            faults += _text_faults(name, data, rows)
-        elif kind == "messages":
-            faults += _message_faults(name, data, rows)
-        else:
-            faults += _array_faults(name, data, rows, kind)
-    return faults
-
-
-def _array_faults(name: str, data: object, rows: int, dtype: str) -> list[str]:
+def column_faults(name: str, kind: Kind, data: object, rows: int) -> list[str]:
+    """Return what is wrong with the type and the length of the data of one column."""
+    if kind.startswith("list<"):
+        dtype = kind[len("list<") : -1]
+        if not isinstance(data, Ragged):
+            return [f"`{name}` must be a Ragged of {dtype}, got {type(data).__name__}"]
+        return data.faults(name, rows=rows, dtype=dtype)
+    if kind in ("text", "messages"):
+        cells = "texts" if kind == "text" else "lists of messages"
+        if not isinstance(data, list) or len(data) != rows:
+            seen = len(data) if isinstance(data, list) else type(data).__name__
+            return [f"`{name}` must be a list of {rows} {cells}, got {seen}"]
+        is_sound, rule = _CELL_RULES[kind]
+        return [
+            f"`{name}` must be {rule}, got {value!r:.80} in row {row}"
+            for row, value in enumerate(data)
+            if not is_sound(value)
+        ]
     if not isinstance(data, np.ndarray):
-        return [f"`{name}` must be an array [R] {dtype}, got {type(data).__name__}"]
-    if data.dtype != np.dtype(dtype) or data.shape != (rows,):
-        return [f"`{name}` must be [{rows}] {dtype}, got {list(data.shape)} {data.dtype}"]
+        return [f"`{name}` must be an array [R] {kind}, got {type(data).__name__}"]
+    if data.dtype != np.dtype(kind) or data.shape != (rows,):
+        return [f"`{name}` must be [{rows}] {kind}, got {list(data.shape)} {data.dtype}"]
     return []
-
-
-def _text_faults(name: str, data: object, rows: int) -> list[str]:
-    if not isinstance(data, list) or len(data) != rows:
-        seen = len(data) if isinstance(data, list) else type(data).__name__
-        return [f"`{name}` must be a list of {rows} texts, got {seen}"]
-    return [
-        f"`{name}` must be text that UTF-8 can hold, got {value!r:.60} in row {row}"
-        for row, value in enumerate(data)
-        if not is_text(value)
-    ]
-
-
-def _message_faults(name: str, data: object, rows: int) -> list[str]:
-    if not isinstance(data, list) or len(data) != rows:
-        seen = len(data) if isinstance(data, list) else type(data).__name__
-        return [f"`{name}` must be a list of {rows} lists of messages, got {seen}"]
-    return [
-        f"`{name}` must be a list of at least one {{role, content}} of text, "
-        f"got {value!r:.80} in row {row}"
-        for row, value in enumerate(data)
-        if not _is_conversation(value)
-    ]
 
 
 def _is_conversation(value: object) -> bool:
@@ -171,6 +162,13 @@ def is_text(value: object) -> bool:
     if not isinstance(value, str):
         return False
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+_CELL_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "text": (is_text, "text that UTF-8 can hold"),
+    "messages": (_is_conversation, "a list of at least one {role, content} of text"),
+}
+"""Kind of a column to the check of a cell, and its rule in words."""
 
 
 def hex_id_faults(name: str, ids: Sequence[str]) -> list[str]:
@@ -201,13 +199,6 @@ def join(parts: Sequence[Mapping[str, Any]], specs: Sequence[Column]) -> dict[st
         else:
             joined[spec.name] = np.concatenate(columns)
     return joined
-
-
-def records_equal(left: Mapping[str, ColumnData], right: Mapping[str, ColumnData]) -> bool:
-    """Compare columns by value; NaN equals NaN."""
-    return left.keys() == right.keys() and all(
-        _equal(value, right[name]) for name, value in left.items()
-    )
 
 
 def _equal(left: ColumnData, right: ColumnData) -> bool:

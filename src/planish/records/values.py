@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from planish.records.ragged import Array, Ragged
-from planish.records.schema import Column, Record
+from planish.records.schema import Record, column, record
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class ValueSet(Record):
     """One row per response that its window cut, sorted by (ordinal, sample_index).
 
@@ -30,23 +29,10 @@ class ValueSet(Record):
 
     SCHEMA: ClassVar[str] = "values/1"
     REMEDY: ClassVar[str] = "the train stage writes this set"
-    COLUMNS: ClassVar[tuple[Column, ...]] = (
-        Column("ordinal", "int64", "place of the prompt in the stream of prompts"),
-        Column("sample_index", "int32", "position in the group"),
-        Column("values", "list<float32>", "of the state before each response token so far"),
-    )
 
-    ordinal: npt.NDArray[np.int64]
-    """[R] int64, place of the prompt in the stream of prompts."""
-    sample_index: npt.NDArray[np.int32]
-    """[R] int32, position in the group."""
-    values: Ragged
-    """[R] rows of float32, of the state before each response token so far."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of responses R."""
-        return len(self.ordinal)
+    ordinal: npt.NDArray[np.int64] = column("int64", "place of the prompt in the stream of prompts")
+    sample_index: npt.NDArray[np.int32] = column("int32", "position in the group")
+    values: Ragged = column("list<float32>", "of the state before each response token so far")
 
     @classmethod
     def from_rows(cls, rows: Mapping[tuple[int, int], Array]) -> ValueSet:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from planish.records.ragged import Ragged
-from planish.records.schema import Column, Record
+from planish.records.schema import Record, column, record
 
 
-@dataclass(frozen=True, eq=False)
+@record
 class WaitingSet(Record):
     """One row per response, those that have waited longest first.
 
@@ -30,32 +29,17 @@ class WaitingSet(Record):
 
     SCHEMA: ClassVar[str] = "waiting/1"
     REMEDY: ClassVar[str] = "the train stage writes this set"
-    COLUMNS: ClassVar[tuple[Column, ...]] = (
-        Column("prompt_tokens", "list<int32>", "prompt after the chat template"),
-        Column("response_tokens", "list<int32>", "response tokens of all windows"),
-        Column("values", "list<float32>", "of the state before each token, when it was sampled"),
-        Column("returns", "list<float32>", "what the critic is to say of each token"),
-    )
 
-    prompt_tokens: Ragged
-    """[R] rows of int32, prompt after the chat template."""
-    response_tokens: Ragged
-    """[R] rows of int32, response tokens of all windows."""
-    values: Ragged
-    """[R] rows of float32, of the state before each response token, when it was sampled."""
-    returns: Ragged
-    """[R] rows of float32, target of the critic at each response token."""
+    prompt_tokens: Ragged = column("list<int32>", "prompt after the chat template")
+    response_tokens: Ragged = column("list<int32>", "response tokens of all windows")
+    values: Ragged = column("list<float32>", "of the state before each token, when it was sampled")
+    returns: Ragged = column("list<float32>", "what the critic is to say of each token")
 
     @classmethod
     def empty(cls) -> WaitingSet:
         """Return a set of no rows."""
         tokens, numbers = Ragged.empty(np.int32), Ragged.empty(np.float32)
         return cls(tokens, tokens, numbers, numbers)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of responses R."""
-        return len(self.response_tokens)
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
