@@ -123,7 +123,8 @@ class _Bar:
                 counts = [progress.DownloadColumn(binary_units=True)]
                 counts.append(progress.TransferSpeedColumn())
             self._progress = progress.Progress(
-                *(progress.TextColumn("{task.description}"), progress.BarColumn()),
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
                 *([progress.TaskProgressColumn()] if total else []),
                 *counts,
                 progress.TimeRemainingColumn(),

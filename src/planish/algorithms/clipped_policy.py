@@ -10,7 +10,7 @@ of GRPO, arXiv 2402.03300, equations 3 and 4.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import Field, model_validator
 
@@ -72,6 +72,22 @@ class ClippedPolicyConfig(Section):
                 f"{self.correction_min} > {self.correction_max}"
             )
         return self
+
+
+class ClippedPolicy(Protocol):
+    """What the constants of the clipped policy loss say about every algorithm that has it."""
+
+    config: ClippedPolicyConfig
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """False under `correction = "bypass"`."""
+        return self.config.correction != "bypass"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.config.kl_coefficient > 0
 
 
 def with_old_policy(batch: TrainBatch, config: ClippedPolicyConfig) -> TrainBatch:

@@ -15,6 +15,7 @@ from pydantic import Field
 from planish.algorithms.advantages import StdKind, group_advantages, spread
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.clipped_policy import (
+    ClippedPolicy,
     ClippedPolicyConfig,
     clipped_policy_loss,
     with_old_policy,
@@ -49,23 +50,14 @@ class DapoConfig(GroupPolicyConfig):
     """Every token of the mini-batch weighs the same (section 3.3)."""
 
 
-class Dapo:
+class Dapo(ClippedPolicy):
     """Group-relative advantages and the clipped policy loss."""
 
+    config: GroupPolicyConfig
     needs_values: ClassVar[bool] = False
 
     def __init__(self, config: GroupPolicyConfig) -> None:
         self.config = config
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """False under `correction = "bypass"`."""
-        return self.config.correction != "bypass"
-
-    @property
-    def needs_reference(self) -> bool:
-        """True with a KL penalty."""
-        return self.config.kl_coefficient > 0
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Give every token of a response its reward relative to the group's (section 2.3)."""

@@ -28,7 +28,8 @@ from planish.algorithms.advantages import (
     terminal_rewards,
     whiten_metrics,
 )
-from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
+from planish.algorithms.base import Recipe, TrainBatch
+from planish.algorithms.clipped_policy import ClippedPolicy
 from planish.algorithms.losses import Aggregation
 from planish.algorithms.masked import without_last
 from planish.algorithms.vapo import (
@@ -75,24 +76,17 @@ class TppoConfig(ActorCriticConfig):
         return self
 
 
-class Tppo:
-    """Advantages of a window; the losses are those of VAPO on other tokens."""
+class Tppo(ClippedPolicy):
+    """Advantages of a window; the losses are those of VAPO, on other tokens."""
 
+    config: TppoConfig
     needs_values: ClassVar[bool] = True
 
     def __init__(self, config: TppoConfig) -> None:
         self.config = config
-        self.losses = Vapo(config)
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """False under `correction = "bypass"`."""
-        return self.config.correction != "bypass"
-
-    @property
-    def needs_reference(self) -> bool:
-        """True with a KL penalty."""
-        return self.config.kl_coefficient > 0
+        vapo = Vapo(config)
+        self.counts, self.loss = vapo.counts, vapo.loss
+        self.value_counts, self.value_loss = vapo.value_counts, vapo.value_loss
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages of the window and returns of finished responses."""
@@ -122,31 +116,6 @@ class Tppo:
             bootstrap=boundary_values(batch),
         )
         return advantages, decay
-
-    def counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Count tokens and sequences in the policy loss, and tokens in its positive part."""
-        return self.losses.counts(batch)
-
-    def loss(
-        self, logprobs: Tensor, entropy: Tensor, batch: TrainBatch, denominators: Denominators
-    ) -> LossOutput:
-        """Return one micro-batch's part of the clipped loss and of its positive part."""
-        return self.losses.loss(logprobs, entropy, batch, denominators)
-
-    def value_counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Count tokens and sequences in the value loss."""
-        return self.losses.value_counts(batch)
-
-    def value_loss(
-        self,
-        values: Tensor,
-        batch: TrainBatch,
-        denominators: Denominators,
-        *,
-        is_pretraining: bool = False,
-    ) -> LossOutput:
-        """Return one micro-batch's part of the squared error, clipped where so configured."""
-        return self.losses.value_loss(values, batch, denominators, is_pretraining=is_pretraining)
 
 
 def boundary_values(batch: TrainBatch) -> Tensor:

@@ -34,6 +34,7 @@ from planish.algorithms.advantages import (
 )
 from planish.algorithms.base import Denominators, LossOutput, Recipe, TrainBatch
 from planish.algorithms.clipped_policy import (
+    ClippedPolicy,
     ClippedPolicyConfig,
     clipped_policy_loss,
     with_old_policy,
@@ -104,26 +105,17 @@ class VapoConfig(ActorCriticConfig):
     """Key in the table of algorithms."""
 
 
-class Vapo:
+class Vapo(ClippedPolicy):
     """Advantages and returns from a critic, the policy loss with its positive part, value loss.
 
     Rows that a window cut short take no part until they are finished.
     """
 
+    config: ActorCriticConfig
     needs_values: ClassVar[bool] = True
 
     def __init__(self, config: ActorCriticConfig) -> None:
         self.config = config
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """False under `correction = "bypass"`."""
-        return self.config.correction != "bypass"
-
-    @property
-    def needs_reference(self) -> bool:
-        """True with a KL penalty."""
-        return self.config.kl_coefficient > 0
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill in masks, advantages with the policy's decay and returns with the critic's."""

@@ -117,11 +117,9 @@ def section_class(section: str, raw: Mapping[str, Any]) -> type[Section]:
             f"{nearest(section, SECTIONS)}"
         )
     _check_table(section, raw)
-    found = _resolve(SECTIONS[section])
-    if isinstance(found, type):
-        return found
-    picker: Callable[[Mapping[str, Any]], type[Section]] = found
-    return picker(raw)
+    owner: type[Section] | Callable[[Mapping[str, Any]], type[Section]]
+    owner = _resolve(SECTIONS[section])
+    return owner if isinstance(owner, type) else owner(raw)
 
 
 def _check_table(section: str, raw: object) -> None:
@@ -136,10 +134,10 @@ def nearest(key: str, valid: Iterable[str]) -> str:
 
 
 def parse_section(cls: type[SectionT], raw: Mapping[str, Any], *, section: str) -> SectionT:
-    """Validate one raw table as `cls`; all faults are told at once.
+    """Validate one raw table as `cls`.
 
     Raises:
-        ConfigError: names each key, the value seen and the nearest valid key.
+        ConfigError: every fault, each with its key, the value seen and the nearest valid key.
     """
     _check_table(section, raw)
     try:
@@ -214,25 +212,21 @@ def _loads(text: str, name: str) -> dict[str, Any]:
     return tables
 
 
-def check_limits(tables: Mapping[str, Any], name: str) -> None:
+def check_limits(settings: Mapping[str, Any], name: str) -> None:
     """Refuse values that not every later step can hold, compare and print.
 
     Raises:
         ConfigError: nested too deeply, or an integer beyond 64 bits.
     """
-    level: list[Any] = [tables]
+    level: list[Any] = [settings]
     for _ in range(_MAX_DEPTH):
-        level = [item for value in level for item in _children(value)]
+        tables = [value.values() for value in level if isinstance(value, dict)]
+        lists = [value for value in level if isinstance(value, list)]
+        level = [item for items in (*tables, *lists) for item in items]
         if any(type(item) is int and not -(2**63) <= item < 2**63 for item in level):
             raise ConfigError(f"`{name}` must hold integers of at most 64 bits, got a longer one")
     if level:
         raise ConfigError(f"`{name}` must be nested at most {_MAX_DEPTH} deep, got more")
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 def preset_names() -> list[str]:

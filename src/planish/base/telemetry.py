@@ -7,13 +7,14 @@ the Prometheus client imported. Nothing here reads the environment or starts by 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import logging
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -28,17 +29,20 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 _BARE = re.compile(r"[^\s\"=\x00-\x1f]+")
 _ANSWER_SECONDS = 5.0
-"""After so long without a word a scraper is left alone."""
+"""Seconds of silence after which the connection of a scraper is closed."""
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
+Kind = Literal["counter", "gauge", "histogram"]
+
+
 @dataclass(frozen=True)
-class Metric:
+class DeclaredMetric:
     """One time series name."""
 
     name: str
     """`planish_<part>_<noun>_<unit>`; counters end in `_total`."""
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     """A sum that only grows, a level that is set, or durations in buckets."""
     help: str
     """One line for the dashboard."""
@@ -46,109 +50,94 @@ class Metric:
     """Names of labels; their values are bounded, never ids or paths."""
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric(
-        *("planish_checkpoint_bytes_total", "counter", "Bytes sent to or read from the store."),
-        ("op", "state"),
+_COUNTERS = {
+    "planish_checkpoint_bytes_total": "Bytes sent to or read from the store.",
+    "planish_checkpoint_failures_total": "Saves and loads that failed.",
+    "planish_checkpoint_nonfinite_total": (
+        "Tensors saved with NaN or infinite values, where saves are asked to look."
     ),
-    Metric(
-        *("planish_checkpoint_failures_total", "counter", "Saves and loads that failed."),
-        ("op", "reason"),
+    "planish_checkpoint_retries_total": "Store requests of checkpoints repeated.",
+    "planish_checkpoint_stragglers_total": "Ranks far slower than the median.",
+    "planish_rollout_groups_total": "Groups judged by dynamic sampling.",
+    "planish_rollout_tokens_total": "Response tokens sampled.",
+    "planish_stage_failures_total": "Tasks that ended with an error.",
+    "planish_stage_nonfinite_total": "Results that were NaN or infinite.",
+    "planish_store_read_bytes_total": "Bytes read.",
+    "planish_store_retries_total": "Requests sent again.",
+    "planish_store_written_bytes_total": "Bytes written.",
+    "planish_train_nonfinite_steps_total": (
+        "Optimizer steps left out because a gradient was NaN or infinite."
     ),
-    Metric("planish_checkpoint_inflight_saves", "gauge", "Saves that go on in the background."),
-    Metric(
-        *("planish_checkpoint_last_commit_timestamp_seconds", "gauge"),
-        "Unix time at which this process last saw a save become visible.",
+    "planish_train_steps_total": "Optimizer steps.",
+    "planish_train_tokens_total": "Response tokens trained on.",
+}
+_GAUGES = {
+    "planish_checkpoint_inflight_saves": "Saves that go on in the background.",
+    "planish_checkpoint_last_commit_timestamp_seconds": (
+        "Unix time at which this process last saw a save become visible."
     ),
-    Metric(
-        *("planish_checkpoint_last_committed_step", "gauge"),
-        "Training step of the last save that became visible.",
+    "planish_checkpoint_last_committed_step": "Training step of the last save that became visible.",
+    "planish_reward_accuracy_ratio": "Mean accuracy of the scored responses.",
+    "planish_reward_kept_ratio": "Rollouts that train, of all that were scored.",
+    "planish_reward_mean": "Mean reward of the scored responses.",
+    "planish_reward_truncated_ratio": "Responses that reached the length limit.",
+    "planish_reward_verifier_errors": "Responses that the verifier failed on.",
+    "planish_rollout_accuracy_ratio": "Mean accuracy of the generated responses.",
+    "planish_rollout_response_tokens": "Mean length of the generated responses.",
+    "planish_rollout_slot_utilisation_ratio": (
+        "Sampled tokens per decode step and row of the engine."
     ),
-    Metric(
-        *("planish_checkpoint_nonfinite_total", "counter"),
-        "Tensors saved with NaN or infinite values, where saves are asked to look.",
+    "planish_stage_info": "Always 1; says what this process works on.",
+    "planish_stage_iteration": "Iteration of the task; 0 outside iterations.",
+    "planish_stage_progress_timestamp_seconds": "Unix time at which this process last got ahead.",
+    "planish_stage_start_timestamp_seconds": "Unix time at which the task began.",
+    "planish_train_entropy": "Mean entropy of the policy per token, in nats.",
+    "planish_train_explained_variance_ratio": (
+        "Share of the variance of the returns that the critic explains."
     ),
-    Metric(
-        *("planish_checkpoint_retries_total", "counter", "Store requests of checkpoints repeated."),
-        ("code",),
-    ),
-    Metric(
-        *("planish_checkpoint_stage_seconds", "histogram", "One stage of one state on this rank."),
-        ("op", "stage", "state"),
-    ),
-    Metric(
-        *("planish_checkpoint_stall_seconds", "histogram"),
-        "How long a save held up the training that called it.",
-    ),
-    Metric(
-        *("planish_checkpoint_stragglers_total", "counter", "Ranks far slower than the median."),
-        ("op", "stage"),
-    ),
-    Metric("planish_records_read_seconds", "histogram", "Reading a record set.", ("schema",)),
-    Metric("planish_records_write_seconds", "histogram", "Writing a record set.", ("schema",)),
-    Metric(
-        *("planish_reward_accuracy_ratio", "gauge", "Mean accuracy of the scored responses."),
-    ),
-    Metric("planish_reward_kept_ratio", "gauge", "Rollouts that train, of all that were scored."),
-    Metric("planish_reward_mean", "gauge", "Mean reward of the scored responses."),
-    Metric(
-        *("planish_reward_truncated_ratio", "gauge", "Responses that reached the length limit."),
-    ),
-    Metric(
-        *("planish_reward_verifier_errors", "gauge", "Responses that the verifier failed on."),
-    ),
-    Metric(
-        *("planish_rollout_accuracy_ratio", "gauge", "Mean accuracy of the generated responses."),
-    ),
-    Metric(
-        *("planish_rollout_groups_total", "counter", "Groups judged by dynamic sampling."),
-        ("fate",),
-    ),
-    Metric(
-        *("planish_rollout_response_tokens", "gauge", "Mean length of the generated responses."),
-    ),
-    Metric(
-        *("planish_rollout_slot_utilisation_ratio", "gauge"),
-        "Sampled tokens per decode step and row of the engine.",
-    ),
-    Metric("planish_rollout_tokens_total", "counter", "Response tokens sampled."),
-    Metric(
-        *("planish_stage_failures_total", "counter", "Tasks that ended with an error."),
-        ("code",),
-    ),
-    Metric(
-        *("planish_stage_info", "gauge", "Always 1; says what this process works on."),
-        ("rank", "stage"),
-    ),
-    Metric("planish_stage_iteration", "gauge", "Iteration of the task; 0 outside iterations."),
-    Metric(
-        *("planish_stage_nonfinite_total", "counter", "Results that were NaN or infinite."),
-    ),
-    Metric(
-        *("planish_stage_progress_timestamp_seconds", "gauge"),
-        "Unix time at which this process last got ahead.",
-    ),
-    Metric(
-        *("planish_stage_start_timestamp_seconds", "gauge", "Unix time at which the task began."),
-    ),
-    Metric("planish_store_read_bytes_total", "counter", "Bytes read.", ("scheme",)),
-    Metric("planish_store_retries_total", "counter", "Requests sent again.", ("scheme",)),
-    Metric("planish_store_written_bytes_total", "counter", "Bytes written.", ("scheme",)),
-    Metric("planish_train_entropy", "gauge", "Mean entropy of the policy per token, in nats."),
-    Metric(
-        *("planish_train_explained_variance_ratio", "gauge"),
-        "Share of the variance of the returns that the critic explains.",
-    ),
-    Metric("planish_train_grad_norm", "gauge", "Norm of the last gradient of the policy."),
-    Metric("planish_train_loss", "gauge", "Loss of the last mini-batch of the policy."),
-    Metric(
-        *("planish_train_nonfinite_steps_total", "counter"),
-        "Optimizer steps left out because a gradient was NaN or infinite.",
-        ("part",),
-    ),
-    Metric("planish_train_steps_total", "counter", "Optimizer steps.", ("part",)),
-    Metric("planish_train_tokens_total", "counter", "Response tokens trained on."),
-    Metric("planish_train_value_loss", "gauge", "Loss of the last mini-batch of the critic."),
+    "planish_train_grad_norm": "Norm of the last gradient of the policy.",
+    "planish_train_loss": "Loss of the last mini-batch of the policy.",
+    "planish_train_value_loss": "Loss of the last mini-batch of the critic.",
+}
+_HISTOGRAMS = {
+    "planish_checkpoint_stage_seconds": "One stage of one state on this rank.",
+    "planish_checkpoint_stall_seconds": "How long a save held up the training that called it.",
+    "planish_records_read_seconds": "Reading a record set.",
+    "planish_records_write_seconds": "Writing a record set.",
+}
+_LABELS: dict[str, tuple[str, ...]] = {
+    "planish_checkpoint_bytes_total": ("op", "state"),
+    "planish_checkpoint_failures_total": ("op", "reason"),
+    "planish_checkpoint_retries_total": ("code",),
+    "planish_checkpoint_stage_seconds": ("op", "stage", "state"),
+    "planish_checkpoint_stragglers_total": ("op", "stage"),
+    "planish_records_read_seconds": ("schema",),
+    "planish_records_write_seconds": ("schema",),
+    "planish_rollout_groups_total": ("fate",),
+    "planish_stage_failures_total": ("code",),
+    "planish_stage_info": ("rank", "stage"),
+    "planish_store_read_bytes_total": ("scheme",),
+    "planish_store_retries_total": ("scheme",),
+    "planish_store_written_bytes_total": ("scheme",),
+    "planish_train_nonfinite_steps_total": ("part",),
+    "planish_train_steps_total": ("part",),
+}
+
+_TABLES: Mapping[Kind, Mapping[str, str]] = {
+    "counter": _COUNTERS,
+    "gauge": _GAUGES,
+    "histogram": _HISTOGRAMS,
+}
+
+METRICS: tuple[DeclaredMetric, ...] = tuple(
+    sorted(
+        (
+            DeclaredMetric(name, kind, text, _LABELS.get(name, ()))
+            for kind, table in _TABLES.items()
+            for name, text in table.items()
+        ),
+        key=lambda metric: metric.name,
+    )
 )
 """Every metric of this program, sorted by name."""
 
@@ -234,27 +223,23 @@ class _Collector:
         self.asked.set()
         with _lock:
             state = {key: (s.total, list(s.counts)) for key, s in sorted(_series.items())}
+        kinds: dict[Kind, Any] = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        bounds = [*(str(bound) for bound in _SECONDS), "+Inf"]
         for metric in METRICS:
-            family: Any
-            kinds = {
-                "counter": core.CounterMetricFamily,
-                "gauge": core.GaugeMetricFamily,
-                "histogram": core.HistogramMetricFamily,
-            }
             family = kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
             for (name, values), (total, counts) in state.items():
                 if name != metric.name:
                     continue
                 if metric.kind == "histogram":
-                    family.add_metric(values, _cumulative(counts), total)
+                    sums = [float(n) for n in itertools.accumulate(counts)]
+                    family.add_metric(values, list(zip(bounds, sums, strict=True)), total)
                 else:
                     family.add_metric(values, total)
             yield family
-
-
-def _cumulative(counts: list[int]) -> list[tuple[str, float]]:
-    bounds = [*(str(bound) for bound in _SECONDS), "+Inf"]
-    return [(bound, float(sum(counts[: n + 1]))) for n, bound in enumerate(bounds)]
 
 
 def _registry(collector: _Collector) -> CollectorRegistry:
@@ -307,10 +292,10 @@ def serve_metrics(port: int, address: str = "0.0.0.0") -> MetricsServer:
 
     from prometheus_client import make_wsgi_app
 
-    class Server(ThreadingMixIn, WSGIServer):
+    class ThreadedServer(ThreadingMixIn, WSGIServer):
         """Unlike that of the client it ends only after the answers that it has begun."""
 
-    class Handler(WSGIRequestHandler):
+    class QuietHandler(WSGIRequestHandler):
         timeout = _ANSWER_SECONDS
 
         def log_message(self, format: str, *args: object) -> None:
@@ -318,7 +303,9 @@ def serve_metrics(port: int, address: str = "0.0.0.0") -> MetricsServer:
 
     collector = _Collector()
     app = make_wsgi_app(_registry(collector))
-    server = make_server(address, port, app, server_class=Server, handler_class=Handler)
+    server = make_server(
+        address, port, app, server_class=ThreadedServer, handler_class=QuietHandler
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return MetricsServer(server.server_port, server, collector)
 

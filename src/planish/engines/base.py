@@ -1,4 +1,4 @@
-"""The part that all engines share: states, queue, threads, `generate`.
+"""What a driver may call on a rollout engine, and the part that all engines share.
 
 An engine never decides how long a response may become in the end, and never filters: partial
 responses, retries and groups belong to the driver.
@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported, PlanishError
-from planish.engines.protocol import PauseMode
 from planish.engines.requests import (
     Capabilities,
     EngineState,
@@ -28,15 +28,47 @@ from planish.engines.requests import (
     ShardSpec,
     WeightUpdate,
 )
-from planish.engines.turn_lock import TurnLock
 from planish.engines.weights import WeightSource
 from planish.records.rollouts import FinishReason
+
+PauseMode = Literal["abort", "wait", "keep"]
 
 logger = logging.getLogger(__name__)
 
 
+class TurnLock:
+    """A mutex that serves threads in the order in which they came.
+
+    `threading.Lock` lets a polling loop take it again at once and starve a thread that aborts.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._held = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        gate.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+
 class BaseEngine(ABC):
-    """States, queue, locking and `generate` over eight hooks that each engine fills in.
+    """States, queue, locking and `generate` over the hooks that each engine fills in.
+
+    `submit`, `poll` and `abort` may be called from different threads.
 
     Work is done inside `poll`, `pause` and `generate` by the calling thread; there is no thread of
     our own, so that equal calls give equal schedules and bit-equal outputs.

@@ -6,14 +6,13 @@ reward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planish.base.errors import VerifierFailure
-from planish.engines.requests import Output, Request, Sampling
+from planish.engines.requests import Request, Sampling
 from planish.engines.sampling import request_seed
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet
@@ -68,16 +67,6 @@ def generate_rollouts(
                 )
             )
     outputs = engine.generate(requests)
-    return _as_rollouts(prompts, prompt_tokens, outputs, tokenizer, num_samples)
-
-
-def _as_rollouts(
-    prompts: PromptSet,
-    prompt_tokens: Sequence[Sequence[int]],
-    outputs: Sequence[Output],
-    tokenizer: Tokenizer,
-    num_samples: int,
-) -> RolloutSet:
     groups = np.repeat(np.arange(prompts.num_rows, dtype=np.int32), num_samples)
     return RolloutSet(
         group_index=groups,

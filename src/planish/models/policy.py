@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
@@ -208,6 +207,8 @@ def save_policy(
     Returns:
         Ref of schema `policy/1`.
     """
+    from huggingface_hub import save_torch_state_dict
+
     with tempfile.TemporaryDirectory(prefix="planish-policy-") as name:
         folder = Path(name)
         policy.model.config.architectures = [type(policy.model).__name__]
@@ -219,29 +220,15 @@ def save_policy(
             generation.stop_strings = list(policy.tokenizer.stop_strings) or None
             generation.save_pretrained(folder)
         policy.tokenizer.save(folder)
-        return _write(uri, folder, policy.model.state_dict(), version, parents, attributes)
-
-
-def _write(
-    uri: str,
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    version: int,
-    parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
-) -> Ref:
-    """Add the weights to `folder` and write it as a file set."""
-    from huggingface_hub import save_torch_state_dict
-
-    config = read_model_config(folder)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
-    state = {
-        key: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
-        for key, tensor in sorted(weights.items())
-        if key != tied
-    }
-    save_torch_state_dict(state, folder, metadata={"format": "pt"})
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    facts = {**attributes, "policy_version": version, "dtype": dtype, "layout": "hf"}
-    return write_files(uri, SCHEMA, files, parents=parents, attributes=facts)
+        config = read_model_config(folder)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
+        weights = {
+            key: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+            for key, tensor in sorted(policy.model.state_dict().items())
+            if key != tied
+        }
+        save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+        files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+        facts = {**attributes, "policy_version": version, "dtype": dtype, "layout": "hf"}
+        return write_files(uri, SCHEMA, files, parents=parents, attributes=facts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from planish.base.config import nearest
 from planish.run.stage import stage_main
 
 STAGES = {
@@ -31,21 +33,24 @@ STAGES = {
 
 def stage_run(stage: str) -> Callable[..., Any]:
     """Return the `run` of a stage."""
-    found: Callable[..., Any] = importlib.import_module(STAGES[stage]).run
-    return found
+    run: Callable[..., Any] = importlib.import_module(STAGES[stage]).run
+    return run
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one stage and return its exit code; 2 where there is no such stage."""
-    stage = arguments[0] if arguments else ""
-    if stage in STAGES:
-        return stage_main(stage_run(stage), arguments[1:])
-    is_help = stage in ("-h", "--help")
-    usage = f"usage: python -m planish.run {{{','.join(STAGES)}}} [--help] ...\n"
-    (sys.stdout if is_help else sys.stderr).write(usage)
-    if not is_help:
-        sys.stderr.write(f"a stage must be one of {', '.join(STAGES)}, got {stage!r}\n")
-    return 0 if is_help else 2
+    parser = argparse.ArgumentParser(
+        prog="python -m planish.run", description="Run one stage of the pipeline."
+    )
+    parser.add_argument("stage", metavar="STAGE", help=f"one of {', '.join(STAGES)}")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="see `STAGE --help`")
+    given = parser.parse_args(arguments)
+    if given.stage not in STAGES:
+        parser.error(
+            f"a stage must be one of {', '.join(STAGES)}, got {given.stage!r}"
+            f"{nearest(given.stage, STAGES)}"
+        )
+    return stage_main(stage_run(given.stage), given.options, prog=f"{parser.prog} {given.stage}")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planish import store
 from planish.base.errors import ConfigError, ObjectExists, PlanishError
 from planish.records import layout
+from planish.store import open_store
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def avoid(root: str, node: AvoidedNode) -> bool:
     document = {**asdict(node), "seconds": node.seconds or time.time()}
     uri = layout.avoided_node(root, node.name)
     try:
-        store.create(uri, json.dumps(document, sort_keys=True).encode())
+        open_store(uri).create(uri, json.dumps(document, sort_keys=True).encode())
     except ObjectExists:
         return False
     logger.info("following runs avoid node=%s named_by=%s", node.name, node.named_by)
@@ -84,26 +84,25 @@ def avoid(root: str, node: AvoidedNode) -> bool:
 def avoided(root: str) -> list[AvoidedNode]:
     """Return the nodes that are avoided, by the time at which they were named.
 
-    An object that is none of ours is told in the log and left out: it names nobody.
+    An object of another form is logged and left out.
     """
-    found = []
-    for uri in store.list_uris(f"{layout.avoided_nodes(root)}/"):
+    nodes = []
+    for uri in open_store(root).list(f"{layout.avoided_nodes(root)}/"):
         try:
-            found.append(_parse(read_json(uri)))
+            raw: Any = read_json(uri)
+            node = AvoidedNode(
+                name=str(raw["name"]),
+                named_by=str(raw["named_by"]),
+                run_id=str(raw["run_id"]),
+                iteration=int(raw["iteration"]),
+                seconds=float(raw["seconds"]),
+            )
+            if not is_node_name(node.name):
+                raise ValueError(f"no name of a node: {node.name!r}")
+            nodes.append(node)
         except (PlanishError, KeyError, TypeError, ValueError) as error:
             logger.warning("not an avoided node uri=%s error=%s", uri, error)
-    return sorted(found, key=lambda node: (node.seconds, node.name))
-
-
-def _parse(raw: Any) -> AvoidedNode:
-    name = str(raw["name"])
-    if not is_node_name(name):
-        raise ValueError(f"no name of a node: {name!r}")
-    return AvoidedNode(
-        *(name, str(raw["named_by"]), str(raw["run_id"])),
-        iteration=int(raw["iteration"]),
-        seconds=float(raw["seconds"]),
-    )
+    return sorted(nodes, key=lambda node: (node.seconds, node.name))
 
 
 def node_affinity(names: Sequence[str]) -> dict[str, Any]:

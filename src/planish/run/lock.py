@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from planish import store
 from planish.base.errors import ObjectExists, RecordError, RootInUse
 from planish.records import layout
+from planish.store import open_store
 from planish.store.processes import process_line, process_space, process_start
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def read_lock(root: str) -> Lock:
     Raises:
         RecordError: the lock object is not one of ours.
     """
-    generations = store.list_uris(layout.locks(root))
+    generations = open_store(root).list(layout.locks(root))
     names = [uri.rpartition("/")[2].removesuffix(".json") for uri in generations]
     newest = max((int(name) for name in names if name.isdecimal()), default=0)
     if newest == 0:
@@ -131,7 +131,7 @@ def read_lock(root: str) -> Lock:
 
 def _read_generation(root: str, generation: int) -> Lock:
     uri = layout.lock_file(root, generation)
-    data = store.read(uri)
+    data = open_store(uri).read(uri)
     if not data:  # its writer died before it could say who it is, so it never began to work
         return Lock(generation, None, 0.0)
     try:
@@ -162,11 +162,21 @@ def check_free(
         RootInUse: another run holds it.
     """
     lock = read_lock(root)
-    if lock.holder not in (None, me) and not is_handed_over(root, lock):
-        # A heartbeat of the future says as little as an old one.
-        silent_seconds = abs((time.time() if now is None else now) - lock.heartbeat_seconds)
-        _refuse_live(root, lock, alive(lock.holder), silent_seconds)
-    return lock
+    if lock.holder is None or lock.holder == me or is_handed_over(root, lock):
+        return lock
+    # A heartbeat of the future says as little as an old one, and NaN is no sign of life either.
+    silent_seconds = abs((time.time() if now is None else now) - lock.heartbeat_seconds)
+    lives = alive(lock.holder)
+    if lives is False or (lives is None and not silent_seconds < STALE_SECONDS):
+        return lock
+    wait = "wait for its end"
+    if lives is None:
+        left = STALE_SECONDS - silent_seconds
+        wait = f"nothing here tells whether it still lives: wait {left:.0f} s without a heartbeat"
+    raise RootInUse(
+        f"`{root}` must be used by one run at a time, but {_words(lock.holder)} holds its lock "
+        f"(last heartbeat {silent_seconds:.0f} s ago); {wait}, or choose another root"
+    )
 
 
 def refuse_stranger(root: str, me: Holder) -> None:
@@ -209,13 +219,16 @@ def acquire(
     """
     now = time.time() if now is None else now
     lock = check_free(root, me, alive=alive, now=now)
+    store = open_store(root)
     if lock.holder == me:
         store.write(layout.lock_file(root, lock.generation), _document(me, now))
         return Lock(lock.generation, me, now)
     if lock.holder is not None:
         logger.info(
             "took over lock root=%s holder=%s generation=%d",
-            *(root, lock.holder.describe().replace(" ", "_"), lock.generation + 1),
+            root,
+            lock.holder.describe().replace(" ", "_"),
+            lock.generation + 1,
         )
     try:
         store.create(layout.lock_file(root, lock.generation + 1), _document(me, now))
@@ -232,19 +245,6 @@ def _words(holder: Holder | None) -> str:
     return holder.describe() if holder else "another run"
 
 
-def _refuse_live(root: str, lock: Lock, lives: bool | None, silent_seconds: float) -> None:
-    if lives is False or (lives is None and not silent_seconds < STALE_SECONDS):
-        return  # NaN is no sign of life either
-    wait = "wait for its end"
-    if lives is None:
-        left = STALE_SECONDS - silent_seconds
-        wait = f"nothing here tells whether it still lives: wait {left:.0f} s without a heartbeat"
-    raise RootInUse(
-        f"`{root}` must be used by one run at a time, but {_words(lock.holder)} holds its lock "
-        f"(last heartbeat {silent_seconds:.0f} s ago); {wait}, or choose another root"
-    )
-
-
 def hand_over(root: str, me: Holder) -> bool:
     """Let the run that follows take the lock although this one has not quite ended.
 
@@ -257,13 +257,13 @@ def hand_over(root: str, me: Holder) -> bool:
     if lock.holder != me:
         return False
     uri = layout.handover_file(root, lock.generation)
-    store.write(uri, json.dumps({"run_id": me.run_id}).encode())
+    open_store(root).write(uri, json.dumps({"run_id": me.run_id}).encode())
     return True
 
 
 def is_handed_over(root: str, lock: Lock) -> bool:
     """Tell whether the holder of this generation has said that another run follows."""
-    return store.exists(layout.handover_file(root, lock.generation))
+    return open_store(root).exists(layout.handover_file(root, lock.generation))
 
 
 def beat(root: str, me: Holder) -> bool:
@@ -275,5 +275,5 @@ def beat(root: str, me: Holder) -> bool:
     if lock.holder != me:
         return False
     document = _document(me, time.time())
-    store.write(layout.lock_file(root, lock.generation), document)
+    open_store(root).write(layout.lock_file(root, lock.generation), document)
     return True

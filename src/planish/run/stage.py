@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from planish import store
 from planish.base.config import Section, check_limits, config_sha256, parse_section
 from planish.base.errors import (
     EXIT_CONFIG,
@@ -41,7 +40,7 @@ from planish.records.refs import Ref
 from planish.run.signals import Terminated, stops_with
 from planish.run.stage_log import StageLog
 from planish.run.stage_metrics import StageMetrics
-from planish.store import normal_uri
+from planish.store import normal_uri, open_store
 from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ def load_run(root: str, digest: str) -> dict[str, Any]:
 def is_stopped(root: str, iteration: int) -> bool:
     """Tell whether this iteration was skipped because of the stop file."""
     uri = layout.stopped_file(root, iteration)
-    return store.exists(uri)
+    return open_store(uri).exists(uri)
 
 
 def mark_stopped(root: str, iteration: int) -> bool:
@@ -192,6 +191,7 @@ def mark_stopped(root: str, iteration: int) -> bool:
     """
     if is_stopped(root, iteration):
         return True
+    store = open_store(root)
     if not store.exists(layout.stop_file(root)):
         return False
     try:
@@ -241,7 +241,7 @@ def _refuse_known_failure(context: Context, run_id: str) -> None:
     if not run_id:
         return
     uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
-    if not store.exists(uri):
+    if not open_store(uri).exists(uri):
         return
     marker: Any = read_json(uri)
     mine = {"config_sha256": context.config_sha256, "run_id": run_id}
@@ -256,55 +256,6 @@ def _mark_failure(context: Context, run_id: str, error: BaseException) -> None:
         write_json(uri, marker)
     except (PlanishError, OSError) as problem:
         logger.warning("failure marker not written uri=%s error=%s", uri, problem)
-
-
-def _attempt(
-    work: Callable[[Context], Outcome],
-    context: Context,
-    outputs: Mapping[str, Artifact],
-    log: StageLog,
-    shown: StageMetrics,
-    *,
-    checked: bool,
-) -> Outcome:
-    run_id = os.environ.get("RUN_ID", "")
-    stage, iteration = context.stage, context.iteration
-    try:
-        shown.open()
-        if checked:
-            run = load_run(context.root, context.config_sha256)
-            context = replace(context, config=run["config"], run=run)
-            _refuse_known_failure(context, run_id)
-            log.write("running")
-        outcome = work(context)
-        shown.publish(outcome.metrics)
-        outcome.metrics = finite_metrics(outcome.metrics)
-        _write_outputs(outcome, outputs)
-        if outcome.failure:
-            raise outcome.failure
-        log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
-        return outcome
-    except PlanishError as error:
-        code = exit_code(error)
-        shown.fail(code)
-        logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
-        if isinstance(error, (StoreError, RootInUse)):
-            log.give_up()
-        log.write("failed", error=str(error), exit_code=code)
-        if code == EXIT_CONFIG and not isinstance(error, RootInUse):
-            _mark_failure(context, run_id, error)
-        raise SystemExit(code) from None
-    except Terminated as stop:
-        shown.fail(EXIT_TRANSIENT)
-        logger.warning("stopped stage=%s iteration=%d reason=%s", stage, iteration, stop)
-        log.write("failed", error=str(stop), exit_code=EXIT_TRANSIENT)
-        raise
-    except Exception as error:
-        shown.fail(1)
-        # Programs that schedule us see only the exit code: the log must hold the traceback.
-        logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, traceback.format_exc())
-        log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
-        raise SystemExit(1) from None
 
 
 def execute(
@@ -333,24 +284,70 @@ def execute(
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
     logging.getLogger("planish").setLevel(logging.INFO)
-    root = root.rstrip("/")
-    log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
+    root, run_id = root.rstrip("/"), os.environ.get("RUN_ID", "")
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
-    with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as shown, log:
-        outcome = _attempt(work, context, outputs, log, shown, checked=config_sha256 is not None)
+    log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
+    with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as metrics, log:
+        try:
+            metrics.open()
+            if config_sha256 is not None:
+                run = load_run(root, config_sha256)
+                context = replace(context, config=run["config"], run=run)
+                _refuse_known_failure(context, run_id)
+                log.write("running")
+            outcome = work(context)
+            metrics.publish(outcome.metrics)
+            outcome.metrics = finite_metrics(outcome.metrics)
+            _write_outputs(outcome, outputs)
+            if outcome.failure:
+                raise outcome.failure
+            log.write("done", already_done=outcome.already_done, metrics=outcome.metrics, error="")
+        except PlanishError as error:
+            code = exit_code(error)
+            metrics.fail(code)
+            logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
+            if isinstance(error, (StoreError, RootInUse)):
+                log.give_up()
+            log.write("failed", error=str(error), exit_code=code)
+            if code == EXIT_CONFIG and not isinstance(error, RootInUse):
+                _mark_failure(context, run_id, error)
+            raise SystemExit(code) from None
+        except Terminated as stop:
+            metrics.fail(EXIT_TRANSIENT)
+            logger.warning("stopped stage=%s iteration=%d reason=%s", stage, iteration, stop)
+            log.write("failed", error=str(stop), exit_code=EXIT_TRANSIENT)
+            raise
+        except Exception as error:
+            metrics.fail(1)
+            # Programs that schedule us see only the exit code: the log must hold the traceback.
+            trace = traceback.format_exc()
+            logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, trace)
+            log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
+            raise SystemExit(1) from None
     logger.info(
         "done stage=%s iteration=%d shard=%d seconds=%.2f already_done=%s",
-        *(stage, iteration, shard, log.entry["seconds"], outcome.already_done),
+        stage,
+        iteration,
+        shard,
+        log.entry["seconds"],
+        outcome.already_done,
     )
     return outcome
 
 
-def _parser(run: Callable[..., Any], hints: Mapping[str, Any]) -> argparse.ArgumentParser:
+def stage_parser(run: Callable[..., Any], prog: str | None = None) -> argparse.ArgumentParser:
+    """Return the command line of a stage, made from the signature of its `run`.
+
+    Args:
+        run: scalars become options, artifacts are given as paths.
+        prog: how the stage is called, for its help; None for the name of the running program.
+    """
+    hints = typing.get_type_hints(run)
     doc = inspect.getdoc(run) or ""
-    parser = argparse.ArgumentParser(prog=run.__module__, description=doc.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog=prog, description=doc.partition("\n")[0])
     for name, parameter in inspect.signature(run).parameters.items():
         kind = hints[name]
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"dest": name}
         if parameter.default is inspect.Parameter.empty:
             options["required"] = True
         else:
@@ -361,7 +358,7 @@ def _parser(run: Callable[..., Any], hints: Mapping[str, Any]) -> argparse.Argum
             options["type"] = kind
         else:
             options.update(type=PathArtifact, metavar="PATH")
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
     parser.add_argument("--values", default="", help="file that gets the output parameters")
     return parser
 
@@ -373,21 +370,17 @@ def _parse_bool(text: str) -> bool:
     return lowered == "true"
 
 
-def stage_parser(run: Callable[..., Any]) -> argparse.ArgumentParser:
-    """Return the command line of a stage, made from the signature of its `run`."""
-    return _parser(run, typing.get_type_hints(run))
+def stage_main(
+    run: Callable[..., Any], argv: Sequence[str] | None = None, *, prog: str | None = None
+) -> int:
+    """Call a stage's `run` with the options of `stage_parser`.
 
-
-def stage_main(run: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
-    """Call a stage's `run` from a command line.
-
-    Scalars become options; artifacts are given as paths; output parameters are written as JSON to
-    `--values`.
+    Output parameters are written as JSON to `--values`.
 
     Returns:
         0; every failure leaves by SystemExit with its own code.
     """
-    arguments = vars(stage_parser(run).parse_args(argv))
+    arguments = vars(stage_parser(run, prog).parse_args(argv))
     values_path = arguments.pop("values")
     # A root that cannot be stays for the stage to refuse.
     with contextlib.suppress(ConfigError, KeyError):

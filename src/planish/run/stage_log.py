@@ -1,4 +1,4 @@
-"""What one task attempt tells about itself under the run root: its state and its log lines.
+"""The state and the log lines of one task attempt, written below the run root.
 
 Nothing here is part of a digest, and no failure here stops the work.
 """
@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from planish import store
 from planish.base.errors import PlanishError
 from planish.records import layout
 from planish.run import lock
+from planish.store import open_store
 from planish.store.documents import write_json
 
 logger = logging.getLogger(__name__)
@@ -80,29 +80,26 @@ class StageLog:
         self._flush()
 
     def give_up(self) -> None:
-        """Stop writing: the store has just failed, and each more try would wait for it again."""
+        """Stop writing: the store has just failed, and each further try would wait for it."""
         self._gave_up = True
 
     def _ship(self) -> None:
         while not self._ended.wait(FLUSH_SECONDS):
             self._flush()
-            self._beat()
-
-    def _beat(self) -> None:
-        """Show others that the run lives, for where they cannot see its processes."""
-        if self._gave_up:
-            return
-        try:
-            lock.beat(self._root, lock.current_holder())
-        except (PlanishError, OSError) as error:
-            logger.warning("heartbeat not written root=%s error=%s", self._root, error)
+            if self._gave_up:
+                continue
+            try:
+                # Shows that the run lives where others cannot see its processes.
+                lock.beat(self._root, lock.current_holder())
+            except (PlanishError, OSError) as error:
+                logger.warning("heartbeat not written root=%s error=%s", self._root, error)
 
     def _flush(self) -> None:
         if self._gave_up or not self._lines.lines:
             return
         text = "\n".join([*self._lines.lines, ""])
         try:
-            store.write(self.text_uri, text.encode())
+            open_store(self.text_uri).write(self.text_uri, text.encode())
         except (PlanishError, OSError) as error:
             logger.warning("log lines not written uri=%s error=%s", self.text_uri, error)
 

@@ -1,4 +1,4 @@
-"""Lets the monitoring server watch a task: what it works on, whether it gets ahead, its scalars.
+"""Metrics of one task for the monitoring server: what it works on, its progress, its scalars.
 
 Off unless `PLANISH_METRICS_PORT` is set, which is a fact of the place where a task runs and no part
 of its configuration. Nothing is pushed: the metrics are served to whoever scrapes them.
@@ -83,9 +83,19 @@ class StageMetrics:
         telemetry.set_level("planish_stage_start_timestamp_seconds", now)
         telemetry.count("planish_stage_nonfinite_total", 0)
         telemetry.mark_progress()
-        first = _number(PORT_VARIABLE, 0)
-        if first:
-            self._server = _serve(int(first) + (0 if self._rank is None else self._rank + 1))
+        port = int(_number(PORT_VARIABLE, 0))
+        if not port:
+            return
+        first = port + (0 if self._rank is None else self._rank + 1)
+        for port in range(first, first + NUM_PORTS):
+            try:
+                self._server = telemetry.serve_metrics(port)
+            except OSError:
+                continue
+            logger.info("serving metrics port=%d", port)
+            return
+        # Other tasks of this machine hold the ports. The task goes on without being watched.
+        logger.warning("no free port for metrics first=%d tried=%d", first, NUM_PORTS)
 
     def publish(self, scalars: Mapping[str, float]) -> None:
         """Show the scalars of the outcome, and count those that are no finite numbers."""
@@ -132,17 +142,3 @@ def _number(variable: str, default: float) -> float:
             "or leave it out"
         )
     return value
-
-
-def _serve(first: int) -> telemetry.MetricsServer | None:
-    """Listen on the first free port; a task goes on unseen where there is none."""
-    for port in range(first, first + NUM_PORTS):
-        try:
-            server = telemetry.serve_metrics(port)
-        except OSError:
-            continue
-        logger.info("serving metrics port=%d", port)
-        return server
-    # Training matters more than being watched: other tasks of this machine hold the ports.
-    logger.warning("no free port for metrics first=%d tried=%d", first, NUM_PORTS)
-    return None

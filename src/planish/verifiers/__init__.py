@@ -28,14 +28,6 @@ VERIFIERS: dict[str, str] = {
 _DEFAULTS = VerifierOptions()
 
 
-def _resolve(name: str) -> Verifier | None:
-    if name not in VERIFIERS:
-        return None
-    module, _, function = VERIFIERS[name].partition(":")
-    found: Verifier = getattr(importlib.import_module(module), function)
-    return found
-
-
 def verify(name: str, response: str, answer: str, options: VerifierOptions = _DEFAULTS) -> Verdict:
     """Verify one response.
 
@@ -48,10 +40,11 @@ def verify(name: str, response: str, answer: str, options: VerifierOptions = _DE
     Returns:
         A verdict, whatever the text.
     """
-    verifier = _resolve(name)
-    if verifier is None:
+    if name not in VERIFIERS:
         logger.error("unknown verifier name=%r known=%r", name, sorted(VERIFIERS))
         return failed()
+    module, _, function = VERIFIERS[name].partition(":")
+    verifier: Verifier = getattr(importlib.import_module(module), function)
     try:
         return verifier(response, answer, options)
     except Exception:

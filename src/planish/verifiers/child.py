@@ -36,7 +36,7 @@ _COMMAND = (sys.executable, "-P", "-m", "planish.verifiers.math_child")
 _KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
 
 
-class Comparison(StrEnum):
+class MathComparison(StrEnum):
     """Outcome of one comparison."""
 
     EQUAL = "equal"
@@ -62,14 +62,14 @@ class MathChild:
         self._received = b""
         self._failures = 0
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, str], Comparison] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str], MathComparison] = OrderedDict()
 
     @property
     def pid(self) -> int | None:
         """Process id of the running child, or None."""
         return None if self._process is None else self._process.pid
 
-    def compare(self, gold: str, target: str, *, timeout_seconds: float) -> Comparison:
+    def compare(self, gold: str, target: str, *, timeout_seconds: float) -> MathComparison:
         """Tell whether `target` is mathematically equal to `gold`; never raises on their text."""
         with self._lock:
             key = (gold, target)
@@ -78,7 +78,7 @@ class MathChild:
                 return self._cache[key]
             outcome = self._ask(gold, target, timeout_seconds)
             # A timeout is remembered too: the same text would only be killed again.
-            if outcome is not Comparison.CRASH:
+            if outcome is not MathComparison.CRASH:
                 self._cache[key] = outcome
                 if len(self._cache) > CACHE_ROWS:
                     self._cache.popitem(last=False)
@@ -97,22 +97,22 @@ class MathChild:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _ask(self, gold: str, target: str, timeout_seconds: float) -> Comparison:
+    def _ask(self, gold: str, target: str, timeout_seconds: float) -> MathComparison:
         if not self._start():
-            return Comparison.CRASH
+            return MathComparison.CRASH
         request = {"gold": gold, "target": target, "alarm_seconds": int(timeout_seconds) + 5}
         try:
             reply = self._exchange(json.dumps(request).encode() + b"\n", timeout_seconds)
         except TimeoutError:
             logger.warning("verifier timeout seconds=%g", timeout_seconds)
             self.close()
-            return Comparison.TIMEOUT
+            return MathComparison.TIMEOUT
         except (OSError, ValueError) as error:
             logger.warning("verifier crash error=%r", error)
             self.close()
-            return Comparison.CRASH
-        known = {"equal": Comparison.EQUAL, "different": Comparison.DIFFERENT}
-        return known.get(str(reply.get("outcome")), Comparison.CRASH)
+            return MathComparison.CRASH
+        known = {"equal": MathComparison.EQUAL, "different": MathComparison.DIFFERENT}
+        return known.get(str(reply.get("outcome")), MathComparison.CRASH)
 
     def _start(self) -> bool:
         if self._process is not None and self._process.poll() is None:
@@ -183,6 +183,6 @@ def shared_child() -> MathChild:
     return _shared[pid]
 
 
-def compare(gold: str, target: str, *, timeout_seconds: float) -> Comparison:
+def compare(gold: str, target: str, *, timeout_seconds: float) -> MathComparison:
     """Compare in the shared child."""
     return shared_child().compare(gold, target, timeout_seconds=timeout_seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from planish.verifiers.child import Comparison, compare
+from planish.verifiers.child import MathComparison, compare
 from planish.verifiers.verdict import (
     Verdict,
     VerifierOptions,
@@ -135,11 +135,11 @@ def verify_math(response: str, answer: str, options: VerifierOptions) -> Verdict
     if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen):
         return ruled
     outcome = compare(expected, seen, timeout_seconds=options.timeout_seconds)
-    if outcome is Comparison.EQUAL:
+    if outcome is MathComparison.EQUAL:
         return right(seen)
-    if outcome is Comparison.DIFFERENT:
+    if outcome is MathComparison.DIFFERENT:
         return wrong(seen)
-    return failed(seen, timeout=outcome is Comparison.TIMEOUT)
+    return failed(seen, timeout=outcome is MathComparison.TIMEOUT)
 
 
 def _is_comparable(text: str) -> bool:

@@ -13,8 +13,8 @@ from planish.checkpoint.load.rates import Order, Rates, choose_sharing
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.plan.coalesce import Costs
 from planish.checkpoint.ranks.control import Control
-from planish.store import open_store
-from tests.stores.faulty import FaultyStore
+from planish.checkpoint.storage import open_storage
+from planish.checkpoint.storage.faulty import FaultyStorage
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -55,7 +55,7 @@ def test_measured_costs_stay_within_bounds(rates, expected):
     assert rates.costs() == expected
 
 
-class SlowStorage(FaultyStore):
+class SlowStorage(FaultyStorage):
     """A store whose every request takes a while, and twice as long beyond a small size."""
 
     def get_into(self, key, offset, target, **options):
@@ -66,7 +66,7 @@ class SlowStorage(FaultyStore):
 @pytest.fixture
 def opened(file_root):
     place = write_checkpoint(f"{file_root}/run/step-1", tiny_model(), extra=False)
-    storage = SlowStorage(open_store(place.partition("#")[0])[0], lambda *_: "")
+    storage = SlowStorage(open_storage(place.partition("#")[0])[0], lambda *_: "")
     return open_state(place, storage)
 
 
@@ -85,7 +85,7 @@ def test_a_slow_store_is_measured_as_slow(opened):
 
 
 def test_a_store_that_fails_leaves_the_rates_unknown(opened):
-    opened.storage = FaultyStore(opened.storage, lambda *_: "fail")
+    opened.storage = FaultyStorage(opened.storage, lambda *_: "fail")
     call = Control.single()
     data = load_rates.measure(opened, call, Order(0, (0,), ""))
     assert json.loads(data)["store_bytes_per_s"] == 0

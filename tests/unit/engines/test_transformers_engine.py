@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from planish.base.errors import ConfigError, EngineError
 from planish.engines import open_engine
+from planish.engines.base import TurnLock
 from planish.engines.requests import FinishReason, ModelRef
 from planish.engines.transformers.engine import TransformersEngine
-from planish.engines.turn_lock import TurnLock
 from planish.engines.weights import DictWeights, FolderWeights, open_weights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy

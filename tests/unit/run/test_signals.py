@@ -14,7 +14,7 @@ from tests.processes import marked, marks, wait_until_none
 
 STAGE = """
 import subprocess, sys, time
-from planish import signals
+from planish.run import signals
 from planish.run.stage import Outcome, execute
 
 signals.STOP_SECONDS = float(sys.argv[3])

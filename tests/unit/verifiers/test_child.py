@@ -11,8 +11,8 @@ import pytest
 from planish.verifiers import VerifierOptions, answer_fault, math_child, verify
 from planish.verifiers.child import (
     MAX_START_FAILURES,
-    Comparison,
     MathChild,
+    MathComparison,
     shared_child,
 )
 
@@ -81,10 +81,10 @@ def test_a_ground_truth_that_does_not_equal_itself_is_named():
 def test_a_child_that_never_answers_is_a_timeout_and_is_replaced(alone):
     child = alone(["time.sleep(600)"])
     start = time.monotonic()
-    assert child.compare("1", "2", timeout_seconds=0.3) is Comparison.TIMEOUT
+    assert child.compare("1", "2", timeout_seconds=0.3) is MathComparison.TIMEOUT
     assert time.monotonic() - start < 15
     assert child.pid is None
-    assert child.compare("1", "2", timeout_seconds=600) is Comparison.TIMEOUT, "remembered"
+    assert child.compare("1", "2", timeout_seconds=600) is MathComparison.TIMEOUT, "remembered"
 
 
 @pytest.mark.parametrize(
@@ -94,28 +94,28 @@ def test_a_child_that_never_answers_is_a_timeout_and_is_replaced(alone):
 )  # fmt: skip
 def test_a_child_that_dies_or_talks_nonsense_is_a_crash(alone, body):
     child = alone(body)
-    assert child.compare("1", "2", timeout_seconds=20) is Comparison.CRASH
-    assert child.compare("1", "3", timeout_seconds=20) is Comparison.CRASH
+    assert child.compare("1", "2", timeout_seconds=20) is MathComparison.CRASH
+    assert child.compare("1", "3", timeout_seconds=20) is MathComparison.CRASH
 
 
 def test_a_child_that_cannot_start_is_tried_a_few_times_only(caplog):
     child = MathChild([sys.executable, "-c", 'print(\'{"error": "no module"}\')'])
     for _ in range(MAX_START_FAILURES + 2):
-        assert child.compare("1", "2", timeout_seconds=1) is Comparison.CRASH
+        assert child.compare("1", "2", timeout_seconds=1) is MathComparison.CRASH
     assert caplog.text.count("did not start") == MAX_START_FAILURES
     assert "planish[reward]" in caplog.text
 
 
 def test_a_program_that_does_not_exist_is_a_crash():
     child = MathChild(["/nowhere/python"])
-    assert child.compare("1", "2", timeout_seconds=1) is Comparison.CRASH
+    assert child.compare("1", "2", timeout_seconds=1) is MathComparison.CRASH
 
 
 def test_equal_questions_are_asked_once(alone):
     rows = ["print('{\"outcome\": \"equal\"}' if line else '', flush=True)", "sys.exit(0)"]
     child = alone(rows)
-    assert child.compare("1", "2", timeout_seconds=20) is Comparison.EQUAL
-    assert child.compare("1", "2", timeout_seconds=20) is Comparison.EQUAL
+    assert child.compare("1", "2", timeout_seconds=20) is MathComparison.EQUAL
+    assert child.compare("1", "2", timeout_seconds=20) is MathComparison.EQUAL
 
 
 def test_the_child_gets_no_credentials(monkeypatch, alone):
@@ -124,15 +124,15 @@ def test_the_child_gets_no_credentials(monkeypatch, alone):
         ["import os", "seen = 'MINIO_SECRET_KEY' in os.environ",
          "print('{\"outcome\": \"%s\"}' % ('equal' if seen else 'different'), flush=True)"]
     )  # fmt: skip
-    assert child.compare("1", "2", timeout_seconds=20) is Comparison.DIFFERENT
+    assert child.compare("1", "2", timeout_seconds=20) is MathComparison.DIFFERENT
 
 
 def test_a_closed_child_starts_again(alone):
     child = alone(['print(\'{"outcome": "different"}\', flush=True)'])
     child.close()
-    assert child.compare("a", "b", timeout_seconds=20) is Comparison.DIFFERENT
+    assert child.compare("a", "b", timeout_seconds=20) is MathComparison.DIFFERENT
     child.close()
-    assert child.compare("a", "c", timeout_seconds=20) is Comparison.DIFFERENT
+    assert child.compare("a", "c", timeout_seconds=20) is MathComparison.DIFFERENT
 
 
 def request(**values):

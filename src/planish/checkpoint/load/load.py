@@ -38,9 +38,9 @@ from planish.checkpoint.load.reader import (
 )
 from planish.checkpoint.load.records import Loaded, LoadOptions
 from planish.checkpoint.load.targets import tensor_targets
+from planish.checkpoint.storage import Storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline
-from planish.store import Store
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
@@ -53,7 +53,7 @@ def open_on_all(
     place: str,
     control: Control,
     *,
-    storage: Store | None = None,
+    storage: Storage | None = None,
     timeout_s: float = OPEN_SECONDS,
 ) -> Opened:
     """Open a checkpoint on every rank; only rank 0 asks the store.

@@ -77,7 +77,7 @@ class Rates:
 
 def is_in_memory(opened: Opened) -> bool:
     """Return whether the store is memory of this process: nothing is faster."""
-    return opened.storage.in_memory
+    return opened.uri.startswith("mem://")
 
 
 def choose_sharing(

@@ -15,9 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.base import BaseEngine
@@ -30,15 +31,45 @@ from planish.engines.requests import (
     WeightUpdate,
 )
 from planish.engines.sampling import choose
-from planish.engines.transformers.decoder import Decoder
 from planish.engines.transformers.fused_decoder import FusedDecoder
 from planish.engines.transformers.kv_cache import KeyValueCache
-from planish.engines.transformers.rows import Row, Rows
+from planish.engines.transformers.rows import RunningRow, RunningRows
 from planish.engines.transformers.served_model import ServedModel, open_model
-from planish.engines.transformers.stop_states import StopStates
+from planish.engines.transformers.stops import StopStates
 from planish.engines.weights import WeightSource
 from planish.models.logprobs import TokenScorer
 from planish.records.rollouts import FinishReason
+
+
+class Decoder(Protocol):
+    """Computes logits over a cache of rows."""
+
+    cache: KeyValueCache
+
+    def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
+        """Fill the cache of `rows` from position 0.
+
+        Args:
+            tokens: [m, length] int64, padded on the right.
+            rows: [k] int64, rows to fill.
+            owner: [k] int64, which of the m sequences each row takes.
+        """
+
+    def decode(self, tokens: Tensor, positions: Tensor, cells: Tensor, bias: Tensor) -> Tensor:
+        """Add one token to each of the first n rows.
+
+        Args:
+            tokens: [n] int64.
+            positions: [n] int64, absolute position of each token.
+            cells: [n] int64, `row * cache.width + position`.
+            bias: [n, longest] float, 0 on visible cells and -inf elsewhere.
+
+        Returns:
+            Logits [n, vocabulary] of the following token.
+        """
+
+    def refresh(self) -> None:
+        """Take over weights that were changed in place."""
 
 
 class TransformersEngine(BaseEngine):
@@ -104,7 +135,7 @@ class TransformersEngine(BaseEngine):
         self._vocab_size = served.vocab_size
         table = served.stop_table()
         strings = StopStates(table, self._max_rows, self._device) if table is not None else None
-        self._rows = Rows(self._max_rows, self._vocab_size, self._device, strings)
+        self._rows = RunningRows(self._max_rows, self._vocab_size, self._device, strings)
         self._cache = KeyValueCache(self._max_rows, self._device)
         self._served = served
         self._decoder = self._choose_decoder(served)
@@ -204,13 +235,15 @@ class TransformersEngine(BaseEngine):
     def _num_running(self) -> int:
         return len(self._rows) if self._served is not None else 0
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request) -> RunningRow:
         start = len(request.prompt_ids) + len(request.response_prefix)
         end = min(start + request.sampling.max_new_tokens, self._max_model_len)
         now = time.monotonic()
         waited = now - self._arrivals.get(request.request_id, now)
         stats = {"queue_seconds": waited, "cached_tokens": 0, "preemptions": 0}
-        return Row(request, len(request.prompt_ids), start, end, stats=stats, admitted_seconds=now)
+        return RunningRow(
+            request, len(request.prompt_ids), start, end, stats=stats, admitted_seconds=now
+        )
 
     @torch.inference_mode()
     def _admit(self, requests: Sequence[Request]) -> list[Output]:

@@ -3,13 +3,18 @@
 A decode step of a small model is bound by the number of kernels and of Python calls, not by
 arithmetic; here a layer is one QKV product, one rotation, two products of attention and two of the
 MLP. It needs no module of transformers, whose import takes longer than most rollouts of a tiny
-model. Models outside `FAMILIES`, and settings that these lines do not cover, go to `ModuleDecoder`.
+model. Models outside `FAMILIES`, and settings that these lines do not cover, among them rotary
+scalings whose table depends on the length in use, go to `ModuleDecoder`.
+
+Source: rotary embeddings are RoFormer, arXiv 2104.09864, section 3.2; Llama 3's scaling of them is
+as in its model card.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from planish.engines.transformers.kv_cache import KeyValueCache
-from planish.engines.transformers.rotary import SCALINGS, rotation_table
 
 FAMILIES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -30,6 +34,42 @@ _NAME = re.compile(
     r"((input|post_attention)_layernorm\.weight|self_attn\.([qkvo]_proj\.(weight|bias)"
     r"|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.(weight|bias))"
 )
+
+
+def _llama3(rope: Mapping[str, Any], frequencies: Tensor) -> Tensor:
+    """Slow frequencies are divided, fast ones kept, those between blended."""
+    slow, fast = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    length = float(rope["original_max_position_embeddings"])
+    turns = length * frequencies / (2 * math.pi)
+    share = ((turns - slow) / (fast - slow)).clamp(0.0, 1.0)
+    return (1 - share) * frequencies / float(rope["factor"]) + share * frequencies
+
+
+SCALINGS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
+    "default": lambda rope, frequencies: frequencies,
+    "linear": lambda rope, frequencies: frequencies / float(rope["factor"]),
+    "llama3": _llama3,
+}
+"""`rope_type` of a configuration to what it does with the frequencies."""
+
+
+def rotation_table(rope: Mapping[str, Any], head_dim: int, length: int) -> Tensor:
+    """Return what rotates a head: `x * table[p, 0] + roll(x, head_dim / 2) * table[p, 1]`.
+
+    Args:
+        rope: `rope_type`, `rope_theta` and the settings of the type.
+        head_dim: size of a head, even.
+        length: positions.
+
+    Returns:
+        [length, 2, head_dim] float32: cosines, and sines whose first half is negated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / float(rope["rope_theta"]) ** exponents
+    frequencies = SCALINGS[rope["rope_type"]](rope, frequencies)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
 
 
 def fits(architecture: str, config: Mapping[str, Any], names: Sequence[str]) -> bool:

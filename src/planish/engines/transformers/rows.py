@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planish.engines.requests import Output, Request, Sampling
 from planish.engines.sampling import PLAIN, Choice, noise
-from planish.engines.transformers.stop_states import StopStates
+from planish.engines.transformers.stops import StopStates
 from planish.records.rollouts import FinishReason
 
 _NOISE_BLOCK = 32
@@ -25,7 +25,7 @@ _NOISE_BLOCK = 32
 
 
 @dataclass
-class Row:
+class RunningRow:
     """What the host remembers of one running request."""
 
     request: Request
@@ -41,7 +41,7 @@ class Row:
     admitted_seconds: float = 0.0
 
 
-class Rows:
+class RunningRows:
     """Tokens, log-probabilities and sampling settings of all running requests.
 
     Column p of `tokens` and `logprobs` is the token at absolute position p, prompt included. The
@@ -57,7 +57,7 @@ class Rows:
     ) -> None:
         self.capacity, self.vocab_size, self.device = capacity, vocab_size, device
         self._strings = strings
-        self.rows: list[Row] = []
+        self.rows: list[RunningRow] = []
         self.width = 0
         self.longest = 0
         """Upper bound of the columns in use after the step in progress."""
@@ -98,7 +98,7 @@ class Rows:
         """Return [n] int64: absolute position of each current token."""
         return self._field("position")
 
-    def add(self, rows: Sequence[Row], stops: Sequence[frozenset[int]]) -> Tensor:
+    def add(self, rows: Sequence[RunningRow], stops: Sequence[frozenset[int]]) -> Tensor:
         """Put new requests behind the living rows; return their indices [k] int64."""
         first, last = len(self.rows), len(self.rows) + len(rows)
         self.rows.extend(rows)
@@ -123,7 +123,7 @@ class Rows:
         self._refresh_choice()
         return torch.arange(first, last, device=self.device)
 
-    def _number_row(self, row: Row, stop: frozenset[int]) -> tuple[int, ...]:
+    def _number_row(self, row: RunningRow, stop: frozenset[int]) -> tuple[int, ...]:
         sampling = row.request.sampling
         return (
             row.start - 1,
@@ -235,7 +235,7 @@ class Rows:
 
     def _output(
         self,
-        row: Row,
+        row: RunningRow,
         tokens: list[int],
         logprobs: list[float],
         version: int,
@@ -324,7 +324,7 @@ def _stopped(output: Output, stop_ids: frozenset[int], string: str | None) -> Ou
     return output
 
 
-def _versions(row: Row, num_tokens: int, version: int) -> list[int]:
+def _versions(row: RunningRow, num_tokens: int, version: int) -> list[int]:
     """Return the version of each new token; `version_starts` holds (length, older version)."""
     versions = [version] * num_tokens
     for length, older in reversed(row.version_starts):

@@ -8,11 +8,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from planish import store
 from planish.base.errors import PlanishError, RootInUse
 from planish.records import layout
+from planish.run.kubeflow import KfpRuns
 from planish.run.lock import current_holder, refuse_stranger
-from planish.run.runs import connect
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.report.facts import ReportFacts
 from planish.stages.report.gather import gather
@@ -20,6 +19,7 @@ from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
 from planish.stages.report.restart import restart
 from planish.stages.report.webhook import post
+from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def run(
             logger.warning("lock not read root=%s error=%s", context.root, error)
         decision = ""
         try:
-            restarted = restart(context.root, state, max_restarts, connect)
+            restarted = restart(context.root, state, max_restarts, KfpRuns)
             decision = restarted.words if restarted else ""
         except Exception as error:
             # The report is the last word of a run: a restart that fails is told in it.
@@ -94,7 +94,7 @@ def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) ->
     try:
         files = {"report.html": html, "report.md": markdown, "summary.json": text}
         for name, content in files.items() if failure is None else ():
-            store.write(f"{folder}/{name}", content.encode())
+            open_store(folder).write(f"{folder}/{name}", content.encode())
     except PlanishError as error:
         # Raised when the artifacts are written: they help people although the store refused.
         failure = error

@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from planish import store
 from planish.base.errors import ConfigError
 from planish.minder.detect.frame import Frame
-from planish.minder.detect.result import Result
+from planish.minder.detect.result import schema
 from planish.minder.lab.files import write_frame
 from planish.minder.service.config import service_settings
 from planish.records import layout
@@ -18,6 +17,7 @@ from planish.run.avoid import avoided
 from planish.run.stage import PathArtifact
 from planish.stages.monitor_check.stage import run
 from planish.stages.monitor_check.watch import find, watch
+from planish.store import open_store
 from planish.store.documents import write_json
 from tests.unit.tiny_run import make_run
 
@@ -72,7 +72,7 @@ def test_a_faulty_machine_of_a_recording_is_named(file_root, tmp_path, recorded)
     assert result["job"] == "trace"
     assert [finding["machine"] for finding in result["findings"]] == ["node-3"]
     assert abs(result["findings"][0]["run_start"] - 1800) <= 8
-    assert set(result) == set(Result.__dataclass_fields__)
+    assert set(result) == set(schema()["required"])
     assert metrics == {
         "num_calls": 1.0,
         "num_failed_calls": 0.0,
@@ -109,7 +109,7 @@ def test_a_healthy_recording_names_nobody(file_root, tmp_path, recorded):
 
 
 def test_a_stopped_iteration_is_not_looked_at(file_root, tmp_path):
-    store.create(layout.stopped_file(file_root, 3), b"{}")
+    open_store(file_root).create(layout.stopped_file(file_root, 3), b"{}")
     machine, result, _ = check(file_root, tmp_path, settings="")
     assert (machine, result["status"]) == ("", "skipped")
 
@@ -157,7 +157,7 @@ def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
         settings_of(free_port, "pretrain"),
         "pretrain",
         seconds=1000.0,
-        is_over=lambda: store.exists(done),
+        is_over=lambda: open_store(done).exists(done),
         sleep=sleep,
     )
     assert pauses == [60, 60]

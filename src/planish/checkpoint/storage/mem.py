@@ -1,0 +1,231 @@
+"""Objects in the memory of this process, for tests: the semantics of S3 without its time."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from planish.base.errors import (
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreError,
+    StoreMisconfigured,
+)
+from planish.checkpoint.storage.base import (
+    Buffer,
+    Counters,
+    Folder,
+    Stat,
+    Upload,
+    check_key,
+    inside,
+    part_bytes,
+)
+
+_named: dict[str, MemStorage] = {}
+
+
+def named(name: str) -> MemStorage:
+    """Return the storage of that name, made on first use."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise StoreMisconfigured(
+            f"a memory URI must read `mem://name/key`, name of letters and digits, got {name!r}"
+        )
+    return _named.setdefault(name, MemStorage(name))
+
+
+class _Upload(NamedTuple):
+    key: str
+    started: float
+    parts: dict[int, bytes]
+
+
+class MemStorage:
+    """`mem://name/key`."""
+
+    def __init__(self, name: str = "memory", *, clock: Callable[[], float] = time.time):
+        self.counters = Counters()
+        self.clock = clock
+        self._name = name
+        self._lock = threading.RLock()
+        self._objects: dict[str, tuple[bytes, Stat]] = {}
+        self._uploads: dict[str, _Upload] = {}
+        self._numbers = itertools.count(1)
+
+    def uri(self, key: str) -> str:
+        """Return `mem://name/key`."""
+        return f"mem://{self._name}/{key}"
+
+    def put(
+        self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
+    ) -> str:
+        """Write an object as a whole."""
+        content = bytes(data)
+        self.counters.add("put", sent=len(content))
+        return self._place(check_key(key), content, if_none_match, if_match)
+
+    def open_multipart(self, key: str, size: int) -> MemMultipart:
+        """Begin an object in parts."""
+        self.counters.add("create")
+        with self._lock:
+            upload_id = f"upload-{next(self._numbers)}"
+            self._uploads[upload_id] = _Upload(check_key(key), self.clock(), {})
+        return MemMultipart(self, key, upload_id, size)
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop an upload."""
+        self.counters.add("abort")
+        with self._lock:
+            self._uploads.pop(upload_id, None)
+
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the uploads of a key."""
+        self.counters.add("list")
+        with self._lock:
+            return [
+                Upload(name, open_.started)
+                for name, open_ in self._uploads.items()
+                if open_.key == key
+            ]
+
+    def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
+        """Fill `target` from an object."""
+        data, stat = self._find(key)
+        view = target.cast("B")
+        self.counters.add("get", received=view.nbytes)
+        if etag and stat.etag != etag:
+            raise ObjectChanged(
+                f"`{self.uri(key)}` must be the object {etag}, got {stat.etag}; read it again"
+            )
+        if offset + view.nbytes > stat.size:
+            raise StoreError(
+                f"`{self.uri(key)}` must have {offset + view.nbytes} bytes, got {stat.size}"
+            )
+        view[:] = memoryview(data)[offset : offset + view.nbytes]
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str]:
+        """Return a whole object."""
+        data, stat = self._find(key)
+        if stat.size > limit:
+            self.counters.add("get")
+            raise ObjectTooLarge(
+                f"`{self.uri(key)}` must be at most {limit} bytes here, got {stat.size}"
+            )
+        self.counters.add("get", received=stat.size)
+        return data, stat.etag
+
+    def head(self, key: str) -> Stat:
+        """Return the facts of an object."""
+        self.counters.add("head")
+        return self._find(key)[1]
+
+    def list(self, folder: str) -> Iterator[Stat]:
+        """Yield every object below a folder."""
+        start = inside(folder)
+        with self._lock:
+            found = [stat for key, (_, stat) in self._objects.items() if key.startswith(start)]
+        self.counters.add("list")
+        yield from sorted(found)
+
+    def folder(self, folder: str) -> Folder:
+        """Return the direct content of a folder."""
+        start = inside(folder)
+        objects, folders = [], set()
+        with self._lock:
+            for key, (_, stat) in self._objects.items():
+                if key.startswith(start):
+                    head, slash, _ = key[len(start) :].partition("/")
+                    if slash:
+                        folders.add(start + head)
+                    else:
+                        objects.append(stat)
+        self.counters.add("list")
+        return Folder(sorted(objects), sorted(folders))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        self.counters.add("delete")
+        with self._lock:
+            for key in keys:
+                self._objects.pop(key, None)
+
+    def tidy(self, folder: str) -> None:
+        """Memory has no folders."""
+
+    def now(self) -> float:
+        """Return the time of `clock`."""
+        return self.clock()
+
+    def close(self) -> None:
+        """Memory has no connections."""
+
+    def _find(self, key: str) -> tuple[bytes, Stat]:
+        with self._lock:
+            found = self._objects.get(check_key(key))
+        if found is None:
+            raise ObjectMissing(f"`{self.uri(key)}` must be an object, but there is none")
+        return found
+
+    def _place(self, key: str, data: bytes, if_none_match: bool, if_match: str) -> str:
+        with self._lock:
+            found = self._objects.get(key)
+            if if_none_match and found:
+                raise ObjectExists(f"`{self.uri(key)}` must not exist yet, but does")
+            if if_match and not found:
+                raise ObjectMissing(f"`{self.uri(key)}` must be an object, but there is none")
+            if if_match and found and found[1].etag != if_match:
+                raise ObjectChanged(
+                    f"`{self.uri(key)}` must be the object {if_match}, got {found[1].etag}"
+                )
+            etag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}-{next(self._numbers)}"'
+            self._objects[key] = (data, Stat(key, len(data), etag, self.clock()))
+            return etag
+
+    def _write(self, upload_id: str, number: int, data: bytes) -> None:
+        with self._lock:
+            if upload_id not in self._uploads:
+                raise ObjectMissing(f"upload {upload_id!r} must be open, but is completed or gone")
+            self._uploads[upload_id].parts[number] = data
+
+    def _complete(self, upload_id: str, if_none_match: bool, if_match: str) -> str:
+        with self._lock:
+            if upload_id not in self._uploads:
+                raise ObjectMissing(f"upload {upload_id!r} must be open, but is completed or gone")
+            found = self._uploads[upload_id]
+            data = b"".join(found.parts[number] for number in sorted(found.parts))
+            etag = self._place(found.key, data, if_none_match, if_match)
+            del self._uploads[upload_id]
+            return etag
+
+
+class MemMultipart:
+    """An object of `MemStorage` that is being written."""
+
+    def __init__(self, storage: MemStorage, key: str, upload_id: str, size: int):
+        self.key = key
+        self.upload_id = upload_id
+        self.part_bytes = part_bytes(size)
+        self.may_have_twin = False
+        self._storage = storage
+
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
+        """Write one part."""
+        content = bytes(data)
+        self._storage.counters.add("part", sent=len(content))
+        self._storage._write(self.upload_id, number, content)
+
+    def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
+        """Make the object visible."""
+        self._storage.counters.add("complete")
+        return self._storage._complete(self.upload_id, if_none_match, if_match)
+
+    def abort(self) -> None:
+        """Drop all parts."""
+        self._storage.abort_upload(self.key, self.upload_id)

@@ -1,0 +1,117 @@
+"""When a request to a store is sent again, and when it is given up.
+
+Knows which failures pass; not what a request means, so that conditions are not retried here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from planish.base import telemetry
+from planish.checkpoint.storage.base import Counters
+from planish.store.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RETRY_SECONDS
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Transient(Exception):
+    """A try failed in a way that may pass."""
+
+    def __init__(self, reason: str, text: str, *, sent: bool = True):
+        super().__init__(text)
+        self.reason = reason
+        """For counters: an HTTP status, an S3 code or the name of an error."""
+        self.sent = sent
+        """Whether the server may have got, and acted upon, the request."""
+
+
+@dataclass
+class Tries:
+    """The tries of one request.
+
+    Example:
+        >>> tries = Tries(Counters(), deadline=time.monotonic() + 5)
+        >>> tries.run(lambda: "answer"), tries.count, tries.is_ambiguous
+        ('answer', 1, False)
+    """
+
+    counters: Counters
+    deadline: float
+    """Monotonic seconds; no try and no wait goes beyond."""
+    retry_seconds: float = RETRY_SECONDS
+    """The waits may come to so much and one wait more; 0 for one try."""
+    sleep: Callable[[float], None] = time.sleep
+    count: int = 0
+    is_ambiguous: bool = False
+    """Whether an earlier try may have been carried out although it failed here."""
+    _random: random.Random = field(default_factory=random.Random, repr=False)
+
+    def run(self, once: Callable[[], T]) -> T:
+        """Call `once` until it returns; the last `Transient` is raised as it is."""
+        waited = 0.0
+        while True:
+            self.count += 1
+            try:
+                return once()
+            except Transient as error:
+                self.is_ambiguous |= error.sent
+                wait = self._random.uniform(0.0, longest_wait(self.count))
+                if waited >= self.retry_seconds or time.monotonic() + wait >= self.deadline:
+                    raise
+                waited += wait
+                self.counters.retried(error.reason)
+                facts = telemetry.event(
+                    "retrying", tries=self.count, reason=error.reason, wait_seconds=wait
+                )
+                logger.warning("%s", facts)
+                self.sleep(wait)
+
+
+def longest_wait(tries: int) -> float:
+    """Return the upper end of the wait after so many tries, in seconds.
+
+    Example:
+        >>> [longest_wait(k) for k in (1, 2, 7, 8)]
+        [0.1, 0.2, 6.4, 10.0]
+    """
+    return float(min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (tries - 1)))
+
+
+def transient(error: Exception, *, sent: bool) -> Transient | None:
+    """Return what `run` retries for an error of a connection, None if it will not pass.
+
+    Args:
+        error: raised by `socket`, `ssl` or `http.client`.
+        sent: whether any byte of the request had left.
+    """
+    if isinstance(error, ssl.SSLError) and not sent and not isinstance(error, ssl.SSLEOFError):
+        return None  # of the handshake: a certificate, or no TLS at all
+    if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
+        return None
+    if isinstance(error, (OSError, http.client.HTTPException)):
+        name = "TimeoutError" if isinstance(error, BlockingIOError) else type(error).__name__
+        return Transient(name, reason(error), sent=sent)
+    return None
+
+
+def reason(error: Exception) -> str:
+    """Return in a few words why a connection failed."""
+    if isinstance(error, socket.gaierror):
+        return "its name does not resolve"
+    if isinstance(error, (TimeoutError, BlockingIOError)):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLError):
+        return f"no trusted TLS connection ({getattr(error, 'reason', '') or type(error).__name__})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return type(error).__name__

@@ -1,0 +1,186 @@
+"""Stop strings for an engine that knows token ids only: an automaton that reads tokens.
+
+The strings become an Aho-Corasick automaton over bytes, and the automaton a table over tokens: the
+state after a token is one lookup, on whatever device the tokens are, and a string that spans tokens
+or windows, or ends inside of a token, is found at the token that completes it.
+
+Deliberately left out: cutting the text before a stop string. The tokens that the policy sampled are
+what is trained on; the last one may reach beyond the string.
+
+Source: Aho and Corasick, CACM 18 (6), 1975.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planish.engines.requests import Request
+from planish.models.tokens import check_stop_strings
+
+Table = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class StopTable:
+    """Stop strings of one tokenizer.
+
+    Example:
+        >>> table = stop_table(["ab"], [b"a", b"b", b"xa", b"bc"])
+        >>> table.advance(0, [2, 3]), table.string_at(table.advance(0, [2, 3]))
+        (2, 'ab')
+    """
+
+    strings: tuple[str, ...]
+    """At least one, none empty."""
+    token_class: Table
+    """[vocabulary] int32: tokens of one class lead from each state to one and the same."""
+    next_state: Table
+    """[states, classes] int32; state 0 is the beginning of a response."""
+    found: Table
+    """[states] int32: position in `strings` of the one that is complete, -1 where none is. Such a
+    state is never left."""
+
+    def advance(self, state: int, ids: Iterable[int]) -> int:
+        """Return the state after more tokens; those beyond the vocabulary have no text."""
+        for token in ids:
+            if token < len(self.token_class):
+                state = int(self.next_state[state, self.token_class[token]])
+        return state
+
+    def string_at(self, state: int) -> str | None:
+        """Return the string that is complete in a state; None where none is."""
+        index = int(self.found[state])
+        return None if index < 0 else self.strings[index]
+
+
+def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable:
+    """Build the table of some strings.
+
+    Args:
+        strings: at least one, none empty; equal ones count once.
+        token_bytes: [vocabulary] bytes that each token adds to the text; empty for tokens that are
+            left out of it.
+
+    Raises:
+        ConfigError: as `check_stop_strings`.
+    """
+    unique = tuple(dict.fromkeys(strings))
+    check_stop_strings(unique)
+    step, found = _automaton([text.encode() for text in unique])
+    reached = _after_tokens(step, token_bytes)
+    columns, token_class = np.unique(reached, axis=0, return_inverse=True)
+    return StopTable(
+        unique,
+        token_class.reshape(-1).astype(np.int32),
+        np.ascontiguousarray(columns.T, dtype=np.int32),
+        found,
+    )
+
+
+def _automaton(patterns: Sequence[bytes]) -> tuple[npt.NDArray[np.int16], Table]:
+    """Return the state after each byte, [states, 256], and what is found in each state."""
+    step: list[list[int]] = [[-1] * 256]
+    found = [-1]
+    for index, pattern in enumerate(patterns):
+        state = 0
+        for byte in pattern:
+            if step[state][byte] < 0:
+                step[state][byte] = len(step)
+                step.append([-1] * 256)
+                found.append(-1)
+            state = step[state][byte]
+        found[state] = index
+    # Breadth first: what a missing step leads to is known from the longest proper suffix.
+    suffix = [0] * len(step)
+    queue: deque[int] = deque([0])
+    while queue:
+        state = queue.popleft()
+        if found[state] < 0 and state:
+            found[state] = found[suffix[state]]
+        for byte in range(256):
+            child = step[state][byte]
+            beyond = step[suffix[state]][byte] if state else 0
+            if child < 0:
+                step[state][byte] = beyond
+            else:
+                suffix[child] = beyond
+                queue.append(child)
+    for state, index in enumerate(found):
+        if index >= 0:
+            step[state] = [state] * 256
+    return np.array(step, np.int16), np.array(found, np.int32)
+
+
+def _after_tokens(
+    step: npt.NDArray[np.int16], token_bytes: Sequence[bytes]
+) -> npt.NDArray[np.int16]:
+    """Return the state after each token from each state, [vocabulary, states] int16."""
+    lengths = np.array([len(text) for text in token_bytes], np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    columns = [
+        np.array([token_bytes[token][place] for token in order[: (lengths > place).sum()]])
+        for place in range(int(lengths.max(initial=0)))
+    ]
+    reached = np.empty((len(lengths), len(step)), np.int16)
+    for state in range(len(step)):
+        now = np.full(len(lengths), state, np.int16)
+        for column in columns:
+            now[: len(column)] = step[now[: len(column)], column]
+        reached[order, state] = now
+    return reached
+
+
+class StopStates:
+    """State of every row in the stop table of the model; rows that ignore it have one of their own.
+
+    Nothing here waits for the device.
+    """
+
+    def __init__(self, table: StopTable, capacity: int, device: torch.device) -> None:
+        self._table = table
+        num_states, self._num_classes = table.next_state.shape
+        self._ignoring = num_states
+        following = torch.from_numpy(table.next_state).long()
+        own = torch.full((1, self._num_classes), self._ignoring)
+        self._following = torch.cat([following, own]).flatten().to(device)
+        found = torch.from_numpy(table.found >= 0)
+        self._complete = torch.cat([found, torch.zeros(1, dtype=torch.bool)]).to(device)
+        self._class = torch.from_numpy(table.token_class).long().to(device)
+        self._states = torch.zeros(capacity, dtype=torch.int64, device=device)
+
+    def add(self, first: int, requests: Sequence[Request]) -> None:
+        """Put requests into the rows from `first` on; response tokens of earlier windows count."""
+        states = [
+            self._ignoring
+            if request.sampling.ignore_eos
+            else self._table.advance(0, request.response_prefix)
+            for request in requests
+        ]
+        self._states[first : first + len(states)] = torch.tensor(states)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Go on by one token in each of the first rows; return which are complete, [n] bool."""
+        states = self._states[: len(ids)]
+        states.copy_(self._following[states * self._num_classes + self._class[ids]])
+        return self._complete[states]
+
+    def would_complete(self, num_rows: int) -> Tensor:
+        """Return which tokens would complete a string now, [n, vocabulary] bool."""
+        lines = self._states[:num_rows, None] * self._num_classes + self._class
+        return self._complete[self._following[lines]]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows."""
+        self._states[target] = self._states[source]
+
+    def strings(self, rows: Tensor) -> list[str | None]:
+        """Return the string that each of some rows has completed."""
+        states = self._states[rows].tolist()
+        return [None if s == self._ignoring else self._table.string_at(s) for s in states]

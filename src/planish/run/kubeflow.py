@@ -1,0 +1,138 @@
+"""The runs of a Kubeflow installation, and the names that keep a run from being started twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class KubeflowRun:
+    """A run of Kubeflow, with what is needed to start the same pipeline again."""
+
+    experiment_id: str
+    """Experiment of the run."""
+    parameters: Mapping[str, Any]
+    """Its run parameters."""
+    service_account: str
+    """Service account of its pods; empty for the default."""
+    pipeline_root: str
+    """Where artifacts of KFP go; empty for the default."""
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    """Either `pipeline_version_reference` or `pipeline_spec`, as the API gave it."""
+    state: str = ""
+    """State of the run now, in the words of the API."""
+
+
+class Runs(Protocol):
+    """The runs of one Kubeflow installation."""
+
+    def facts(self, run_id: str) -> KubeflowRun:
+        """Return how a run was started."""
+
+    def find(self, name: str, experiment_id: str) -> str:
+        """Return the id of the run of that name; empty when there is none."""
+
+    def create(self, name: str, facts: KubeflowRun) -> str:
+        """Start a run and return its id."""
+
+
+class KfpRuns:
+    """Meets `Runs` through the client of kfp; its import takes a second."""
+
+    def __init__(self, **options: Any) -> None:
+        """Connect; without options to the installation that this pod belongs to.
+
+        Args:
+            options: of `kfp.Client`: host, namespace, credentials ...
+        """
+        with warnings.catch_warnings():
+            # The client warns on every start that it needs a back end of version 2.
+            warnings.simplefilter("ignore", FutureWarning)
+            import kfp
+            import kfp_server_api
+
+            self._client = kfp.Client(**options)
+        self._api = kfp_server_api
+        self._runs = self._client._run_api
+
+    def facts(self, run_id: str) -> KubeflowRun:
+        """Return how a run was started."""
+        run = self._client.get_run(run_id)
+        runtime = run.runtime_config
+        pipeline: dict[str, Any] = {}
+        if run.pipeline_version_reference is not None:
+            reference = run.pipeline_version_reference
+            pipeline["pipeline_version_reference"] = {
+                "pipeline_id": reference.pipeline_id,
+                "pipeline_version_id": reference.pipeline_version_id,
+            }
+        else:
+            pipeline["pipeline_spec"] = run.pipeline_spec
+        return KubeflowRun(
+            experiment_id=run.experiment_id or "",
+            parameters=dict(runtime.parameters or {}) if runtime else {},
+            service_account=run.service_account or "",
+            pipeline_root=(runtime.pipeline_root or "") if runtime else "",
+            pipeline=pipeline,
+            state=str(run.state or ""),
+        )
+
+    def find(self, name: str, experiment_id: str) -> str:
+        """Return the id of the run of that name; empty when there is none."""
+        predicate = {"operation": "EQUALS", "key": "display_name", "stringValue": name}
+        found = self._client.list_runs(
+            page_size=1,
+            experiment_id=experiment_id or None,
+            filter=json.dumps({"predicates": [predicate]}),
+        )
+        return str(found.runs[0].run_id) if found.runs else ""
+
+    def create(self, name: str, facts: KubeflowRun) -> str:
+        """Start a run and return its id."""
+        api = self._api
+        reference = facts.pipeline.get("pipeline_version_reference")
+        created = self._runs.run_service_create_run(
+            run=api.V2beta1Run(
+                display_name=name,
+                experiment_id=facts.experiment_id or None,
+                service_account=facts.service_account or None,
+                pipeline_spec=facts.pipeline.get("pipeline_spec"),
+                pipeline_version_reference=(
+                    api.V2beta1PipelineVersionReference(**reference) if reference else None
+                ),
+                runtime_config=api.V2beta1RuntimeConfig(
+                    parameters=dict(facts.parameters),
+                    pipeline_root=facts.pipeline_root or None,
+                ),
+            )
+        )
+        return str(created.run_id)
+
+
+def run_name(root: str, chain_index: int) -> str:
+    """Return the name that marks the `chain_index`-th run on a root.
+
+    Example:
+        >>> run_name("s3://runs/a", 3)
+        'planish-0ec2680505c3-003'
+    """
+    return f"{_prefix(root)}-{chain_index:03d}"
+
+
+def restart_name(root: str, counter: int) -> str:
+    """Return the name that marks the `counter`-th restart on a root.
+
+    Example:
+        >>> restart_name("s3://runs/a", 1)
+        'planish-0ec2680505c3-restart-001'
+    """
+    return f"{_prefix(root)}-restart-{counter:03d}"
+
+
+def _prefix(root: str) -> str:
+    return f"planish-{hashlib.sha256(root.encode()).hexdigest()[:12]}"

@@ -1,0 +1,345 @@
+"""What every back end promises, checked on memory, a folder, a wrapper and a real S3 server."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from planish.base.errors import (
+    ConfigError,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreError,
+)
+from planish.checkpoint.storage import SINGLE_PUT_BYTES, open_storage, upload
+from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.checkpoint.storage.mem import MemStorage
+from planish.store import file_uri
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["mem", "faulty", "file", pytest.param("s3", marks=pytest.mark.server)])
+def place(request, tmp_path):
+    """A storage and the key of an empty folder in it."""
+    if request.param == "s3":
+        storage, _ = open_storage(request.getfixturevalue("s3_root"))
+        return storage, "run"
+    if request.param == "file":
+        return open_storage(str(tmp_path / "run"))
+    memory = MemStorage()
+    return (memory if request.param == "mem" else FaultyStorage(memory)), "run"
+
+
+def random_bytes(size, seed=0):
+    return np.random.default_rng(seed).bytes(size)
+
+
+def read(storage, key, offset, size, **options):
+    target = bytearray(size)
+    storage.get_into(key, offset, memoryview(target), **options)
+    return bytes(target)
+
+
+def test_what_is_put_is_read_back_whole_and_in_ranges(place):
+    storage, root = place
+    data = random_bytes(3 * MIB + 17)
+    etag = storage.put(f"{root}/a b/c+d/ü.bin", memoryview(bytearray(data)))
+    assert storage.get(f"{root}/a b/c+d/ü.bin", 4 * MIB) == (data, etag)
+    for offset, size in [(0, 1), (MIB - 1, 2), (3 * MIB, 17), (0, 3 * MIB + 17), (5, 0)]:
+        assert read(storage, f"{root}/a b/c+d/ü.bin", offset, size) == data[offset : offset + size]
+
+
+def test_head_tells_size_tag_and_a_recent_time(place):
+    storage, root = place
+    etag = storage.put(f"{root}/x", b"12345")
+    found = storage.head(f"{root}/x")
+    assert (found.key, found.size, found.etag) == (f"{root}/x", 5, etag)
+    assert abs(found.modified - storage.now()) < 5
+
+
+def test_an_empty_object_is_an_object(place):
+    storage, root = place
+    storage.put(f"{root}/empty", b"")
+    assert storage.get(f"{root}/empty", 0)[0] == b""
+    assert storage.head(f"{root}/empty").size == 0
+    assert [stat.size for stat in storage.list(root)] == [0]
+    assert read(storage, f"{root}/empty", 0, 0) == b""
+
+
+def test_what_is_absent_is_missing(place):
+    storage, root = place
+    for act in (
+        lambda: storage.head(f"{root}/no"),
+        lambda: storage.get(f"{root}/no", 9),
+        lambda: read(storage, f"{root}/no", 0, 3),
+        lambda: read(storage, f"{root}/no", 0, 0),
+        lambda: storage.put(f"{root}/no", b"x", if_match='"0123"'),
+    ):
+        with pytest.raises(ObjectMissing, match="run/no"):
+            act()
+    storage.delete([f"{root}/no", f"{root}/neither/this"])
+    assert list(storage.list(root)) == []
+
+
+def test_a_read_beyond_the_end_and_one_over_the_limit_are_refused(place):
+    storage, root = place
+    storage.put(f"{root}/x", b"12345")
+    for offset, size in [(3, 3), (5, 1), (9, 1)]:
+        with pytest.raises(StoreError, match="bytes"):
+            read(storage, f"{root}/x", offset, size)
+    with pytest.raises(ObjectTooLarge, match="at most 4 bytes"):
+        storage.get(f"{root}/x", 4)
+
+
+def test_a_conditional_create_refuses_what_exists(place):
+    storage, root = place
+    first = storage.put(f"{root}/x", b"first", if_none_match=True)
+    with pytest.raises(ObjectExists, match="must not exist yet"):
+        storage.put(f"{root}/x", b"second", if_none_match=True)
+    assert storage.get(f"{root}/x", 9) == (b"first", first)
+
+
+def test_a_conditional_update_takes_the_named_version_only(place):
+    storage, root = place
+    first = storage.put(f"{root}/x", b"first")
+    second = storage.put(f"{root}/x", b"second", if_match=first)
+    assert second != first
+    with pytest.raises(ObjectChanged):
+        storage.put(f"{root}/x", b"third", if_match=first)
+    assert storage.get(f"{root}/x", 9) == (b"second", second)
+    assert read(storage, f"{root}/x", 0, 6, etag=second) == b"second"
+    for size in (0, 6):
+        with pytest.raises(ObjectChanged):
+            read(storage, f"{root}/x", 0, size, etag=first)
+
+
+def race(act):
+    """Call `act(number)` in 16 threads at once; return the numbers of those that succeeded."""
+    barrier = threading.Barrier(16)
+
+    def run(number):
+        barrier.wait(timeout=30)
+        try:
+            act(number)
+        except (ObjectExists, ObjectChanged):
+            return None
+        return number
+
+    with ThreadPoolExecutor(16) as pool:
+        return [number for number in pool.map(run, range(16)) if number is not None]
+
+
+def test_one_of_sixteen_writers_creates_an_object_and_one_replaces_it(place):
+    storage, root = place
+    for turn in range(3):
+        key = f"{root}/{turn}"
+        won = race(lambda n, key=key: storage.put(key, b"new %d" % n, if_none_match=True))
+        assert len(won) == 1
+        data, etag = storage.get(key, 9)
+        assert data == b"new %d" % won[0]
+        swapped = race(
+            lambda n, key=key, etag=etag: storage.put(key, b"swap %d" % n, if_match=etag)
+        )
+        assert len(swapped) == 1
+        assert storage.get(key, 9)[0] == b"swap %d" % swapped[0]
+
+
+def test_one_of_sixteen_multipart_writers_creates_an_object(place):
+    storage, root = place
+    writers = [storage.open_multipart(f"{root}/x", 2) for _ in range(16)]
+    for number, writer in enumerate(writers):
+        writer.write(1, b"%02d" % number)
+    won = race(lambda number: writers[number].complete(if_none_match=True))
+    assert storage.get(f"{root}/x", 2)[0] == b"%02d" % won[0]
+    assert len(won) == 1
+    for writer in writers:
+        writer.abort()
+    assert storage.open_uploads(f"{root}/x") == []
+
+
+def test_parts_written_in_any_order_by_threads_make_one_object(place):
+    storage, root = place
+    data = random_bytes(40 * MIB + 5)
+    writer = storage.open_multipart(f"{root}/big", len(data))
+    size = writer.part_bytes
+    assert size == 16 * MIB
+    with ThreadPoolExecutor(3) as pool:
+        list(
+            pool.map(
+                lambda n: writer.write(n, memoryview(data)[(n - 1) * size : n * size]), (3, 1, 2)
+            )
+        )
+    with pytest.raises(ObjectMissing):
+        storage.head(f"{root}/big")
+    assert list(storage.list(root)) == []
+    etag = writer.complete(if_none_match=True)
+    assert storage.get(f"{root}/big", len(data)) == (data, etag)
+    assert read(storage, f"{root}/big", 16 * MIB - 3, 6) == data[16 * MIB - 3 : 16 * MIB + 3]
+
+
+def test_a_part_may_be_written_again(place):
+    storage, root = place
+    writer = storage.open_multipart(f"{root}/x", 3)
+    writer.write(1, b"abc")
+    writer.write(1, b"abc")
+    writer.complete()
+    assert storage.get(f"{root}/x", 3)[0] == b"abc"
+
+
+def test_completion_on_a_condition_swaps_exactly_the_named_version(place):
+    storage, root = place
+    first = storage.put(f"{root}/x", b"first")
+    writers = [storage.open_multipart(f"{root}/x", 3) for _ in range(2)]
+    for writer in writers:
+        writer.write(1, b"new")
+    second = writers[0].complete(if_match=first)
+    with pytest.raises(ObjectChanged):
+        writers[1].complete(if_match=first)
+    assert storage.get(f"{root}/x", 9) == (b"new", second)
+    writers[1].abort()
+    storage.delete([f"{root}/x"])
+    late = storage.open_multipart(f"{root}/x", 3)
+    late.write(1, b"old")
+    with pytest.raises(ObjectMissing):
+        late.complete(if_match=second)
+    late.abort()
+
+
+def test_an_upload_that_anybody_aborted_can_not_be_completed(place):
+    storage, root = place
+    writer = storage.open_multipart(f"{root}/x", 3)
+    writer.write(1, b"abc")
+    assert [found.upload_id for found in storage.open_uploads(f"{root}/x")] == [writer.upload_id]
+    assert abs(storage.open_uploads(f"{root}/x")[0].started - storage.now()) < 5
+    assert storage.open_uploads(f"{root}/xy") == []
+    storage.abort_upload(f"{root}/x", writer.upload_id)
+    storage.abort_upload(f"{root}/x", writer.upload_id)
+    with pytest.raises(ObjectMissing):
+        writer.complete(if_none_match=True)
+    writer.abort()
+    assert list(storage.list(root)) == []
+    assert storage.open_uploads(f"{root}/x") == []
+
+
+def test_listings_are_sorted_complete_and_of_the_folder_only(place):
+    storage, root = place
+    names = ["b/2", "b/10", "b-/1", "a/x/y/z", "a b/c", "ä", "Z", "b+c%20/d", "a&<b>"]
+    for name in names:
+        storage.put(f"{root}/{name}", name.encode())
+    storage.put(f"{root}-beside/x", b"")
+    found = list(storage.list(root))
+    assert [stat.key for stat in found] == sorted(f"{root}/{name}" for name in names)
+    assert [stat.size for stat in found] == [len(n.encode()) for n in sorted(names)]
+    direct = storage.folder(root)
+    assert [stat.key for stat in direct.objects] == [f"{root}/{n}" for n in ("Z", "a&<b>", "ä")]
+    folders = ["a", "a b", "b", "b+c%20", "b-"]
+    assert direct.folders == [f"{root}/{name}" for name in folders]
+    assert storage.folder(f"{root}/none") == ([], [])
+    storage.delete(f"{root}/{name}" for name in names)
+    assert list(storage.list(root)) == []
+
+
+@pytest.mark.slow
+def test_ten_thousand_and_one_keys_are_listed_and_removed(place):
+    storage, root = place
+    keys = [f"{root}/{number:05d}" for number in range(10_001)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: storage.put(key, key[-1:].encode()), keys))
+    assert [stat.key for stat in storage.list(root)] == keys
+    assert len(storage.folder(root).objects) == 10_001
+    storage.delete(keys)
+    assert list(storage.list(root)) == []
+
+
+def test_readers_beside_a_writer_see_whole_versions_only(place):
+    storage, root = place
+    versions = [bytes([number]) * 200_000 for number in range(8)]
+    storage.put(f"{root}/x", versions[0])
+    stop = threading.Event()
+
+    def look():
+        seen = set()
+        while not stop.is_set():
+            data = storage.get(f"{root}/x", 200_000)[0]
+            assert data in versions
+            seen.add(data[0])
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        looking = [pool.submit(look) for _ in range(2)]
+        for version in versions * 3:
+            storage.put(f"{root}/x", version)
+        stop.set()
+        assert all(future.result(timeout=30) for future in looking)
+
+
+@pytest.mark.parametrize("size", [0, 1, SINGLE_PUT_BYTES - 1, SINGLE_PUT_BYTES, 16 * MIB + 1])
+def test_upload_writes_any_size(place, size):
+    storage, root = place
+    data = random_bytes(size)
+    upload(storage, f"{root}/x", data)
+    assert storage.get(f"{root}/x", size)[0] == data
+    assert storage.counters.requests["complete"] == (size >= SINGLE_PUT_BYTES)
+
+
+def test_an_upload_that_fails_leaves_nothing(place):
+    storage, root = place
+    broken = FaultyStorage(storage, lambda n, kind, key: "fail" if kind == "part" else "")
+    with pytest.raises(StoreError, match="fails on purpose"):
+        upload(broken, f"{root}/x", bytes(9 * MIB))
+    assert storage.open_uploads(f"{root}/x") == []
+    assert list(storage.list(root)) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "a/../b", "./a", "a/..", "a\n", "x" * 1025]
+)
+def test_a_key_that_could_leave_its_place_is_refused(place, key):
+    storage, _ = place
+    with pytest.raises(ConfigError):
+        storage.put(key, b"")
+    with pytest.raises(ConfigError):
+        storage.get(key, 1)
+
+
+def test_requests_and_bytes_are_counted(place):
+    storage, root = place
+    before = storage.counters.total()
+    storage.put(f"{root}/x", b"12345")
+    read(storage, f"{root}/x", 1, 3)
+    storage.get(f"{root}/x", 5)
+    storage.head(f"{root}/x")
+    list(storage.list(root))
+    storage.delete([f"{root}/x"])
+    kinds = {"put": 1, "get": 2, "head": 1, "list": 1, "delete": 1}
+    assert {kind: storage.counters.requests[kind] for kind in kinds} == kinds
+    assert storage.counters.total() - before == 6
+    assert storage.counters.bytes_in == 8
+
+
+def test_tidy_leaves_no_folder_and_harms_no_object(place, tmp_path):
+    storage, root = place
+    storage.put(f"{root}/a/b/x", b"1")
+    storage.put(f"{root}/c", b"2")
+    storage.delete([f"{root}/a/b/x"])
+    storage.tidy(f"{root}/a")
+    assert [stat.key for stat in storage.list(root)] == [f"{root}/c"]
+    assert not (tmp_path / "run" / "a").exists()
+    storage.delete([f"{root}/c"])
+    storage.tidy(f"{root}/a")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_with_a_space_and_an_umlaut_keeps_its_name(tmp_path):
+    storage, key = open_storage(file_uri(tmp_path / "m\u00fcde Hunde"))
+    storage.put(f"{key}/object", b"1")
+    assert (tmp_path / "m\u00fcde Hunde" / "object").read_bytes() == b"1"
+    assert storage.uri(key) == file_uri(tmp_path / "m\u00fcde Hunde")
+    same, again = open_storage(str(tmp_path / "m\u00fcde Hunde"))
+    assert same.uri(again) == storage.uri(key)
