@@ -64,7 +64,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
 
 def cached_seconds_at_four_ranks() -> float:
     """Return the median seconds in which four signatures are compared and a plan is found."""
-    from planish.checkpoint.format.records import Columns
+    from planish.checkpoint.format.items import Columns
     from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
     from planish.checkpoint.save.agree import plan_key
     from planish.checkpoint.sim.layouts import GPT_70B, Layout

@@ -24,8 +24,8 @@ from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.commit.journal import Record
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.safetensors_file import (
     Entry,
     entry_name,
@@ -35,7 +35,7 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
 )
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.plan.cover import cover_faults
+from planish.checkpoint.plan.coverage import cover_faults
 from tests.fuzz.mutations import damaged, lied
 from tests.unit.checkpoint.metadata_samples import small
 
@@ -89,9 +89,7 @@ def use_metadata(data):
     """Decode, and do what a load does with the tables."""
     meta = metafile.decode(data, max_bytes=MAX_BYTES)
     for tensor in range(len(meta.tensors)):
-        index, rows = meta.boxes_of(tensor)
-        found = index.overlapping(whole(meta.tensors.spec(tensor).shape))
-        assert len(found) == (len(rows) if meta.tensors.shapes[tensor].all() else 0)
+        assert (meta.shards.tensor[meta.shards_of(tensor)] == tensor).all()
     shards = meta.shards
     cover_faults(meta.tensors.shapes, shards.tensor, shards.offsets, shards.lengths)
     assert metafile.encode(metafile.decode(metafile.encode(meta))) == metafile.encode(meta)
@@ -177,7 +175,7 @@ def targets():
     names = [b"layers.0.w|0,3|2,4", b"step||", b"a%7Cb|0|1"]
     unnamed = lambda rng, data: damaged(rng, data, names)  # noqa: E731
     columns = [Columns.from_items(_items()[start:], context="x").encode() for start in range(3)]
-    read_extra = lambda data: decode_extra(data, tensors="raw")  # noqa: E731
+    read_extra = lambda data: decode_extra(data)  # noqa: E731
     read_journal = lambda data: Record.decode(data, "0" * 26)  # noqa: E731
     return {
         "metadata": Target(use_metadata, meta, lie_in_metadata, corrupt, bound),

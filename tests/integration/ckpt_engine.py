@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from planish.checkpoint.adapters.base import apply, collect
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.ranks.control import control_of
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import default_engine

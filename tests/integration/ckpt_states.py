@@ -12,7 +12,7 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import decode_extra
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.integrity import check_blocks
-from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.storage import open_storage
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 from pathlib import Path
@@ -12,15 +11,13 @@ import pytest
 import torch
 
 from planish.base.errors import CheckpointNotFound
-from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
-from planish.checkpoint.load import rates as load_rates
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.rates import Rates
-from planish.checkpoint.load.records import LoadOptions
+from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from tests.integration.ckpt_forks import run_ranks
@@ -91,21 +88,13 @@ def scenario_load(
     layouts,
     options=None,
     hosts=None,
-    rates=None,
-    measure=False,
     shape=(),
 ):
     """Load under each layout and compare every element; returns counters of the last load.
 
-    `rates` counts as measured before; with `measure` small loads are measured for as well; `shape`
-    is for `weights`.
+    `shape` is for `weights`.
     """
     control = Control.join()
-    if rates:
-        name = f"rates of {place.partition('#')[0].rpartition('/')[0]}"
-        control.kept[name] = Rates(*rates)
-    if measure:
-        load_rates.MEASURE_BYTES = 0
     if hosts:
         control.hosts = tuple(hosts)
         control.call = lambda *a, **k: as_hosts(Control.call(control, *a, **k), hosts)
@@ -133,7 +122,6 @@ def scenario_load(
         "left": left,
         "sharing": loaded.sharing,
         "replication": loaded.replication,
-        "rates": dataclasses.astuple(loaded.rates) if loaded.rates else None,
     }
 
 
@@ -170,75 +158,7 @@ def test_ranks_of_other_machines_get_packed_messages(tmp_path, hosts):
         place=place_of(tmp_path), layouts=["replicated", "columns", "random"], hosts=hosts,
     )  # fmt: skip
     assert found[0]["store"] < 2 * found[0]["unique"]
-    assert {(one["sharing"], one["rates"]) for one in found} == {("all", None)}
-
-
-@pytest.mark.parametrize(
-    ("hosts", "fabric", "sharing", "reads"),
-    [
-        ([0, 0, 1, 1], 2e9, "all", 1),
-        ([0, 0, 1, 1], 5e8, "machine", 2),
-        ([0, 1, 1, 1], 5e8, "machine", 2),
-        ([0, 1, 2, 3], 5e8, "none", 4),
-    ],
-)
-def test_machines_exchange_bytes_only_over_a_network_faster_than_the_store(
-    tmp_path, hosts, fabric, sharing, reads
-):
-    found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks", timeout=300.0,
-        place=place_of(tmp_path), layouts=["columns", "random", "replicated"], hosts=hosts,
-        rates=[2e-3, 1e9, fabric],
-    )  # fmt: skip
-    for rank, one in enumerate(found):
-        # Rank 0 decides by what it knows, and everybody is told.
-        assert (one["sharing"], one["rates"]) == (sharing, [2e-3, 1e9, fabric])
-        assert one["replication"] == 4.0
-        assert reads <= one["store"] / one["unique"] <= 1.05 * reads
-        assert (one["exchanged"] > 0) == (reads == 1 or hosts.count(hosts[rank]) > 1)
-
-
-@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 1]])
-def test_rates_are_measured_once_and_equal_on_all_ranks(tmp_path, hosts):
-    found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 3, tmp_path / "ranks", timeout=300.0,
-        place=place_of(tmp_path), layouts=["replicated", "replicated"], hosts=hosts, measure=True,
-    )  # fmt: skip
-    first = found[0]["rates"]
-    assert all(one["rates"] == first for one in found)
-    assert first[0] > 0
-    assert first[1] > 0
-    assert (first[2] > 0) == (len(set(hosts)) > 1)
-    expected = "all" if first[2] > first[1] or len(set(hosts)) == 1 else "machine"
-    assert {one["sharing"] for one in found} == {expected}
-
-
-@pytest.mark.parametrize(
-    ("hosts", "limit", "times"),
-    [
-        ([0, 0, 1, 1], 256 << 20, (1.0, 1.0)),
-        ([0, 1, 0, 1], 256 << 20, (1.0, 1.0)),
-        ([0, 1, 1, 1], 256 << 20, (1.0, 1.0)),
-        ([0, 0, 1, 1], 144 << 20, (1.0, 2.0)),
-        ([0, 0, 1, 1], 80 << 20, (2.0, 2.0)),
-    ],
-)
-def test_what_several_ranks_of_a_machine_need_comes_to_it_once(tmp_path, hosts, limit, times):
-    shape = [12, 4000]  # two rounds and more
-    place = write_checkpoint(
-        f"file://{tmp_path}/run/step-1", weights(*shape), extra=False, num_ranks=4
-    )
-    found = run_ranks(
-        "tests.integration.test_ckpt_load:scenario_load", 4, tmp_path / "ranks", timeout=300.0,
-        place=place, layouts=["columns", "replicated"], hosts=hosts, shape=shape,
-        options={"max_host_bytes": limit}, rates=[2e-3, 1e9, 2e9],
-    )  # fmt: skip
-    unique = found[0]["unique"]
-    assert found[0]["store"] <= 1.05 * unique
-    assert all(one["left"] == [] for one in found)
-    # What one machine reads has to come to the other one; where there is no room to keep it for the
-    # ranks there, it comes to each of them.
-    assert 0.98 * times[0] <= found[0]["network"] / unique <= 1.02 * times[1]
+    assert {one["sharing"] for one in found} == {"all"}
 
 
 def test_timings_of_all_ranks_are_kept_beside_those_of_the_save_when_asked_for(tmp_path):

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from planish.checkpoint.format.records import Collected
+from planish.checkpoint.format.items import Collected
 from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.records import LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.adapters.streams import RandomStreams
-from planish.checkpoint.load.prompt_state import PromptState
 from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
 from tests.integration.megatron_model import Layout, build
+from tests.unit.checkpoint.prompt_state import PromptState
 
 FRAMEWORK = {"actor": "megatron", "critic": "fsdp2"}
 

@@ -17,7 +17,7 @@ import torch
 from planish.base.errors import SaveFailed
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.format.records import Collected
+from planish.checkpoint.format.items import Collected
 from planish.checkpoint.save import engine as save_engine
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import close_engines, default_engine

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from planish.checkpoint import train_state as api
-from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.adapters.placement import TYPES
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest, write_set

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from planish.checkpoint.adapters.flat import FlatShard
+from planish.checkpoint.adapters.placement import FlatShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

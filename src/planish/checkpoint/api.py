@@ -24,9 +24,9 @@ from planish.checkpoint.storage import open_storage
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.format.records import Collected
+    from planish.checkpoint.format.items import Collected
+    from planish.checkpoint.load.options import Loaded, LoadOptions
     from planish.checkpoint.load.reader import Opened
-    from planish.checkpoint.load.records import Loaded, LoadOptions
     from planish.checkpoint.save.agree import SaveKeywords
     from planish.checkpoint.save.finish import SaveHandle
     from planish.checkpoint.storage import Storage
@@ -68,8 +68,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype_policy: Literal["exact", "cast"]
     """`cast` converts where types differ; the default refuses."""
     redundancy: Literal["auto", "off"]
-    """`auto` (default) reads bytes that several ranks need once and exchanges them: always between
-    ranks of one machine, between machines where the network is faster than the store."""
+    """`auto` (default) reads bytes that several ranks need once and exchanges them."""
     max_host_bytes: int
     """Limit on buffers of one rank, beside the tensors (default: 256 MiB)."""
     timeout_s: float
@@ -152,7 +151,7 @@ def load(
 
     Returns:
         Which checkpoint it was; `facts` has rng, loader, missing, unexpected, bytes read, between
-        whom they were exchanged (`sharing`) and the two rates that this was decided by.
+        whom they were exchanged (`sharing`).
 
     Raises:
         CheckpointNotFound: nothing is committed there.
@@ -162,7 +161,7 @@ def load(
             has been touched.
     """
     from planish.checkpoint.load.load import load_state, open_on_all
-    from planish.checkpoint.load.records import LoadOptions
+    from planish.checkpoint.load.options import LoadOptions
     from planish.checkpoint.ranks.control import control_of
 
     chosen = LoadOptions(**options)
@@ -228,9 +227,6 @@ def _applied(
     facts["bytes_over_network"] = loaded.bytes_over_network
     facts["unique_bytes_needed"] = loaded.unique_bytes_needed
     facts["sharing"], facts["replication"] = loaded.sharing, loaded.replication
-    if loaded.rates is not None:
-        facts["store_bytes_per_s"] = loaded.rates.store_bytes_per_s
-        facts["fabric_bytes_per_s"] = loaded.rates.fabric_bytes_per_s
     return loaded.info
 
 

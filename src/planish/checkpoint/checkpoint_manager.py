@@ -36,7 +36,7 @@ from planish.checkpoint.watch.timings import CheckpointInfo
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.format.records import Collected
+    from planish.checkpoint.format.items import Collected
 
 logger = logging.getLogger(__name__)
 

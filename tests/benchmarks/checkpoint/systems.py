@@ -47,7 +47,7 @@ class Ours:
         is_async: bool = True,
         pace_s: float = 0.0,
     ) -> None:
-        from planish.checkpoint.adapters.flat import FlatShard
+        from planish.checkpoint.adapters.placement import FlatShard
 
         self.is_async, self.pace_s = is_async, pace_s
         self.snapshot, self.framework, self.step = snapshot, state.framework, 0

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import torch
 
-from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import whole
-from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.storage import open_storage

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from planish.checkpoint.format.geometry import volumes
-from planish.checkpoint.format.records import FileTable, Metadata, Shards
+from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.base import collect
-from planish.checkpoint.adapters.fsdp2 import _box
+from planish.checkpoint.adapters.placement import shard_box
 
 
 @st.composite
@@ -37,7 +37,7 @@ def covered(shape, mesh, placements):
     """Return how often the boxes of all coordinates cover each element."""
     count = np.zeros(shape, int)
     for coordinate in itertools.product(*map(range, mesh)):
-        box, fault = _box(shape, mesh, coordinate, placements, ())
+        box, fault = shard_box(shape, mesh, coordinate, placements, ())
         assert fault == ""
         count[tuple(map(slice, box.offsets, box.ends))] += 1
     return count
@@ -48,7 +48,7 @@ def covered(shape, mesh, placements):
 def test_boxes_of_plain_shards_are_those_of_torch_and_tile_the_tensor(case):
     shape, mesh, placements = case
     for coordinate in itertools.product(*map(range, mesh)):
-        box, _ = _box(shape, mesh, coordinate, placements, ())
+        box, _ = shard_box(shape, mesh, coordinate, placements, ())
         local, offset = _compute_local_shape_and_global_offset(
             shape, mesh, list(coordinate), placements
         )
@@ -66,7 +66,7 @@ def test_tensor_parallelism_cuts_before_fsdp_whatever_divides(data, tensor, rows
     placements = (_StridedShard(0, split_factor=tensor), Shard(0))
     values = torch.arange(rows * columns).view(shape)
     for d, t in itertools.product(range(data), range(tensor)):
-        box, fault = _box(shape, mesh, (d, t), placements, ())
+        box, fault = shard_box(shape, mesh, (d, t), placements, ())
         assert fault == ""
         outer = values.chunk(tensor)
         mine = outer[t] if t < len(outer) else values[:0]
@@ -92,16 +92,17 @@ def test_any_order_of_cuts_is_read_from_strides_and_from_an_explicit_order(order
         for axis in order:
             values = values.chunk(mesh[axis])[coordinate[axis]]
         wanted = (int(values[0]), 0), (len(values), 5)
-        assert tuple(_box(shape, mesh, coordinate, placements, ())[0]) == wanted
-        explicit = _box(shape, mesh, coordinate, (Shard(0),) * 3, tuple(map(tuple, entry)))[0]
+        assert tuple(shard_box(shape, mesh, coordinate, placements, ())[0]) == wanted
+        explicit = shard_box(shape, mesh, coordinate, (Shard(0),) * 3, tuple(map(tuple, entry)))[0]
         assert tuple(explicit) == wanted
 
 
 def test_stripes_and_pending_sums_are_no_box():
     assert (
-        "stripes" in _box((8,), (2, 2), (0, 0), (_StridedShard(0, split_factor=3), Shard(0)), ())[1]
+        "stripes"
+        in shard_box((8,), (2, 2), (0, 0), (_StridedShard(0, split_factor=3), Shard(0)), ())[1]
     )
-    assert "Partial" in _box((8,), (2,), (0,), (Partial(),), ())[1]
+    assert "Partial" in shard_box((8,), (2,), (0,), (Partial(),), ())[1]
 
 
 @pytest.fixture

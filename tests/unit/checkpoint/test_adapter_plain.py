@@ -11,9 +11,8 @@ from torch import nn
 
 from planish.base.errors import DtypeMismatch, LayoutMismatch, MissingKeys, ShapeMismatch
 from planish.checkpoint.adapters.base import collect, split_roles
-from planish.checkpoint.adapters.dtypes import NAMES, TYPES
-from planish.checkpoint.adapters.flat import FlatShard
-from planish.checkpoint.adapters.names import clean, named_tensors
+from planish.checkpoint.adapters.models import clean, named_tensors
+from planish.checkpoint.adapters.placement import NAMES, TYPES, FlatShard
 from planish.checkpoint.format.tables import ITEM_BYTES
 from tests.integration import ckpt_memory as memory
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from planish.base.errors import CheckpointCorrupt
-from planish.checkpoint.load.block_cache import CachedReader
 from planish.checkpoint.load.reader import BlockReader, open_state
+from planish.checkpoint.load.slices import CachedReader
 from planish.checkpoint.storage import open_storage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 

@@ -10,13 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.checkpoint.format.geometry import Box, flat_boxes
-from planish.checkpoint.plan.cover import cover_fault, cover_faults
+from planish.checkpoint.plan.coverage import cover_faults
 from tests.unit.checkpoint.test_geometry import arrays, view
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
 
 def fault(shape, *boxes):
-    return cover_fault(shape, *arrays(boxes, len(shape)))
+    return fault_of(shape, *arrays(boxes, len(shape)))
+
+
+def fault_of(shape, offsets, lengths):
+    shapes = np.array([shape], np.int64).reshape(1, len(shape))
+    return cover_faults(shapes, np.zeros(len(offsets), np.int64), offsets, lengths).get(0, "")
 
 
 def counts(shape, boxes):
@@ -54,7 +59,7 @@ def test_the_fault_names_the_boxes(shape, boxes, expected):
 def test_sums_that_would_overflow_are_refused():
     huge = (1 << 40, 1 << 40)
     assert "less than 2**62 elements" in fault(huge, (((0, 0)), huge))
-    far = cover_fault((4,), np.array([[2**63 - 1]]), np.array([[2**63 - 1]]))
+    far = fault_of((4,), np.array([[2**63 - 1]]), np.array([[2**63 - 1]]))
     assert "outside" in far
 
 

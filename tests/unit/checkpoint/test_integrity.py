@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import zlib
 
 import numpy as np
@@ -11,7 +10,6 @@ from planish.checkpoint.format.integrity import (
     ALGORITHMS,
     BLOCK,
     DEFAULT,
-    BlockStream,
     block_crcs,
     check_blocks,
     joined_crc,
@@ -56,17 +54,6 @@ def test_any_buffer_is_taken_without_a_copy():
     wanted = [zlib.crc32(raw[:BLOCK]), zlib.crc32(raw[BLOCK:])]
     assert [block_crcs(kind, "crc32").tolist() for kind in kinds] == [wanted] * 6
     assert len({tuple(block_crcs(kind, "crc32c").tolist()) for kind in kinds}) == 1
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_stream_of_pieces_has_the_checksums_of_the_whole(seed):
-    rng = random.Random(seed)
-    cuts = sorted(rng.randint(0, len(DATA)) for _ in range(rng.randint(0, 20)))
-    stream = BlockStream("crc32c")
-    for start, stop in zip([0, *cuts], [*cuts, len(DATA)], strict=True):
-        stream.update(DATA[start:stop])
-    assert stream.size == len(DATA)
-    assert stream.crcs().tolist() == block_crcs(DATA, "crc32c").tolist()
 
 
 @pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 16])

@@ -20,14 +20,14 @@ from planish.base.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
-from planish.checkpoint.adapters.dtypes import TYPES
+from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
-from planish.checkpoint.format.records import LocalItem
+from planish.checkpoint.format.items import LocalItem
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.load import load_state, open_on_all
+from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.load.records import LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.storage.faulty import FaultyStorage

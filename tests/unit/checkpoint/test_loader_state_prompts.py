@@ -15,11 +15,11 @@ from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.base import apply, collect
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.load.prompt_state import PromptState
 from planish.records.rollouts import FinishReason
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.carry import place, refill, settle
 from planish.stages.rollout.groups import Group, Slot
+from tests.unit.checkpoint.prompt_state import PromptState
 
 GROUP_SIZE, WINDOW = 2, 3
 

@@ -12,8 +12,7 @@ import pytest
 
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.records import FileTable, Metadata, Shards
+from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.metadata_samples import ODD_NAMES, large, small
 
@@ -55,15 +54,11 @@ def test_equal_metadata_give_equal_bytes():
     assert metafile.encode(small(3)) != metafile.encode(small(4))
 
 
-def test_the_index_of_a_tensor_finds_its_shards():
+def test_the_shards_of_a_tensor_are_found():
     meta = metafile.decode(metafile.encode(large(1024)))
     spec = meta.tensors.spec(2)
-    index, rows = meta.boxes_of(meta.tensor_ids[spec.role, spec.kind, spec.fqn])
+    rows = meta.shards_of(meta.tensor_ids[spec.role, spec.kind, spec.fqn])
     assert rows.tolist() == list(range(512, 768))
-    row = 600 - 512
-    box = Box(tuple(meta.shards.offsets[600].tolist()), tuple(meta.shards.lengths[600].tolist()))
-    assert index.overlapping(box).tolist() == [row]
-    assert len(index.overlapping(Box((0, 0), spec.shape))) == 256
 
 
 def test_a_shard_of_a_matrix_takes_less_than_64_bytes():

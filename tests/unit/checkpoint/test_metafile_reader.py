@@ -11,7 +11,7 @@ import numpy as np
 
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import block_crcs
-from planish.checkpoint.format.records import FileTable, Metadata, Shards
+from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.safetensors_file import Entry, entry_name, plan_header
 from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint import reader_100_lines

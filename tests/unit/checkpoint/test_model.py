@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import LayoutMismatch, PlanMismatch
 from planish.checkpoint.format.geometry import Box, flat_boxes
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, TensorTable
 
 W = TensorSpec("main", "model", "model.w", "F32", (3, 2))
@@ -154,7 +154,12 @@ def test_a_table_keeps_names_and_padded_shapes():
 
 @pytest.mark.parametrize(
     "name",
-    ["geometry", "cover", "tables", "model", "integrity", "safetensors_file", "extra_codec"],
+    [
+        *("adapters.loader_state", "format.extra_codec", "format.geometry", "format.integrity"),
+        *("format.items", "format.metafile", "format.safetensors_file", "format.tables"),
+        *("load.agree", "load.extras", "load.fill", "load.options", "load.slices"),
+        *("plan.coalesce", "plan.coverage", "plan.ordering", "plan.share"),
+    ],
 )
 def test_the_examples_in_the_documentation_hold(name):
     results = doctest.testmod(importlib.import_module(f"planish.checkpoint.{name}"))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
 from planish.checkpoint.format.geometry import Box, intersect, whole
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.plan import lookup
-from planish.checkpoint.plan.load import match
-from planish.checkpoint.plan.lookup import ShardIndex
+from planish.checkpoint.plan import match as matching
+from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.save import plan_save
 from tests.unit.checkpoint.planned import random_tensors, random_world
 
@@ -60,7 +58,7 @@ def test_pieces_are_all_intersections_and_fill_the_boxes(seed, chunk):
     metadata = plan_save(source.columns, split_bytes=100).metadata({})
     target = random_world(rng, rng.randint(1, 5), specs, source)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "_CHUNK", chunk)
+        patch.setattr(matching, "_CHUNK", chunk)
         index = ShardIndex(metadata)
         for items in target.items:
             reads = match(metadata, items, index=index)
@@ -105,18 +103,6 @@ def test_missing_tensors_are_all_named():
         MissingKeys, match=r"it lacks 2:\n  `b` \(main model\)\n  `c` \(main model\)"
     ):
         match(metadata, wanted)
-
-
-def test_tensors_can_be_left_out_and_renamed():
-    old = spec("old", (2,))
-    metadata = saved([(old, (whole((2,)),)), (spec("x", (3,)), (whole((3,)),))])
-    wanted = Columns.from_items(
-        [LocalItem(spec(name, (2,)), (whole((2,)),)) for name in ("unknown", "new")]
-    )
-    rows = np.array([-1, metadata.tensor_ids["main", "model", "old"]])
-    reads = match(metadata, wanted, rows=rows)
-    assert reads.item.tolist() == [1]
-    assert metadata.tensors.fqns[metadata.shards.tensor[reads.shard[0]]] == "old"
 
 
 def test_other_shapes_are_all_named_with_both():

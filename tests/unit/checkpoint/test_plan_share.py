@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointCorrupt, PlanMismatch
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan import coalesce, share
-from planish.checkpoint.plan.coalesce import Costs
-from planish.checkpoint.plan.load import match
+from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import rank_reads, share_reads
 from tests.unit.checkpoint.planned import (
@@ -55,12 +54,13 @@ def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small
         if items and rng.random() < 0.3:
             items.append(rng.choice(items))
     reads = [match(metadata, items) for items in target.items]
-    costs = Costs(rng.choice([0.0, 1e-9, 1.0]), rng.choice([1.0, 1e9]))
     hosts = [rng.randrange(3) for _ in range(ranks)]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coalesce, "REQUEST_SECONDS", rng.choice([0.0, 1e-9, 1.0]))
+        patch.setattr(coalesce, "BYTES_PER_SECOND", rng.choice([1.0, 1e9]))
         if small:
             small_blocks(patch)
-        shared = share_reads(metadata, reads, hosts=hosts, costs=costs)
+        shared = share_reads(metadata, reads, hosts=hosts)
         got = read(metadata, files, shared, reads, target.items)
     for items, held in zip(target.items, got, strict=True):
         for item, boxes in zip(items, held, strict=True):
@@ -216,12 +216,14 @@ def test_parts_of_the_model_touch_no_other_file():
     }
 
 
-def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs():
+def test_a_column_is_fetched_in_runs_or_as_a_whole_by_what_it_costs(monkeypatch):
     one = spec("w", (8, MIB))
     target = [[LocalItem(one, (Box((0, 0), (8, 1024)),))]]
     bytes_read = {}
-    for name, costs in (("slow", Costs(1e-6, 1e6)), ("far", Costs(1.0, 1e12))):
-        metadata, reads, shared = planned(replicas(one, 1), target, costs=costs)
+    for name, request_s, bytes_per_s in (("slow", 1e-6, 1e6), ("far", 1.0, 1e12)):
+        monkeypatch.setattr(coalesce, "REQUEST_SECONDS", request_s)
+        monkeypatch.setattr(coalesce, "BYTES_PER_SECOND", bytes_per_s)
+        metadata, reads, shared = planned(replicas(one, 1), target)
         bytes_read[name] = shared.bytes_from_store
         plan = shared.rank(metadata, 0, reads[0])
         assert int((plan.copies.lengths.prod(axis=1)).sum()) == 8 * 1024

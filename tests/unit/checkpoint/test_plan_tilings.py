@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from planish.checkpoint.plan.load import match
+from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import share_reads
 from tests.unit.checkpoint.planned import (

@@ -180,7 +180,7 @@ def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
             "from planish.checkpoint.format.geometry import whole\n"
             "from planish.checkpoint.ranks.control import Control\n"
             "from planish.checkpoint.load.load import load_state, open_on_all\n"
-            "from planish.checkpoint.format.records import Collected, LocalItem\n"
+            "from planish.checkpoint.format.items import Collected, LocalItem\n"
             "from planish.checkpoint.format.tables import TensorSpec\n"
             f"specs = [TensorSpec('main', 'model', f'w{{n}}', 'F32', {shape}) for n in range(6)]\n"
             f"items = [LocalItem(s, (whole(s.shape),), torch.ones({shape})) for s in specs]\n"

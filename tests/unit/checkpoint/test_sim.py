@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planish.checkpoint.format.geometry import flat_boxes, shift
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.sim.layouts import (
     DIT_4B,

@@ -12,7 +12,7 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import encode_extra
 from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.integrity import block_crcs
-from planish.checkpoint.format.records import Columns, LocalItem
+from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planish.checkpoint.adapters.flat import FlatShard
 from planish.checkpoint.adapters.optimizer import PART, torch_optimizers
-from planish.checkpoint.format.records import DescribedItems
+from planish.checkpoint.adapters.placement import FlatShard
+from planish.checkpoint.format.items import DescribedItems
 
 if TYPE_CHECKING:
     from planish.checkpoint.adapters.gathering import Gathered

@@ -14,15 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
-from planish.checkpoint.adapters.again import Description, Descriptions, Outline, described, outline
-from planish.checkpoint.adapters.gathering import PARTS as LOADED
-from planish.checkpoint.adapters.gathering import Gathered, Gathering, place
-from planish.checkpoint.adapters.loader_state import LoaderState, reshard
+from planish.checkpoint.adapters.again import Descriptions, described, outline
+from planish.checkpoint.adapters.gathering import Gathered, Gathering
+from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState, reshard
 from planish.checkpoint.adapters.nested import restore, unpacked
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
 from planish.checkpoint.adapters.optimizer import gather_groups, torch_optimizers
+from planish.checkpoint.adapters.placement import place
 from planish.checkpoint.adapters.streams import RandomStreams
-from planish.checkpoint.format.records import Collected, Metadata
+from planish.checkpoint.format.items import Collected
+from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.tables import PARTS as LOADED
 
 FRAMEWORKS = ("plain", "ddp", "fsdp", "fsdp2", "flat", "megatron")
 """Names of `framework`."""
@@ -117,7 +119,7 @@ def collect(
     if for_load:
         _gather_tensors(gathering, state)
     else:
-        _gather_again(gathering, state)
+        _gather_for_save(gathering, state)
     gathering.part = "extra"
     _gather_values(gathering, state)
     _gather_random(gathering, state.get("random"))
@@ -126,7 +128,10 @@ def collect(
     return gathering.result
 
 
-def _gather_again(gathering: Gathering, state: Mapping[str, Any]) -> None:
+_descriptions = Descriptions()
+
+
+def _gather_for_save(gathering: Gathering, state: Mapping[str, Any]) -> None:
     """Collect the tensors for a save, by the description of an earlier one where it still fits."""
     key = (gathering.role, gathering.framework, id(state.get("model")), id(state.get("optimizer")))
     found = outline(state, gathering.framework)
@@ -136,22 +141,14 @@ def _gather_again(gathering: Gathering, state: Mapping[str, Any]) -> None:
         known = None if found is None else described(found, gathering.result)
         _descriptions.keep(key, known)
     else:
-        _gather_described(gathering, state.get("optimizer"), known, found)
+        gathering.result.items = known.items(found)
+        gathering.result.facts.update(known.noted)
+        gathering.share(OPTIMIZER, numbers=known.numbers)
+        if known.names:
+            optimizers = torch_optimizers(state.get("optimizer"))
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            gather_groups(gathering, groups, known.names)
     gathering.result.description = known
-
-
-_descriptions = Descriptions()
-
-
-def _gather_described(
-    gathering: Gathering, optimizer: Any, known: Description, found: Outline
-) -> None:
-    gathering.result.items = known.items(found)
-    gathering.result.facts.update(known.noted)
-    gathering.share(OPTIMIZER, numbers=known.numbers)
-    if known.names:
-        groups = [group for one in torch_optimizers(optimizer) for group in one.param_groups]
-        gather_groups(gathering, groups, known.names)
 
 
 def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
@@ -161,7 +158,7 @@ def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
         gather_megatron(gathering, state)
         return
     from planish.checkpoint.adapters.fsdp import gather_fsdp
-    from planish.checkpoint.adapters.plain import Sites, gather_model, gather_optimizer
+    from planish.checkpoint.adapters.models import Sites, gather_model, gather_optimizer
 
     sites: Sites = lambda parameter: None  # noqa: E731
     if state.get("model") is not None:
@@ -216,39 +213,34 @@ def _gather_random(gathering: Gathering, value: Any) -> None:
 def _loader_of(loader: Any, *, for_load: bool) -> LoaderState:
     """Return the state of a data loader, or (load) what its rank wants."""
     if isinstance(loader, Mapping):
-        values = {name: loader.get(name, 0) for name in ("dp_rank",)}
-        sizes = {name: loader.get(name, 1) for name in ("dp_size", "num_readers")}
-        if for_load:
-            return LoaderState(**values, **sizes)
-        common = unpacked(("dataloader", "common"), loader.get("common", {}))
-        return LoaderState(common, list(loader.get("shards", [])), **values, **sizes)
-    if not hasattr(loader, "ckpt_shards"):
-        return _opaque(loader, for_load=for_load)
-    wanted = LoaderState(
-        dp_rank=loader.dp_rank, dp_size=loader.dp_size, num_readers=loader.num_readers
-    )
-    if for_load:
-        return wanted
-    wanted.common = unpacked(("dataloader", "common"), loader.ckpt_common())
-    wanted.shards = list(loader.ckpt_shards()) if getattr(loader, "is_owner", True) else []
-    return wanted
-
-
-def _opaque(loader: Any, *, for_load: bool) -> LoaderState:
-    from planish.checkpoint.adapters.loader_state import LoaderShard
-
-    if not hasattr(loader, "state_dict"):
+        wanted = LoaderState(
+            dp_rank=loader.get("dp_rank", 0),
+            dp_size=loader.get("dp_size", 1),
+            num_readers=loader.get("num_readers", 1),
+        )
+        if not for_load:
+            wanted.common = unpacked(("dataloader", "common"), loader.get("common", {}))
+            wanted.shards = list(loader.get("shards", []))
+    elif hasattr(loader, "ckpt_shards"):
+        wanted = LoaderState(
+            dp_rank=loader.dp_rank, dp_size=loader.dp_size, num_readers=loader.num_readers
+        )
+        if not for_load:
+            wanted.common = unpacked(("dataloader", "common"), loader.ckpt_common())
+            wanted.shards = list(loader.ckpt_shards()) if getattr(loader, "is_owner", True) else []
+    elif hasattr(loader, "state_dict"):
+        wanted = LoaderState(
+            dp_rank=getattr(loader, "dp_rank", 0), dp_size=getattr(loader, "dp_size", 1)
+        )
+        if not for_load:
+            opaque = {"state": unpacked(("dataloader",), loader.state_dict())}
+            wanted.shards = [LoaderShard(wanted.dp_rank, 0, opaque=opaque)]
+    else:
         raise TypeError(
             "`dataloader` must have ckpt_common/ckpt_shards/ckpt_restore or state_dict, got "
             f"{type(loader).__name__}"
         )
-    rank, size = getattr(loader, "dp_rank", 0), getattr(loader, "dp_size", 1)
-    if for_load:
-        return LoaderState(dp_rank=rank, dp_size=size)
-    state = unpacked(("dataloader",), loader.state_dict())
-    return LoaderState(
-        {}, [LoaderShard(rank, 0, opaque={"state": state})], dp_rank=rank, dp_size=size
-    )
+    return wanted
 
 
 def apply(
@@ -284,21 +276,19 @@ def apply(
     for finish in collected.finish:
         finish(shared, own)
     report = dict(collected.report)
-    if loader is not None and collected.loader is not None:
-        report["loader"] = _restore_loader(
-            state["dataloader"], loader, collected.loader, loader_policy
-        )
-    return report
-
-
-def _restore_loader(target: Any, saved: LoaderState, wanted: LoaderState, policy: str) -> str:
-    mine = reshard(saved, wanted, policy=policy)
-    same = (saved.dp_size, saved.num_readers) == (wanted.dp_size, wanted.num_readers)
-    opaque = any(shard.opaque is not None for shard in saved.shards)
+    wanted = collected.loader
+    if loader is None or wanted is None:
+        return report
+    mine, target = reshard(loader, wanted, policy=loader_policy), state["dataloader"]
     if isinstance(target, MutableMapping):
         target["common"], target["shards"] = mine.common, mine.shards
     elif hasattr(target, "ckpt_restore"):
         target.ckpt_restore(mine.common, mine.shards)
     elif mine.shards:
         target.load_state_dict(restore(None, mine.shards[0].opaque["state"]))
-    return "exact" if same else "restarted" if opaque else "resharded"
+    if (loader.dp_size, loader.num_readers) == (wanted.dp_size, wanted.num_readers):
+        report["loader"] = "exact"
+    else:
+        opaque = any(shard.opaque is not None for shard in loader.shards)
+        report["loader"] = "restarted" if opaque else "resharded"
+    return report

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planish.checkpoint.adapters.flat import FlatShard, place_flat
-from planish.checkpoint.adapters.gathering import Gathering, place
-from planish.checkpoint.adapters.names import clean, named_tensors, own_savers
+from planish.checkpoint.adapters.gathering import Gathering
+from planish.checkpoint.adapters.models import (
+    clean,
+    gather_extra_state,
+    gather_ties,
+    named_tensors,
+    own_savers,
+    sites_of,
+)
 from planish.checkpoint.adapters.optimizer import Site
-from planish.checkpoint.adapters.placed import Placed
-from planish.checkpoint.adapters.plain import gather_extra_state, gather_ties, sites_of
+from planish.checkpoint.adapters.placement import FlatShard, Placed, place, place_flat
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from planish.checkpoint.adapters.dtypes import name_of
-from planish.checkpoint.adapters.flat import FlatShard, place_flat
-from planish.checkpoint.adapters.fsdp2 import place_dtensor
-from planish.checkpoint.adapters.placed import (
-    Placed,
-    check_dense,
-    copy_expanded,
-    is_expanded,
-    place_whole,
-)
+from planish.checkpoint.adapters.placement import Placed, copy_expanded, is_expanded, name_of
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.records import Collected, LocalItem, Metadata
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, LocalItem
+from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.tables import PARTS, TensorSpec
 
 Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 """(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""
@@ -117,10 +107,6 @@ _spec = functools.lru_cache(maxsize=1 << 18)(TensorSpec)
 # Saves of one state describe the same tensors again and again; equal by identity, too.
 
 
-PARTS = ("model", "optim", "extra", "loader")
-"""What a load may be restricted to."""
-
-
 class Gathering:
     """Collects one role's state; `result` is what the adapter returns.
 
@@ -145,15 +131,6 @@ class Gathering:
         self.result = Gathered(self._items)
         self._seen: dict[tuple[str, str], list[tuple[Box, ...]]] = {}
 
-    def _see(self, kind: str, fqn: str, boxes: tuple[Box, ...]) -> None:
-        before = self._seen.setdefault((kind, fqn), [])
-        if boxes in before:
-            raise ValueError(
-                f"names of one state must differ, got `{fqn}` twice in its {kind} part; rename "
-                "one (nested keys are joined by dots)"
-            )
-        before.append(boxes)
-
     def add(self, kind: str, fqn: str, placed: Placed) -> None:
         """Add a local value.
 
@@ -168,12 +145,25 @@ class Gathering:
         """
         if kind not in self.parts:
             return
-        self._see(kind, fqn, placed.boxes)
-        data = placed.data
+        before = self._seen.setdefault((kind, fqn), [])
+        if placed.boxes in before:
+            raise ValueError(
+                f"names of one state must differ, got `{fqn}` twice in its {kind} part; rename "
+                "one (nested keys are joined by dots)"
+            )
+        before.append(placed.boxes)
+        data = target = placed.data
         if data.is_conj() or data.is_neg():
-            data = self._lazy(fqn, data)
+            # Its conjugation or sign is still to be taken.
+            data = target.resolve_conj().resolve_neg()
+
+            def put(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+                target.copy_(data)
+
+            self.after(put)
         elif self.for_load and is_expanded(data):
-            data = self._scratch(fqn, data)
+            data = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            self.after(lambda shared, own: copy_expanded(fqn, data, target))
         spec = _spec(self.role, kind, fqn, name_of(data.dtype, fqn), placed.shape)
         self._items.append(LocalItem(spec, placed.boxes, data if placed.boxes else None))
 
@@ -191,42 +181,12 @@ class Gathering:
 
     def share(self, part: str, **values: Any) -> None:
         """Add small values that all ranks agree on, unless they say nothing; lists go on."""
-        told = {name: value for name, value in values.items() if value}
-        if not told or self.for_load:
+        said = {name: value for name, value in values.items() if value}
+        if not said or self.for_load:
             return
         held = self.result.shared.setdefault(part, {})
-        for name, value in told.items():
+        for name, value in said.items():
             held[name] = [*held.get(name, []), *value] if isinstance(value, list) else value
-
-    def _scratch(self, fqn: str, target: Tensor) -> Tensor:
-        source = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        self.after(lambda shared, own: copy_expanded(fqn, source, target))
-        return source
-
-    def _lazy(self, fqn: str, target: Tensor) -> Tensor:
-        """Return the values of a tensor whose conjugation or sign is still to be taken."""
-        source = target.resolve_conj().resolve_neg()
-
-        def put(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-            target.copy_(source)
-
-        self.after(put)
-        return source
-
-
-def place(key: str, value: Any) -> Placed:
-    """Place a tensor, a DTensor or a flat shard.
-
-    Raises:
-        TypeError: its values cannot be stored.
-        LayoutMismatch: it is no box on this rank.
-    """
-    if isinstance(value, DTensor):
-        return place_dtensor(key, value)
-    if isinstance(value, FlatShard):
-        return place_flat(key, value)
-    check_dense(key, value)
-    return place_whole(key, value)
 
 
 def unite(values: Iterable[Any]) -> list[Any]:

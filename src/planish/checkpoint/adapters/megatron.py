@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.adapters.gathering import Gathering, place, unite
+from planish.checkpoint.adapters.gathering import Gathering, unite
+from planish.checkpoint.adapters.models import gather_rest
 from planish.checkpoint.adapters.nested import checked, name_of_path
 from planish.checkpoint.adapters.optimizer import Site, gather_stacked
-from planish.checkpoint.adapters.placed import Placed, check_dense
-from planish.checkpoint.adapters.plain import gather_rest
+from planish.checkpoint.adapters.placement import Placed, check_dense, place
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import Box, intersect, shift, whole
 

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from planish.checkpoint.adapters.dtypes import name_of
-from planish.checkpoint.adapters.flat import FlatShard
-from planish.checkpoint.adapters.placed import check_dense
+from planish.checkpoint.adapters.placement import FlatShard, check_dense, name_of
 
 Path = tuple[Any, ...]
 """Keys and indices from the root."""

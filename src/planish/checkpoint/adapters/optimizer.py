@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.adapters.dtypes import TYPES
-from planish.checkpoint.adapters.gathering import Gathering, place, unite
+from planish.checkpoint.adapters.gathering import Gathering, unite
 from planish.checkpoint.adapters.nested import checked, restore
-from planish.checkpoint.adapters.placed import Placed
+from planish.checkpoint.adapters.placement import TYPES, Placed, place
 
 PART = "optimizer"
 """Part of the state, and key of its small values."""

@@ -15,7 +15,7 @@ from planish.base.errors import EXIT_CONFIG, EXIT_FAILED
 from planish.checkpoint.cli.command import Ended, Lines, Progress, Table, checkpoint_of, place_of
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.format.geometry import volumes
-from planish.checkpoint.format.records import Metadata
+from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch.heatmap import bytes_text

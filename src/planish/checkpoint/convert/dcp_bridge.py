@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
-from planish.checkpoint.adapters.dtypes import NAMES, TYPES
+from planish.checkpoint.adapters.placement import NAMES, TYPES
 from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, Record, read_dcp_metadata
 from planish.checkpoint.format.extra_codec import decode_extra
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.reader import Opened, open_state

@@ -16,10 +16,9 @@ import numpy as np
 
 from planish.checkpoint.convert.hf_files import to_numbers
 from planish.checkpoint.format.geometry import flat_boxes, whole
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.fill import Array
-from planish.checkpoint.load.fit import told
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.checkpoint.storage import Storage
@@ -141,7 +140,7 @@ def _common(
     for key in sorted({*ids[0], *ids[1]}):
         if key[1] not in parts:
             continue
-        name = told(*key)
+        name = quoted_name(*key)
         if key not in ids[0] or key not in ids[1]:
             (found.only_a if key in ids[0] else found.only_b).append(name)
             continue
@@ -180,7 +179,7 @@ def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff])
     if not len(places):
         return
     places = np.unique(places)
-    name = told(window.tensor.role, window.tensor.kind, window.tensor.fqn)
+    name = quoted_name(window.tensor.role, window.tensor.kind, window.tensor.fqn)
     first = np.unravel_index(window.start + int(places[0]), window.tensor.shape)
     numbers = [to_numbers(side[places], window.tensor.dtype) for side in (x, y)]
     with np.errstate(invalid="ignore", over="ignore"):

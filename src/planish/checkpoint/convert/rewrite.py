@@ -24,11 +24,11 @@ from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift
 from planish.checkpoint.format.integrity import DEFAULT
-from planish.checkpoint.format.records import Columns, LocalItem, Metadata
+from planish.checkpoint.format.items import Columns, LocalItem
+from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.tables import ITEM_BYTES
-from planish.checkpoint.load.block_cache import CachedReader
 from planish.checkpoint.load.reader import Opened, open_state
-from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.load.slices import CachedReader, Slice, SliceReader
 from planish.checkpoint.plan.files import GlobalPlan
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.save.upload import (

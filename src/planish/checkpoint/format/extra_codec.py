@@ -23,45 +23,25 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError
 from planish.checkpoint.format.packing import PackFault, load_json
-from planish.checkpoint.format.tables import ITEM_BYTES, MAX_DIMS
+from planish.checkpoint.format.tables import ITEM_BYTES, MAX_DIMS, TORCH_TYPES
 
 if TYPE_CHECKING:
     import torch
 
 MAX_DEPTH = 64
 """Deeper nesting is refused: most likely a value that contains itself."""
-TORCH_TYPES: dict[str, str] = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-    "C64": "complex64", "C128": "complex128",
-}  # fmt: skip
-"""Names of types in files -> attributes of `torch`."""
 
 _FIXED = struct.Struct("<8sII")
 _MAGIC, _VERSION = b"PLNSHEXT", 1
 _ARRAY_KINDS = "biufc"
 _ARRAY_TYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
 _NUMBERS = (np.integer, np.floating, np.complexfloating, np.bool_)
-
-
-class RawTensor(NamedTuple):
-    """A stored tensor, for readers without torch."""
-
-    dtype: str
-    """Key of `ITEM_BYTES`."""
-    shape: tuple[int, ...]
-    """Of the tensor."""
-    data: bytes
-    """Its elements in row-major order, little-endian."""
 
 
 def encode_extra(value: Any, *, allow_pickle: bool = False) -> bytes:
@@ -89,7 +69,6 @@ def decode_extra(
     data: bytes,
     *,
     allow_pickle: bool = False,
-    tensors: Literal["torch", "raw"] = "torch",
     file: str = "",
 ) -> Any:
     """Read what `encode_extra` wrote, from an untrusted source.
@@ -97,7 +76,6 @@ def decode_extra(
     Args:
         data: All of it.
         allow_pickle: Read pickled objects too; whoever wrote them can then run code here.
-        tensors: `raw` gives `RawTensor`s and needs no torch.
         file: Key of the file, for errors.
 
     Returns:
@@ -116,7 +94,7 @@ def decode_extra(
         if size > len(data) - _FIXED.size:
             raise PackFault(f"a text of {size} bytes in {len(data)}")
         start = _FIXED.size + size
-        reader = _Reader(data, start, allow_pickle, tensors)
+        reader = _Reader(data, start, allow_pickle)
         value = reader.value(load_json(bytes(data[_FIXED.size : start])))
         if reader.place != len(data):
             raise PackFault(f"{len(data) - reader.place} bytes follow the last value")
@@ -139,7 +117,10 @@ class _Writer:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return self._whole(value, path)
+            # Python refuses to read numbers of thousands of digits as text.
+            if abs(value).bit_length() <= 4096:
+                return value
+            raise TypeError(f"{path or 'the value'} must have at most 4096 bits; store it as bytes")
         if kind is float:
             return value if math.isfinite(value) else {"!float": repr(value)}
         if depth > MAX_DEPTH:
@@ -150,12 +131,6 @@ class _Writer:
         if kind in (dict, OrderedDict):
             return self._mapping(value, path, depth)
         return self._blob(value, path)
-
-    def _whole(self, value: int, path: str) -> Any:
-        # Python refuses to read numbers of thousands of digits as text.
-        if abs(value).bit_length() <= 4096:
-            return value
-        raise TypeError(f"{path or 'the value'} must have at most 4096 bits; store it as bytes")
 
     def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         told = [
@@ -223,13 +198,10 @@ class _Writer:
 class _Reader:
     """Turns plain JSON and blobs into values; blobs are taken in order."""
 
-    def __init__(
-        self, data: bytes, place: int, allow_pickle: bool, tensors: Literal["torch", "raw"]
-    ) -> None:
+    def __init__(self, data: bytes, place: int, allow_pickle: bool) -> None:
         self.place = place
         self._data = data
         self._allow_pickle = allow_pickle
-        self._tensors = tensors
         self._tags: dict[str, Callable[[Any], Any]] = {
             "!float": self._float,
             "!tuple": lambda told: tuple([self.value(part) for part in _list(told)]),
@@ -307,8 +279,6 @@ class _Reader:
             raise PackFault(f"unknown type of tensor {dtype!r:.80}")
         self._fits(shape, size, ITEM_BYTES[dtype])
         data = self._take(size)
-        if self._tensors == "raw":
-            return RawTensor(dtype, shape, data)
         import torch
 
         kind = getattr(torch, TORCH_TYPES[dtype], None)

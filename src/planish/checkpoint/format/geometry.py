@@ -1,4 +1,4 @@
-"""Boxes inside tensors: cut, intersect, check that they tile, look up.
+"""Boxes inside tensors: moved, cut and intersected.
 
 Deliberately without torch, and without a word about ranks or files. Where boxes of tensors with
 different numbers of dimensions share one array, missing dimensions are padded with offset 0 and
@@ -133,44 +133,3 @@ def volumes(lengths: I64) -> I64:
     """Return [k]: elements of each box of `lengths` [k, n]; 1 for n = 0."""
     result: I64 = np.multiply.reduce(lengths, axis=1, dtype=np.int64)
     return result
-
-
-class BoxIndex:
-    """Finds which of many boxes of one tensor meet a box, by binary search on the most-cut dim.
-
-    Example:
-        >>> rows = BoxIndex(np.array([[0, 0], [2, 0]]), np.array([[2, 4], [2, 4]]))
-        >>> rows.overlapping(Box((1, 3), (1, 1)))
-        array([0])
-    """
-
-    def __init__(self, offsets: I64, lengths: I64) -> None:
-        """Index boxes given as [k, n] each."""
-        cuts = [len(np.unique(column)) for column in offsets.T]
-        self._dim = int(np.argmax(cuts)) if cuts else 0
-        starts = offsets[:, self._dim] if cuts else np.zeros(len(offsets), np.int64)
-        self._ids = np.argsort(starts, kind="stable").astype(np.int64)
-        self._starts = starts[self._ids]
-        self._offsets = offsets[self._ids]
-        self._ends = self._offsets + lengths[self._ids]
-        ends = self._ends[:, self._dim] if cuts else self._starts + 1
-        self._reach = np.maximum.accumulate(ends) if len(ends) else ends
-
-    def __len__(self) -> int:
-        """Return the number of boxes."""
-        return len(self._ids)
-
-    def overlapping(self, box: Box) -> I64:
-        """Return, ascending, the indices of the boxes that share an element with `box`."""
-        low = np.array(box.offsets, np.int64)
-        high = low + np.array(box.lengths, np.int64)
-        if not len(low):
-            return np.sort(self._ids)
-        first = int(np.searchsorted(self._reach, low[self._dim], side="right"))
-        last = int(np.searchsorted(self._starts, high[self._dim], side="left"))
-        if last <= first:
-            return np.zeros(0, np.int64)
-        part = slice(first, last)
-        lower = np.maximum(self._offsets[part], low)
-        meets = (lower < np.minimum(self._ends[part], high)).all(axis=1)
-        return np.sort(self._ids[part][meets])

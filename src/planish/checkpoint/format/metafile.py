@@ -21,23 +21,26 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (global metadata file, byt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planish.base.errors import CheckpointCorrupt
-from planish.checkpoint.format.columns_codec import column_of, read_table, table_columns
-from planish.checkpoint.format.geometry import MAX_ELEMENTS, volumes
+from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, volumes
 from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.packing import (
     JSON_GROWTH,
     NewerVersion,
     PackFault,
     Unsigned,
+    column_of,
     head_bytes,
     pack,
     pack_choices,
@@ -49,8 +52,7 @@ from planish.checkpoint.format.packing import (
     unpack_ragged,
     unpack_texts,
 )
-from planish.checkpoint.format.records import KINDS, FileTable, Metadata, Shards
-from planish.checkpoint.format.tables import TensorTable
+from planish.checkpoint.format.tables import KINDS, TensorTable, read_table, table_columns
 
 NAME = "meta/global.bin"
 """Key of the file, relative to the folder of an attempt."""
@@ -58,11 +60,126 @@ MAGIC = b"PLNSHCKP"
 VERSION = 1
 MAX_BYTES = 4 << 30
 """Default bound of what `decode` may hold."""
+U32 = NDArray[np.uint32]
+"""Checksums."""
 
 _DIGEST = 32
 _TEXT_BYTES = 160
 """Bound of a row's Python objects in the tables of tensors and files."""
 _KEY = re.compile(r"(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+(/(?!\.{1,2}(/|$))[^/\\\x00-\x1f\x7f]+)*")
+
+
+@dataclass
+class FileTable:
+    """The objects of a checkpoint.
+
+    Example:
+        >>> table = FileTable()
+        >>> table.add("data/main.model/00000-0.safetensors", 2 << 20, algorithm="crc32c")
+        0
+        >>> table.num_blocks(0), len(table.crcs[0])
+        (2, 0)
+    """
+
+    keys: list[str] = field(default_factory=list)
+    """Relative to the attempt's folder."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes."""
+    algorithms: list[str] = field(default_factory=list)
+    """Checksum of each file: a key of `integrity.ALGORITHMS`."""
+    crcs: list[U32] = field(default_factory=list)
+    """Checksum of each block of 1 MiB; [0] while the file has not been written."""
+
+    def __len__(self) -> int:
+        """Return the number of files."""
+        return len(self.keys)
+
+    def add(self, key: str, size: int, *, algorithm: str, crcs: U32 | None = None) -> int:
+        """Append a file and return its row."""
+        self.keys.append(key)
+        self.sizes.append(size)
+        self.algorithms.append(algorithm)
+        self.crcs.append(np.zeros(0, np.uint32) if crcs is None else crcs)
+        return len(self.keys) - 1
+
+    def num_blocks(self, row: int) -> int:
+        """Return how many checksums a file has."""
+        return -(-self.sizes[row] // (1 << 20))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The stored boxes of all tensors.
+
+    Example:
+        >>> one = np.ones((1, 1), np.int64)
+        >>> Shards(one[0], one[0], one[0], one[0], one, one).num_shards
+        1
+    """
+
+    tensor: I64
+    """[k], row of the tensor table."""
+    file: I64
+    """[k], row of the file table."""
+    start: I64
+    """[k], first byte in the file."""
+    nbytes: I64
+    """[k], the box's elements in row-major order."""
+    offsets: I64
+    """[k, n], padded with 0."""
+    lengths: I64
+    """[k, n], padded with 1."""
+
+    @property
+    def num_shards(self) -> int:
+        """Number of stored boxes."""
+        return len(self.tensor)
+
+
+@dataclass
+class Metadata:
+    """All of a checkpoint but its data: the content of `meta/global.bin`.
+
+    Example:
+        >>> from planish.checkpoint.format.tables import TensorSpec
+        >>> tensors, _ = TensorTable.from_specs([TensorSpec("main", "model", "w", "F32", (2, 2))])
+        >>> zero, shape = np.zeros(1, np.int64), np.full((1, 2), 2)
+        >>> shards = Shards(zero, zero, zero + 128, zero + 16, np.zeros((1, 2), np.int64), shape)
+        >>> files = FileTable(["data/main.model/00000-0.safetensors"], [144], ["crc32c"], [])
+        >>> metadata = Metadata({"step": 3}, tensors, files, shards)
+        >>> metadata.tensor_ids["main", "model", "w"], metadata.shards_of(0).tolist()
+        (0, [0])
+    """
+
+    header: dict[str, Any]
+    """JSON: step, roles, layout, parents, attributes, versions. No time, no attempt, no process:
+    equal states give equal bytes."""
+    tensors: TensorTable
+    """Every tensor of every role."""
+    files: FileTable
+    """Data, extra and loader objects."""
+    shards: Shards
+    """Which box lies where."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """JSON, by role: keys of the shared extra file, the ranks' own ones, the loader's."""
+
+    @property
+    def tensor_ids(self) -> dict[tuple[str, str, str], int]:
+        """(role, kind, fqn) -> row of `tensors`."""
+        return self.tensors.ids
+
+    def shards_of(self, tensor: int) -> I64:
+        """Return, ascending, the rows of `shards` that belong to a tensor."""
+        order, bounds = self._by_tensor
+        return order[bounds[tensor] : bounds[tensor + 1]]
+
+    @functools.cached_property
+    def _by_tensor(self) -> tuple[I64, I64]:
+        order = np.argsort(self.shards.tensor, kind="stable").astype(np.int64)
+        bounds = np.searchsorted(
+            self.shards.tensor[order], np.arange(len(self.tensors) + 1)
+        ).astype(np.int64)
+        return order, bounds
 
 
 def encode(meta: Metadata) -> bytes:
@@ -116,17 +233,23 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Meta
     """
     try:
         body = memoryview(data)[:-_DIGEST]
-        if head_bytes(body, MAGIC, VERSION) * JSON_GROWTH > max_bytes:
+        head_size = head_bytes(body, MAGIC, VERSION)
+        if head_size * JSON_GROWTH > max_bytes:
             raise PackFault(f"its head needs more than the bound of {max_bytes} bytes")
         if hashlib.sha256(body).digest() != data[-_DIGEST:]:
             raise PackFault("its SHA-256 differs")
         head, columns = unpack(body, MAGIC, VERSION)
-        _bound(columns, head_bytes(body, MAGIC, VERSION), max_bytes)
+        _refuse_beyond(max_bytes, columns, head_size)
         tensors = read_table(head, columns)
-        _check_tensors(tensors)
-        files = _files(head, columns)
-        shards = _shards(columns, tensors)
-        _check_shards(tensors, files, shards)
+        if not set(tensors.kinds) <= set(KINDS):
+            raise PackFault(
+                f"a kind must be one of {', '.join(KINDS)}, got {set(tensors.kinds)!r:.80}"
+            )
+        sizes = np.multiply.reduce(tensors.shapes.astype(np.float64), axis=1) * tensors.item_bytes
+        if (sizes >= MAX_ELEMENTS).any():
+            raise PackFault("a tensor must have less than 2**62 bytes")
+        files = _read_files(head, columns)
+        shards = _read_shards(columns, tensors, files)
         header, objects = head.get("header"), head.get("objects")
         if not isinstance(header, dict) or not isinstance(objects, dict):
             raise PackFault("`header` and `objects` must be objects")
@@ -142,7 +265,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Meta
     return Metadata(header, tensors, files, shards, objects)
 
 
-def _bound(columns: Mapping[str, Unsigned], head: int, max_bytes: int) -> None:
+def _refuse_beyond(max_bytes: int, columns: Mapping[str, Unsigned], head_size: int) -> None:
     """Refuse what would need more than `max_bytes`, before any of it is allocated."""
     dims = column_of(columns, "tensor.dims")
     width = int(dims.max(initial=0))
@@ -152,23 +275,15 @@ def _bound(columns: Mapping[str, Unsigned], head: int, max_bytes: int) -> None:
     needed = shards * 8 * (2 * (4 + 2 * width) + 8)
     needed += tensors * (8 * (width + 8) + _TEXT_BYTES * 4) + 8 * texts
     needed += len(column_of(columns, "file.size")) * _TEXT_BYTES * 4
-    needed += 24 * len(column_of(columns, "file.crcs")) + head * JSON_GROWTH
+    needed += 24 * len(column_of(columns, "file.crcs")) + head_size * JSON_GROWTH
     if needed > max_bytes:
         raise PackFault(
-            f"{shards} shards, {tensors} tensors and a head of {head} bytes may need {needed} "
+            f"{shards} shards, {tensors} tensors and a head of {head_size} bytes may need {needed} "
             f"bytes, more than the bound of {max_bytes}"
         )
 
 
-def _check_tensors(tensors: TensorTable) -> None:
-    if not set(tensors.kinds) <= set(KINDS):
-        raise PackFault(f"a kind must be one of {', '.join(KINDS)}, got {set(tensors.kinds)!r:.80}")
-    sizes = np.multiply.reduce(tensors.shapes.astype(np.float64), axis=1) * tensors.item_bytes
-    if (sizes >= MAX_ELEMENTS).any():
-        raise PackFault("a tensor must have less than 2**62 bytes")
-
-
-def _files(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> FileTable:
+def _read_files(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> FileTable:
     sizes = signed(column_of(columns, "file.size"))
     count = len(sizes)
     algorithms = unpack_choices(head.get("algorithms"), column_of(columns, "file.algorithm", count))
@@ -188,7 +303,8 @@ def _files(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> FileTabl
     return FileTable(keys, sizes.tolist(), list(algorithms), parts)
 
 
-def _shards(columns: Mapping[str, Unsigned], tensors: TensorTable) -> Shards:
+def _read_shards(columns: Mapping[str, Unsigned], tensors: TensorTable, files: FileTable) -> Shards:
+    """Read the shards; each must lie in its tensor and file, and have the size of its box."""
     tensor = signed(column_of(columns, "shard.tensor"))
     if len(tensor) and int(tensor.max()) >= len(tensors):
         raise PackFault(f"shard of tensor {int(tensor.max())} of {len(tensors)}")
@@ -201,23 +317,18 @@ def _shards(columns: Mapping[str, Unsigned], tensors: TensorTable) -> Shards:
         unpack_ragged(f"shard.{name}", columns, dims, width=tensors.max_dims, fill=fill)
         for name, fill in (("offset", 0), ("length", 1))
     )
-    return Shards(tensor, file, start, nbytes, offsets, lengths)
-
-
-def _check_shards(tensors: TensorTable, files: FileTable, shards: Shards) -> None:
-    """Refuse shards outside of their tensor or file, or of another size than their box."""
-    if not shards.num_shards:
-        return
-    if int(shards.file.max()) >= len(files):
-        raise PackFault(f"shard in file {int(shards.file.max())} of {len(files)}")
-    inside = shards.start <= np.array(files.sizes, np.int64)[shards.file] - shards.nbytes
+    shards = Shards(tensor, file, start, nbytes, offsets, lengths)
+    if not len(tensor):
+        return shards
+    if int(file.max()) >= len(files):
+        raise PackFault(f"shard in file {int(file.max())} of {len(files)}")
+    inside = start <= np.array(files.sizes, np.int64)[file] - nbytes
     for dim in range(tensors.max_dims):
-        length = shards.lengths[:, dim]
-        inside &= (length > 0) & (
-            shards.offsets[:, dim] <= tensors.shapes[shards.tensor, dim] - length
-        )
+        length = lengths[:, dim]
+        inside &= (length > 0) & (offsets[:, dim] <= tensors.shapes[tensor, dim] - length)
     if not inside.all():
         raise PackFault(f"shard {int(np.argmin(inside))} lies outside of its tensor or file")
-    fits = shards.nbytes == volumes(shards.lengths) * tensors.item_bytes[shards.tensor]
+    fits = nbytes == volumes(lengths) * tensors.item_bytes[tensor]
     if not fits.all():
         raise PackFault(f"shard {int(np.argmin(fits))} has another size than its box")
+    return shards

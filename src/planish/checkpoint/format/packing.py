@@ -99,6 +99,19 @@ def unpack(
     return head["head"], columns
 
 
+def column_of(columns: Mapping[str, Unsigned], name: str, count: int = -1) -> Unsigned:
+    """Return a column that must be there, with `count` values unless -1.
+
+    Raises:
+        PackFault: it is not there, or has another number of values.
+    """
+    column = columns.get(name)
+    if column is None or count not in {-1, len(column)}:
+        seen = "none" if column is None else len(column)
+        raise PackFault(f"column `{name}` must have {max(count, 0)} values, got {seen}")
+    return column
+
+
 def head_bytes(data: bytes | memoryview, magic: bytes, version: int) -> int:
     """Return the size of the JSON head, after a check of the fixed part.
 

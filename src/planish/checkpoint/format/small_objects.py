@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.extra_codec import encode_extra
-from planish.checkpoint.format.records import Collected
+from planish.checkpoint.format.items import Collected
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,63 @@
-"""The table of tensors that records of a checkpoint share."""
+"""Tensors of a checkpoint as one table: their names, types and shapes, and its form in bytes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.packing import (
+    PackFault,
+    Unsigned,
+    column_of,
+    pack_choices,
+    pack_ragged,
+    pack_texts,
+    signed,
+    unpack_choices,
+    unpack_ragged,
+    unpack_texts,
+)
 
-ITEM_BYTES: dict[str, int] = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
-    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-    "C64": 8, "C128": 16,
-}  # fmt: skip
-"""Bytes of one element: the type names of safetensors, and ours where it has none (C128)."""
+KINDS = ("model", "optim", "extra")
+"""What a tensor belongs to."""
+PARTS = (*KINDS, "loader")
+"""What a role's state consists of: tensors of the model and of the optimizer, small values, and
+the position of the data loader. A load may be restricted to some of them."""
+_TYPES = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U64": (8, "uint64"),
+    "U32": (4, "uint32"),
+    "U16": (2, "uint16"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "C64": (8, "complex64"),
+    "C128": (16, "complex128"),
+}
+"""Type names of safetensors, and ours where it has none (C128) -> bytes, attribute of `torch`."""
+ITEM_BYTES: dict[str, int] = {name: size for name, (size, _) in _TYPES.items()}
+"""Name of a type -> bytes of one element."""
+TORCH_TYPES: dict[str, str] = {name: attribute for name, (_, attribute) in _TYPES.items()}
+"""Name of a type -> name of the attribute of `torch`."""
 MAX_DIMS = 64
 """More dimensions than any array library holds are refused."""
 
@@ -93,7 +131,16 @@ class TensorTable:
             ids = {key: row for row, key in enumerate(dict.fromkeys(keys))}
             unique = [first[key] for key in ids]
             rows = np.array([ids[key] for key in keys], np.int64)
-            _refuse_two_forms(specs, first, keys)
+            faults = [
+                f"`{spec.fqn}`: {_VALUE(first[key])} and {_VALUE(spec)}"
+                for key, spec in zip(keys, specs, strict=True)
+                if _VALUE(spec) != _VALUE(first[key])
+            ]
+            if faults:
+                raise LayoutMismatch(
+                    "one name must have one type and one shape, got "
+                    f"{'; '.join(dict.fromkeys(faults))}"
+                )
         return cls._of(unique), rows
 
     @classmethod
@@ -172,16 +219,59 @@ def padded(
     return result
 
 
-def _refuse_two_forms(
-    specs: Sequence[TensorSpec],
-    first: dict[tuple[str, str, str], TensorSpec],
-    keys: Sequence[tuple[str, str, str]],
-) -> None:
-    faults = []
-    for key, spec in zip(keys, specs, strict=True):
-        if _VALUE(spec) != _VALUE(first[key]):
-            faults.append(f"`{spec.fqn}`: {_VALUE(first[key])} and {_VALUE(spec)}")
-    if faults:
-        raise LayoutMismatch(
-            f"one name must have one type and one shape, got {'; '.join(dict.fromkeys(faults))}"
-        )
+def table_columns(table: TensorTable) -> tuple[dict[str, Any], dict[str, I64 | bytes]]:
+    """Return a tensor table as a head and columns for `packing.pack`."""
+    count = len(table)
+    roles, role = pack_choices(table.roles, count)
+    kinds, kind = pack_choices(table.kinds, count)
+    dtypes, dtype = pack_choices(table.dtypes, count)
+    sizes, names = pack_texts(table.fqns)
+    return {"roles": roles, "kinds": kinds, "dtypes": dtypes}, {
+        "tensor.role": role,
+        "tensor.kind": kind,
+        "tensor.dtype": dtype,
+        "tensor.dims": table.dims,
+        **pack_ragged("tensor.shape", table.shapes, table.dims),
+        "tensor.name_size": sizes,
+        "tensor.names": names,
+    }
+
+
+def read_table(head: Mapping[str, Any], columns: Mapping[str, Unsigned]) -> TensorTable:
+    """Read what `table_columns` wrote.
+
+    Raises:
+        PackFault: anything that `table_columns` would not write.
+    """
+    dims = signed(column_of(columns, "tensor.dims"))
+    count = len(dims)
+    width = int(dims.max(initial=0))
+    if width > MAX_DIMS:
+        raise PackFault(f"a tensor must have at most {MAX_DIMS} dimensions, got {width}")
+    shapes = unpack_ragged("tensor.shape", columns, dims, width=width, fill=1)
+    choices = {
+        name: unpack_choices(head.get(f"{name}s"), column_of(columns, f"tensor.{name}", count))
+        for name in ("role", "kind", "dtype")
+    }
+    unknown = set(choices["dtype"]) - ITEM_BYTES.keys()
+    if unknown:
+        raise PackFault(f"unknown type of tensors {sorted(unknown)!r:.80}")
+    names = unpack_texts(
+        column_of(columns, "tensor.name_size", count), column_of(columns, "tensor.names")
+    )
+    table = TensorTable(
+        choices["role"], choices["kind"], tuple(names), choices["dtype"], dims, shapes
+    )
+    if len(table.ids) != count:
+        raise PackFault("a tensor appears twice")
+    return table
+
+
+def quoted_name(role: str, kind: str, fqn: str) -> str:
+    """Return a tensor's name as messages have it; a state of one role does not name it.
+
+    Example:
+        >>> quoted_name("main", "model", "w"), quoted_name("critic", "model", "w")
+        ('`model.w`', '`critic: model.w`')
+    """
+    return f"`{kind}.{fqn}`" if role == "main" else f"`{role}: {kind}.{fqn}`"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.loader_state import LoaderState, sources
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.format.records import Collected
+from planish.checkpoint.format.items import Collected
+from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import BlockReader
-from planish.checkpoint.load.records import LoadOptions
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
@@ -53,18 +53,18 @@ def names_of(objects: Mapping[str, Any], role: str) -> Names:
     Raises:
         CheckpointCorrupt: of another form.
     """
-    told = objects.get(role, {})
+    listed = objects.get(role, {})
     try:
-        own, loader = told.get("own", {}), told.get("loader", {})
+        own, loader = listed.get("own", {}), listed.get("loader", {})
         shards = tuple({**shard} for shard in loader.get("shards", ()))
-        names = Names(told.get("shared", ""), {**own}, loader.get("common", ""), shards)
+        names = Names(listed.get("shared", ""), {**own}, loader.get("common", ""), shards)
         keys = [names.shared, *names.own.values(), names.common]
         if all(isinstance(key, str) for key in (*keys, *(shard["key"] for shard in shards))):
             return names
     except (AttributeError, TypeError, ValueError, KeyError):
         pass
     raise CheckpointCorrupt(
-        f"the metadata must name the small objects of role `{role}`, got {told!r:.200}",
+        f"the metadata must name the small objects of role `{role}`, got {listed!r:.200}",
         file="meta/global.bin",
     )
 

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.items import LocalItem
+from planish.checkpoint.format.tables import TORCH_TYPES
 from planish.checkpoint.plan.reads import Pieces
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 RAW: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"),
-    16: np.dtype("c16"),
-}  # fmt: skip
+    size: np.dtype(name) for size, name in ((1, "u1"), (2, "u2"), (4, "u4"), (8, "u8"), (16, "c16"))
+}
 """Bytes of an element to the type that stands in for it."""
 
 Array: TypeAlias = NDArray[Any]
@@ -116,22 +122,72 @@ def rows_by_request(pieces: Pieces, num_requests: int) -> list[range]:
     return [range(bounds[i], bounds[i + 1]) for i in range(num_requests)]
 
 
-def numpy_targets(arrays: Sequence[Array], boxes: Sequence[Sequence[Any]]) -> Targets:
+def numpy_targets(arrays: Sequence[Array], boxes: Sequence[Sequence[Box]]) -> Targets:
     """Return targets for arrays that are filled as a whole.
 
     Args:
         arrays: one for each item: the shape of its only box, or 1-D in the order of its boxes.
-        boxes: [item][box], `Box`es.
+        boxes: [item][box].
     """
-    return [list(_views(array, pieces)) for array, pieces in zip(arrays, boxes, strict=True)]
+    return [
+        list(_parts(array.view(RAW[array.dtype.itemsize]), mine))
+        for array, mine in zip(arrays, boxes, strict=True)
+    ]
 
 
-def _views(array: Array, boxes: Sequence[Any]) -> Iterator[Array]:
-    raw = array.view(RAW[array.dtype.itemsize])
+def tensor_targets(items: Sequence[LocalItem]) -> Targets:
+    """Return the boxes of items as targets; `tensor.dtype` of an item is the stored type."""
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    targets: list[Sequence[Target]] = []
+    for item in items:
+        if not item.volume:
+            targets.append([])
+            continue
+        assert item.data is not None, f"`{item.tensor.fqn}` has no data to load into"
+        data, stored = item.data.detach(), getattr(torch, TORCH_TYPES[item.tensor.dtype])
+        has_stored_bytes = data.device.type == "cpu" and data.dtype == stored
+        if has_stored_bytes and not data.is_conj() and not data.is_neg():
+            size = data.element_size()
+            raw = (data if size == 16 else data.view(integers[size])).numpy().view(RAW[size])
+            targets.append(list(_parts(raw, item.boxes)))
+        else:
+            targets.append([TensorTarget(part, stored) for part in _parts(data, item.boxes)])
+    return targets
+
+
+def _parts(data: Any, boxes: Sequence[Box]) -> Iterator[Any]:
+    """Return each box as a view of an array or a tensor that holds all of them."""
     if len(boxes) == 1:
-        yield raw.reshape(boxes[0].lengths) if raw.flags.c_contiguous else raw
+        yield data.reshape(boxes[0].lengths)
         return
     start = 0
     for box in boxes:
-        yield raw[start : start + box.volume].reshape(box.lengths)
+        yield data[start : start + box.volume].reshape(box.lengths)
         start += box.volume
+
+
+class TensorTarget:
+    """A wanted box on a device, or of another type than the stored one.
+
+    Example:
+        >>> import torch
+        >>> target = TensorTarget(torch.zeros(2, dtype=torch.float64), torch.float32)
+        >>> target[(slice(0, 1),)] = np.array([0x3F800000], np.uint32)
+        >>> target.tensor.tolist()
+        [1.0, 0.0]
+    """
+
+    def __init__(self, tensor: Tensor, stored: torch.dtype) -> None:
+        """Fill `tensor` from elements of the type `stored`."""
+        self.tensor, self.stored = tensor, stored
+        self.shape = tuple(tensor.shape)
+
+    def __setitem__(self, place: tuple[slice, ...], value: Array) -> None:
+        """Copy the raw elements of `value` to `place`, converted to the type of the tensor."""
+        import torch
+
+        raw = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
+        with torch.no_grad():
+            self.tensor[place].copy_(raw.view(self.stored).view(value.shape))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,12 @@ import numpy as np
 from planish.base.errors import PeerLost
 from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.records import Collected
-from planish.checkpoint.load.agree import JobPlan, plan_job
+from planish.checkpoint.format.items import Collected
+from planish.checkpoint.load.agree import JobPlan, fit_items, plan_job
 from planish.checkpoint.load.exchange import BUCKET_BYTES, Exchange, Stopped
 from planish.checkpoint.load.extras import Extras, read_extras
-from planish.checkpoint.load.fill import Bytes, Targets
-from planish.checkpoint.load.fit import check_options, fit_items
+from planish.checkpoint.load.fill import Targets, tensor_targets
+from planish.checkpoint.load.options import Loaded, LoadOptions
 from planish.checkpoint.load.read_pool import RING, ReadPool, Schedule
 from planish.checkpoint.load.reader import (
     MAX_DECODED_BYTES,
@@ -36,8 +36,6 @@ from planish.checkpoint.load.reader import (
     read_metadata,
     split_place,
 )
-from planish.checkpoint.load.records import Loaded, LoadOptions
-from planish.checkpoint.load.targets import tensor_targets
 from planish.checkpoint.storage import Storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline
@@ -76,8 +74,8 @@ def open_on_all(
         try:
             _, _, commit, data = read_metadata(place, storage)
             head = commit.encode()
-        except Exception as found:
-            error = found
+        except Exception as caught:
+            error = caught
     call.settle(error, "meta")
     commit = Commit.decode(call.broadcast(head, "commit"))
     data = call.broadcast(data, "global.bin")
@@ -113,7 +111,7 @@ def load_state(
             tensor of this rank may have changed.
     """
     options = options or LoadOptions()
-    check_options(options)
+    options.check()
     call = control.call(f"load {opened.pin}", options.timeout_s)
     work = _Load(opened, collected, call, options)
     retries = Counter(opened.storage.counters.retries)
@@ -161,8 +159,8 @@ class _Load:
             pass
         except PeerLost as found:
             lost = found
-        except Exception as found:
-            error = found
+        except Exception as caught:
+            error = caught
         with self.recorder.stage("barrier"):
             # A rank that only lost its peers must not hide why they went.
             self._settle(error, "loaded")
@@ -171,13 +169,11 @@ class _Load:
 
     def _move(self, targets: Targets, job: JobPlan) -> None:
         """Read, copy and exchange."""
-        threads, buckets, relay_bytes = _shares(job.verdict.max_host_bytes, self.call)
+        threads, buckets = self._threads_and_buckets(job.verdict.max_host_bytes)
         exchange: Exchange | None = None
-        schedule, ring = Schedule({}, 0, 0), _no_bytes()
+        schedule, ring = Schedule({}, 0, 0), np.zeros(0, np.uint8)
         if len(job.members) > 1:
-            exchange = Exchange(
-                self.call, job.members, job.reads, buckets, job.tag, relay_bytes=relay_bytes
-            )
+            exchange = Exchange(self.call, job.members, job.reads, buckets, job.tag)
             schedule, ring = exchange.schedule, exchange.segments.own
         pool = ReadPool(self.reader, job.reads, targets, self.recorder, schedule)
         pool.start(ring, threads)
@@ -194,12 +190,20 @@ class _Load:
             finally:
                 self.modified = pool.modified
 
+    def _threads_and_buckets(self, max_host_bytes: int) -> tuple[int, int]:
+        """Return how many threads read and how many buckets a ring has, within the limit."""
+        units = max_host_bytes // BUCKET_BYTES
+        near = self.call.hosts.count(self.call.hosts[self.call.rank])
+        cores = -(-(os.cpu_count() or 1) // near)
+        threads = min(4, max(2, cores), max(1, units // 4))
+        return threads, max(2, min(RING, units - threads - 2))
+
     def _settle(self, error: Exception | None, tag: str) -> None:
         """Leave with the error of any rank; say whether this rank's tensors have changed."""
         try:
             self.call.settle(error, tag)
-        except Exception as found:
-            found.target_modified = self.modified  # type: ignore[attr-defined]
+        except Exception as raised:
+            raised.target_modified = self.modified  # type: ignore[attr-defined]
             raise
 
     def _loaded(self, job: JobPlan, extras: Extras) -> Loaded:
@@ -207,13 +211,21 @@ class _Load:
         moved = np.array([counters.num_bytes, self.network_bytes], np.int64)
         brought = self.call.gather(moved.tobytes(), "bytes")
         if brought is not None:
-            moved = np.sum([np.frombuffer(one, np.int64) for one in brought], axis=0)
+            moved = np.sum([np.frombuffer(counts, np.int64) for counts in brought], axis=0)
         moved = np.frombuffer(self.call.broadcast(moved.tobytes(), "bytes.sum"), np.int64)
         mine = self.recorder.timeline().encode() if self.options.store_timings else b""
         # Rank 0, which keeps the messages, stays until everybody has read the last one.
         timelines = self.call.gather(mine, "end")
         if timelines is not None and self.options.store_timings:
-            self._store(timelines)
+            records = [record for line in timelines for record in Timeline.decode(line).records]
+            monitor.warn_of_stragglers(Timeline(records))
+            monitor.store_timings(
+                self.opened.storage,
+                self.opened.path,
+                self.opened.commit.attempt,
+                Timeline(records),
+                "load",
+            )
         commit, header = self.opened.commit, self.opened.metadata.header
         info = CheckpointInfo(
             self.opened.uri,
@@ -238,27 +250,4 @@ class _Load:
             unique_bytes_needed=job.unique_bytes,
             sharing=job.sharing,
             replication=job.replication,
-            rates=job.rates,
         )
-
-    def _store(self, timelines: Sequence[bytes]) -> None:
-        """Keep what the stages of all ranks have cost; on rank 0."""
-        records = [record for one in timelines for record in Timeline.decode(one).records]
-        timeline = Timeline(records)
-        monitor.warn_of_stragglers(timeline)
-        opened = self.opened
-        monitor.store_timings(opened.storage, opened.path, opened.commit.attempt, timeline, "load")
-
-
-def _no_bytes() -> Bytes:
-    return np.zeros(0, np.uint8)
-
-
-def _shares(max_host_bytes: int, call: Control) -> tuple[int, int, int]:
-    """Return, within the limit: reading threads, buckets of a ring, bytes kept for others."""
-    units = max_host_bytes // BUCKET_BYTES
-    near = call.hosts.count(call.hosts[call.rank])
-    cores = -(-(os.cpu_count() or 1) // near)
-    threads = min(4, max(2, cores), max(1, units // 4))
-    buckets = max(2, min(RING, units - threads - 2))
-    return threads, buckets, max(0, units - threads - 2 - buckets) * BUCKET_BYTES

@@ -23,7 +23,7 @@ from planish.checkpoint.commit.commit import Commit, read_commit, read_meta, req
 from planish.checkpoint.commit.journal import attempt_folder, join
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import BLOCK, check_blocks, widen
-from planish.checkpoint.format.records import Metadata
+from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.storage import Storage, open_storage
 
 MAX_DECODED_BYTES = 16 << 30

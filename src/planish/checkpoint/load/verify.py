@@ -16,7 +16,7 @@ import numpy as np
 from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.format.records import Metadata
+from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.safetensors_file import (
     Header,
     entry_name,

@@ -6,8 +6,6 @@ read by ranges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from planish.checkpoint.format.geometry import I64
@@ -20,25 +18,10 @@ WASTE = 0.125
 """Wider gaps are, while they are at most this part of the request."""
 REQUEST_BYTES = 16 << 20
 """Longest request."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What reading costs; measure both where it matters.
-
-    Example:
-        >>> round(Costs().seconds(2, 10**9), 3)
-        1.004
-    """
-
-    request_s: float = 2e-3
-    """Seconds for each request, whatever its size."""
-    bytes_per_s: float = 1e9
-    """Rate of the store."""
-
-    def seconds(self, requests: float, nbytes: float) -> float:
-        """Return the seconds that requests of so many bytes in all take one after the other."""
-        return requests * self.request_s + nbytes / self.bytes_per_s
+REQUEST_SECONDS = 2e-3
+"""What a request is taken to cost, whatever its size."""
+BYTES_PER_SECOND = 1e9
+"""What the store is taken to deliver in one request."""
 
 
 def coalesce(line: I64, start: I64, stop: I64, sizes: I64) -> tuple[I64, I64, I64]:
@@ -122,9 +105,7 @@ def _merge_while_cheap(line: I64, start: I64, stop: I64) -> tuple[I64, I64, I64]
     return line[rows_kept], start[rows_kept], np.array(ends, np.int64)
 
 
-def piece_ranges(
-    first: I64, lengths: I64, strides: I64, itemsize: I64, costs: Costs
-) -> tuple[I64, I64, I64]:
+def piece_ranges(first: I64, lengths: I64, strides: I64, itemsize: I64) -> tuple[I64, I64, I64]:
     """Return the byte ranges in which each piece is best fetched.
 
     A piece that is no run of its file is fetched as one range over all of it, or as several ranges
@@ -135,7 +116,6 @@ def piece_ranges(
         lengths: [k, n], extent.
         strides: [k, n], bytes from one element to the next.
         itemsize: [k], bytes of an element.
-        costs: Of requests and bytes.
 
     Returns:
         [r] the piece, first byte and one past the last byte of each range.
@@ -146,7 +126,7 @@ def piece_ranges(
     reach = np.concatenate([(lengths - 1) * strides, 0 * ones], axis=1)
     inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] + itemsize[:, None]
     outer = np.cumprod(np.concatenate([ones, lengths], axis=1), axis=1)
-    seconds = outer * costs.request_s + outer * inner / costs.bytes_per_s
+    seconds = outer * REQUEST_SECONDS + outer * inner / BYTES_PER_SECOND
     level = np.argmin(seconds, axis=1)
     rows = np.arange(len(first))
     counts, extent = outer[rows, level], inner[rows, level]

@@ -16,7 +16,8 @@ import numpy as np
 
 from planish.base.errors import PlanMismatch
 from planish.checkpoint.format.geometry import I64, volumes
-from planish.checkpoint.format.records import Columns, FileTable, Metadata, Shards
+from planish.checkpoint.format.items import Columns
+from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.safetensors_file import ALIGNMENT, Entry, plan_header, quote_fqn
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorTable
 from planish.checkpoint.plan.ordering import before, order_by, ranges, run_sums, strides_of

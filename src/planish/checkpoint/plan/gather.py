@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.columns_codec import decode_columns
-from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, Box, volumes
-from planish.checkpoint.format.records import Columns
+from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, volumes
+from planish.checkpoint.format.items import Columns
 from planish.checkpoint.format.tables import TensorTable
+from planish.checkpoint.plan.coverage import box_text
 from planish.checkpoint.plan.ordering import before, fresh, ranges, run_sums, strides_of
 from planish.checkpoint.ranks.messages import ranks_text
 
@@ -49,7 +49,7 @@ class Gathered:
         """Name the boxes of an item and its rank for an error."""
         dims = int(self.tensors.dims[self.tensor[row]])
         rows = range(int(self.first[row]), int(self.first[row] + self.count[row]))
-        boxes = ", ".join(told_box(self.offsets[b], self.lengths[b], dims) for b in rows)
+        boxes = ", ".join(box_text(self.offsets[b], self.lengths[b], dims) for b in rows)
         return f"{boxes} on rank {self.rank[row]}"
 
 
@@ -68,13 +68,6 @@ class Replicas(NamedTuple):
     """[g], where the group begins on the number line, in elements."""
 
 
-def told_box(offsets: I64, lengths: I64, dims: int) -> str:
-    """Write a padded box without its padding, as slices."""
-    box = Box(tuple(offsets[:dims].tolist()), tuple(lengths[:dims].tolist()))
-    sides = zip(box.offsets, box.ends, strict=True)
-    return f"[{', '.join(f'{low}:{high}' for low, high in sides)}]"
-
-
 def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
     """Decode the columns of one rank after the other; ranks with equal tensors share a table.
 
@@ -85,7 +78,7 @@ def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
     for wire in wires:
         if len(known) > _TABLES:
             known.clear()
-        yield decode_columns(wire, known)
+        yield Columns.decode(wire, known)
 
 
 def gather(columns: Iterable[Columns]) -> tuple[Gathered, int]:
@@ -253,7 +246,7 @@ def _refuse_outside(gathered: Gathered) -> None:
     lines = []
     for row in np.flatnonzero(outside):
         spec = tensors.spec(int(owners[row]))
-        box = told_box(offsets[row], lengths[row], len(spec.shape))
+        box = box_text(offsets[row], lengths[row], len(spec.shape))
         holder = gathered.rank[item_of[row]]
         lines.append(f"`{spec.fqn}` of shape {spec.shape}: {box} on rank {holder}")
     raise LayoutMismatch("boxes must lie inside of their tensors, got\n  " + "\n  ".join(lines))

@@ -89,3 +89,14 @@ def strides_of(lengths: I64) -> I64:
     for dim in range(lengths.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * lengths[:, dim + 1]
     return strides
+
+
+def fit(sides: I64, width: int, fill: int) -> I64:
+    """Return padded coordinates [k, n] with another number of dimensions, [k, width].
+
+    Dimensions over `width` must be padding.
+    """
+    if sides.shape[1] >= width:
+        return sides[:, :width]
+    missing = width - sides.shape[1]
+    return np.pad(sides, ((0, 0), (0, missing)), constant_values=fill)

@@ -1,4 +1,8 @@
-"""What planning a load yields: wanted pieces, shared requests, and what one rank executes.
+"""What one rank reads, copies, sends and receives in a load, and how it works that out.
+
+A rank knows its own pieces; the coordinator sends it a `Part`: its requests, and who else needs
+their pieces. Reader and receiver cut pieces at the bounds of requests by the same rule and order
+them alike, so a message needs no description: both sides know its bytes.
 
 All coordinates are padded to the same number of dimensions with offset 0 and length 1. The order of
 rows matters: the pieces of one message lie in it one after the other, in the order of their rows.
@@ -9,8 +13,28 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (load workflow) and 4.1 (r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from planish.checkpoint.format.geometry import I64
+import numpy as np
+
+from planish.base.errors import CheckpointCorrupt, PlanMismatch
+from planish.checkpoint.format.geometry import I64, Box, flat_boxes, intersect, volumes
+from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.packing import PackFault, pack, signed, unpack
+from planish.checkpoint.plan.coalesce import line_bases
+from planish.checkpoint.plan.ordering import (
+    Flags,
+    before,
+    fit,
+    fresh,
+    order_by,
+    ranges,
+    run_sums,
+    strides_of,
+)
+
+_MAGIC = b"PLNSHRDS"
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -121,3 +145,323 @@ class RankReads:
     """Ascending by reader's request, then by reader; `peer` is the reader."""
     receive_pieces: Pieces
     """Rows of `receives`: `source` and `strides` mean nothing; `request` is the message."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank must know of a shared plan: its requests, and who else needs their pieces."""
+
+    rank: int
+    """Its number."""
+    requests: Requests
+    """[q], those it reads or needs bytes of, ascending by file and start."""
+    reader: I64
+    """[q], who reads each."""
+    number: I64
+    """[q], which of the reader's requests it is."""
+    request: I64
+    """[k], a request that the rank reads, ascending."""
+    shard: I64
+    """[k], a piece in it that others want too."""
+    offsets: I64
+    """[k, d], first element, in the coordinates of the tensor."""
+    lengths: I64
+    """[k, d], extent."""
+    bounds: I64
+    """[k + 1], who wants it: rows of `members`."""
+    members: I64
+    """[sum], ascending ranks; a rank that wants a piece twice is there twice."""
+
+
+def canonical(metadata: Metadata, shard: I64, offsets: I64, lengths: I64) -> tuple[I64, Flags]:
+    """Return the order of pieces inside messages, and which differ from the one before.
+
+    By shard, by place of the first element in it, then by extent; equal pieces keep their order.
+    """
+    shards = metadata.shards
+    width = offsets.shape[1]
+    inside = offsets - fit(shards.offsets, width, 0)[shard]
+    strides = strides_of(fit(shards.lengths, width, 1))[shard]
+    place = before(volumes(shards.lengths))[shard] + np.einsum("kn,kn->k", inside, strides)
+    columns = lengths.T if lengths.shape[1] else np.zeros((1, len(shard)), np.int64)
+    rows = order_by(*columns)
+    form = np.empty(len(rows), np.int64)
+    form[rows] = np.cumsum(fresh(*(column[rows] for column in columns))) - 1
+    order = order_by(place, form)
+    return order, fresh(place[order], form[order])
+
+
+def spans(
+    metadata: Metadata, shard: I64, offsets: I64, lengths: I64 | None
+) -> tuple[I64, I64, I64, I64, I64]:
+    """Return where pieces lie in their files.
+
+    Returns:
+        [k] the file, first byte, one past the last byte (0 without `lengths`); [k, d] bytes from
+        one element to the next; [k] bytes of an element.
+    """
+    shards = metadata.shards
+    width = offsets.shape[1]
+    itemsize = metadata.tensors.item_bytes[shards.tensor[shard]]
+    strides = strides_of(fit(shards.lengths, width, 1))[shard] * itemsize[:, None]
+    inside = offsets - fit(shards.offsets, width, 0)[shard]
+    first = shards.start[shard] + np.einsum("kn,kn->k", inside, strides)
+    last = np.zeros_like(first)
+    if lengths is not None:
+        last = first + np.einsum("kn,kn->k", lengths - 1, strides) + itemsize
+    return shards.file[shard], first, last, strides, itemsize
+
+
+class _Cuts(NamedTuple):
+    """Parts of pieces that lie in one request each."""
+
+    pair: I64
+    """[c], row of the pieces and requests that were cut."""
+    source: I64
+    """[c], byte of the first element, counted from the start of the request."""
+    strides: I64
+    """[c, d], bytes from one element to the next."""
+    inside: I64
+    """[c, d], first element, counted from that of the piece."""
+    lengths: I64
+    """[c, d], extent."""
+    itemsize: I64
+    """[c], bytes of an element."""
+
+
+def _cut(metadata: Metadata, requests: Requests, rows: I64, pieces: tuple[I64, I64, I64]) -> _Cuts:
+    """Cut pieces at the bounds of requests.
+
+    Args:
+        metadata: Of the checkpoint.
+        requests: All requests at hand.
+        rows: [p], a request for each piece.
+        pieces: [p] shard, [p, d] offsets, [p, d] lengths.
+
+    Raises:
+        CheckpointCorrupt: an element lies across the bounds of a request.
+    """
+    shard, offsets, lengths = pieces
+    _, first, last, strides, itemsize = spans(metadata, shard, offsets, lengths)
+    start, stop = requests.start[rows], requests.stop[rows]
+    begin = metadata.shards.start[shard]
+    _refuse_across(metadata, shard, (start - begin) % itemsize != 0, first < start)
+    inner = (first >= start) & (last <= stop)
+    pair = [np.flatnonzero(inner)]
+    inside = [np.zeros((len(pair[0]), offsets.shape[1]), np.int64)]
+    extent = [lengths[inner]]
+    whole = fit(metadata.shards.lengths, offsets.shape[1], 1)
+    corner = fit(metadata.shards.offsets, offsets.shape[1], 0)
+    for row in np.flatnonzero(~inner).tolist():
+        size = int(itemsize[row])
+        low = max(0, int(start[row] - begin[row])) // size
+        high = int(stop[row] - begin[row]) // size
+        region = Box(
+            tuple((offsets[row] - corner[shard[row]]).tolist()), tuple(lengths[row].tolist())
+        )
+        boxes = _between(tuple(whole[shard[row]].tolist()), region, low, high)
+        if boxes:
+            pair.append(np.full(len(boxes), row))
+            inside.append(np.array([box.offsets for box in boxes], np.int64))
+            extent.append(np.array([box.lengths for box in boxes], np.int64))
+    pairs, insides = np.concatenate(pair).astype(np.int64), np.concatenate(inside)
+    order = np.argsort(pairs, kind="stable")
+    pairs, insides, extents = pairs[order], insides[order], np.concatenate(extent)[order]
+    source = (first - start)[pairs] + np.einsum("kn,kn->k", insides, strides[pairs])
+    return _Cuts(pairs, source, strides[pairs], insides, extents, itemsize[pairs])
+
+
+def _between(shape: tuple[int, ...], region: Box, low: int, high: int) -> list[Box]:
+    """Return the boxes of `region` whose elements are number `low` to `high` of a box of `shape`.
+
+    They are counted from the corner of the region, in increasing row-major order.
+    """
+    total = int(np.multiply.reduce(np.array(shape, np.int64)))
+    result = []
+    for box in flat_boxes(shape, min(low, total), min(high, total)):
+        part = intersect(box, region)
+        if part is not None:
+            offsets = tuple(map(int.__sub__, part.offsets, region.offsets))
+            result.append(Box(offsets, part.lengths))
+    return result
+
+
+def _refuse_across(metadata: Metadata, shard: I64, odd: Flags, cut: Flags) -> None:
+    wrong = np.flatnonzero(odd & cut)
+    if len(wrong):
+        row = int(shard[wrong[0]])
+        key = metadata.files.keys[int(metadata.shards.file[row])]
+        raise CheckpointCorrupt(
+            f"a shard must begin at a multiple of its element's size, got byte "
+            f"{metadata.shards.start[row]} of `{key}`; the file was not written by a planned save",
+            file=key,
+        )
+
+
+def assemble(metadata: Metadata, part: Part, mine: LocalReads) -> RankReads:
+    """Return what a rank executes.
+
+    Args:
+        metadata: Of the checkpoint.
+        part: What the coordinator told the rank.
+        mine: The rank's own reads.
+
+    Raises:
+        CheckpointCorrupt: elements of a shard lie across blocks.
+        PlanMismatch: the requests do not hold all that the rank wants.
+    """
+    own = np.flatnonzero(part.reader == part.rank)
+    own = own[np.argsort(part.number[own], kind="stable")]
+    requests = Requests(*(c[own] for c in _columns(part.requests)))
+    order, _ = canonical(metadata, mine.shard, mine.offsets, mine.lengths)
+    rows, request = _pairs(metadata, part.requests, mine, order)
+    cuts = _cut(
+        metadata,
+        part.requests,
+        request,
+        (mine.shard[rows], mine.offsets[rows], mine.lengths[rows]),
+    )
+    held = int(volumes(cuts.lengths).sum())
+    if held != int(volumes(mine.lengths).sum()):
+        raise PlanMismatch(
+            f"the requests must hold the {int(volumes(mine.lengths).sum())} elements that rank "
+            f"{part.rank} wants, they hold {held}; all ranks must take part in one load"
+        )
+    which = request[cuts.pair]
+    copied = np.flatnonzero(part.reader[which] == part.rank)
+    copied = copied[np.argsort(part.number[which[copied]], kind="stable")]
+    received = np.flatnonzero(part.reader[which] != part.rank)
+    received = received[order_by(part.number[which[received]], part.reader[which[received]])]
+    base = mine.offsets - mine.corner
+    receives, message = _messages(
+        part.number[which[received]], part.reader[which[received]], _bytes(cuts, received)
+    )
+    copies = _pieces(mine, rows, cuts, copied, (part.number[which[copied]], base))
+    receipts = _pieces(mine, rows, cuts, received, (message, base))
+    receipts.source[:] = -1
+    receipts.strides[:] = 0
+    sends, sent = _sends(metadata, part)
+    return RankReads(requests, copies, sends, sent, receives, receipts)
+
+
+def _columns(requests: Requests) -> tuple[I64, I64, I64]:
+    return requests.file, requests.start, requests.stop
+
+
+def _pairs(metadata: Metadata, requests: Requests, mine: LocalReads, order: I64) -> tuple[I64, I64]:
+    """Return the pieces of `mine`, in `order`, each with all requests that its bytes may lie in."""
+    file, first, last, _, _ = spans(
+        metadata, mine.shard[order], mine.offsets[order], mine.lengths[order]
+    )
+    base = line_bases(np.array(metadata.files.sizes, np.int64))
+    low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
+    begin = np.searchsorted(high, base[file] + first, side="right").astype(np.int64)
+    end = np.searchsorted(low, base[file] + last, side="left").astype(np.int64)
+    counts = np.maximum(end - begin, 0)
+    return np.repeat(order, counts), ranges(begin, counts)
+
+
+def _bytes(cuts: _Cuts, rows: I64) -> I64:
+    return np.asarray(volumes(cuts.lengths[rows]) * cuts.itemsize[rows])
+
+
+def _pieces(mine: LocalReads, rows: I64, cuts: _Cuts, kept: I64, more: tuple[I64, I64]) -> Pieces:
+    """Return cuts of the rank's own pieces, with the request or message given in `more`."""
+    request, base = more
+    row = rows[cuts.pair[kept]]
+    return Pieces(
+        request,
+        mine.item[row],
+        mine.box[row],
+        cuts.source[kept],
+        cuts.strides[kept],
+        cuts.lengths[kept],
+        base[row] + cuts.inside[kept],
+        cuts.itemsize[kept],
+    )
+
+
+def _messages(request: I64, peer: I64, nbytes: I64) -> tuple[Messages, I64]:
+    """Return runs of rows of one request and peer as messages, and the message of each row."""
+    new = fresh(request, peer)
+    first = np.flatnonzero(new).astype(np.int64)
+    count = np.diff(np.append(first, len(request)))
+    messages = Messages(peer[first], request[first], first, count, run_sums(nbytes, first))
+    return messages, np.asarray(np.cumsum(new) - 1)
+
+
+def _sends(metadata: Metadata, part: Part) -> tuple[Messages, Pieces]:
+    cuts = _cut(metadata, part.requests, part.request, (part.shard, part.offsets, part.lengths))
+    # One row for each cut and each other rank that wants its piece: rank by rank, then the cuts
+    # of a piece in their order, which is what the receiver does.
+    owner = np.repeat(np.arange(len(part.request)), np.diff(part.bounds))
+    other = part.members != part.rank
+    owner, peer = owner[other], part.members[other]
+    first = np.searchsorted(cuts.pair, owner).astype(np.int64)
+    counts = np.searchsorted(cuts.pair, owner, side="right").astype(np.int64) - first
+    cut, peer = ranges(first, counts), np.repeat(peer, counts)
+    number = part.number[part.request[np.repeat(owner, counts)]]
+    order = order_by(number, peer)
+    cut, peer, number = cut[order], peer[order], number[order]
+    messages, _ = _messages(number, peer, _bytes(cuts, cut))
+    nobody = np.full(len(cut), -1, np.int64)
+    pieces = Pieces(
+        number,
+        nobody,
+        nobody,
+        cuts.source[cut],
+        cuts.strides[cut],
+        cuts.lengths[cut],
+        np.zeros_like(cuts.lengths[cut]),
+        cuts.itemsize[cut],
+    )
+    return messages, pieces
+
+
+def encode_part(part: Part) -> bytes:
+    """Return a part as bytes."""
+    width = part.offsets.shape[1]
+    columns: dict[str, I64 | bytes] = {
+        "file": part.requests.file,
+        "start": part.requests.start,
+        "length": part.requests.stop - part.requests.start,
+        "reader": part.reader,
+        "number": part.number,
+        "request": part.request,
+        "shard": part.shard,
+        "offset": part.offsets.reshape(-1),
+        "extent": part.lengths.reshape(-1),
+        "wanted": np.diff(part.bounds),
+        "member": part.members,
+    }
+    return pack(_MAGIC, _VERSION, {"rank": part.rank, "width": width}, columns)
+
+
+def decode_part(data: bytes) -> Part:
+    """Read what `encode_part` wrote.
+
+    Raises:
+        PlanMismatch: the bytes are no part of a plan.
+    """
+    try:
+        head, raw = unpack(data, _MAGIC, _VERSION)
+        column = {name: signed(values) for name, values in raw.items()}
+        width, rank = int(head["width"]), int(head["rank"])
+        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(column["wanted"])])
+        requests = Requests(column["file"], column["start"], column["start"] + column["length"])
+        return Part(
+            rank,
+            requests,
+            column["reader"],
+            column["number"],
+            column["request"],
+            column["shard"],
+            column["offset"].reshape(-1, width),
+            column["extent"].reshape(-1, width),
+            bounds,
+            column["member"],
+        )
+    except (PackFault, KeyError, TypeError, ValueError) as fault:
+        raise PlanMismatch(
+            f"a rank's part of a load: {fault}; all ranks must run one version of this program"
+        ) from fault

@@ -18,28 +18,78 @@ import numpy as np
 
 from planish.checkpoint.format.geometry import I64
 from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.format.records import Metadata
-from planish.checkpoint.plan.assemble import (
+from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.plan.coalesce import REQUEST_BYTES, coalesce, line_bases, piece_ranges
+from planish.checkpoint.plan.coverage import unique_elements
+from planish.checkpoint.plan.ordering import fresh, order_by, ranges, run_sums
+from planish.checkpoint.plan.reads import (
+    LocalReads,
     Part,
+    RankReads,
+    Requests,
     assemble,
     canonical,
     decode_part,
     encode_part,
     spans,
 )
-from planish.checkpoint.plan.coalesce import (
-    REQUEST_BYTES,
-    Costs,
-    coalesce,
-    line_bases,
-    piece_ranges,
-)
-from planish.checkpoint.plan.ordering import fresh, order_by, ranges, run_sums
-from planish.checkpoint.plan.reads import LocalReads, RankReads, Requests
-from planish.checkpoint.plan.sets import RankSets
-from planish.checkpoint.plan.unique import unique_elements
 
-_DEFAULT = Costs()
+SHORT_BYTES = 2 << 20
+"""Runs of blocks for different ranks, below this size, share requests."""
+
+
+class RankSets:
+    """Numbers for sets of ranks; equal sets have one number. Repeated ranks count.
+
+    Example:
+        >>> sets = RankSets()
+        >>> sets.add_rows(np.array([0, 2, 1, 0, 2]), np.array([0, 2, 3, 5])).tolist()
+        [0, 1, 0]
+        >>> sets.union([0, 1]), sets.members[2].tolist()
+        (2, [0, 1, 2])
+    """
+
+    def __init__(self) -> None:
+        """Begin without sets."""
+        self.members: list[I64] = []
+        """By number: ascending ranks."""
+        self._numbers: dict[bytes, int] = {}
+        self._unions: dict[tuple[int, ...], int] = {}
+
+    def add(self, ranks: I64) -> int:
+        """Return the number of a set, given ascending."""
+        key = ranks.astype(np.int32).tobytes()
+        number = self._numbers.setdefault(key, len(self.members))
+        if number == len(self.members):
+            self.members.append(ranks)
+        return number
+
+    def add_rows(self, ranks: I64, starts: I64) -> I64:
+        """Return the numbers of the sets `ranks[starts[i] : starts[i + 1]]`, each ascending."""
+        data = memoryview(ranks.astype(np.int32).tobytes())
+        bounds = (4 * starts).tolist()
+        result = np.empty(len(starts) - 1, np.int64)
+        for row in range(len(starts) - 1):
+            key = bytes(data[bounds[row] : bounds[row + 1]])
+            number = self._numbers.setdefault(key, len(self.members))
+            if number == len(self.members):
+                self.members.append(np.frombuffer(key, np.int32).astype(np.int64))
+            result[row] = number
+        return result
+
+    def union(self, numbers: Sequence[int]) -> int:
+        """Return the number of the union of sets, without repeated ranks."""
+        key = tuple(numbers)
+        if key not in self._unions:
+            joined = np.unique(np.concatenate([self.members[number] for number in key]))
+            self._unions[key] = self.add(joined)
+        return self._unions[key]
+
+    def unions(self, numbers: I64, starts: I64) -> I64:
+        """Return [k]: the unions of `numbers[starts[i] : starts[i + 1]]`."""
+        held, bounds = numbers.tolist(), starts.tolist()
+        rows = range(len(bounds) - 1)
+        return np.array([self.union(held[bounds[i] : bounds[i + 1]]) for i in rows], np.int64)
 
 
 @dataclass(frozen=True)
@@ -156,7 +206,6 @@ def share_reads(
     reads: Sequence[LocalReads],
     *,
     hosts: Sequence[int] | None = None,
-    costs: Costs = _DEFAULT,
 ) -> SharedReads:
     """Plan the reads of all ranks; for one rank alone this only joins and cuts ranges.
 
@@ -164,7 +213,6 @@ def share_reads(
         metadata: Of the checkpoint.
         reads: What each rank wants, rank r's at position r.
         hosts: [ranks], number of the host of each rank; None: one host for all.
-        costs: Of requests and bytes.
 
     Returns:
         The plan; equal arguments give equal plans.
@@ -178,7 +226,7 @@ def share_reads(
     if hosts is not None:
         where = np.unique(np.asarray(hosts), return_inverse=True)[1].astype(np.int64)
     wanted, wanted_bytes = _gather(metadata, reads)
-    blocks = _blocks(metadata, wanted, costs)
+    blocks = _blocks(metadata, wanted)
     requests, needs, replication = _requests(metadata, blocks, wanted.sets)
     reader = _readers(requests, needs, wanted.sets, where)
     order = order_by(reader)
@@ -231,10 +279,10 @@ class _Blocks(NamedTuple):
     """[p], a set of ranks that need some of it."""
 
 
-def _blocks(metadata: Metadata, wanted: Wanted, costs: Costs) -> _Blocks:
+def _blocks(metadata: Metadata, wanted: Wanted) -> _Blocks:
     """Return the blocks that are needed, cut wherever other ranks begin to need them."""
     file, first, _, strides, itemsize = spans(metadata, wanted.shard, wanted.offsets, None)
-    piece, start, stop = piece_ranges(first, wanted.lengths, strides, itemsize, costs)
+    piece, start, stop = piece_ranges(first, wanted.lengths, strides, itemsize)
     base = line_bases(np.array(metadata.files.sizes, np.int64))[file[piece]]
     low, high = (base + start) // BLOCK, -(-(base + stop) // BLOCK)
     numbers = wanted.set[piece]
@@ -299,10 +347,6 @@ def _requests(
     )
     requests = Requests(line_file[line], start, stop)
     return requests, _needs(requests, base, blocks, sets), replication
-
-
-SHORT_BYTES = 2 << 20
-"""Runs of blocks for different ranks, below this size, share requests."""
 
 
 def _needs(requests: Requests, base: I64, blocks: _Blocks, sets: RankSets) -> _Needs:

@@ -142,8 +142,6 @@ class Control:
         self.rank, self.size, self.tree = rank, len(tree.parents), tree
         self.hosts: tuple[int, ...] = tree.hosts
         """Number of the machine of every rank, from 0."""
-        self.kept: dict[str, object] = {}
-        """What this rank has measured and keeps for later operations, by name."""
         self.is_closed = False
         self._line = line
         self._scope, self._deadline = "root", time.monotonic() + CONNECT_SECONDS
@@ -194,7 +192,6 @@ class Control:
         """
         opened = Control(self._line, self.rank, self.tree)
         opened._subject, opened._missing = subject, missing
-        opened.kept = self.kept
         opened._deadline = time.monotonic() + timeout_s
         if self._line is not None:
             opened._scope = self._line.next_scope(subject)

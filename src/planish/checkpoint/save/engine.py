@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from planish.base import telemetry
 from planish.base.errors import SaveFailed
-from planish.checkpoint.format.records import LocalItem
+from planish.checkpoint.format.items import LocalItem
 from planish.checkpoint.ranks.control import Control, close_controls, control_of
 from planish.checkpoint.save.agree import (
     Local,

@@ -25,7 +25,7 @@ from planish.base.errors import CheckpointError, CheckpointExists, PeerLost, Sav
 from planish.checkpoint.commit.commit import Commit, Facts, discard, publish, read_commit, standing
 from planish.checkpoint.commit.journal import Journal, attempt_folder, join
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.records import Metadata
+from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.small_objects import Claim, list_objects
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.ranks.messages import EVERYONE, decode_errors, encode_errors, joined_error

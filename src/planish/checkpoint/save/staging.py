@@ -31,7 +31,7 @@ from planish.base.errors import SaveFailed
 if TYPE_CHECKING:
     import torch
 
-    from planish.checkpoint.format.records import LocalItem
+    from planish.checkpoint.format.items import LocalItem
     from planish.checkpoint.plan.files import RankPlan
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from planish.base.telemetry import event
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import Diff, diff
 from planish.checkpoint.convert.reshard_job import CHECKPOINT_SCHEMA
-from planish.checkpoint.load.fit import told
+from planish.checkpoint.format.tables import quoted_name
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.verify import verify as verify_blocks
 from planish.records.refs import Ref
@@ -108,7 +108,7 @@ def _faults(found: Diff, opened: Opened, source: Opened) -> list[str]:
     """Return what differs, but for roles and parts that were left out on purpose."""
     header = opened.metadata.header
     roles = set(header.get("roles", opened.metadata.tensors.roles))
-    wanted = {told(*key) for key in source.metadata.tensor_ids if key[0] in roles}
+    wanted = {quoted_name(*key) for key in source.metadata.tensor_ids if key[0] in roles}
     faults = [f"{name} is not in the source" for name in found.only_a]
     faults += [f"{name} is missing" for name in found.only_b if name in wanted]
     faults += [f"{one.name}: {one.reason}, {one.num_elements} elements" for one in found.differing]

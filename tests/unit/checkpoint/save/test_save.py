@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointExists, LayoutMismatch, SaveFailed
 from planish.checkpoint.format.geometry import whole
-from planish.checkpoint.format.records import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.ranks.control import Control

@@ -1,32 +1,40 @@
-"""The records of a checkpoint: what one rank holds, and what lies where in the store.
+"""What one rank holds: its tensors as items, and the same items as columns without their data.
 
-Deliberately without torch, files and ranks: bytes on disk are the business of `metafile.py`, the
-choice of who writes what of `plan/`.
+A save takes items as its source, a load fills them. Columns are what ranks send each other to plan.
 
 Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (tensor, basic and byte metadata).
 """
 
 from __future__ import annotations
 
-import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planish.checkpoint.format.geometry import I64, Box, BoxIndex
-from planish.checkpoint.format.tables import TensorSpec, TensorTable
+from planish.base.errors import PlanMismatch
+from planish.checkpoint.format.geometry import I64, Box
+from planish.checkpoint.format.packing import (
+    PackFault,
+    column_of,
+    pack,
+    pack_ragged,
+    signed,
+    unpack,
+    unpack_ragged,
+)
+from planish.checkpoint.format.tables import TensorSpec, TensorTable, read_table, table_columns
 
 if TYPE_CHECKING:
     import torch
 
-U32 = NDArray[np.uint32]
-"""Checksums."""
-KINDS = ("model", "optim", "extra")
-"""What a tensor belongs to."""
+_MAGIC = b"PLNSHCOL"
+_VERSION = 1
+_MAX_PADDING = 16
+"""Padded sides of boxes, per byte of the columns of a rank."""
 
 
 @dataclass(slots=True)
@@ -185,141 +193,65 @@ class Columns:
 
     def encode(self) -> bytes:
         """Return the columns as bytes; equal columns give equal bytes."""
-        from planish.checkpoint.format import columns_codec
-
-        return columns_codec.encode_columns(self)
+        head, packed = table_columns(self.tensors)
+        dims = self.tensors.dims[self.box_tensor]
+        packed |= {
+            "item.tensor": self.item_tensor,
+            "item.boxes": np.diff(self.item_starts),
+            **pack_ragged("box.offset", self.offsets, dims),
+            **pack_ragged("box.length", self.lengths, dims),
+        }
+        return pack(_MAGIC, _VERSION, head | {"context": self.context}, packed)
 
     @classmethod
-    def decode(cls, data: bytes) -> Columns:
+    def decode(cls, data: bytes, known: dict[bytes, TensorTable] | None = None) -> Columns:
         """Read what `encode` wrote.
+
+        Args:
+            data: The columns of one rank.
+            known: Tables by their bytes, which this call may use and add to: ranks that hold the
+                same tensors then share one table.
 
         Raises:
             PlanMismatch: the bytes are not columns of this version.
         """
-        from planish.checkpoint.format import columns_codec
-
-        return columns_codec.decode_columns(data)
+        try:
+            head, columns = unpack(data, _MAGIC, _VERSION)
+            known = {} if known is None else known
+            # Bytes that are equal only for equal tables.
+            parts = [repr([head.get(name) for name in ("roles", "kinds", "dtypes")]).encode()]
+            for name, column in columns.items():
+                if name.startswith("tensor."):
+                    parts += [f"|{name}:{column.itemsize}x{len(column)}|".encode()]
+                    parts += [column.tobytes()]
+            key = b"".join(parts)
+            table = known.get(key) or known.setdefault(key, read_table(head, columns))
+            rows = signed(column_of(columns, "item.tensor"))
+            counts = signed(column_of(columns, "item.boxes", len(rows)))
+            if len(rows) and int(rows.max()) >= len(table):
+                raise PackFault(f"item of tensor {int(rows.max())} of {len(table)}")
+            if len(counts) and int(counts.max()) > len(data):
+                raise PackFault(f"item of {int(counts.max())} boxes")
+            starts = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(counts, out=starts[1:])
+            # A box has at least a byte in every column of its dimensions; padding must not swell
+            # it.
+            if int(starts[-1]) * max(table.max_dims, 1) > _MAX_PADDING * len(data):
+                raise PackFault(f"{starts[-1]} boxes of {table.max_dims} dimensions")
+            dims = table.dims[np.repeat(rows, counts)]
+            boxes = {
+                name: unpack_ragged(f"box.{name}", columns, dims, width=table.max_dims, fill=fill)
+                for name, fill in (("offset", 0), ("length", 1))
+            }
+            context = head.get("context")
+            if not isinstance(context, str):
+                raise PackFault(f"`context` must be a text, got {context!r:.80}")
+        except PackFault as fault:
+            raise PlanMismatch(
+                f"the columns of a rank: {fault}; all ranks must run one version of this program"
+            ) from fault
+        return cls(table, rows, starts, boxes["offset"], boxes["length"], context)
 
     def signature(self) -> bytes:
         """Return 32 bytes that differ when anything but the data differs."""
-        from planish.checkpoint.format import columns_codec
-
-        return columns_codec.signature(self)
-
-
-@dataclass
-class FileTable:
-    """The objects of a checkpoint.
-
-    Example:
-        >>> table = FileTable()
-        >>> table.add("data/main.model/00000-0.safetensors", 2 << 20, algorithm="crc32c")
-        0
-        >>> table.num_blocks(0), len(table.crcs[0])
-        (2, 0)
-    """
-
-    keys: list[str] = field(default_factory=list)
-    """Relative to the attempt's folder."""
-    sizes: list[int] = field(default_factory=list)
-    """Bytes."""
-    algorithms: list[str] = field(default_factory=list)
-    """Checksum of each file: a key of `integrity.ALGORITHMS`."""
-    crcs: list[U32] = field(default_factory=list)
-    """Checksum of each block of 1 MiB; [0] while the file has not been written."""
-
-    def __len__(self) -> int:
-        """Return the number of files."""
-        return len(self.keys)
-
-    def add(self, key: str, size: int, *, algorithm: str, crcs: U32 | None = None) -> int:
-        """Append a file and return its row."""
-        self.keys.append(key)
-        self.sizes.append(size)
-        self.algorithms.append(algorithm)
-        self.crcs.append(np.zeros(0, np.uint32) if crcs is None else crcs)
-        return len(self.keys) - 1
-
-    def num_blocks(self, row: int) -> int:
-        """Return how many checksums a file has."""
-        return -(-self.sizes[row] // (1 << 20))
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The stored boxes of all tensors.
-
-    Example:
-        >>> one = np.ones((1, 1), np.int64)
-        >>> Shards(one[0], one[0], one[0], one[0], one, one).num_shards
-        1
-    """
-
-    tensor: I64
-    """[k], row of the tensor table."""
-    file: I64
-    """[k], row of the file table."""
-    start: I64
-    """[k], first byte in the file."""
-    nbytes: I64
-    """[k], the box's elements in row-major order."""
-    offsets: I64
-    """[k, n], padded with 0."""
-    lengths: I64
-    """[k, n], padded with 1."""
-
-    @property
-    def num_shards(self) -> int:
-        """Number of stored boxes."""
-        return len(self.tensor)
-
-
-@dataclass
-class Metadata:
-    """All of a checkpoint but its data: the content of `meta/global.bin`.
-
-    Example:
-        >>> tensors, _ = TensorTable.from_specs([TensorSpec("main", "model", "w", "F32", (2, 2))])
-        >>> zero, shape = np.zeros(1, np.int64), np.full((1, 2), 2)
-        >>> shards = Shards(zero, zero, zero + 128, zero + 16, np.zeros((1, 2), np.int64), shape)
-        >>> files = FileTable(["data/main.model/00000-0.safetensors"], [144], ["crc32c"], [])
-        >>> metadata = Metadata({"step": 3}, tensors, files, shards)
-        >>> metadata.tensor_ids["main", "model", "w"], metadata.shards_of(0).tolist()
-        (0, [0])
-    """
-
-    header: dict[str, Any]
-    """JSON: step, roles, layout, parents, attributes, versions. No time, no attempt, no process:
-    equal states give equal bytes."""
-    tensors: TensorTable
-    """Every tensor of every role."""
-    files: FileTable
-    """Data, extra and loader objects."""
-    shards: Shards
-    """Which box lies where."""
-    objects: dict[str, Any] = field(default_factory=dict)
-    """JSON, by role: keys of the shared extra file, the ranks' own ones, the loader's."""
-
-    @property
-    def tensor_ids(self) -> dict[tuple[str, str, str], int]:
-        """(role, kind, fqn) -> row of `tensors`."""
-        return self.tensors.ids
-
-    def shards_of(self, tensor: int) -> I64:
-        """Return, ascending, the rows of `shards` that belong to a tensor."""
-        order, bounds = self._by_tensor
-        return order[bounds[tensor] : bounds[tensor + 1]]
-
-    def boxes_of(self, tensor: int) -> tuple[BoxIndex, I64]:
-        """Return an index of a tensor's stored boxes, and the rows of `shards` it numbers."""
-        rows = self.shards_of(tensor)
-        dims = int(self.tensors.dims[tensor])
-        return BoxIndex(self.shards.offsets[rows, :dims], self.shards.lengths[rows, :dims]), rows
-
-    @functools.cached_property
-    def _by_tensor(self) -> tuple[I64, I64]:
-        order = np.argsort(self.shards.tensor, kind="stable").astype(np.int64)
-        bounds = np.searchsorted(
-            self.shards.tensor[order], np.arange(len(self.tensors) + 1)
-        ).astype(np.int64)
-        return order, bounds
+        return hashlib.sha256(self.encode()).digest()

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from planish.checkpoint.adapters.loader_state import LoaderState
-from planish.checkpoint.load.rates import Rates, Sharing
+from planish.checkpoint.format.tables import PARTS
 from planish.checkpoint.watch.timings import CheckpointInfo
 
-PARTS = ("model", "optim", "extra", "loader")
-"""What a role's state consists of: tensors of the model and of the optimizer, small values, and
-the position of the data loader."""
+MIN_HOST_BYTES = 80 << 20
+"""One thread's request, a ring of two, and a message in each direction: 16 MiB each."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,8 @@ class LoadOptions:
     dtype_policy: Literal["exact", "cast"] = "exact"
     """`cast` converts where the types differ; the default refuses."""
     redundancy: Literal["auto", "off"] = "auto"
-    """`auto`: bytes that several ranks need are read once and exchanged, between the ranks of one
-    machine always, between machines where the network was measured to be faster than the store;
-    `off`: each reads all."""
+    """`auto`: bytes that several ranks need are read once and exchanged; `off`: each rank reads
+    all that it needs."""
     max_host_bytes: int = 256 << 20
     """Limit on buffers of one rank, beside the tensors themselves."""
     timeout_s: float = 1800.0
@@ -47,6 +45,29 @@ class LoadOptions:
     written fails no load."""
     allow_pickle: bool = False
     """Whether small values that were saved with `allow_pickle` may be read."""
+
+    def check(self) -> None:
+        """Refuse options that mean nothing.
+
+        Raises:
+            ValueError: an unknown part or policy, or a limit that is too low.
+        """
+        unknown = sorted(set(self.parts) - set(PARTS))
+        if unknown or not self.parts:
+            raise ValueError(f"`parts` must be of {PARTS}, got {unknown or self.parts}")
+        choices = {
+            "verify": ("crc", "none"),
+            "dtype_policy": ("exact", "cast"),
+            "redundancy": ("auto", "off"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.timeout_s <= 0 or self.max_host_bytes < MIN_HOST_BYTES:
+            raise ValueError(
+                f"`timeout_s` must be positive and `max_host_bytes` at least {MIN_HOST_BYTES}, got "
+                f"{self.timeout_s} and {self.max_host_bytes}"
+            )
 
 
 @dataclass
@@ -73,9 +94,7 @@ class Loaded:
     """Received by all ranks together from ranks of other machines."""
     unique_bytes_needed: int = 0
     """Of the checkpoint's tensor bytes: those that at least one rank needs, each counted once."""
-    sharing: Sharing = "none"
-    """Between whom bytes were exchanged, equal on all ranks."""
+    sharing: Literal["all", "none"] = "none"
+    """Whether ranks exchanged bytes that several of them need, equal on all ranks."""
     replication: float = 1.0
     """How many ranks need a block of the checkpoint on average."""
-    rates: Rates | None = None
-    """Of store and network, where they were measured; equal on all ranks."""

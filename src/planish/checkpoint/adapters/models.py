@@ -1,0 +1,365 @@
+"""Models as modules or as state dicts, for every framework whose tensors carry their own layout.
+
+That is one process, DDP (whole tensors), FSDP2 and tensor parallelism (DTensors), and flat ZeRO
+shards. Names are canonical, whatever wraps a module: wrappers (DDP, FSDP1, torch.compile,
+activation checkpointing) add components to names, which are left out. Tied weights have one name,
+the first in the order of the module tree; the others are aliases of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.adapters.gathering import Finish, Gathering
+from planish.checkpoint.adapters.nested import checked, leaves, name_of_path, put, restore
+from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
+from planish.checkpoint.adapters.optimizer import (
+    PlainSite,
+    Site,
+    gather_groups,
+    gather_optimizers,
+    torch_optimizers,
+)
+from planish.checkpoint.adapters.placement import FlatShard, place
+
+Sites = Callable[[Tensor], Site | None]
+"""Parameter -> where its optimizer state lies; None for a parameter without a name."""
+
+
+def gather_model(gathering: Gathering, model: Any) -> Sites:
+    """Collect a model and return where its parameters' optimizer state lies."""
+    is_module = isinstance(model, nn.Module)
+    if is_module and not added_values(model):
+        return _gather_module(gathering, named_tensors(model))
+    if hasattr(model, "state_dict") and hasattr(model, "load_state_dict"):
+        # The parameters themselves, by which an optimizer knows them.
+        held = model.state_dict(keep_vars=True) if is_module else model.state_dict()
+        sites = gather_mapping(gathering, "model", held)
+        gathering.after(lambda shared, own: model.load_state_dict(held))
+        return sites
+    return gather_mapping(gathering, "model", model)
+
+
+def _gather_module(gathering: Gathering, named: NamedTensors) -> Sites:
+    for name, tensor in named.tensors.items():
+        placed, stored = place(name, tensor), gathering.stored
+        if name in stored.aliases and stored.find("model", name) is None:
+            # The checkpoint has it under the name alone that it was tied to.
+            gathering.add_alias("model", stored.aliases[name], placed)
+        else:
+            gathering.add("model", name, placed)
+    gather_ties(gathering, named)
+    gather_extra_state(gathering, named.extra)
+    return sites_of(named)
+
+
+def gather_ties(gathering: Gathering, named: NamedTensors) -> None:
+    """Note which names are tied; a load refuses stored values that differ where weights are tied.
+
+    Raises:
+        LayoutMismatch: on load, two stored tensors differ that share memory here.
+    """
+    if named.aliases and not gathering.for_load:
+        gathering.result.facts["aliases"] = dict(named.aliases)
+    for alias, name in named.aliases.items():
+        if gathering.stored.find("model", alias) is None:
+            continue
+        tensor = named.alias_tensors[alias]
+        second = torch.empty_like(tensor, requires_grad=False)
+        gathering.add("model", alias, place(alias, second))
+        gathering.after(_comparison(alias, name, second, named.tensors[name]))
+
+
+def _comparison(alias: str, name: str, second: Tensor, first: Tensor) -> Finish:
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1)
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        # Shards, not wholes: nothing is sent, and every element is some rank's.
+        ours, theirs = place(name, first).data, place(alias, second).data
+        if not torch.equal(bits(ours), bits(theirs)):
+            raise LayoutMismatch(
+                f"`{alias}` and `{name}` must be stored with equal values as they are tied here, "
+                "got different ones; load into a model whose weights are not tied"
+            )
+
+    return finish
+
+
+def gather_extra_state(gathering: Gathering, modules: Mapping[str, nn.Module]) -> None:
+    """Collect what modules return from `get_extra_state`."""
+    if not modules:
+        return
+    values = {name: checked((name,), module.get_extra_state()) for name, module in modules.items()}
+    gathering.share("model", extra_state=values)
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        saved = shared.get("model", {}).get("extra_state", {})
+        for name, module in modules.items():
+            if name in saved:
+                module.set_extra_state(saved[name])
+
+    gathering.after(finish)
+
+
+def sites_of(named: NamedTensors) -> Sites:
+    """Return the sites of named parameters."""
+    names = named.by_id
+
+    def site_of(parameter: Tensor) -> Site | None:
+        name = names.get(id(parameter))
+        return None if name is None else PlainSite(name, parameter)
+
+    return site_of
+
+
+def gather_mapping(gathering: Gathering, kind: str, value: Any) -> Sites:
+    """Collect a state dict, nested or flat, or a list of flat shards."""
+    part = OPTIMIZER if kind == "optim" else kind
+    if isinstance(value, (list, tuple)) and all(isinstance(v, FlatShard) for v in value):
+        for shard in value:
+            gathering.add(kind, shard.fqn, place(shard.fqn, shard))
+        return lambda parameter: None
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"`{part}` must be a module, an optimizer, a state dict or flat shards, got "
+            f"{type(value).__name__}"
+        )
+    found: dict[str, Any] = {}
+    rest: list[tuple[tuple[Any, ...], Any]] = []
+    named = {key: child for key, child in value.items() if isinstance(key, str)}
+    other = {key: child for key, child in value.items() if not isinstance(key, str)}
+    for path, leaf in leaves(clean_mapping(named, gathering.framework) | other):
+        if isinstance(leaf, nn.Module):
+            added = [f"`{name_of_path(path)}.{name}`" for name in added_values(leaf)]
+            if added:
+                raise TypeError(
+                    "a module inside of a mapping must save parameters, buffers and extra state "
+                    f"only, got {', '.join(added)}; return them from `get_extra_state`, or pass "
+                    "the module as `model`"
+                )
+            inner = named_tensors(leaf, prefix=name_of_path(path) + ".")
+            _gather_module(gathering, inner)
+            found |= inner.tensors
+        elif isinstance(leaf, (Tensor, FlatShard)):
+            name = leaf.fqn if isinstance(leaf, FlatShard) else name_of_path(path)
+            gathering.add(kind, name, place(name, leaf))
+            found[name] = leaf
+        elif path:
+            rest.append((path, checked(path, leaf)))
+    gather_rest(gathering, part, value, rest)
+    return sites_of(NamedTensors({n: t for n, t in found.items() if isinstance(t, Tensor)}))
+
+
+def gather_rest(
+    gathering: Gathering, part: str, value: Any, rest: list[tuple[tuple[Any, ...], Any]]
+) -> None:
+    """Collect the values of a state dict that are no tensors."""
+    gathering.share(part, values=[(list(path), leaf) for path, leaf in rest])
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        for path, leaf in shared.get(part, {}).get("values", []):
+            if isinstance(value, MutableMapping):
+                put(value, (_key_of(value, path[0]), *path[1:]), leaf, restore)
+
+    gathering.after(finish)
+
+
+def _key_of(value: Mapping[Any, Any], key: Any) -> Any:
+    """Return under which key a state dict holds a canonical name."""
+    if key in value or not isinstance(key, str):
+        return key
+    matches = [k for k in value if isinstance(k, str) and clean(k).removeprefix("module.") == key]
+    return matches[0] if matches else key
+
+
+def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None:
+    """Collect one optimizer, several (list or dict), or an optimizer's state dict."""
+    optimizers = torch_optimizers(optimizer)
+    if optimizers:
+        gather_optimizers(gathering, optimizers, _with_own_names(optimizers, sites))
+        return
+    if hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict"):
+        held = optimizer.state_dict()
+        gather_mapping(gathering, "optim", held)
+        gathering.after(lambda shared, own: optimizer.load_state_dict(held))
+        return
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if isinstance(groups, list) and all(map(_has_named_members, groups)):
+        gather_groups(gathering, groups, [list(group["params"]) for group in groups])
+        if set(optimizer) == {"state", "param_groups"}:
+            optimizer = optimizer["state"]
+        else:
+            optimizer = {k: value for k, value in optimizer.items() if k != "param_groups"}
+    gather_mapping(gathering, "optim", optimizer)
+
+
+def _has_named_members(group: Any) -> bool:
+    members = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(members, (list, tuple)) and all(isinstance(name, str) for name in members)
+
+
+def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:
+    """Return sites that also know the names an optimizer was built with."""
+    names = {
+        id(parameter): clean(name)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+    def site_of(parameter: Tensor) -> Site | None:
+        site = sites(parameter)
+        if site is None and id(parameter) in names:
+            return PlainSite(names[id(parameter)], parameter)
+        return site
+
+    return site_of
+
+
+WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Components that only wrappers add, wherever they stand."""
+_HOLDERS = ("DistributedDataParallel", "DataParallel", "Float16Module", "FullyShardedDataParallel")
+"""Classes whose child `module` is the wrapped module."""
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+_QUIET = ("torch.distributed.", "torch.nn.utils.")
+"""Hooks of these on `state_dict` add no value."""
+
+
+@dataclass
+class NamedTensors:
+    """Parameters and saved buffers of a module.
+
+    Example:
+        >>> list(named_tensors(nn.Linear(1, 2)).tensors)
+        ['weight', 'bias']
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Canonical name -> tensor; tied ones once."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further name of a tied tensor -> its canonical name."""
+    alias_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Further name of a tied tensor -> the tensor under that name."""
+    extra: dict[str, nn.Module] = field(default_factory=dict)
+    """Name -> module with a `get_extra_state` of its own."""
+
+    @property
+    def by_id(self) -> dict[int, str]:
+        """Identity of a tensor -> its canonical name, tied ones under every identity."""
+        found = {id(tensor): self.aliases[name] for name, tensor in self.alias_tensors.items()}
+        return found | {id(tensor): name for name, tensor in self.tensors.items()}
+
+
+def clean(name: str) -> str:
+    """Return a name without the components that wrappers add.
+
+    Example:
+        >>> clean("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def clean_mapping(named: Mapping[str, Any], framework: str) -> dict[str, Any]:
+    """Return a state dict under canonical names.
+
+    Raises:
+        ValueError: two names become one.
+    """
+    strip = framework == "ddp" and all(name.startswith("module.") for name in named)
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        canonical = clean(name.removeprefix("module.") if strip else name)
+        if canonical in found:
+            raise ValueError(
+                f"names must differ without the prefixes of wrappers, got two `{canonical}`; "
+                "rename one of the modules"
+            )
+        found[canonical] = value
+    return found
+
+
+def named_tensors(module: nn.Module, prefix: str = "") -> NamedTensors:
+    """Return the tensors of a module tree that belong to its saved state."""
+    # A forward of FSDP2 may leave copies that it gathered and rounded. Its hooks put the shards
+    # back, as before every `state_dict`, sending nothing.
+    for inner in module.modules():
+        for hook in inner._state_dict_pre_hooks.values():
+            if str(getattr(hook, "__module__", "")).startswith(_FSDP2):
+                hook(inner, "", True)
+    found = NamedTensors()
+    seen: dict[Any, str] = {}
+    for name, tensor in _walk(module, prefix, found.extra):
+        place = _place_of(tensor)
+        first = seen.setdefault(place, name)
+        if first == name:
+            found.tensors[name] = tensor
+        else:
+            found.aliases[name] = first
+            found.alias_tensors[name] = tensor
+    return found
+
+
+def own_savers(module: nn.Module) -> list[str]:
+    """Return the names of the modules of a tree that may save more than `named_tensors` has.
+
+    Those with a `_save_to_state_dict` of their own, or with hooks on `state_dict`.
+    """
+    found = []
+    for name, inner in module.named_modules():
+        hooks = (*inner._state_dict_hooks.values(), *inner._state_dict_pre_hooks.values())
+        if type(inner)._save_to_state_dict is not nn.Module._save_to_state_dict or not all(
+            str(getattr(hook, "__module__", "")).startswith(_QUIET) for hook in hooks
+        ):
+            found.append(name)
+    return found
+
+
+def added_values(module: nn.Module) -> list[str]:
+    """Return the names of what `state_dict` of a module has beyond `named_tensors`."""
+    if not own_savers(module):
+        return []
+    held = list(map(clean, module.state_dict(keep_vars=True)))
+    named = named_tensors(module)
+    known = {*named.tensors, *named.aliases, *named.extra}
+    return [name for name in held if not {name, name.removeprefix("module.")} & known]
+
+
+def _walk(
+    module: nn.Module, prefix: str, extra: dict[str, nn.Module]
+) -> Iterator[tuple[str, Tensor]]:
+    skip = module._non_persistent_buffers_set
+    own: dict[str, Any] = {
+        **module._parameters,
+        **{name: value for name, value in module._buffers.items() if name not in skip},
+    }
+    for name, value in own.items():
+        if value is not None and name != "_flat_param":
+            yield f"{prefix}{name}", value
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        extra[f"{prefix}_extra_state"] = module
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        inside = name in WRAPPERS or (name == "module" and type(module).__name__ in _HOLDERS)
+        yield from _walk(child, prefix if inside else f"{prefix}{name}.", extra)
+
+
+def _place_of(tensor: Tensor) -> Any:
+    """Return what is equal for tensors that are the same values in the same memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    dense = local.layout is torch.strided and not local.is_nested and not local.is_meta
+    if not dense or not local.numel():
+        return id(tensor)
+    return (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)

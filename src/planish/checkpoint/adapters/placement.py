@@ -1,0 +1,288 @@
+"""Where a local value lies in its whole tensor, as boxes; and which values can not be stored.
+
+A plain tensor is one box, the whole of it. A DTensor (FSDP2, tensor parallelism, HSDP, any mesh) is
+the box that follows from its mesh and placements alone; ranks that differ only along a replicating
+axis hold equal boxes, so they are replicas. A flat shard, as ZeRO makes them, is a row-major range
+that is cut into boxes as it lies. Nothing is sent, gathered or copied.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (a planner per framework turns its sharding
+specification into boxes; irregular tensor decomposition).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from planish.base.errors import LayoutMismatch
+from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
+from planish.checkpoint.format.tables import TORCH_TYPES
+
+TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in TORCH_TYPES.items()
+}
+"""Name of a type in a checkpoint -> the type."""
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TYPES.items()}
+"""The other way round."""
+
+_whole = functools.lru_cache(maxsize=65536)(whole)
+
+
+class Placed(NamedTuple):
+    """A local value as boxes of a whole tensor.
+
+    Example:
+        >>> place("w", torch.zeros(2, 3)).boxes
+        (Box(offsets=(0, 0), lengths=(2, 3)),)
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    boxes: tuple[Box, ...]
+    """As `LocalItem.boxes`; none where this rank holds nothing."""
+    data: Tensor
+    """Shape of the one box, or 1-D contiguous over all boxes; shares memory with the state."""
+
+
+def name_of(dtype: torch.dtype, key: str) -> str:
+    """Return the name of a type.
+
+    Raises:
+        TypeError: a checkpoint has no name for it; the tensor is `key`.
+    """
+    name = NAMES.get(dtype)
+    if name is None:
+        raise TypeError(
+            f"`{key}` must have one of the types {', '.join(NAMES.values())}, got {dtype}; store "
+            "its bytes as uint8, or leave the tensor out of the state"
+        )
+    return name
+
+
+def place(key: str, value: Any) -> Placed:
+    """Place a tensor, a DTensor or a flat shard.
+
+    Raises:
+        TypeError: its values can not be stored.
+        LayoutMismatch: it is no box on this rank.
+    """
+    if isinstance(value, DTensor):
+        return place_dtensor(key, value)
+    if isinstance(value, FlatShard):
+        return place_flat(key, value)
+    check_dense(key, value)
+    shape = tuple(value.shape)
+    return Placed(shape, (_whole(shape),) if value.numel() else (), value.detach())
+
+
+def place_dtensor(key: str, tensor: DTensor) -> Placed:
+    """Place a rank's shard of a DTensor.
+
+    Raises:
+        LayoutMismatch: sums are pending (`Partial`), or the shard is no single box.
+        TypeError: the local tensor is not dense.
+    """
+    local = tensor._local_tensor
+    if hasattr(local, "wait"):
+        local = local.wait()  # An AsyncCollectiveTensor: a gather is under way.
+    local = local.detach()
+    check_dense(key, local)
+    spec, shape = tensor._spec, tuple(tensor._spec.shape)
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return Placed(shape, (), local)
+    order = tuple((entry.tensor_dim, entry.mesh_dims) for entry in spec.shard_order or ())
+    box, fault = shard_box(shape, tuple(spec.mesh.shape), tuple(coordinate), spec.placements, order)
+    if not fault and box.volume and box.lengths != tuple(local.shape):
+        fault = f"a local shape of {tuple(local.shape)} where its placements give {box.lengths}"
+    if not fault and not box.volume and local.numel():
+        fault = f"{local.numel()} elements where its placements give none"
+    if fault:
+        raise LayoutMismatch(
+            f"`{key}` must be one box on each rank to be stored, got {fault} (placements "
+            f"{spec.placements} on a mesh of {tuple(spec.mesh.shape)}); redistribute it to Shard "
+            "and Replicate first"
+        )
+    return Placed(shape, (box,) if box.volume else (), local)
+
+
+@functools.lru_cache(maxsize=65536)
+def shard_box(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...],
+) -> tuple[Box, str]:
+    """Return the box of a coordinate and "", or any box and what stands against it."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    if any(isinstance(placement, Partial) for placement in placements):
+        return Box(tuple(offsets), tuple(lengths)), "sums that are still pending (Partial)"
+    for dim, axes in order or _cut_order(mesh, placements):
+        if axes is None:
+            return Box((), ()), f"dim {dim} cut in stripes that are no box"
+        for axis in axes:
+            size = -(-lengths[dim] // mesh[axis])
+            begin = min(coordinate[axis] * size, lengths[dim])
+            offsets[dim] += begin
+            lengths[dim] = min(size, lengths[dim] - begin)
+    return Box(tuple(offsets), tuple(lengths)), ""
+
+
+def _cut_order(
+    mesh: Sequence[int], placements: Sequence[Any]
+) -> list[tuple[int, tuple[int, ...] | None]]:
+    """Return per tensor dim which axes of the mesh cut it, in the order in which they do.
+
+    Axes cut from left to right, but a strided shard comes after the axes to its right whose sizes
+    multiply to its split factor: tensor parallelism cuts before FSDP though its axis is the inner
+    one. None for stripes that no order of cuts makes.
+    """
+    axes: dict[int, list[int] | None] = {}
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not isinstance(placement, (Shard, _StridedShard)):
+            continue
+        factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        cuts = axes.setdefault(placement.dim, [])
+        if cuts is None:
+            continue
+        fits = [k for k in range(len(cuts) + 1) if math.prod(mesh[a] for a in cuts[:k]) == factor]
+        if fits:
+            cuts.insert(fits[0], axis)
+        else:
+            axes[placement.dim] = None
+    return [(dim, None if cuts is None else tuple(cuts)) for dim, cuts in axes.items()]
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """Elements `[flat_start, flat_stop)` of a tensor, or of one tensor-parallel shard of it.
+
+    Example:
+        >>> import torch
+        >>> shard = FlatShard("b", (3, 2), (0, 0), (3, 2), 0, 3, torch.zeros(3))
+        >>> [box.lengths for box in place_flat("b", shard).boxes]
+        [(1, 2), (1, 1)]
+    """
+
+    fqn: str
+    """Name of the value: `layer.weight` in a model, `layer.weight.exp_avg` in an optimizer."""
+    global_shape: tuple[int, ...]
+    """Of the whole tensor."""
+    tp_offset: tuple[int, ...]
+    """Where the shard that was flattened begins in the whole tensor; zeros without such."""
+    tp_shape: tuple[int, ...]
+    """Shape of the shard that was flattened; `global_shape` without such."""
+    flat_start: int
+    """First element, row-major within the flattened shard."""
+    flat_stop: int
+    """One past the last element; padding lies behind it and is never stored."""
+    tensor1d: Tensor
+    """[flat_stop - flat_start], contiguous."""
+
+
+def place_flat(key: str, shard: FlatShard) -> Placed:
+    """Place a flat shard.
+
+    Raises:
+        TypeError: the tensor is not dense.
+        ValueError: sizes do not fit each other, or the shard lies outside its tensor.
+    """
+    check_dense(key, shard.tensor1d)
+    data, length = shard.tensor1d.detach(), shard.flat_stop - shard.flat_start
+    if data.dim() != 1 or len(data) != length or not data.is_contiguous():
+        raise ValueError(
+            f"`{key}` must come as {length} contiguous elements in one dimension, got shape "
+            f"{tuple(data.shape)} with strides {data.stride()}; pass the slice of the flat buffer"
+        )
+    shape = tuple(shard.global_shape)
+    place = tuple(shard.tp_offset), tuple(shard.tp_shape)
+    boxes = _boxes(key, shape, *place, shard.flat_start, shard.flat_stop)
+    if len(boxes) == 1:
+        data = data.view(boxes[0].lengths)
+    return Placed(shape, boxes, data)
+
+
+@functools.lru_cache(maxsize=65536)
+def _boxes(
+    key: str,
+    shape: tuple[int, ...],
+    tp_offset: tuple[int, ...],
+    tp_shape: tuple[int, ...],
+    start: int,
+    stop: int,
+) -> tuple[Box, ...]:
+    """Cut a flat range of a shard that lies inside its tensor."""
+    ends = [a + b for a, b in zip(tp_offset, tp_shape, strict=False)]
+    sizes = {len(shape), len(tp_offset), len(tp_shape)}
+    inside = all(low >= 0 for low in tp_offset) and all(
+        high <= size for high, size in zip(ends, shape, strict=False)
+    )
+    if len(sizes) > 1 or not inside or stop > math.prod(tp_shape):
+        raise ValueError(
+            f"`{key}` must be a range of a shard inside {shape}, got [{start}, {stop}) of "
+            f"{tp_shape} at {tp_offset}; pass the offsets of the shard that was flattened"
+        )
+    return tuple(shift(box, tp_offset) for box in flat_boxes(tp_shape, start, stop))
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_NO_DISPATCH = {Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl}
+
+
+def check_dense(key: str, value: Any) -> None:
+    """Refuse tensors whose bytes are not their values.
+
+    Raises:
+        TypeError: sparse, quantised, meta, nested, or of a class of its own.
+    """
+    fault = ""
+    if value.is_nested:
+        fault = "a nested tensor"
+    elif value.layout is not torch.strided:
+        fault = f"a sparse tensor ({value.layout})"
+    elif value.is_quantized:
+        fault = f"a quantised tensor ({value.dtype})"
+    elif value.is_meta:
+        fault = "a meta tensor, which has no values"
+    elif not isinstance(value, _PLAIN) or type(value).__torch_dispatch__ not in _NO_DISPATCH:
+        fault = f"a tensor of class {type(value).__name__}"
+    if fault:
+        raise TypeError(
+            f"`{key}` must be a dense tensor in memory, got {fault}; convert it first "
+            "(to_dense, dequantize, to_empty), or leave it out of the state"
+        )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements share one place in memory (`expand`)."""
+    return any(
+        step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def copy_expanded(key: str, source: Tensor, target: Tensor) -> None:
+    """Fill an expanded tensor: its places in memory, once each.
+
+    Raises:
+        ValueError: elements that share a place would need different values.
+    """
+    core, wanted = target.detach(), source
+    for dim, (step, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if step == 0 and length > 1:
+            core, wanted = core.narrow(dim, 0, 1), wanted.narrow(dim, 0, 1)
+    if not torch.equal(wanted.expand(source.shape), source):
+        raise ValueError(
+            f"`{key}` must have equal values where its elements share memory, got different ones; "
+            "load into a tensor that was not expanded"
+        )
+    core.copy_(wanted)

@@ -1,0 +1,207 @@
+"""From what one rank wants to the stored shards that it consists of.
+
+One index over the shards of all tensors finds them for all wanted boxes at once.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 3.3 (local load plan of one rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
+from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS
+from planish.checkpoint.format.items import Columns, LocalItem
+from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.plan.coverage import box_text, cover_faults, untiled
+from planish.checkpoint.plan.ordering import before, fit, fresh, order_by, ranges
+from planish.checkpoint.plan.reads import LocalReads
+
+_CHUNK = 1 << 20
+"""Candidate pairs that are held in memory at a time."""
+
+
+class ShardIndex:
+    """The stored shards of all tensors, sorted along the most-cut dimension of each tensor.
+
+    Tensors lie one behind the other on one number line, so that one binary search serves the
+    boxes of many tensors.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        """Index the shards of `metadata`.
+
+        Raises:
+            LayoutMismatch: the tensors are too large for one number line.
+        """
+        shards, shapes = metadata.shards, metadata.tensors.shapes
+        self.width = max(1, shapes.shape[1])
+        offsets, lengths = fit(shards.offsets, self.width, 0), fit(shards.lengths, self.width, 1)
+        shapes = fit(shapes, self.width, 1)
+        if shapes.astype(np.float64).sum() >= MAX_ELEMENTS:
+            raise LayoutMismatch("all shapes of a state together must stay below 2**62 indices")
+        self._dim = _most_cut(shards.tensor, offsets, len(shapes))
+        rows = np.arange(len(shapes))
+        self._base = before(shapes[rows, self._dim] + 1)
+        dims = self._dim[shards.tensor]
+        rows = np.arange(len(offsets))
+        start = self._base[shards.tensor] + offsets[rows, dims]
+        self._ids = np.argsort(start, kind="stable").astype(np.int64)
+        self._start = start[self._ids]
+        self._reach = np.maximum.accumulate((start + lengths[rows, dims])[self._ids])
+        self._low, self._high = offsets, offsets + lengths
+
+    def meeting(self, tensor: I64, offsets: I64, lengths: I64) -> tuple[I64, I64, I64, I64]:
+        """Return the pairs of boxes and shards that have an element in common.
+
+        Args:
+            tensor: [w], row of the tensor of each box.
+            offsets: [w, width], first element; inside of the tensor.
+            lengths: [w, width], extent, at least 1.
+
+        Returns:
+            [m] the box, [m] the shard, ascending by both; [m, width] first element and extent of
+            what they have in common.
+        """
+        rows, dims = np.arange(len(tensor)), self._dim[tensor]
+        low = self._base[tensor] + offsets[rows, dims]
+        first = np.searchsorted(self._reach, low, side="right")
+        last = np.searchsorted(self._start, low + lengths[rows, dims], side="left")
+        counts = np.maximum(last - first, 0).astype(np.int64)
+        ends, meetings = offsets + lengths, []
+        for part in _chunks(counts):
+            box = np.repeat(np.arange(part.start, part.stop), counts[part])
+            shard = self._ids[ranges(first[part].astype(np.int64), counts[part])]
+            lower = np.maximum(offsets[box], self._low[shard])
+            extent = np.minimum(ends[box], self._high[shard]) - lower
+            kept = np.flatnonzero((extent > 0).all(axis=1))
+            meetings.append((box[kept], shard[kept], lower[kept], extent[kept]))
+        box, shard, lower, extent = (
+            np.concatenate(column) for column in zip(*meetings, strict=True)
+        )
+        order = order_by(box, shard)
+        return box[order], shard[order], lower[order], extent[order]
+
+
+def _chunks(counts: I64) -> Iterator[slice]:
+    """Yield slices of rows with about `_CHUNK` pairs each, at least one slice."""
+    ends = np.cumsum(counts)
+    first = 0
+    while True:
+        done = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, done + _CHUNK, side="right")))
+        yield slice(first, min(last, len(counts)))
+        first = last
+        if first >= len(counts):
+            return
+
+
+def _most_cut(tensor: I64, offsets: I64, tensors: int) -> I64:
+    """Return [tensors]: the dimension with the most different offsets."""
+    cuts = np.zeros((offsets.shape[1], tensors), np.int64)
+    for dim in range(offsets.shape[1]):
+        order = order_by(tensor, offsets[:, dim])
+        new = order[fresh(tensor[order], offsets[order, dim])]
+        cuts[dim] = np.bincount(tensor[new], minlength=tensors)
+    result: I64 = np.argmax(cuts, axis=0).astype(np.int64)
+    return result
+
+
+def match(
+    metadata: Metadata, items: Columns | Sequence[LocalItem], *, index: ShardIndex | None = None
+) -> LocalReads:
+    """Find the stored pieces of every wanted box; types are not looked at.
+
+    Args:
+        metadata: Of the checkpoint.
+        items: What one rank wants.
+        index: Of `metadata`, where several calls share it.
+
+    Returns:
+        One row for each wanted box and stored shard that share elements, ascending by item, box
+        and shard; together exactly the wanted boxes.
+
+    Raises:
+        MissingKeys: the checkpoint lacks tensors; all are listed.
+        ShapeMismatch: tensors have another shape in the checkpoint; all are listed.
+        LayoutMismatch: wanted elements are not stored, or stored twice; all boxes are listed.
+    """
+    wanted = items if isinstance(items, Columns) else Columns.from_items(items)
+    rows = _rows_of(metadata, wanted)
+    index = ShardIndex(metadata) if index is None else index
+    owner = wanted.box_tensor
+    tensor = rows[owner]
+    offsets = fit(wanted.offsets, index.width, 0)
+    lengths = fit(wanted.lengths, index.width, 1)
+    limits = fit(metadata.tensors.shapes, index.width, 1)[tensor]
+    outside = np.flatnonzero(((offsets < 0) | (offsets > limits - lengths)).any(axis=1))
+    if len(outside):
+        faults = [
+            f"`{wanted.tensors.fqns[owner[box]]}`: "
+            + box_text(offsets[box], lengths[box], int(wanted.tensors.dims[owner[box]]))
+            for box in outside
+        ]
+        raise LayoutMismatch(
+            "wanted boxes must lie inside of their tensors, got\n  " + "\n  ".join(faults)
+        )
+    box, shard, lower, extent = index.meeting(tensor, offsets, lengths)
+    _refuse_gaps(wanted, (offsets, lengths), (box, lower, extent))
+    number = ranges(np.zeros(len(wanted.item_tensor), np.int64), np.diff(wanted.item_starts))
+    return LocalReads(wanted.box_item[box], number[box], shard, lower, extent, offsets[box])
+
+
+def _rows_of(metadata: Metadata, wanted: Columns) -> I64:
+    """Return [t]: the row in the metadata of each wanted tensor; shapes must be equal there."""
+    known, tensors = metadata.tensor_ids, metadata.tensors
+    missing = [name for name in wanted.tensors.ids if name not in known]
+    if missing:
+        names = "\n  ".join(f"`{fqn}` ({role} {kind})" for role, kind, fqn in missing)
+        raise MissingKeys(
+            f"the checkpoint must hold every wanted tensor, it lacks {len(missing)}:\n  {names}"
+        )
+    rows = [known[name] for name in wanted.tensors.ids]
+    faults = []
+    for mine, row in enumerate(rows):
+        dims = int(wanted.tensors.dims[mine])
+        if dims != tensors.dims[row] or (
+            (wanted.tensors.shapes[mine, :dims] != tensors.shapes[row, :dims]).any()
+        ):
+            here, there = wanted.tensors.spec(mine), tensors.spec(row)
+            faults.append(f"`{here.fqn}`: {there.shape} in the checkpoint, {here.shape} wanted")
+    if faults:
+        raise ShapeMismatch(
+            "tensors must have the shape they were saved with, got\n  "
+            + "\n  ".join(faults)
+            + "\nload into the model that was saved"
+        )
+    return np.array(rows, np.int64)
+
+
+def _refuse_gaps(wanted: Columns, boxes: tuple[I64, I64], pieces: tuple[I64, I64, I64]) -> None:
+    """Refuse wanted boxes that the stored pieces do not fill exactly, once each."""
+    offsets, lengths = boxes
+    box, lower, extent = pieces
+    inside = lower - offsets[box]
+    suspects = untiled(lengths, box, inside, extent)
+    if not len(suspects):
+        return
+    dense = np.full(len(lengths), -1, np.int64)
+    dense[suspects] = np.arange(len(suspects))
+    mine = np.flatnonzero(dense[box] >= 0)
+    tensors = wanted.box_tensor[suspects]
+    dims = wanted.tensors.dims[tensors]
+    faults = cover_faults(
+        lengths[suspects], dense[box[mine]], inside[mine], extent[mine], dims=dims
+    )
+    if faults:
+        texts = []
+        for number, fault in sorted(faults.items()):
+            row = int(suspects[number])
+            name = wanted.tensors.fqns[int(tensors[number])]
+            where = box_text(offsets[row], lengths[row], int(dims[number]))
+            texts.append(f"`{name}` {where}, counted from its corner: {fault}")
+        raise LayoutMismatch(
+            "every wanted element must be stored exactly once, got\n  " + "\n  ".join(texts)
+        )
