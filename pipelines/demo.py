@@ -25,12 +25,13 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.local import STOP_SECONDS, run_parameters
+from planish import store
 from planish.base.config import preset_names
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.records import layout
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import Terminated, end_descendants, on_signal
-from planish.store import file_uri, normal_uri, open_store
+from planish.store import file_uri, normal_uri
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.3
@@ -86,9 +87,8 @@ class EndedTask:
 
 def read_tasks(root: str, since: float) -> list[EndedTask]:
     """Return the ended attempts that began after `since` (Unix seconds), in order of their end."""
-    store = open_store(root)
     tasks = []
-    for uri in store.list(layout.logs(root) + "/"):
+    for uri in store.list_uris(layout.logs(root) + "/"):
         if not uri.endswith(".json"):
             continue
         try:
@@ -215,7 +215,7 @@ def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
 def read_summary(root: str) -> dict[str, Any]:
     """Return what the exit report wrote about the run."""
     uri = f"{layout.report(root)}/summary.json"
-    summary: dict[str, Any] = json.loads(open_store(uri).read(uri))
+    summary: dict[str, Any] = json.loads(store.read(uri))
     return summary
 
 

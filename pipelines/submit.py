@@ -227,16 +227,16 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
     Returns:
         URIs of the objects that were written or deleted.
     """
+    from planish import store
     from planish.records import layout
-    from planish.store import open_store
 
     root = check_root(root)
-    store, uri = open_store(root), layout.stop_file(root)
+    uri = layout.stop_file(root)
     if not undo:
         store.write(uri, json.dumps({"reason": "operator"}).encode())
         return [uri]
     folder = layout.iteration(root, 0).rpartition("/")[0]
-    marks = [mark for mark in store.list(folder) if mark.endswith("/stopped.json")]
+    marks = [mark for mark in store.list_uris(folder) if mark.endswith("/stopped.json")]
     found = [mark for mark in (uri, *marks) if store.exists(mark)]
     for mark in found:
         store.delete(mark)
@@ -254,17 +254,17 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     Raises:
         ValueError: no node can have that name.
     """
+    from planish import store
     from planish.records import layout
     from planish.run import avoid as nodes
-    from planish.store import open_store
 
     root = check_root(root)
     uri = layout.avoided_node(root, node)
     if not undo:
         return [uri] if nodes.avoid(root, nodes.AvoidedNode(node, "operator")) else []
-    if not nodes.is_node_name(node) or not open_store(uri).exists(uri):
+    if not nodes.is_node_name(node) or not store.exists(uri):
         return []
-    open_store(uri).delete(uri)
+    store.delete(uri)
     return [uri]
 
 

@@ -11,6 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from planish.store.uris import STORES
 from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import free_port
 from tests.servers.run_alertmanager import AlertmanagerServer, require_alertmanager
@@ -25,6 +26,8 @@ hypothesis.settings.load_profile("planish")
 # What a shell starts in its background is deaf to SIGINT, and so would be what tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+STORES["mem"] = "tests.stores.memory:connect"
 
 _bucket_numbers = itertools.count()
 

@@ -21,8 +21,7 @@ from typing import Any
 import minio
 import numpy as np
 
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.base import PART_BYTES, Storage
+from planish.store import PART_BYTES, Store, open_store
 from tests.benchmarks.facts import write_result
 from tests.servers.run_minio import Minio
 
@@ -32,7 +31,7 @@ SMALL_BYTES = 4096
 _BUCKET = "bench"
 
 
-def put_parts(storage: Storage, key: str, data: memoryview, threads: int) -> None:
+def put_parts(storage: Store, key: str, data: memoryview, threads: int) -> None:
     """Write an object in parts from several threads."""
     parts = storage.open_multipart(key, data.nbytes)
     size = parts.part_bytes
@@ -45,7 +44,7 @@ def put_parts(storage: Storage, key: str, data: memoryview, threads: int) -> Non
     parts.complete()
 
 
-def get_ranges(storage: Storage, key: str, target: memoryview, threads: int) -> None:
+def get_ranges(storage: Store, key: str, target: memoryview, threads: int) -> None:
     """Read an object in ranges of a part each from several threads."""
 
     def read(start: int) -> None:
@@ -71,7 +70,7 @@ def sdk_get(client: Any, key: str, target: memoryview, threads: int) -> None:
         list(pool.map(read, range(0, target.nbytes, PART_BYTES)))
 
 
-def large(storage: Storage, client: Any, size: int) -> dict[str, Callable[[], None]]:
+def large(storage: Store, client: Any, size: int) -> dict[str, Callable[[], None]]:
     """Return the moves of one large object by name."""
     data = memoryview(np.random.default_rng(0).bytes(size))
     target = memoryview(bytearray(size))
@@ -89,7 +88,7 @@ def large(storage: Storage, client: Any, size: int) -> dict[str, Callable[[], No
     return acts
 
 
-def small(storage: Storage, client: Any, count: int) -> dict[str, Callable[[], None]]:
+def small(storage: Store, client: Any, count: int) -> dict[str, Callable[[], None]]:
     """Return the moves of many small objects, one after another, by name."""
     data = bytes(SMALL_BYTES)
     target = memoryview(bytearray(SMALL_BYTES))
@@ -152,7 +151,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with server(options.data) as found:
-        storage, _ = open_storage(f"s3://{_BUCKET}")
+        storage, _ = open_store(f"s3://{_BUCKET}")
         client = minio.Minio(
             found.endpoint, found.access_key, found.secret_key, secure=False, region="us-east-1"
         )

@@ -22,8 +22,8 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.messages import started_at
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch.monitor import TIMINGS
+from planish.store import open_store
 from tests.integration.ckpt_forks import Forks, write_json
 from tests.integration.ckpt_seeds import COLUMNS, load_seed
 from tests.integration.waiting import wait_for
@@ -40,7 +40,7 @@ class Site:
     def __init__(self, server, uri, proxy, forks, folder):
         self.server, self.uri, self.proxy, self.forks = server, uri, proxy, forks
         self.folder, self.bucket = Path(folder), uri.removeprefix("s3://")
-        self.storage = open_storage(uri)[0]
+        self.storage = open_store(uri)[0]
         self._others = open_uploads(server.data)
 
     @property

@@ -23,9 +23,8 @@ from planish.checkpoint.save import engine as save_engine
 from planish.checkpoint.save import upload
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import default_engine
-from planish.checkpoint.storage import base
-from planish.checkpoint.storage.s3 import S3Storage
-from planish.store.s3 import read_settings
+from planish.store import base
+from planish.store.s3 import S3Store, read_settings
 from tests.integration.ckpt_forks import get_ready, write_json
 from tests.integration.waiting import wait_for
 
@@ -190,7 +189,7 @@ def impatient(uri, read_seconds):
     if not read_seconds:
         return None
     bucket = uri.removeprefix("s3://").partition("/")[0]
-    return S3Storage(read_settings(), bucket, read_seconds=read_seconds, timeout_s=10.0)
+    return S3Store(read_settings(), bucket, read_seconds=read_seconds, timeout_s=10.0)
 
 
 def save_dying(rank, size, folder, uri, seed, *, victim, stage):

@@ -14,7 +14,7 @@ from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.integrity import check_blocks
 from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 
 NUMPY = {"F32": np.float32, "I64": np.int64, "U8": np.uint8}
 
@@ -68,7 +68,7 @@ def expected_tensors(*, seed=0, rows=8, cols=6, tensors=3):
 
 def read_back(uri):
     """Return (commit, metadata, tensors, small objects) of what is committed, all checked."""
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     commit = read_commit(storage, path)
     assert commit is not None, f"nothing is committed at {uri}"
     meta = metafile.decode(read_meta(storage, path, commit), max_bytes=1 << 30)
@@ -113,11 +113,11 @@ def assert_holds(uri, **arguments):
 
 def attempts(uri):
     """Names of the attempt folders at a checkpoint, and whether something is committed."""
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     found = {stat.key[len(path) + 1 :].split("/")[0] for stat in storage.list(path)}
     return sorted(name for name in found if name.startswith("a-")), "COMMIT" in found
 
 
 def commit_json(uri):
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     return json.loads(storage.get(f"{path}/COMMIT", 1 << 20)[0])

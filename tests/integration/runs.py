@@ -12,8 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from planish import store
 from planish.records import layout
-from planish.store import open_store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "tests" / "golden" / "configs" / "tiny.toml"
@@ -61,11 +61,10 @@ def kill(process: subprocess.Popen) -> None:
 
 def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 600) -> None:
     """Wait until a task of the stage has begun."""
-    store = open_store(root)
     prefix = layout.stage_log(root, stage, iteration, 0)[: -len("00.json")]
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if any(uri.startswith(prefix) for uri in store.list(layout.logs(root) + "/")):
+        if any(uri.startswith(prefix) for uri in store.list_uris(layout.logs(root) + "/")):
             return
         time.sleep(0.02)
     raise AssertionError(f"stage {stage} did not begin within {timeout} s")
@@ -73,9 +72,8 @@ def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 60
 
 def digests(root: str) -> dict[str, str]:
     """Return path under the root to sha256 for everything whose bytes a run promises."""
-    store = open_store(root)
     result = {}
-    for uri in store.list(root + "/"):
+    for uri in store.list_uris(root + "/"):
         path = uri[len(root) + 1 :]
         if path.endswith(("manifest.json", "update.json")):
             result[path] = sha256(store.read(uri)).hexdigest()
@@ -84,10 +82,9 @@ def digests(root: str) -> dict[str, str]:
 
 def manifests(root: str, part: str) -> dict[str, dict[str, Any]]:
     """Return path to parsed manifest for all sets whose path holds `part`."""
-    store = open_store(root)
     return {
         uri[len(root) + 1 :]: json.loads(store.read(uri))
-        for uri in store.list(root + "/")
+        for uri in store.list_uris(root + "/")
         if uri.endswith("/manifest.json") and part in uri
     }
 
@@ -96,5 +93,5 @@ def newest_state(root: str) -> str:
     """Return the pinned URI of the newest train state."""
     found = manifests(root, "/states/")
     path = max(found)
-    data = open_store(root).read(f"{root}/{path}")
+    data = store.read(f"{root}/{path}")
     return f"{root}/{path.removesuffix('/manifest.json')}#sha256={sha256(data).hexdigest()}"

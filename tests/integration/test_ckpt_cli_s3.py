@@ -8,7 +8,7 @@ import pytest
 
 from planish.__main__ import main
 from planish.checkpoint.convert.layouts import Layout
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
 pytestmark = pytest.mark.server
@@ -40,7 +40,7 @@ def test_a_life_of_checkpoints_on_a_bucket(run, s3_root):
     assert "ranks 0 to 7" in run("report", made)[1]
     assert "deleted 1, kept 2" in run("retain", root, "--keep-last", 2)[1]
 
-    storage, key = open_storage(root)
+    storage, key = open_store(root)
     file = next(s.key for s in storage.list(f"{key}/step-3") if s.key.endswith("0.safetensors"))
     data = bytearray(storage.get(file, 1 << 20)[0])
     data[-1] ^= 1
@@ -48,7 +48,7 @@ def test_a_life_of_checkpoints_on_a_bucket(run, s3_root):
     code, out = run("verify", pins[2])
     assert (code, file.rpartition("/a-")[2].partition("/")[2] in out) == (1, True)
 
-    left = open_storage(root)[0].open_multipart(f"{key}/step-2/a-{'0' * 26}/data/x", 20 << 20)
+    left = open_store(root)[0].open_multipart(f"{key}/step-2/a-{'0' * 26}/data/x", 20 << 20)
     left.write(1, bytes(16 << 20))
     storage.put(f"{key}/step-2/a-{'0' * 26}/data/y", b"left by a crash")
     assert run("gc", root, "--grace-seconds", 0)[0] == 0

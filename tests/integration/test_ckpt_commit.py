@@ -18,10 +18,10 @@ from planish.base.errors import CheckpointExists, StoreError
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import Commit, read_commit
 from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage, Stopped, stop_at
+from planish.store import open_store
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.servers.minio_files import objects, open_uploads
+from tests.stores.faulty import FaultyStore, Stopped, stop_at
 from tests.unit.checkpoint.small_saves import (
     ROOT,
     check_all,
@@ -36,11 +36,11 @@ pytestmark = pytest.mark.server
 
 CHILD = """
 import sys
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 from planish.base.errors import CheckpointExists
 from tests.unit.checkpoint.small_saves import path_of, save
 
-storage, _ = open_storage(sys.argv[1])
+storage, _ = open_store(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 path = path_of(2) if sys.argv[2] == "new" else path_of(1)
@@ -53,7 +53,7 @@ except CheckpointExists:
 
 @pytest.fixture
 def storage(s3_root):
-    return open_storage(s3_root)[0]
+    return open_store(s3_root)[0]
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_save_stopped_at_every_request_leaves_old_or_new(storage, minio, asser
         for after in (False, True):
             storage.delete([stat.key for stat in storage.list("")])
             save(storage, 1)
-            faulty = FaultyStorage(storage, stop_at(request, after=after))
+            faulty = FaultyStore(storage, stop_at(request, after=after))
             try:
                 path = path_of(2) if kind == "new" else path_of(1)
                 save(faulty, 2, path=path, overwrite=kind == "overwrite")
@@ -247,7 +247,7 @@ def test_the_server_killed_in_the_middle_of_a_save_delays_it_only(storage, minio
                 restart.start()
             return ""
 
-        assert save(FaultyStorage(storage, crash), request).step == request
+        assert save(FaultyStore(storage, crash), request).step == request
         restart.join(timeout=60)
     assert check_all(storage) == [2, 6, 9, 12, 15]
     catalog.gc(storage, "run", grace_s=0)
@@ -292,7 +292,7 @@ def test_random_faults_never_show_a_checkpoint_that_is_not_whole(storage, minio,
     chance = random.Random(11)
     saved = []
     for step in range(1, 31):
-        faulty = FaultyStorage(
+        faulty = FaultyStore(
             storage,
             lambda number, kind, key: chance.choices(("", "fail", "lost"), (20, 1, 1))[0],
         )

@@ -13,7 +13,7 @@ from planish.base.errors import StoreError, StoreMisconfigured
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import Facts, publish
 from planish.checkpoint.commit.journal import attempt_folder, journaled, new_attempt
-from planish.checkpoint.storage import open_storage, upload
+from planish.store import open_store, upload
 from tests.servers.minio_files import objects, open_uploads
 from tests.servers.program import require
 from tests.servers.run_minio import Minio, require_minio, server_of_few_mib
@@ -45,7 +45,7 @@ def save_large(storage, step, size):
 
 
 def test_a_full_disk_fails_the_save_at_once_and_room_makes_the_next_succeed(small_server):
-    storage = open_storage("s3://full")[0]
+    storage = open_store("s3://full")[0]
     first = save_large(storage, 1, 30 * MIB)
     start = time.monotonic()
     with pytest.raises(StoreError, match=r"s3://full/run/step-2/.*the server is full"):
@@ -124,7 +124,7 @@ def make_bucket(server, certificate):
 
 def test_tls_moves_large_bodies_and_needs_a_known_authority(tls_server, monkeypatch):
     make_bucket(tls_server, os.environ["SSL_CERT_FILE"])
-    storage = open_storage("s3://safe")[0]
+    storage = open_store("s3://safe")[0]
     data = np.random.default_rng(0).bytes(17 * MIB)
     upload(storage, "x", data)
     target = bytearray(len(data))
@@ -136,8 +136,8 @@ def test_tls_moves_large_bodies_and_needs_a_known_authority(tls_server, monkeypa
     monkeypatch.setenv("MINIO_REGION", "us-east-2")  # another region: another connection
     monkeypatch.delenv("SSL_CERT_FILE")
     with pytest.raises(StoreMisconfigured, match=r"safe.*TLS.*SSL_CERT_FILE"):
-        open_storage("s3://safe")[0].head("x")
+        open_store("s3://safe")[0].head("x")
     monkeypatch.setenv("MINIO_SECURE", "0")
     with pytest.raises(StoreError, match="MINIO_SECURE"):
-        open_storage("s3://safe")[0].head("x")
+        open_store("s3://safe")[0].head("x")
     assert time.monotonic() - start < 5

@@ -18,8 +18,7 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.verify import verify
-from planish.checkpoint.storage.s3 import S3Storage
-from planish.store.s3 import read_settings
+from planish.store.s3 import S3Store, read_settings
 from tests.integration.ckpt_seeds import load_seed
 
 pytestmark = pytest.mark.server
@@ -186,7 +185,7 @@ def test_damage_on_the_disk_of_the_server_never_reaches_a_tensor(site):
         whole = path.read_bytes()
         for at in (len(whole) // 2, len(whole) - 9):
             path.write_bytes(flip(whole, at))
-            hasty = S3Storage(settings, bucket, read_seconds=2.0, timeout_s=1.5)
+            hasty = S3Store(settings, bucket, read_seconds=2.0, timeout_s=1.5)
             try:
                 seen.append(load_seed(site.path("step-1"), storage=hasty))
             except (CheckpointError, StoreError) as error:

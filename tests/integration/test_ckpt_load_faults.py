@@ -14,12 +14,12 @@ from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_ranks import Ranks
 from tests.integration.test_ckpt_load import boxes_for, raw_of, target, weights
 from tests.servers.http_proxy import HttpProxy, Rule
+from tests.stores.faulty import FaultyStore
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import write_checkpoint
 
@@ -35,7 +35,7 @@ def scenario(rank, size, folder, cases):
 def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout=60.0):
     items = [target(s, boxes_for("replicated", s, rank, size)) for s in weights()]
     options = {"timeout_s": timeout}
-    storage, _ = open_storage(place.partition("#")[0])
+    storage, _ = open_store(place.partition("#")[0])
 
     def decide(number, kind, key):
         if kind != "get" or "/data/" not in key:
@@ -45,7 +45,7 @@ def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout
         return fault
 
     if rank == victim:
-        storage = FaultyStorage(storage, decide)
+        storage = FaultyStore(storage, decide)
         if change == "shape":
             spec = dataclasses.replace(items[0].tensor, shape=(3, 3))
             items[0] = target(spec, boxes_for("replicated", spec, 0, 1))

@@ -6,7 +6,7 @@ import torch
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.save.engine import close_engines
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
 
 NAME = "tests.integration.test_ckpt_replicas"
@@ -33,7 +33,7 @@ def test_unequal_replicas_are_refused_by_all_and_only_when_asked_for(size, file_
     assert len(set(found)) == 1
     assert "`b` (main.model): ranks [0, 2] against [1]" in found[0]
     assert "`a`" not in found[0]
-    storage, path = open_storage(file_root)
+    storage, path = open_store(file_root)
     keys = [stat.key.removeprefix(path).strip("/") for stat in storage.list(path)]
     assert not [key for key in keys if key.startswith("unequal/")]
     assert {key.split("/")[0] for key in keys if key.endswith("COMMIT")} == {"equal", "unasked"}

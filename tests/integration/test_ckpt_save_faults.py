@@ -21,7 +21,7 @@ from planish.checkpoint.format.items import Collected
 from planish.checkpoint.save import engine as save_engine
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import close_engines, default_engine
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_ranks import Ranks
 from tests.integration.ckpt_states import (
@@ -91,7 +91,7 @@ def gone(pid):
 
 
 def collect(root):
-    storage, path = open_storage(root)
+    storage, path = open_store(root)
     catalog.gc(storage, path, grace_s=0.0)
 
 
@@ -180,7 +180,7 @@ def test_sigterm_to_any_rank_makes_all_save_the_same_step_and_end(file_root, tmp
     assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
     (step,) = {outcome.value for outcome in outcomes}
     assert 20 <= step < 5000
-    storage, path = open_storage(file_root)
+    storage, path = open_store(file_root)
     (entry,) = catalog.list_checkpoints(storage, path)
     assert entry.step == step
     _, _, tensors, small = read_back(entry.uri)
@@ -207,7 +207,7 @@ def test_a_trainer_that_sigterm_ends_leaves_no_uploader_and_nothing_visible(file
         os.kill(uploader, signal.SIGCONT)
         wait_for(lambda: gone(uploader), 20, "the end of the uploading process")
     assert not attempts(f"{file_root}/2")[1]
-    storage, path = open_storage(f"{file_root}/2")
+    storage, path = open_store(f"{file_root}/2")
     assert [u for stat in storage.list(path) for u in storage.open_uploads(stat.key)] == []
     assert_holds(f"{file_root}/1", seed=1, **BIG)
 

@@ -25,9 +25,8 @@ from planish.base.errors import (
     StoreUnavailable,
 )
 from planish.checkpoint.commit.commit import require_commit
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.s3 import S3Storage
-from planish.store.s3 import Settings
+from planish.store import open_store
+from planish.store.s3 import S3Store, Settings
 from tests.servers.http_proxy import HttpProxy, Rule
 
 pytestmark = pytest.mark.server
@@ -59,7 +58,7 @@ def through(minio, proxy, bucket):
             region="us-east-1",
             retry_seconds=retry_seconds,
         )
-        opened.append(S3Storage(settings, bucket, **options))
+        opened.append(S3Store(settings, bucket, **options))
         return opened[-1]
 
     yield make
@@ -69,7 +68,7 @@ def through(minio, proxy, bucket):
 
 @pytest.fixture
 def direct(minio, s3_root):
-    return open_storage(s3_root)[0]
+    return open_store(s3_root)[0]
 
 
 def exercise(storage, data):
@@ -240,7 +239,7 @@ def test_what_will_not_pass_is_said_at_once(through, proxy, minio, bucket, fault
 
 def test_wrong_settings_are_told_within_ten_seconds(minio, s3_root, monkeypatch):
     start = time.monotonic()
-    missing = open_storage("s3://no-such-bucket-here/run")[0]
+    missing = open_store("s3://no-such-bucket-here/run")[0]
     for act in (
         lambda: missing.head("x"),
         lambda: missing.put("x", b""),
@@ -249,10 +248,10 @@ def test_wrong_settings_are_told_within_ten_seconds(minio, s3_root, monkeypatch)
         with pytest.raises(StoreMisconfigured, match=r"no-such-bucket-here.*" + minio.endpoint):
             act()
     with pytest.raises(CheckpointNotFound, match="step-1"):
-        require_commit(open_storage(s3_root)[0], "run/step-1")
+        require_commit(open_store(s3_root)[0], "run/step-1")
     for uri in ("ftp://x/y", "s3:/x", "s3://", "relative/folder", "mem://", "file://host/x"):
         with pytest.raises(StoreMisconfigured):
-            open_storage(uri)
+            open_store(uri)
     for name, value, match in (
         ("MINIO_SECURE", "1", "MINIO_SECURE=0"),
         ("MINIO_SECRET_KEY", "not-the-secret", "SignatureDoesNotMatch"),
@@ -261,12 +260,12 @@ def test_wrong_settings_are_told_within_ten_seconds(minio, s3_root, monkeypatch)
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             with pytest.raises(StoreError, match=match) as caught:
-                open_storage(s3_root)[0].put("x", b"1")
+                open_store(s3_root)[0].put("x", b"1")
             assert minio.endpoint in str(caught.value)
             assert minio.secret_key not in str(caught.value)
     monkeypatch.delenv("MINIO_SECRET_KEY")
     with pytest.raises(StoreMisconfigured, match="MINIO_SECRET_KEY"):
-        open_storage(s3_root)
+        open_store(s3_root)
     assert time.monotonic() - start < 10
 
 
@@ -314,7 +313,7 @@ def test_the_proxy_serves_other_processes(minio, s3_root, monkeypatch):
     ) as process:
         endpoint = process.stdout.readline().strip()
         monkeypatch.setenv("MINIO_ENDPOINT", endpoint)
-        storage = open_storage(s3_root)[0]
+        storage = open_store(s3_root)[0]
         storage.put("a", b"1")
         storage.put("b", b"2")
         with urllib.request.urlopen(f"http://{endpoint}/-/counts", timeout=10) as answer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.store.disk import TEMPORARY
+from planish.store.file import TEMPORARY
 from tests.integration import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

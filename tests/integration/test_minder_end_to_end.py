@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from planish import store
 from planish.minder.act.kube import names
-from planish.store import open_store
 from planish.store.documents import read_json
 from tests.golden.write_rules import MONITORING, RULES
 from tests.integration.minder_cluster import Fleet as KubernetesFleet
@@ -291,7 +291,7 @@ def test_a_faulty_machine_is_named_cordoned_emptied_and_resolved(
     }
     timeline.note("events and the run's annotation are there")
     root = f"file://{tmp_path}/runs/7/alerts"
-    (uri,) = open_store(root).list(root)
+    (uri,) = store.list_uris(root)
     assert read_json(uri)["machine"] == machine
 
     # the machine has left the job: nothing is wrong with what is left

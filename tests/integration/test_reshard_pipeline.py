@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from planish import store
 from planish.checkpoint.convert.hf_files import Form, encode_header
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.storage import open_storage
 from planish.records import fetch_files, layout, write_files
 from planish.store import open_store
 from planish.store.documents import read_json
@@ -47,7 +47,7 @@ def run(root, source, target_layout, *options):
 
 def logs(root):
     """Return stage -> the entry that its newest attempt wrote."""
-    names = [uri for uri in open_store(root).list(layout.logs(root)) if uri.endswith(".json")]
+    names = [uri for uri in store.list_uris(layout.logs(root)) if uri.endswith(".json")]
     return {entry["stage"]: entry for entry in map(read_json, names)}
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_source_fails_the_run_and_leaves_no_result(file_root, tmp_path
     assert code == 1
     assert "main.model/00000-0.safetensors" in output
     assert open_state(pin).commit.step == 7, "retention removes nothing after a failure"
-    storage, key = open_storage(f"{file_root}/run")
+    storage, key = open_store(f"{file_root}/run")
     assert [s.key for s in storage.list(key) if s.key.endswith("COMMIT")] == []
     assert logs(f"{file_root}/run")["checkpoint_retain"]["metrics"]["deleted"] == 0
 

@@ -7,9 +7,11 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from planish import store
 from planish.base.errors import (
     EXIT_CONFIG,
     EXIT_TRANSIENT,
@@ -21,9 +23,8 @@ from planish.base.errors import (
     StoreUnavailable,
     exit_code,
 )
-from planish.checkpoint.storage import open_storage
-from planish.store import retry, s3
-from planish.store.s3 import S3Store
+from planish.store import open_store, retry, s3_client
+from planish.store.s3 import S3Store, read_settings
 from tests.servers.faulty_proxy import FaultyProxy, http_answer
 
 pytestmark = pytest.mark.server
@@ -67,13 +68,12 @@ def first(fault, count):
     ],
 )
 def test_three_transient_failures_are_survived_by_every_operation(through, s3_root, fault):
-    store = S3Store()
     uri = f"{s3_root}/x"
     for work, expected in (
         (lambda: store.write(uri, b"data"), None),
         (lambda: store.read(uri), b"data"),
         (lambda: store.size(uri), 4),
-        (lambda: store.list(s3_root), [uri]),
+        (lambda: store.list_uris(s3_root), [uri]),
         (lambda: store.create(f"{s3_root}/new", b"1"), None),
         (lambda: store.delete(uri), None),
     ):
@@ -84,33 +84,37 @@ def test_three_transient_failures_are_survived_by_every_operation(through, s3_ro
 
 def test_an_upload_that_the_server_timed_out_is_sent_again(through, s3_root):
     proxy = through(first(http_answer("400 Bad Request", "RequestTimeout"), 2))
-    S3Store().write(f"{s3_root}/x", b"data")
+    store.write(f"{s3_root}/x", b"data")
     assert proxy.connections == 3
 
 
-def test_after_the_retry_seconds_the_store_counts_as_unavailable(through, s3_root):
+def test_after_the_retry_seconds_the_store_counts_as_unavailable(through, s3_root, monkeypatch):
     proxy = through(lambda _: "reset")
     begun = time.perf_counter()
+    monkeypatch.setenv("MINIO_RETRY_SECONDS", "1.0")
     with pytest.raises(StoreUnavailable, match="must be a server that answers") as raised:
-        S3Store(retry_seconds=1.0).read(f"{s3_root}/x")
+        store.read(f"{s3_root}/x")
     assert 1.0 <= time.perf_counter() - begun < 4
     assert proxy.connections > 3
     assert exit_code(raised.value) == EXIT_TRANSIENT
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "XMinioIAMNotInitialized", "OfALaterVersion"])
-def test_an_answer_of_503_for_ever_is_unavailable_whatever_its_code(through, s3_root, code):
+def test_an_answer_of_503_for_ever_is_unavailable_whatever_its_code(
+    through, s3_root, monkeypatch, code
+):
     proxy = through(lambda _: http_answer("503 Service Unavailable", code))
+    monkeypatch.setenv("MINIO_RETRY_SECONDS", "0.3")
     with pytest.raises(StoreUnavailable, match=f"keeps answering {code}") as raised:
-        S3Store(retry_seconds=0.3).write(f"{s3_root}/x", b"")
+        store.write(f"{s3_root}/x", b"")
     assert exit_code(raised.value) == EXIT_TRANSIENT
     assert proxy.connections > 1
+    monkeypatch.setenv("MINIO_RETRY_SECONDS", "0.05")
     with pytest.raises(StoreUnavailable, match="keeps answering HTTP 503"):
-        S3Store(retry_seconds=0.05).size(f"{s3_root}/x")
+        store.size(f"{s3_root}/x")
 
 
 def test_a_body_that_breaks_is_taken_up_where_it_broke(through, s3_root, tmp_path):
-    store = S3Store()
     store.write(f"{s3_root}/big", BLOCK * 8)
     proxy = through(first("cut", 4), cut_bytes=1_500_000)
     assert store.read(f"{s3_root}/big", 100, 7_000_000) == (BLOCK * 8)[100:7_000_100]
@@ -120,8 +124,8 @@ def test_a_body_that_breaks_is_taken_up_where_it_broke(through, s3_root, tmp_pat
     assert (tmp_path / "copy").read_bytes() == BLOCK * 8
 
 
-def test_a_body_that_always_breaks_is_given_up(through, s3_root):
-    store = S3Store(retry_seconds=0.2)
+def test_a_body_that_always_breaks_is_given_up(through, s3_root, monkeypatch):
+    monkeypatch.setenv("MINIO_RETRY_SECONDS", "0.2")
     store.write(f"{s3_root}/big", BLOCK)
     proxy = through(lambda _: "cut", cut_bytes=1000)
     with pytest.raises(StoreUnavailable, match="must be a server that answers"):
@@ -130,7 +134,6 @@ def test_a_body_that_always_breaks_is_given_up(through, s3_root):
 
 
 def test_an_object_replaced_during_a_broken_read_is_never_mixed(through, minio, s3_root):
-    store = S3Store()
     store.write(f"{s3_root}/big", b"a" * 3_000_000)
 
     def swap(number):
@@ -148,13 +151,12 @@ def test_one_lost_part_of_a_large_object_is_sent_again_alone(through, s3_root, t
     data = BLOCK * 40
     (tmp_path / "big").write_bytes(data)
     proxy = through(lambda number: "reset" if number == 3 else "")
-    S3Store().write_file(f"{s3_root}/big", tmp_path / "big")
+    store.write_file(f"{s3_root}/big", tmp_path / "big")
     assert proxy.connections <= 6
-    assert S3Store().read(f"{s3_root}/big") == data
+    assert store.read(f"{s3_root}/big") == data
 
 
 def test_a_create_whose_answer_is_lost_counts_as_won_by_its_writer_only(through, s3_root):
-    store = S3Store()
     through(first("lost", 1))
     store.create(f"{s3_root}/lock", b"mine")
     through(first("lost", 1))
@@ -163,12 +165,12 @@ def test_a_create_whose_answer_is_lost_counts_as_won_by_its_writer_only(through,
     assert store.read(f"{s3_root}/lock") == b"mine"
 
 
-def test_a_silent_server_is_given_up_after_the_read_timeout(through, s3_root, monkeypatch):
-    monkeypatch.setattr(s3, "READ_SECONDS", 0.3)
+def test_a_silent_server_is_given_up_after_the_read_timeout(through, s3_root):
     through(lambda _: "silent")
+    settings = replace(read_settings(), retry_seconds=0.05)
     begun = time.perf_counter()
     with pytest.raises(StoreUnavailable, match="no answer in time"):
-        S3Store(retry_seconds=0.05).read(f"{s3_root}/x")
+        S3Store(settings, s3_root.removeprefix("s3://"), read_seconds=0.3).read("x")
     assert 0.6 <= time.perf_counter() - begun < 5
 
 
@@ -177,17 +179,19 @@ def test_a_restart_of_the_server_of_a_quarter_of_a_minute_is_not_noticed(
     minio, s3_root, monkeypatch
 ):
     monkeypatch.delenv("MINIO_RETRY_SECONDS")
-    storage = open_storage(s3_root)[0]
-    S3Store().write(f"{s3_root}/x", b"kept")
+    checkpoints = open_store(s3_root)[0]
+    store.write(f"{s3_root}/x", b"kept")
     minio.kill()
     restart = threading.Timer(15.0, minio.start)
     restart.start()
     try:
+        monkeypatch.setenv("MINIO_RETRY_SECONDS", "0")
         with pytest.raises(StoreUnavailable, match="connection refused"):
-            S3Store(retry_seconds=0).read(f"{s3_root}/x")
+            store.read(f"{s3_root}/x")
+        monkeypatch.delenv("MINIO_RETRY_SECONDS")
         with ThreadPoolExecutor() as pool:
-            record = pool.submit(S3Store().read, f"{s3_root}/x")
-            checkpoint = pool.submit(storage.get, "x", 10)
+            record = pool.submit(store.read, f"{s3_root}/x")
+            checkpoint = pool.submit(checkpoints.get, "x", 10)
             assert record.result() == checkpoint.result()[0] == b"kept"
     finally:
         restart.join()
@@ -197,16 +201,16 @@ def test_a_restart_of_the_server_of_a_quarter_of_a_minute_is_not_noticed(
 def test_retry_seconds_that_can_not_be_are_named(s3_root, monkeypatch, text):
     monkeypatch.setenv("MINIO_RETRY_SECONDS", text)
     with pytest.raises(ConfigError, match=f"`MINIO_RETRY_SECONDS` must be .* got '{text}'"):
-        S3Store().size(f"{s3_root}/x")
+        store.size(f"{s3_root}/x")
 
 
-def every_operation(store, root, path):
+def every_operation(root, path):
     path.write_bytes(b"1")
     return {
         "read": lambda: store.read(f"{root}/x"),
         "size": lambda: store.size(f"{root}/x"),
         "exists": lambda: store.exists(f"{root}/x"),
-        "list": lambda: store.list(root),
+        "list": lambda: store.list_uris(root),
         "write": lambda: store.write(f"{root}/x", b"1"),
         "write_file": lambda: store.write_file(f"{root}/x", path),
         "create": lambda: store.create(f"{root}/new", b"1"),
@@ -238,11 +242,12 @@ def every_operation(store, root, path):
 def test_each_wrong_setting_is_named_by_every_operation_without_secrets(
     s3_root, monkeypatch, tmp_path, changes, error, words
 ):
-    S3Store().write(f"{s3_root}/x", b"1")
+    store.write(f"{s3_root}/x", b"1")
     secrets = [os.environ["MINIO_SECRET_KEY"], "wrong-secret-0123", "nobody0123", "Signature="]
+    monkeypatch.setenv("MINIO_RETRY_SECONDS", "0.05")
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
-    for name, work in every_operation(S3Store(retry_seconds=0.05), s3_root, tmp_path / "x").items():
+    for name, work in every_operation(s3_root, tmp_path / "x").items():
         with pytest.raises(error, match=words) as raised:
             work()
         shown = f"{raised.value!r} {raised.value.__cause__!r}"
@@ -252,27 +257,32 @@ def test_each_wrong_setting_is_named_by_every_operation_without_secrets(
 
 
 def test_a_missing_bucket_is_told_apart_from_a_missing_object(minio, s3_root, tmp_path):
-    operations = every_operation(S3Store(), "s3://no-such-bucket", tmp_path / "x")
+    operations = every_operation("s3://no-such-bucket", tmp_path / "x")
     for work in operations.values():
         with pytest.raises(ConfigError, match="bucket 'no-such-bucket' must exist"):
             work()
     with pytest.raises(ObjectMissing):
-        S3Store().read(f"{s3_root}/x")
+        store.read(f"{s3_root}/x")
 
 
 def test_a_name_that_no_bucket_can_have_is_refused(minio):
     with pytest.raises(ConfigError, match="not what an S3 server takes"):
-        S3Store().read("s3://No_Bucket!/x")
+        store.read("s3://No_Bucket!/x")
     with pytest.raises(ConfigError, match="must read `s3://bucket/key`"):
-        S3Store().read("s3://bucket")
+        store.read("s3://bucket")
 
 
 @pytest.mark.parametrize("hours", [-10, 10])
 def test_a_wrong_clock_is_told_with_both_times(s3_root, monkeypatch, tmp_path, hours):
-    S3Store().write(f"{s3_root}/x", b"1")
-    wrong = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
-    monkeypatch.setattr("minio.time.utcnow", lambda: wrong)
-    for name, work in every_operation(S3Store(), s3_root, tmp_path / "x").items():
+    store.write(f"{s3_root}/x", b"1")
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + datetime.timedelta(hours=hours)
+
+    monkeypatch.setattr(s3_client, "datetime", Clock)
+    for name, work in every_operation(s3_root, tmp_path / "x").items():
         with pytest.raises(
             AccessRefused, match="clocks of this machine and of the server"
         ) as raised:
@@ -284,7 +294,7 @@ def test_a_wrong_clock_is_told_with_both_times(s3_root, monkeypatch, tmp_path, h
     ("answer", "error", "words"),
     [
         (
-            http_answer("507 Insufficient Storage", "XMinioStorageFull"),
+            http_answer("507 Insufficient Store", "XMinioStorageFull"),
             StoreError,
             "server is full",
         ),
@@ -300,7 +310,7 @@ def test_a_wrong_clock_is_told_with_both_times(s3_root, monkeypatch, tmp_path, h
 def test_other_answers_are_not_tried_again(through, s3_root, answer, error, words):
     proxy = through(lambda _: answer)
     with pytest.raises(error, match=words):
-        S3Store().write(f"{s3_root}/x", b"1")
+        store.write(f"{s3_root}/x", b"1")
     assert proxy.connections == 1
     with pytest.raises(StoreError if error is ConfigError else error):
-        S3Store().create(f"{s3_root}/x", b"1")
+        store.create(f"{s3_root}/x", b"1")

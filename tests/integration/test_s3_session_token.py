@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from minio.credentials import AssumeRoleProvider
 
+from planish import store
 from planish.base.errors import AccessRefused
-from planish.checkpoint.storage import open_storage
 from planish.store import open_store
 
 pytestmark = pytest.mark.server
@@ -29,13 +29,12 @@ def _token(minio, monkeypatch):
 
 
 def test_temporary_keys_write_and_read(s3_root, token):
-    storage, key = open_storage(f"{s3_root}/run")
+    storage, key = open_store(f"{s3_root}/run")
     storage.put(f"{key}/small", b"one")
     parts = storage.open_multipart(f"{key}/large", 3)
     parts.write(1, b"two")
     parts.complete()
     assert storage.get(f"{key}/large", 3)[0] == b"two"
-    store = open_store(s3_root)
     assert store.read(f"{s3_root}/run/small") == b"one"
 
 
@@ -47,8 +46,8 @@ def test_temporary_keys_write_and_read(s3_root, token):
 def test_a_token_that_is_not_one_is_named(s3_root, token, monkeypatch, change):
     monkeypatch.setenv("MINIO_SESSION_TOKEN", change(token))
     with pytest.raises(AccessRefused, match="MINIO_SESSION_TOKEN") as checkpoint:
-        open_storage(f"{s3_root}/run")[0].put("run/x", b"1")
+        open_store(f"{s3_root}/run")[0].put("run/x", b"1")
     with pytest.raises(AccessRefused, match="MINIO_SESSION_TOKEN") as other:
-        open_store(s3_root).write(f"{s3_root}/run/x", b"1")
+        store.write(f"{s3_root}/run/x", b"1")
     for error in (checkpoint, other):
         assert token[:20] not in str(error.value)

@@ -7,8 +7,8 @@ import json
 import pytest
 import yaml
 
+from planish import store
 from planish.records import layout
-from planish.store import open_store
 from tests.golden.write_rules import RULES
 from tests.integration import runs
 from tests.servers.program import free_port
@@ -32,8 +32,7 @@ def scraping(first):
 
 def scalars(root, stage):
     """Return what the tasks of a stage of the first iteration logged, one by one."""
-    store = open_store(root)
-    uris = [uri for uri in store.list(layout.logs(root) + "/") if uri.endswith(".json")]
+    uris = [uri for uri in store.list_uris(layout.logs(root) + "/") if uri.endswith(".json")]
     logs = [json.loads(store.read(uri)) for uri in sorted(uris)]
     return [log["metrics"] for log in logs if (log["stage"], log["iteration"]) == (stage, 1)]
 

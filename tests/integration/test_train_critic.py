@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.checkpoint import train_state as api
 from planish.models.config import ModelConfig
@@ -24,7 +25,6 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
 from planish.stages.export.stage import run as run_checkpoint
-from planish.store import open_store
 from tests.integration.test_train_stage import (
     all_tensors,
     environment,
@@ -108,11 +108,10 @@ def test_running_again_gives_equal_digests_and_resuming_equals_going_on(algorith
         digests.append([parse_pin(p)[1] for p in pins])
     assert digests[0] == digests[1]
     # A new process takes up the state of iteration 1 and must arrive at the same bytes.
-    place = open_store(tiny.root)
     step = api.read_state_info(pins[1])["step"]
     for folder in (layout.state(tiny.root, step), layout.values(tiny.root, 2)):
-        for uri in place.list(folder):
-            place.delete(uri)
+        for uri in store.list_uris(folder):
+            store.delete(uri)
     out = tmp_path / "again"
     subprocess.run(stage_command(tiny, 2, pins[0], out), check=True, env=environment())
     values = json.loads((out / "values").read_text())
@@ -186,7 +185,7 @@ def test_a_critic_of_a_run_without_windows_stores_no_values(file_root, tmp_path)
     tiny = start_run(file_root, critic_config())
     (pin,) = train_all(tiny, tmp_path, (1,))
     assert api.read_state_info(pin)["data"] == {"next": 8, "pending": []}
-    assert open_store(tiny.root).list(layout.values(tiny.root, 1)) == []
+    assert store.list_uris(layout.values(tiny.root, 1)) == []
 
 
 def test_a_run_without_a_critic_does_not_train_on_with_one(file_root, tmp_path):
@@ -195,7 +194,7 @@ def test_a_run_without_a_critic_does_not_train_on_with_one(file_root, tmp_path):
     config = critic_config()
     digest = config_sha256(config)
     run_file = layout.run_file(file_root)
-    open_store(file_root).write(run_file, json.dumps({"config": config}).encode())
+    store.write(run_file, json.dumps({"config": config}).encode())
     tiny = replace(plain, config=config, digest=digest)
     code, error = failing(tiny, 2, first, add_iteration(tiny, 2), tmp_path / "2")
     assert code == 1
@@ -241,7 +240,7 @@ def test_a_finished_task_with_a_critic_is_free(file_root, tmp_path):
     rewards = read_manifest(layout.rewards(tiny.root, 1)).ref(layout.rewards(tiny.root, 1))
     assert train_once(tiny, 1, "", rewards, tmp_path / "again") == first
     log = layout.stage_log(tiny.root, "train", 1, 0)
-    assert json.loads(open_store(log).read(log))["already_done"] is True
+    assert json.loads(store.read(log))["already_done"] is True
     info = api.read_state_info(first)
     # Two passes of value pretraining are eight critic steps; the state is numbered as ever.
     assert (info["step"], info["critic_updates"], info["updates"]) == (4, 8, 0)

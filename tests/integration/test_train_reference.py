@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.checkpoint import train_state as api
 from planish.models.logprobs import TokenScorer
@@ -16,7 +17,6 @@ from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
-from planish.store import open_store
 from tests.integration.test_train_critic import critic_config, train_windows
 from tests.integration.test_train_processes import largest_difference, trained_by_one_and_two
 from tests.integration.test_train_stage import failing, train_all
@@ -41,7 +41,7 @@ def penalised(coefficient=0.5, algorithm="grpo", **train):
 def reconfigured(tiny, config):
     """The same run under another configuration, as with `allow_config_change`."""
     document = json.dumps({"config": config}).encode()
-    open_store(tiny.root).write(layout.run_file(tiny.root), document)
+    store.write(layout.run_file(tiny.root), document)
     return replace(tiny, config=config, digest=config_sha256(config))
 
 
@@ -150,7 +150,7 @@ def test_a_reference_that_is_gone_ends_the_task_with_a_fault_of_configuration(fi
     tiny = start_run(file_root, penalised())
     (state,) = train_all(tiny, tmp_path, (1,))
     ref = export(tiny, state)
-    open_store(file_root).delete(f"{layout.policy(file_root, 0)}/manifest.json")
+    store.delete(f"{layout.policy(file_root, 0)}/manifest.json")
     moved = replace(tiny, policy_pin=ref.pin())
     code, error = failing(moved, 2, state, add_iteration(tiny, 2), tmp_path / "2")
     assert code == 2

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from planish import store
 from planish.checkpoint import train_state as api
 from planish.checkpoint.adapters.placement import TYPES
 from planish.models.policy import load_policy
@@ -24,7 +25,6 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.run.stage import mark_stopped
 from planish.stages.export.stage import run as run_checkpoint
-from planish.store import open_store
 from tests.golden.write import ALGORITHMS, LOSSES, golden_losses
 from tests.unit.stages.train.runs import (
     add_iteration,
@@ -108,9 +108,8 @@ def test_running_again_gives_equal_digests_and_resuming_equals_going_on(tmp_path
         digests.append([parse_pin(p)[1] for p in pins])
     assert digests[0] == digests[1]
     # A new process takes up the state of iteration 1 and must arrive at the same bytes.
-    place = open_store(tiny.root)
-    for uri in place.list(layout.state(tiny.root, 8)):
-        place.delete(uri)
+    for uri in store.list_uris(layout.state(tiny.root, 8)):
+        store.delete(uri)
     out = tmp_path / "again"
     line = stage_command(tiny, 2, pins[0], out)
     subprocess.run(line, check=True, env=environment())
@@ -161,7 +160,7 @@ def test_a_finished_task_is_free_and_returns_the_same_state(file_root, tmp_path)
     log = layout.stage_log(tiny.root, "train", 1, 0)
     again = train_once(tiny, 1, "", rewards, tmp_path / "2")
     assert again == first
-    entry = json.loads(open_store(log).read(log))
+    entry = json.loads(store.read(log))
     assert entry["already_done"] is True
     assert entry["metrics"]["step"] == 4.0
 
@@ -183,7 +182,7 @@ def test_a_stopped_iteration_passes_state_and_policy_through(file_root, tmp_path
     tiny = start_run(file_root)
     (first,) = train_all(tiny, tmp_path, (1,))
     rewards = add_iteration(tiny, 2)
-    open_store(file_root).write(layout.stop_file(file_root), b"{}")
+    store.write(layout.stop_file(file_root), b"{}")
     assert mark_stopped(file_root, 2)
     assert train_once(tiny, 2, first, rewards, tmp_path / "2") == first
     assert train_once(tiny, 2, "", rewards, tmp_path / "3") == ""
@@ -222,7 +221,7 @@ def failing(tiny, iteration, state_pin, rewards, folder):
     with pytest.raises(SystemExit) as caught:
         train_once(tiny, iteration, state_pin, rewards, folder)
     log = layout.stage_log(tiny.root, "train", iteration, 0)
-    return caught.value.code, json.loads(open_store(log).read(log))["error"]
+    return caught.value.code, json.loads(store.read(log))["error"]
 
 
 def test_rewards_of_other_rollouts_are_refused(file_root, tmp_path):

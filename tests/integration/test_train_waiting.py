@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
+from planish import store
 from planish.checkpoint import train_state as api
 from planish.checkpoint.commit.catalog import retain
-from planish.checkpoint.storage import open_storage
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
@@ -64,7 +64,7 @@ def test_what_waits_is_named_by_the_state_until_the_critic_has_trained_on_it(fou
     assert kept.num_rows == waiting[0]
     assert sorted(kept.response_tokens.lengths) == sorted(n for n in lengths if n <= WINDOW)
     assert parse_pin(data_of(pins[0])["waiting"])[0] == "iterations/00001/waiting"
-    assert open_store(tiny.root).list(layout.waiting(tiny.root, 2)) == []
+    assert store.list_uris(layout.waiting(tiny.root, 2)) == []
 
 
 def test_a_response_waits_with_the_values_of_the_iterations_that_sampled_its_tokens(four):
@@ -85,12 +85,11 @@ def test_running_again_and_resuming_give_the_digests_of_an_undisturbed_run(four,
     pins = train_windows(again, tmp_path, (1, 2, 3))
     assert [parse_pin(p)[1] for p in pins] == [parse_pin(p)[1] for p in wanted[:3]]
     # A new process takes up a state that names what waits, and one that leaves some waiting.
-    place = open_store(again.root)
     for number in (2, 3):
         step = api.read_state_info(pins[number - 1])["step"]
         gone = (layout.state(again.root, step), layout.waiting(again.root, number))
-        for uri in (uri for folder in gone for uri in place.list(folder)):
-            place.delete(uri)
+        for uri in (uri for folder in gone for uri in store.list_uris(folder)):
+            store.delete(uri)
         out = tmp_path / f"out{number}"
         line = stage_command(again, number, pins[number - 2], out)
         subprocess.run(line, check=True, env=environment())
@@ -115,7 +114,7 @@ def test_retention_of_states_leaves_what_waits(four, tmp_path):
     mine = start_run(f"file://{tmp_path}/root", waiting_config())
     pins = train_windows(mine, tmp_path, (1, 2, 3))
     states = layout.state(mine.root, 0).rpartition("/")[0]
-    verdicts = retain(*open_storage(states), keep_last=1)
+    verdicts = retain(*open_store(states), keep_last=1)
     assert [v.action for v in verdicts] == ["keep", "delete", "delete"]
     (pin,) = train_windows(mine, tmp_path, (4,), pins[-1])
     assert scalars_of(mine, 4) == scalars_of(tiny, 4)

@@ -280,7 +280,7 @@ def error_answer(status: str) -> bytes:
     code, name = {
         "500": ("InternalError", "500 Internal Server Error"),
         "503": ("SlowDown", "503 Service Unavailable"),
-        "507": ("XMinioStorageFull", "507 Insufficient Storage"),
+        "507": ("XMinioStorageFull", "507 Insufficient Store"),
         "403": ("InvalidAccessKeyId", "403 Forbidden"),
     }[status]
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>proxy</Message></Error>"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.convert.diff import diff
 from planish.checkpoint.load.verify import verify
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from planish.checkpoint.load.reader import Opened
     from planish.checkpoint.save.agree import SaveKeywords
     from planish.checkpoint.save.finish import SaveHandle
-    from planish.checkpoint.storage import Storage
     from planish.checkpoint.watch.timings import CheckpointInfo
     from planish.records.refs import Ref
+    from planish.store import Store
 
 __all__ = [
     "delete",
@@ -89,13 +89,13 @@ def save(
     step: int = 0,
     role: str | None = None,
     process_group: ProcessGroup | None = None,
-    storage: Storage | None = None,
+    storage: Store | None = None,
     **options: Unpack[SaveKeywords],
 ) -> SaveHandle:
     """Save the state of all ranks; it becomes visible as a whole or not at all.
 
     Args:
-        path: `s3://bucket/prefix`, `file:///folder`, an absolute path or `mem://name`.
+        path: `s3://bucket/prefix`, `file:///folder` or an absolute path.
         state: parts of one role, or role -> parts.
         framework: how tensors are spread over ranks.
         async_: return when the state is staged; else when it is committed.
@@ -134,7 +134,7 @@ def load(
     role: str | None = None,
     process_group: ProcessGroup | None = None,
     loader_policy: Literal["exact", "restart"] = "exact",
-    storage: Storage | None = None,
+    storage: Store | None = None,
     **options: Unpack[LoadKeywords],
 ) -> CheckpointInfo:
     """Fill a state in place from a checkpoint, whatever ranks and framework saved it.
@@ -232,12 +232,12 @@ def _applied(
 
 def latest(root: str) -> catalog.Entry | None:
     """Return the newest committed checkpoint at and below `root`; None without one."""
-    return catalog.latest(*open_storage(root))
+    return catalog.latest(*open_store(root))
 
 
 def list_checkpoints(root: str) -> list[catalog.Entry]:
     """Return the committed checkpoints at and below `root`, oldest step first."""
-    return catalog.list_checkpoints(*open_storage(root))
+    return catalog.list_checkpoints(*open_store(root))
 
 
 def info(path: str) -> catalog.Entry:
@@ -246,7 +246,7 @@ def info(path: str) -> catalog.Entry:
     Raises:
         CheckpointNotFound: nothing is.
     """
-    return catalog.info(*open_storage(path))
+    return catalog.info(*open_store(path))
 
 
 def delete(path: str) -> None:
@@ -255,7 +255,7 @@ def delete(path: str) -> None:
     Raises:
         CheckpointNotFound: nothing is committed there.
     """
-    catalog.delete(*open_storage(path))
+    catalog.delete(*open_store(path))
 
 
 def retain(
@@ -267,7 +267,7 @@ def retain(
     dry_run: bool = False,
 ) -> list[catalog.Verdict]:
     """Remove the checkpoints at and below `root` that no rule keeps; see `catalog.retain`."""
-    storage, key = open_storage(root)
+    storage, key = open_store(root)
     return catalog.retain(
         storage, key, keep_last=keep_last, keep_every=keep_every, pins=pins, dry_run=dry_run
     )
@@ -275,7 +275,7 @@ def retain(
 
 def gc(root: str, *, grace_s: float = 86_400.0, dry_run: bool = False) -> list[catalog.Verdict]:
     """Clear away what unfinished and replaced saves have left at and below `root`."""
-    storage, key = open_storage(root)
+    storage, key = open_store(root)
     return catalog.gc(storage, key, grace_s=grace_s, dry_run=dry_run)
 
 

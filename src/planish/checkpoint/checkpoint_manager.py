@@ -30,8 +30,8 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine, default_engine
 from planish.checkpoint.save.finish import SaveHandle
-from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.watch.timings import CheckpointInfo
+from planish.store import Store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +49,7 @@ class Resumed:
     """Where a run goes on.
 
     Example:
-        >>> Resumed(CheckpointInfo("mem://doc/step-8", 8, "A", "ab", 0)).info.step
+        >>> Resumed(CheckpointInfo("/runs/step-8", 8, "A", "ab", 0)).info.step
         8
     """
 
@@ -108,7 +108,7 @@ class CheckpointManager:
     """Owns the root of a run: `step` in the loop, `resume` before it, `close` after it.
 
     Example:
-        >>> manager = CheckpointManager("mem://doc-manager/run", Schedule(interval=2))
+        >>> manager = CheckpointManager("/runs/a", Schedule(interval=2))
         >>> [manager.will_save_at(step) for step in (1, 2)]
         [False, True]
         >>> manager.close()
@@ -307,7 +307,7 @@ class CheckpointManager:
             else:
                 self._failed_in_a_row = 0
 
-    def _retain(self, storage: Storage, path: str) -> None:
+    def _retain(self, storage: Store, path: str) -> None:
         root = path.rpartition("/")[0]
         schedule = self.schedule
         catalog.retain(
@@ -325,7 +325,7 @@ class CheckpointManager:
         pins: list[str] = []
         if call.rank == 0:
             try:
-                storage, root = open_storage(self.root)
+                storage, root = open_store(self.root)
                 entries = catalog.list_checkpoints(storage, root)
                 pins = [f"{e.uri}#sha256={e.commit.meta_sha256}" for e in reversed(entries)]
             except (StoreError, CheckpointError) as found:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from planish import store
 from planish.base.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -24,7 +25,6 @@ from planish.checkpoint.pinned import read_pinned
 from planish.records import layout
 from planish.records.manifest import MANIFEST, Manifest, manifest_uri, read_manifest, seal
 from planish.records.refs import Ref
-from planish.store import open_store
 
 if TYPE_CHECKING:
     from planish.checkpoint.load.reader import Opened
@@ -95,7 +95,7 @@ def save(
     manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
     if ranks.is_first:
         # Until now an older record was that of a whole state; killed here, it names another one.
-        open_store(uri).write(manifest_uri(uri), data)
+        store.write(manifest_uri(uri), data)
         _sweep(uri)
     ranks.barrier()
     return manifest.ref(uri)
@@ -235,7 +235,7 @@ def latest(root: str) -> Ref | None:
     """Return the finished state with the highest step below a run's root; None without one."""
     prefix = layout.state(root.rstrip("/"), 0).rpartition("/")[0]
     steps: list[str] = []
-    for uri in open_store(prefix).list(prefix):
+    for uri in store.list_uris(prefix):
         if _STEP.search(uri) and uri.endswith(f"/{MANIFEST}"):
             steps.append(uri[: -len(MANIFEST) - 1])
     for found in sorted(steps, reverse=True):
@@ -248,9 +248,9 @@ def latest(root: str) -> Ref | None:
 def _is_committed(uri: str, manifest: Manifest) -> bool:
     """Return whether the checkpoint that a manifest names has not been replaced since."""
     from planish.checkpoint.commit.commit import read_commit
-    from planish.checkpoint.storage import open_storage
+    from planish.store import open_store
 
-    commit = read_commit(*open_storage(uri))
+    commit = read_commit(*open_store(uri))
     return commit is not None and commit.meta_sha256 == manifest.attributes.get(_DIGEST)
 
 

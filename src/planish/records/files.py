@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.manifest import (
     MANIFEST,
@@ -23,7 +24,6 @@ from planish.records.manifest import (
     seal,
 )
 from planish.records.refs import Ref
-from planish.store import Store, open_store
 
 _CACHE_KEEPS = 3
 """Fetched folders that stay whatever their age."""
@@ -81,10 +81,9 @@ def publish(uri: str, manifest: bytes, files: Mapping[str, Path | bytes]) -> Non
     The manifest of another set in the same place goes first, so that no reader ever sees it
     beside files that are not its own.
     """
-    store = open_store(uri)
     base = uri.rstrip("/")
     place = manifest_uri(uri)
-    present = store.list(base)
+    present = store.list_uris(base)
     if place in present and store.read(place) != manifest:
         store.delete(place)
     for name, content in files.items():
@@ -119,10 +118,9 @@ def fetch_files(uri: str, *, sha256: str | None = None, schema: str | None = Non
         raise RecordError(
             f"`{uri}` must hold {schema}, got {manifest.schema}; pass the URI of another set"
         )
-    store = open_store(uri)
     folder = store.local_path(uri)
     if folder is None:
-        return _fetch(store, uri, manifest)
+        return _fetch(uri, manifest)
     _verify(folder, manifest, uri)
     return folder
 
@@ -166,7 +164,7 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _fetch(store: Store, uri: str, manifest: Manifest) -> Path:
+def _fetch(uri: str, manifest: Manifest) -> Path:
     cache = _cache_folder()
     target = cache / manifest.sha256
     if target.is_dir():

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.base.telemetry import timed
 from planish.records.files import fetch_files, publish, write_files
@@ -16,7 +17,6 @@ from planish.records.manifest import Manifest, Shard, read_manifest, seal
 from planish.records.parquet import decode_pieces, encode, row_group_bounds
 from planish.records.refs import Ref
 from planish.records.schema import ColumnData, Record, RecordT, join
-from planish.store import Store, open_store
 
 __all__ = [
     "Manifest",
@@ -113,14 +113,11 @@ def iter_set(
         )
     if not manifest.shards:
         raise RecordError(f"`{uri}` must have at least one shard, got none; {_REMEDY}")
-    store = open_store(uri)
     for shard in manifest.shards:
-        yield from _read_shard(store, uri, shard, cls)
+        yield from _read_shard(uri, shard, cls)
 
 
-def _read_shard(
-    store: Store, uri: str, shard: Shard, cls: type[Record]
-) -> Iterator[dict[str, ColumnData]]:
+def _read_shard(uri: str, shard: Shard, cls: type[Record]) -> Iterator[dict[str, ColumnData]]:
     place = f"{uri.rstrip('/')}/{shard.name}"
     try:
         data = store.read(place, 0, shard.bytes + 1)

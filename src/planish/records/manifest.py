@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records.refs import Ref, Scalar
-from planish.store import open_store
 
 MANIFEST = "manifest.json"
 """Name of the manifest in the folder of its set."""
@@ -138,7 +138,7 @@ def read_manifest(uri: str, *, sha256: str | None = None) -> Manifest:
     """
     place = manifest_uri(uri)
     try:
-        data = open_store(uri).read(place, 0, _LIMIT_BYTES + 1)
+        data = store.read(place, 0, _LIMIT_BYTES + 1)
     except ObjectMissing:
         raise ObjectMissing(
             f"`{uri}` must hold a finished set, but has no `{MANIFEST}`; "

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from planish import store
 from planish.base.errors import RecordError
-from planish.store import open_store
 
 _LIMIT_BYTES = 256 << 20
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -101,7 +101,7 @@ def _encode(value: Any, place: str) -> Any:
 def write_report(uri: str, report: UpdateReport | EvalReport) -> str:
     """Write a report as one object and return the sha256 of its bytes."""
     data = report_bytes(report)
-    open_store(uri).write(uri, data)
+    store.write(uri, data)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -112,7 +112,7 @@ def read_report(cls: type[ReportT], uri: str, *, sha256: str | None = None) -> R
         ObjectMissing: no object there.
         RecordError: not a report of this schema, or its digest is not `sha256`.
     """
-    data = open_store(uri).read(uri, 0, _LIMIT_BYTES)
+    data = store.read(uri, 0, _LIMIT_BYTES)
     seen = hashlib.sha256(data).hexdigest()
     if sha256 is not None and seen != sha256:
         raise RecordError(

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from planish import store
 from planish.base.errors import ConfigError, ObjectExists, PlanishError
 from planish.records import layout
-from planish.store import open_store
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def avoid(root: str, node: AvoidedNode) -> bool:
     document = {**asdict(node), "seconds": node.seconds or time.time()}
     uri = layout.avoided_node(root, node.name)
     try:
-        open_store(uri).create(uri, json.dumps(document, sort_keys=True).encode())
+        store.create(uri, json.dumps(document, sort_keys=True).encode())
     except ObjectExists:
         return False
     logger.info("following runs avoid node=%s named_by=%s", node.name, node.named_by)
@@ -87,7 +87,7 @@ def avoided(root: str) -> list[AvoidedNode]:
     An object of another form is logged and left out.
     """
     nodes = []
-    for uri in open_store(root).list(f"{layout.avoided_nodes(root)}/"):
+    for uri in store.list_uris(f"{layout.avoided_nodes(root)}/"):
         try:
             raw: Any = read_json(uri)
             node = AvoidedNode(

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from planish import store
 from planish.base.errors import ObjectExists, RecordError, RootInUse
 from planish.records import layout
-from planish.store import open_store
 from planish.store.processes import process_line, process_space, process_start
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def read_lock(root: str) -> Lock:
     Raises:
         RecordError: the lock object is not one of ours.
     """
-    generations = open_store(root).list(layout.locks(root))
+    generations = store.list_uris(layout.locks(root))
     names = [uri.rpartition("/")[2].removesuffix(".json") for uri in generations]
     newest = max((int(name) for name in names if name.isdecimal()), default=0)
     if newest == 0:
@@ -131,7 +131,7 @@ def read_lock(root: str) -> Lock:
 
 def _read_generation(root: str, generation: int) -> Lock:
     uri = layout.lock_file(root, generation)
-    data = open_store(uri).read(uri)
+    data = store.read(uri)
     if not data:  # its writer died before it could say who it is, so it never began to work
         return Lock(generation, None, 0.0)
     try:
@@ -219,7 +219,6 @@ def acquire(
     """
     now = time.time() if now is None else now
     lock = check_free(root, me, alive=alive, now=now)
-    store = open_store(root)
     if lock.holder == me:
         store.write(layout.lock_file(root, lock.generation), _document(me, now))
         return Lock(lock.generation, me, now)
@@ -257,13 +256,13 @@ def hand_over(root: str, me: Holder) -> bool:
     if lock.holder != me:
         return False
     uri = layout.handover_file(root, lock.generation)
-    open_store(root).write(uri, json.dumps({"run_id": me.run_id}).encode())
+    store.write(uri, json.dumps({"run_id": me.run_id}).encode())
     return True
 
 
 def is_handed_over(root: str, lock: Lock) -> bool:
     """Tell whether the holder of this generation has said that another run follows."""
-    return open_store(root).exists(layout.handover_file(root, lock.generation))
+    return store.exists(layout.handover_file(root, lock.generation))
 
 
 def beat(root: str, me: Holder) -> bool:
@@ -275,5 +274,5 @@ def beat(root: str, me: Holder) -> bool:
     if lock.holder != me:
         return False
     document = _document(me, time.time())
-    open_store(root).write(layout.lock_file(root, lock.generation), document)
+    store.write(layout.lock_file(root, lock.generation), document)
     return True

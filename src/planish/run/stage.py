@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from planish import store
 from planish.base.config import Section, check_limits, config_sha256, parse_section
 from planish.base.errors import (
     EXIT_CONFIG,
@@ -40,7 +41,7 @@ from planish.records.refs import Ref
 from planish.run.signals import Terminated, stops_with
 from planish.run.stage_log import StageLog
 from planish.run.stage_metrics import StageMetrics
-from planish.store import normal_uri, open_store
+from planish.store import normal_uri
 from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ def load_run(root: str, digest: str) -> dict[str, Any]:
 def is_stopped(root: str, iteration: int) -> bool:
     """Tell whether this iteration was skipped because of the stop file."""
     uri = layout.stopped_file(root, iteration)
-    return open_store(uri).exists(uri)
+    return store.exists(uri)
 
 
 def mark_stopped(root: str, iteration: int) -> bool:
@@ -191,7 +192,6 @@ def mark_stopped(root: str, iteration: int) -> bool:
     """
     if is_stopped(root, iteration):
         return True
-    store = open_store(root)
     if not store.exists(layout.stop_file(root)):
         return False
     try:
@@ -241,7 +241,7 @@ def _refuse_known_failure(context: Context, run_id: str) -> None:
     if not run_id:
         return
     uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
-    if not open_store(uri).exists(uri):
+    if not store.exists(uri):
         return
     marker: Any = read_json(uri)
     mine = {"config_sha256": context.config_sha256, "run_id": run_id}

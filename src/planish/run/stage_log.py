@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from planish import store
 from planish.base.errors import PlanishError
 from planish.records import layout
 from planish.run import lock
-from planish.store import open_store
 from planish.store.documents import write_json
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class StageLog:
             return
         text = "\n".join([*self._lines.lines, ""])
         try:
-            open_store(self.text_uri).write(self.text_uri, text.encode())
+            store.write(self.text_uri, text.encode())
         except (PlanishError, OSError) as error:
             logger.warning("log lines not written uri=%s error=%s", self.text_uri, error)
 

@@ -7,6 +7,7 @@ import os
 
 from rich.console import Console, RenderableType
 
+from planish import store
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout, parse_pin, read_manifest
 from planish.records.manifest import MANIFEST
@@ -19,7 +20,7 @@ from planish.show.sets import (
     parquet_tables,
     record_tables,
 )
-from planish.store import file_uri, open_store
+from planish.store import file_uri
 
 _DOCUMENT_LIMIT_BYTES = 16 << 20
 
@@ -51,7 +52,6 @@ def show(text: str, console: Console, *, rows: int) -> None:
 
 def tables_of(uri: str, digest: str | None, *, rows: int) -> list[RenderableType]:
     """Return what to print for `uri`."""
-    store = open_store(uri)
     if store.exists(uri):
         data = store.read(uri, 0, _DOCUMENT_LIMIT_BYTES)
         seen = hashlib.sha256(data).hexdigest()

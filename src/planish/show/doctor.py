@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -120,18 +120,18 @@ def _s3() -> Finding:
     from planish.store.s3 import S3Store, read_settings
 
     try:
-        endpoint = read_settings().endpoint
+        settings = read_settings()
     except ConfigError as error:
         return Finding("s3 server", "absent", str(error))
     try:
-        S3Store(retry_seconds=0.0).list("s3://planish-doctor")
+        S3Store(replace(settings, retry_seconds=0.0), "planish-doctor").folder("")
     except ConfigError as error:
         # No such bucket: the server answers and takes the keys.
         if "bucket" not in str(error):
             return Finding("s3 server", "wrong", str(error))
     except PlanishError as error:
         return Finding("s3 server", "wrong", str(error))
-    return Finding("s3 server", "ok", f"{endpoint} answers and takes the keys")
+    return Finding("s3 server", "ok", f"{settings.endpoint} answers and takes the keys")
 
 
 def tools(which: Callable[[str], str | None] = shutil.which) -> list[Finding]:

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from planish import store
 from planish.base.errors import PlanishError, RecordError
 from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
 from planish.show.text import cell, table
-from planish.store import open_store
 from planish.store.documents import read_json
 
 _ITERATION = re.compile(r"/iterations/(\d+)/(.+)$")
@@ -28,7 +28,7 @@ _INDENTED_BYTES = 1 << 20
 
 def run_tables(root: str) -> list[RenderableType]:
     """Return the state of the run at `root`, from one listing and its small files."""
-    names = open_store(root).list(root)
+    names = store.list_uris(root)
     run = read_json(layout.run_file(root))
     if not isinstance(run, dict):
         raise RecordError(
@@ -154,9 +154,8 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
 
 def folder_tables(uri: str) -> list[RenderableType]:
     """Return the sets and objects below a folder that is none itself."""
-    store = open_store(uri)
     rows: list[list[Any]] = []
-    for name in store.list(uri):
+    for name in store.list_uris(uri):
         if name.endswith("/manifest.json"):
             folder = name.removesuffix("/manifest.json")
             try:
@@ -165,5 +164,5 @@ def folder_tables(uri: str) -> list[RenderableType]:
             except PlanishError as error:
                 rows.append([folder.removeprefix(f"{uri}/"), "damaged", str(error)])
     if not rows:
-        rows = [[name.removeprefix(f"{uri}/"), "", ""] for name in store.list(uri)]
+        rows = [[name.removeprefix(f"{uri}/"), "", ""] for name in store.list_uris(uri)]
     return [table(uri, "set", "schema", "rows", rows=rows[:_MAX_ROWS], width=100)] if rows else []

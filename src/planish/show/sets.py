@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import RenderableType
 
+from planish import store
 from planish.base.errors import RecordError
 from planish.base.text import bytes_text
 from planish.records import (
@@ -28,7 +29,6 @@ from planish.records.io import iter_set
 from planish.records.manifest import Manifest
 from planish.records.schema import Record
 from planish.show.text import table
-from planish.store import open_store
 
 RECORDS: dict[str, type[Record]] = {
     cls.SCHEMA: cls for cls in (PromptSet, TraceSet, RolloutSet, RewardSet, ValueSet, WaitingSet)
@@ -166,7 +166,6 @@ def parquet_tables(uri: str, *, rows: int) -> list[RenderableType]:
 
     from planish.records.parquet import read_batches
 
-    store = open_store(uri)
     with tempfile.TemporaryDirectory(prefix="planish-show-") as folder:
         path = store.local_path(uri)
         if path is None:
@@ -228,7 +227,6 @@ def safetensors_header(uri: str) -> dict[str, Any]:
     Raises:
         RecordError: not safetensors.
     """
-    store = open_store(uri)
     length = int.from_bytes(store.read(uri, 0, 8), "little")
     if not 0 < length <= _HEADER_LIMIT_BYTES:
         raise RecordError(

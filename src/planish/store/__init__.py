@@ -1,5 +1,65 @@
-"""Bytes by URI, on a file system or in an S3 bucket."""
+"""Bytes by URI or by key, on a file system or in an S3 bucket.
 
-from planish.store.base import Store, file_path, file_uri, normal_uri, open_store, parse_uri
+`read`, `write` and the like take the URI of an object; `open_store` returns the store itself, for
+writes in parts and on a condition.
+"""
 
-__all__ = ["Store", "file_path", "file_uri", "normal_uri", "open_store", "parse_uri"]
+from planish.store.base import (
+    PART_BYTES,
+    SINGLE_PUT_BYTES,
+    Counters,
+    Folder,
+    Multipart,
+    Stat,
+    Store,
+    Upload,
+    check_key,
+    part_bytes,
+)
+from planish.store.objects import (
+    abort_twins,
+    create,
+    delete,
+    exists,
+    list_uris,
+    local_path,
+    open_store,
+    read,
+    read_file,
+    size,
+    upload,
+    write,
+    write_file,
+)
+from planish.store.uris import file_path, file_uri, normal_uri, parse_uri, uri_of
+
+__all__ = [
+    "PART_BYTES",
+    "SINGLE_PUT_BYTES",
+    "Counters",
+    "Folder",
+    "Multipart",
+    "Stat",
+    "Store",
+    "Upload",
+    "abort_twins",
+    "check_key",
+    "create",
+    "delete",
+    "exists",
+    "file_path",
+    "file_uri",
+    "list_uris",
+    "local_path",
+    "normal_uri",
+    "open_store",
+    "parse_uri",
+    "part_bytes",
+    "read",
+    "read_file",
+    "size",
+    "upload",
+    "uri_of",
+    "write",
+    "write_file",
+]

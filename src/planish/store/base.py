@@ -1,170 +1,263 @@
-"""Bytes by URI: the Store protocol, the rules for URIs and the table of schemes.
+"""The Store protocol: objects under keys, written whole, in parts, or on a condition.
 
-Knows neither records nor any server; a store's own file does.
+A key is relative to the bucket (or the root folder) and has no empty, `.` or `..` segment. A folder
+is a prefix of keys that ends before a slash; only a file system keeps real folders.
+Nothing here knows records, checkpoints or any server.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import re
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-from urllib.parse import quote_from_bytes, unquote
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
 
-from planish.base.errors import ConfigError
+from planish.base.errors import StoreMisconfigured
 
-STORES: dict[str, str] = {
-    "file": "planish.store.file:FileStore",
-    "s3": "planish.store.s3:S3Store",
-}
-"""Scheme to `module:class`; a class is built without arguments and imported on first use."""
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f#\\]")
-_PLAIN = "/:@!$&'()*+,;="
-"""Characters of a path that its URI holds as they are, beside letters, digits and `_.-~`."""
+PART_BYTES = 16 << 20
+"""Parts of a large object have at least this size, the last one excepted."""
+SINGLE_PUT_BYTES = 8 << 20
+"""Smaller objects are better written by one request."""
+_MAX_PARTS = 9_000
+TIMEOUT_SECONDS = 1800.0
+"""No request goes on for longer, tries and waits included."""
+
+
+def part_bytes(size: int) -> int:
+    """Return the size of the parts of an object of `size` bytes: at most 9,000 of whole MiB.
+
+    Example:
+        >>> part_bytes(1 << 30) >> 20, part_bytes(1 << 40) >> 20
+        (16, 117)
+    """
+    least = -(-size // _MAX_PARTS)
+    return max(PART_BYTES, -(-least // (1 << 20)) << 20)
+
+
+class Stat(NamedTuple):
+    """What a store knows of an object.
+
+    Example:
+        >>> Stat("runs/a/COMMIT", 412, '"9f0c"', 1.7e9).size
+        412
+    """
+
+    key: str
+    size: int
+    """Bytes."""
+    etag: str
+    """Changes whenever the object is written; for `if_match` and `etag`. Otherwise opaque."""
+    modified: float
+    """When it was written, seconds since 1970 by the clock of the store."""
+
+
+class Upload(NamedTuple):
+    """A write in parts that is not completed."""
+
+    upload_id: str
+    started: float
+    """Seconds since 1970 by the clock of the store."""
+
+
+class Folder(NamedTuple):
+    """The direct content of a folder."""
+
+    objects: list[Stat]
+    """Ascending by key."""
+    folders: list[str]
+    """Keys without a slash at the end, ascending."""
+
+
+@dataclass
+class Counters:
+    """Requests sent and bytes moved; any thread may add.
+
+    Example:
+        >>> c = Counters(); c.add("put", sent=3); c.total(), c.requests["put"], c.bytes_out
+        (1, 1, 3)
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    """By kind: put, get, head, list, delete, create, part, complete, abort; each try counts."""
+    retries: Counter[str] = field(default_factory=Counter)
+    """Tries that were not the first, by the reason (an HTTP status or the name of an error)."""
+    bytes_out: int = 0
+    bytes_in: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, kind: str, *, sent: int = 0, received: int = 0) -> None:
+        """Count one request of a kind and the bytes of its bodies."""
+        with self._lock:
+            self.requests[kind] += 1
+            self.bytes_out += sent
+            self.bytes_in += received
+
+    def received(self, num_bytes: int) -> None:
+        """Count bytes of an answer to a request that has been counted before."""
+        with self._lock:
+            self.bytes_in += num_bytes
+
+    def retried(self, reason: str) -> None:
+        """Count a try that follows a failed one."""
+        with self._lock:
+            self.retries[reason] += 1
+
+    def total(self) -> int:
+        """Return the number of requests of all kinds."""
+        with self._lock:
+            return sum(self.requests.values())
+
+
+class Multipart(Protocol):
+    """An object that is being written in parts; visible to nobody until `complete`.
+
+    `write` may be called from several threads, for different parts.
+    """
+
+    key: str
+    upload_id: str
+    """With the key, all that another process needs to abort this upload."""
+    part_bytes: int
+    """Size of every part but the last."""
+    may_have_twin: bool
+    """Whether a try to begin it, whose answer was lost, may have begun another upload."""
+
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
+        """Write part `number` (from 1); the same bytes may be written again.
+
+        A caller that has the CRC-32C of the part saves the store from computing it.
+        """
+
+    def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
+        """Make the object visible as a whole and return its entity tag.
+
+        Raises:
+            ObjectExists: `if_none_match` and there is an object.
+            ObjectChanged: the object is not the one of `if_match`.
+            ObjectMissing: `if_match` and there is no object, or the upload was aborted.
+        """
+
+    def abort(self) -> None:
+        """Drop all parts; an upload that is completed or gone is no error."""
 
 
 class Store(Protocol):
-    """Objects of bytes under URIs of one scheme.
+    """Objects of one bucket or one file system.
 
-    Every method may raise `AccessRefused`, `StoreUnavailable` (after retries) or `ConfigError`
-    (a URI that can not be). Reads of an absent object raise `ObjectMissing`.
+    Every method may raise `AccessRefused`, `StoreMisconfigured` (both at once) or
+    `StoreUnavailable` (after retries). Methods may be called from any thread.
     """
 
-    def read(self, uri: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return at most `length` bytes from byte `start`; beyond the end there are none."""
+    counters: Counters
+    in_memory: bool
+    """Whether the objects lie in the memory of this process, where no other process finds them."""
 
-    def write(self, uri: str, data: bytes) -> None:
-        """Put an object in place as a whole: readers see the old bytes or all of the new."""
+    def uri(self, key: str) -> str:
+        """Return `key` as a user writes it."""
 
-    def create(self, uri: str, data: bytes) -> None:
-        """Write an object only if there is none yet; raises `ObjectExists` otherwise."""
+    def put(
+        self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
+    ) -> str:
+        """Write an object as a whole and return its entity tag; readers see all of it or nothing.
 
-    def write_file(self, uri: str, path: Path) -> None:
-        """Write an object from a local file of any size, as a whole."""
+        Args:
+            key: where.
+            data: contiguous bytes; not copied and not to be changed meanwhile.
+            if_none_match: only if there is no object yet.
+            if_match: only over the object with this entity tag.
 
-    def read_file(self, uri: str, path: Path) -> None:
-        """Copy an object of any size to a local file."""
+        Raises:
+            ObjectExists: `if_none_match` and there is an object, which is not what an earlier try
+                of this call wrote.
+            ObjectChanged: the object is not the one of `if_match`.
+            ObjectMissing: `if_match` and there is no object.
+        """
 
-    def size(self, uri: str) -> int:
-        """Return the number of bytes of an object."""
+    def open_multipart(self, key: str, size: int) -> Multipart:
+        """Begin an object of `size` bytes in parts."""
 
-    def exists(self, uri: str) -> bool:
-        """Return whether there is an object."""
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop the upload that another process began; one that is gone is no error."""
 
-    def list(self, prefix_uri: str) -> list[str]:
-        """Return the URIs of all objects below the folder `prefix_uri`, sorted."""
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the unfinished writes of exactly this key that the store remembers."""
 
-    def delete(self, uri: str) -> None:
-        """Remove an object; an absent one is no error."""
+    def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
+        """Fill `target` with the bytes from `offset`; with `etag` only from that object.
 
-    def local_path(self, uri: str) -> Path | None:
-        """Return where the object or folder lies on this machine, None when it does not."""
+        Raises:
+            ObjectMissing: there is none.
+            ObjectChanged: another object lies there than `etag` says, or it was replaced meanwhile.
+            StoreError: the object ends before `target` is full.
+        """
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return at most `length` bytes from byte `start`; beyond the end there are none.
+
+        Raises:
+            ObjectMissing: there is no object.
+            ObjectChanged: it was replaced meanwhile.
+        """
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str]:
+        """Return a whole object of at most `limit` bytes and its entity tag.
+
+        Raises:
+            ObjectMissing: there is none.
+            ObjectTooLarge: it has more bytes.
+        """
+
+    def head(self, key: str) -> Stat:
+        """Return what the store knows of an object, `ObjectMissing` if there is none."""
+
+    def list(self, folder: str) -> Iterator[Stat]:
+        """Yield every object below a folder (empty: all), at any depth, ascending by key."""
+
+    def folder(self, folder: str) -> Folder:
+        """Return the direct content of a folder; an absent folder is empty."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; absent ones are no error."""
+
+    def tidy(self, folder: str) -> None:
+        """Remove what a file system keeps of a folder whose objects are gone.
+
+        That is unfinished writes and empty folders at and below `folder`, and then the folder that
+        holds it, if it is empty. Only for folders that nobody writes to any more.
+        """
+
+    def now(self) -> float:
+        """Return the time by the clock that `Stat.modified` uses, seconds since 1970."""
+
+    def close(self) -> None:
+        """Drop idle connections; the store may still be used."""
 
 
-@dataclass(frozen=True)
-class Address:
-    """A URI in parts."""
+def check_key(key: str, *, is_file: bool = False) -> str:
+    """Return `key` if it can be one everywhere.
 
-    scheme: str
-    """Key of `STORES`."""
-    bucket: str
-    """Empty for `file`."""
-    key: str
-    """Path without slashes at either end, decoded; may be empty for the root of a bucket."""
-
-
-def parse_uri(uri: str) -> Address:
-    """Split a store URI, refusing what could leave its root or mean two things.
-
-    The path of a `file` URI may be percent-encoded; a key of a bucket is taken as it is.
-
-    Example:
-        >>> parse_uri("s3://runs/a/b/").key, parse_uri("file:///a%20b").key
-        ('a/b', 'a b')
+    Args:
+        key: of an object.
+        is_file: names that are no text (lone surrogates) can be files of this machine.
 
     Raises:
-        ConfigError: unknown scheme, empty bucket, relative file path, a segment `.`, `..` or
-            empty, `#`, a backslash or a control character.
+        StoreMisconfigured: empty, absolute, more than 1,024 bytes, with a control character or a
+            segment that is empty, `.` or `..`.
     """
-    scheme, separator, rest = uri.partition("://")
-    if not separator or scheme not in STORES:
-        raise ConfigError(
-            f"a store URI must begin with one of {[f'{s}://' for s in sorted(STORES)]}, got {uri!r}"
+    faulty = any(part in {"", ".", ".."} for part in key.split("/"))
+    faulty |= len(key.encode("utf-8", "surrogatepass")) > 1024
+    faulty |= any(char < " " or char == "\x7f" for char in key)
+    if faulty or (not is_file and any("\ud800" <= char <= "\udfff" for char in key)):
+        raise StoreMisconfigured(
+            "a key must be at most 1,024 bytes without empty, `.` or `..` segments or control "
+            f"characters, got {key[:200]!r}; rename the folder"
         )
-    found = _FORBIDDEN.search(rest)
-    if scheme == "file":
-        rest = file_path(uri)
-        # An encoded `#` is a letter of the path; a plain one would begin a digest.
-        found = found or _FORBIDDEN.search(rest.replace("#", ""))
-    bucket, _, key = rest.partition("/")
-    if scheme == "file" and (bucket or not rest):
-        raise ConfigError(
-            f"a file URI must be absolute (`file:///folder`, three slashes), got {uri!r}"
-        )
-    if scheme != "file" and not bucket:
-        raise ConfigError(
-            f"an {scheme} URI must name a bucket (`{scheme}://bucket/...`), got {uri!r}"
-        )
-    key = key[:-1] if key.endswith("/") else key
-    if found:
-        raise ConfigError(f"a store URI must not hold {found[0]!r}, got {uri!r}; rename the folder")
-    bad = [part for part in key.split("/") if part in {"", ".", ".."}] if key else []
-    if bad or bucket in {".", ".."}:
-        raise ConfigError(
-            f"a store URI must have no empty, `.` or `..` segment, got {uri!r}; "
-            "write the path in full"
-        )
-    return Address(scheme, bucket, key)
+    return key
 
 
-def file_uri(path: str | Path) -> str:
-    """Return the URI of a file or folder of this machine, percent-encoded where it must be.
-
-    Example:
-        >>> file_uri("/a b/c=1")
-        'file:///a%20b/c=1'
-    """
-    return "file://" + quote_from_bytes(os.fsencode(Path(path).absolute()), safe=_PLAIN)
-
-
-def file_path(uri: str) -> str:
-    """Return the path that a `file` URI names.
-
-    Example:
-        >>> file_path("file:///a%20b/c=1")
-        '/a b/c=1'
-    """
-    return unquote(uri.removeprefix("file://"), errors="surrogateescape")
-
-
-def normal_uri(uri: str) -> str:
-    """Return the one spelling of a store URI, without a slash at its end.
-
-    Example:
-        >>> normal_uri("file:///a b/"), normal_uri("file:///a%20b"), normal_uri("s3://b/a b/")
-        ('file:///a%20b', 'file:///a%20b', 's3://b/a b')
-
-    Raises:
-        ConfigError: the URI is malformed or its scheme unknown.
-    """
-    address = parse_uri(uri)
-    return file_uri(f"/{address.key}") if address.scheme == "file" else uri.rstrip("/")
-
-
-_opened: dict[str, Store] = {}
-
-
-def open_store(uri: str) -> Store:
-    """Return the store that holds `uri`; one per scheme and process.
-
-    Raises:
-        ConfigError: the URI is malformed or its scheme unknown.
-    """
-    scheme = parse_uri(uri).scheme
-    if scheme not in _opened:
-        module, _, name = STORES[scheme].partition(":")
-        _opened[scheme] = getattr(importlib.import_module(module), name)()
-    return _opened[scheme]
+def key_prefix(folder: str, *, is_file: bool = False) -> str:
+    """Return what all keys below a folder begin with."""
+    return f"{check_key(folder, is_file=is_file)}/" if folder else ""

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from planish.base.errors import RecordError
-from planish.store import open_store
+from planish.store.objects import read, write
 
 _LIMIT_BYTES = 64 << 20
 
@@ -18,7 +18,7 @@ def read_json(uri: str) -> Any:
         ObjectMissing: nothing there.
         RecordError: not JSON, or too long for a small document.
     """
-    data = open_store(uri).read(uri, 0, _LIMIT_BYTES + 1)
+    data = read(uri, 0, _LIMIT_BYTES + 1)
     if len(data) > _LIMIT_BYTES:
         raise RecordError(f"`{uri}` must have at most {_LIMIT_BYTES} bytes, got more")
     try:
@@ -30,4 +30,4 @@ def read_json(uri: str) -> Any:
 def write_json(uri: str, value: Any) -> None:
     """Write `value` as canonical JSON; NaN and infinity are refused."""
     text = json.dumps(value, sort_keys=True, indent=1, allow_nan=False)
-    open_store(uri).write(uri, text.encode())
+    write(uri, text.encode())

@@ -1,160 +1,427 @@
-"""Objects as files of a local or mounted file system, replaced atomically."""
+"""Objects as files: each is written under a temporary name, synced, then given its own name.
+
+A write in parts is such a temporary file in the folder of its key; the file's name is the upload
+id, so that removing it makes `complete` impossible in every process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from planish.base import telemetry
 from planish.base.errors import (
-    ConfigError,
+    AccessRefused,
+    ObjectChanged,
     ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
     StoreError,
+    StoreUnavailable,
 )
-from planish.store.base import parse_uri
-from planish.store.disk import (
-    TEMPORARY,
-    place_new,
-    store_error,
-    sweep,
-    sync_folder,
-    temporary_name,
+from planish.store.base import (
+    TIMEOUT_SECONDS,
+    Buffer,
+    Counters,
+    Folder,
+    Stat,
+    Upload,
+    check_key,
+    key_prefix,
+    part_bytes,
 )
+from planish.store.processes import process_space, process_start
+from planish.store.uris import file_uri
+
+TEMPORARY = ".planish-tmp-"
+"""Names of files that are being written begin so; nothing lists them as objects."""
+ABANDONED_SECONDS = 86_400.0
+"""A temporary file whose writer cannot be looked for from here is removed after so long."""
+
+_WRITER = re.compile(r"-([0-9a-f]{8})\.(\d{1,10})\.(\d{1,20})-[0-9a-f]{16}$")
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EIO, errno.EAGAIN, errno.EINTR}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def connect(bucket: str = "", *, timeout_s: float = TIMEOUT_SECONDS) -> FileStore:
+    """Return the store of all files of this machine; a key is a path without its first slash."""
+    return FileStore("/")
 
 
 class FileStore:
-    """`file:///folder/...`: each object is one file."""
+    """Files below a root folder."""
 
-    def read(self, uri: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return at most `length` bytes from byte `start`."""
-        with _told(uri), open(self._path(uri), "rb") as file:
+    in_memory = False
+
+    def __init__(self, root: str | Path = "/"):
+        self.counters = Counters()
+        self._root = Path(root).absolute()
+
+    def uri(self, key: str) -> str:
+        """Return `file:///folder/key`, percent-encoded."""
+        return file_uri(self._root / key)
+
+    def put(
+        self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
+    ) -> str:
+        """Write an object as a whole."""
+        view = memoryview(data).cast("B")
+        self.counters.add("put", sent=view.nbytes)
+        # Counted as one request, unlike the parts of an upload.
+        file = FileMultipart(self._path(key), key, self.uri(key), view.nbytes, Counters())
+        try:
+            file.write(1, view)
+            return file.complete(if_none_match=if_none_match, if_match=if_match)
+        finally:
+            file.abort()
+
+    def open_multipart(self, key: str, size: int) -> FileMultipart:
+        """Begin an object in parts."""
+        self.counters.add("create")
+        return FileMultipart(self._path(key), key, self.uri(key), size, self.counters)
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Remove a temporary file."""
+        self.counters.add("abort")
+        if not upload_id.startswith(_temporary_prefix(key)) or "/" in upload_id:
+            raise StoreError(f"an upload of {key!r} must not be named {upload_id!r}")
+        with _store_errors(self.uri(key)), _absent_is_fine():
+            (self._path(key).parent / upload_id).unlink()
+
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the temporary files of a key."""
+        self.counters.add("list")
+        uploads: list[Upload] = []
+        with _store_errors(self.uri(key)), _absent_is_fine():
+            for path in self._path(key).parent.glob(_temporary_prefix(key) + "*"):
+                with _absent_is_fine():
+                    uploads.append(Upload(path.name, path.stat().st_mtime))
+        return sorted(uploads)
+
+    def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
+        """Fill `target` from a file."""
+        view = target.cast("B")
+        with _store_errors(self.uri(key)), open(self._path(key), "rb", buffering=0) as file:
+            present = _stat(key, os.fstat(file.fileno())).etag
+            if etag and present != etag:
+                raise ObjectChanged(
+                    f"`{self.uri(key)}` must be the object {etag}, got {present}; read it again"
+                )
+            done = 0
+            while done < view.nbytes:
+                count = os.preadv(file.fileno(), [view[done:]], offset + done)
+                if not count:
+                    raise StoreError(
+                        f"`{self.uri(key)}` must have {offset + view.nbytes} bytes, "
+                        f"got {offset + done}"
+                    )
+                done += count
+        self.counters.add("get", received=view.nbytes)
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return what there is of a range of a file."""
+        with _store_errors(self.uri(key)), open(self._path(key), "rb") as file:
             file.seek(start)
-            data = file.read() if length is None else file.read(length)
-        telemetry.count("planish_store_read_bytes_total", len(data), scheme="file")
+            data = file.read(-1 if length is None else length)
+        self.counters.add("get", received=len(data))
         return data
 
-    def write(self, uri: str, data: bytes) -> None:
-        """Put an object in place as a whole."""
-        self._place(uri, lambda temporary: _write_bytes(temporary, data), os.replace)
+    def get(self, key: str, limit: int) -> tuple[bytes, str]:
+        """Return a whole file."""
+        with _store_errors(self.uri(key)), open(self._path(key), "rb") as file:
+            stat = _stat(key, os.fstat(file.fileno()))
+            if stat.size > limit:
+                raise ObjectTooLarge(
+                    f"`{self.uri(key)}` must be at most {limit} bytes here, got {stat.size}"
+                )
+            data = file.read(limit)
+        self.counters.add("get", received=len(data))
+        return data, stat.etag
 
-    def create(self, uri: str, data: bytes) -> None:
-        """Write an object only if there is none yet."""
-        try:
-            self._place(uri, lambda temporary: _write_bytes(temporary, data), place_new)
-        except FileExistsError:
-            raise ObjectExists(
-                f"`{uri}` must not exist yet; another process has created it"
-            ) from None
-
-    def write_file(self, uri: str, path: Path) -> None:
-        """Write an object from a local file of any size."""
-        self._place(uri, lambda temporary: _copy(path, temporary), os.replace)
-
-    def read_file(self, uri: str, path: Path) -> None:
-        """Copy an object of any size to a local file."""
-        with _told(uri):
-            _copy(self._path(uri), path)
-
-    def size(self, uri: str) -> int:
-        """Return the number of bytes of an object."""
-        path = self._path(uri)
-        with _told(uri):
+    def head(self, key: str) -> Stat:
+        """Return the facts of a file."""
+        self.counters.add("head")
+        path = self._path(key)
+        with _store_errors(self.uri(key)):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a folder")
-            return path.stat().st_size
+            return _stat(key, path.stat())
 
-    def exists(self, uri: str) -> bool:
-        """Return whether there is an object."""
-        with _told(uri):
-            return self._path(uri).is_file()
+    def list(self, folder: str) -> Iterator[Stat]:
+        """Yield every file below a folder."""
+        self.counters.add("list")
+        files: list[Stat] = []
+        waiting = [folder]
+        while waiting:
+            direct = self._scan(waiting.pop())
+            files += direct.objects
+            waiting += direct.folders
+        yield from sorted(files)
 
-    def list(self, prefix_uri: str) -> list[str]:
-        """Return the URIs of all objects below a folder, sorted."""
-        folder = self._path(prefix_uri)
-        found: list[str] = []
-        with _told(prefix_uri):
-            for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
-                # The folder as the caller spells it; below it only what would be decoded is not.
-                below = os.path.relpath(parent, folder).replace("%", "%25")
-                base = prefix_uri.rstrip("/") + ("" if below == "." else f"/{below}")
-                kept = (n.replace("%", "%25") for n in names if not n.startswith(TEMPORARY))
-                found += [f"{base}/{name}" for name in kept]
-        return sorted(found)
+    def folder(self, folder: str) -> Folder:
+        """Return the direct content of a folder."""
+        self.counters.add("list")
+        direct = self._scan(folder)
+        return Folder(sorted(direct.objects), sorted(direct.folders))
 
-    def delete(self, uri: str) -> None:
-        """Remove an object; an absent one is no error."""
-        with _told(uri), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self._path(uri).unlink()
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove files."""
+        self.counters.add("delete")
+        for key in keys:
+            path = self._path(key)
+            with _store_errors(self.uri(key)), _absent_is_fine(), _locked(path.parent):
+                path.unlink()
 
-    def local_path(self, uri: str) -> Path:
-        """Return where the object or folder lies."""
-        return self._path(uri)
+    def tidy(self, folder: str) -> None:
+        """Remove temporary files and empty folders."""
+        if not key_prefix(folder):
+            return
+        with _store_errors(self.uri(folder)):
+            for parent, _, names in os.walk(self._root / folder, topdown=False):
+                for name in names:
+                    if name.startswith(TEMPORARY):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(os.path.join(parent, name))
+                with contextlib.suppress(OSError):  # not empty, or gone
+                    os.rmdir(parent)
+            with contextlib.suppress(OSError):
+                os.rmdir((self._root / folder).parent)
 
-    def _path(self, uri: str) -> Path:
-        address = parse_uri(uri)
-        if address.scheme != "file":
-            raise ConfigError(f"a file store needs a file URI, got {uri!r}")
-        return Path("/" + address.key)
+    def now(self) -> float:
+        """Return the time of this machine."""
+        return time.time()
 
-    def _place(
-        self, uri: str, fill: Callable[[Path], None], publish: Callable[[Path, Path], None]
-    ) -> None:
-        path = self._path(uri)
-        with _told(uri):
-            _make_folder(path.parent, uri)
-            temporary = path.parent / temporary_name()
+    def close(self) -> None:
+        """Files are closed after each call."""
+
+    def _path(self, key: str) -> Path:
+        name = check_key(key, is_file=True).rpartition("/")[2]
+        if name.startswith(TEMPORARY):
+            raise StoreError(f"a name must not begin with {TEMPORARY!r}, got {key!r}")
+        return self._root / key
+
+    def _scan(self, folder: str) -> Folder:
+        start = key_prefix(folder, is_file=True)
+        direct = Folder([], [])
+        try:
+            with _store_errors(self.uri(folder)), os.scandir(self._root / folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        direct.folders.append(start + entry.name)
+                    elif entry.is_file() and not entry.name.startswith(TEMPORARY):
+                        with contextlib.suppress(FileNotFoundError):
+                            direct.objects.append(_stat(start + entry.name, entry.stat()))
+        except ObjectMissing:
+            pass
+        return direct
+
+
+class FileMultipart:
+    """A file without its name yet, written at its places by several threads."""
+
+    may_have_twin = False
+
+    def __init__(self, target: Path, key: str, uri: str, size: int, counters: Counters):
+        self.key = key
+        self.part_bytes = part_bytes(size)
+        self._counters = counters
+        self._target = target
+        self._uri = uri
+        self._path = target.parent / temporary_name(_digest(key))
+        self.upload_id = self._path.name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with _store_errors(uri):
+            for tries_left in range(3, -1, -1):
+                _make_folder(target.parent, uri)
+                try:
+                    self._descriptor = os.open(self._path, flags, 0o666)
+                    break
+                except FileNotFoundError:  # `tidy` has removed the folder meanwhile
+                    if not tries_left:
+                        raise
+
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
+        """Write one part at its place."""
+        view, offset = memoryview(data).cast("B"), (number - 1) * self.part_bytes
+        self._counters.add("part", sent=view.nbytes)
+        with _store_errors(self._uri):
+            while view.nbytes:
+                count = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[count:], offset + count
+
+    def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
+        """Sync the bytes and give the file its name."""
+        self._counters.add("complete")
+        folder = self._target.parent
+        with _store_errors(self._uri):
+            os.fsync(self._descriptor)
+            etag = _stat(self.key, os.fstat(self._descriptor)).etag
             try:
-                fill(temporary)
-                size = temporary.stat().st_size
-                publish(temporary, path)
-                sync_folder(path.parent)
-                sweep(path.parent)
+                if if_none_match:
+                    _place_new(self._path, self._target)
+                else:
+                    with _locked(folder):
+                        present = _stat(self.key, self._target.stat()).etag if if_match else ""
+                        if present != if_match:
+                            raise ObjectChanged(
+                                f"`{self._uri}` must be the object {if_match}, got {present}"
+                            )
+                        os.replace(self._path, self._target)
+            except FileExistsError:
+                raise ObjectExists(
+                    f"`{self._uri}` must not exist yet, but does; another process has created it"
+                ) from None
             except IsADirectoryError:
-                raise StoreError(f"`{uri}` must not be a folder; remove it first") from None
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    temporary.unlink()
-        telemetry.count("planish_store_written_bytes_total", size, scheme="file")
+                raise StoreError(f"`{self._uri}` must not be a folder; remove it first") from None
+            _sync_folder(folder)
+            _sweep(folder)
+        self._close()
+        return etag
+
+    def abort(self) -> None:
+        """Remove the file unless it has its name."""
+        self._counters.add("abort")
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        with _store_errors(self._uri), _absent_is_fine():
+            self._path.unlink()
+
+
+def temporary_name(mark: str = "") -> str:
+    """Return a new name of a file that this process writes; the name tells which process.
+
+    Args:
+        mark: hexadecimal digits that all temporary files of one object share.
+    """
+    pid = os.getpid()
+    return f"{TEMPORARY}{mark}-{_space()}.{pid}.{process_start(pid)}-{secrets.token_hex(8)}"
+
+
+def _temporary_prefix(key: str) -> str:
+    """Return how the temporary names of a key begin."""
+    return f"{TEMPORARY}{_digest(key)}-"
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(os.fsencode(key)).hexdigest()[:16]
+
+
+def _space() -> str:
+    return hashlib.sha256(process_space().encode()).hexdigest()[:8]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the temporary files of a folder whose writers are dead."""
+    with _absent_is_fine(), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(TEMPORARY):
+                continue
+            with contextlib.suppress(OSError):  # its writer has removed it, or may only read
+                writer = _WRITER.search(entry.name)
+                if writer and process_space() and writer[1] == _space():
+                    is_abandoned = process_start(int(writer[2])) != int(writer[3])
+                else:
+                    is_abandoned = time.time() - entry.stat().st_mtime > ABANDONED_SECONDS
+                if is_abandoned:
+                    os.unlink(entry.path)
+
+
+def _place_new(temporary: Path, path: Path) -> None:
+    """Give a written file its name; raises FileExistsError where something has that name."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # Some mounted file systems have no hard links; there the lock alone keeps others out.
+        with _locked(path.parent):
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, str(path)) from None
+            os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from replacing or removing files of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _make_folder(folder: Path, uri: str) -> None:
+    """Make a folder and those above it, and make their names durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent, uri)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise StoreError(
             f"`{uri}` must lie below folders, but part of its path is a file; remove that file"
         ) from None
+    _sync_folder(folder.parent)
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that can not sync folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
-def _copy(source: Path, target: Path) -> None:
-    with open(source, "rb") as reader, open(target, "wb") as writer:
-        shutil.copyfileobj(reader, writer, 8 << 20)
-        writer.flush()
-        os.fsync(writer.fileno())
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    if error.errno not in {errno.ENOENT, errno.ENOTDIR}:
-        raise error
+def _stat(key: str, facts: os.stat_result) -> Stat:
+    etag = f'"{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"'
+    return Stat(key, facts.st_size, etag, facts.st_mtime)
 
 
 @contextlib.contextmanager
-def _told(uri: str) -> Iterator[None]:
-    """Turn the operating system's errors into ours; FileExistsError passes."""
+def _absent_is_fine() -> Iterator[None]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        yield
+
+
+@contextlib.contextmanager
+def _store_errors(uri: str) -> Iterator[None]:
+    """Turn the operating system's errors about an object into ours; FileExistsError passes."""
     try:
         yield
     except (FileExistsError, StoreError):
         raise
     except OSError as error:
-        raise store_error(uri, error) from None
+        reason = error.strerror or str(error)
+        if error.errno in _MISSING:
+            raise ObjectMissing(
+                f"`{uri}` must be an object, but there is none ({reason})"
+            ) from None
+        if error.errno in _REFUSED:
+            raise AccessRefused(
+                f"`{uri}` must be readable and writable by this user, got {reason!r}; "
+                "mend the permissions of the folder"
+            ) from None
+        if error.errno in _FULL:
+            raise StoreError(f"`{uri}` can not be written: {reason}; make room") from None
+        if error.errno in _TRANSIENT:
+            raise StoreUnavailable(f"`{uri}` can not be reached now ({reason})") from None
+        raise StoreError(f"`{uri}`: {reason}") from None

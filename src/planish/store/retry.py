@@ -1,126 +1,149 @@
-"""HTTP requests that are sent again after named transient failures.
+"""When a request to an S3 server is sent again, and when it is given up.
 
-Every request of the S3 client passes here, so that one part of a large object is sent again
-alone. Nothing here knows S3 operations.
+Knows which failures pass; not what a request means, so that conditions are not retried here.
 """
 
 from __future__ import annotations
 
+import http.client
 import logging
-import re
-from typing import Any
-
-import tenacity
-import urllib3
-from urllib3.exceptions import (
-    NewConnectionError,
-    ProtocolError,
-    ProxyError,
-    TimeoutError,
-)
-from urllib3.response import BaseHTTPResponse
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from planish.base import telemetry
+from planish.store.base import Counters
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
 """A request is sent again until so much was waited between its tries: a server may restart."""
 FIRST_WAIT_SECONDS = 0.1
-"""Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**k)."""
+"""Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**(k - 1))."""
 LONGEST_WAIT_SECONDS = 10.0
 
-TRANSIENT_ERRORS = (NewConnectionError, ProtocolError, ProxyError, TimeoutError)
-"""No connection, a broken one, no answer in time. Certificate errors are not among them."""
-TRANSIENT_STATUSES = frozenset({500, 502, 503, 504})
 TRANSIENT_CODES = frozenset(
     {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestTimeout", "InternalError"}
     | {"ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
     | {"XMinioServerNotInitialized", "XMinioIAMNotInitialized"}
+    | {"XAmzContentChecksumMismatch", "BadDigest", "IncompleteBody"}
 )
-"""Codes of S3 that pass, whatever their status."""
+"""Codes of S3 that pass, whatever their status. Those of the last line say that a body changed on
+its way."""
 FULL_CODES = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
 """Codes of S3 that do not pass, whatever their status."""
-_CODE = re.compile(rb"<Code>([^<]*)</Code>")
-
-
-class TransientAnswer(Exception):
-    """The server answered that it can not answer now."""
-
-    def __init__(self, response: BaseHTTPResponse):
-        super().__init__(f"HTTP status {response.status}")
-        self.response = response
-
-
-def policy(retry_seconds: float, *errors: type[Exception]) -> tenacity.Retrying:
-    """Return a policy that tries again after `errors`: full-jitter exponential waits.
-
-    Only waits count against `retry_seconds`, since a try may carry gigabytes before it fails; 0
-    is one try. The last error is raised as it is.
-    """
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(errors),
-        stop=lambda state: state.idle_for >= retry_seconds,
-        wait=tenacity.wait_random_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
-        before_sleep=_tell,
-        reraise=True,
-    )
-
-
-def _tell(state: tenacity.RetryCallState) -> None:
-    """Log and count a try that failed; no URL, since signed ones are secrets for an hour."""
-    telemetry.count("planish_store_retries_total", scheme="s3")
-    reason = type(state.outcome.exception()).__name__ if state.outcome else "unknown"
-    wait = round(state.upcoming_sleep, 3)
-    facts = telemetry.event(
-        "retrying", tries=state.attempt_number, reason=reason, wait_seconds=wait
-    )
-    logger.warning("%s", facts)
-
-
-class RetryingPool(urllib3.PoolManager):
-    """A pool of connections that sends a request again when that may help."""
-
-    def __init__(self, *, retry_seconds: float = RETRY_SECONDS, **options: Any):
-        super().__init__(retries=False, **options)
-        self._retry_seconds = retry_seconds
-
-    def urlopen(  # type: ignore[override]  # the base class allows any keyword
-        self, method: str, url: str, redirect: bool = True, **options: Any
-    ) -> BaseHTTPResponse:
-        """Send a request; the last answer comes back even when it is a transient one."""
-        return self.send(method, url, redirect=redirect, **options)[0]
-
-    def send(self, method: str, url: str, **options: Any) -> tuple[BaseHTTPResponse, int]:
-        """Send a request and return the answer and how often it was sent."""
-        tries = policy(self._retry_seconds, *TRANSIENT_ERRORS, TransientAnswer)
-
-        def once() -> BaseHTTPResponse:
-            response = super(RetryingPool, self).urlopen(method, url, **options)
-            if _is_transient(response):
-                raise TransientAnswer(response)
-            return response
-
-        try:
-            answer = tries(once)
-        except TransientAnswer as error:
-            answer = error.response
-        return answer, int(tries.statistics["attempt_number"])
-
-
-def _is_transient(response: BaseHTTPResponse) -> bool:
-    if response.status not in TRANSIENT_STATUSES | {400, 409}:
-        return False
-    response.read(cache_content=True)
-    found = _CODE.search(response.data or b"")
-    return passes(response.status, found[1].decode("utf-8", "replace") if found else "")
 
 
 def passes(status: int, code: str) -> bool:
-    """Tell whether an error answer may be another one later.
+    """Return whether an error answer may be another one later.
 
     Args:
         status: of HTTP.
         code: of the error document; empty where there is none.
     """
-    return code not in FULL_CODES and (status in TRANSIENT_STATUSES or code in TRANSIENT_CODES)
+    if code in FULL_CODES:
+        return False
+    return status in {500, 502, 503, 504} or code in TRANSIENT_CODES
+
+
+class Transient(Exception):
+    """A try failed in a way that may pass."""
+
+    def __init__(self, reason: str, text: str, *, sent: bool = True, answered: bool = False):
+        super().__init__(text)
+        self.reason = reason
+        """For counters: an HTTP status, an S3 code or the name of an error."""
+        self.sent = sent
+        """Whether the server may have got, and acted upon, the request."""
+        self.answered = answered
+        """Whether the server has answered that it can not do it now."""
+
+
+@dataclass
+class Tries:
+    """The tries of one request.
+
+    Example:
+        >>> tries = Tries(Counters(), deadline=time.monotonic() + 5)
+        >>> tries.run(lambda: "answer"), tries.count, tries.is_ambiguous
+        ('answer', 1, False)
+    """
+
+    counters: Counters
+    deadline: float
+    """Monotonic seconds; no try and no wait goes beyond."""
+    retry_seconds: float = RETRY_SECONDS
+    """The waits may come to so much and one wait more; 0 for one try. A try itself does not count:
+    it may carry gigabytes before it fails."""
+    sleep: Callable[[float], None] = time.sleep
+    jitter: Callable[[float, float], float] = field(
+        default_factory=lambda: random.Random().uniform, repr=False
+    )
+    count: int = 0
+    is_ambiguous: bool = False
+    """Whether an earlier try may have been carried out although it failed here."""
+
+    def run(self, once: Callable[[], T]) -> T:
+        """Call `once` until it returns; the last `Transient` is raised as it is."""
+        waited = 0.0
+        while True:
+            self.count += 1
+            try:
+                return once()
+            except Transient as error:
+                self.is_ambiguous |= error.sent
+                wait = self.jitter(0.0, longest_wait(self.count))
+                if waited >= self.retry_seconds or time.monotonic() + wait >= self.deadline:
+                    raise
+                waited += wait
+                self.counters.retried(error.reason)
+                telemetry.count("planish_store_retries_total", scheme="s3")
+                facts = telemetry.event(
+                    "retrying", tries=self.count, reason=error.reason, wait_seconds=wait
+                )
+                logger.warning("%s", facts)
+                self.sleep(wait)
+
+
+def longest_wait(tries: int) -> float:
+    """Return the upper end of the wait after so many tries, in seconds.
+
+    Example:
+        >>> [longest_wait(k) for k in (1, 2, 7, 8)]
+        [0.1, 0.2, 6.4, 10.0]
+    """
+    return float(min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(tries - 1, 60)))
+
+
+def transient(error: Exception, *, sent: bool) -> Transient | None:
+    """Return what `run` retries for an error of a connection, None if it will not pass.
+
+    Args:
+        error: raised by `socket`, `ssl` or `http.client`.
+        sent: whether any byte of the request had left.
+    """
+    if isinstance(error, ssl.SSLError) and not sent and not isinstance(error, ssl.SSLEOFError):
+        return None  # of the handshake: a certificate, or no TLS at all
+    if isinstance(error, (OSError, http.client.HTTPException)):
+        name = "TimeoutError" if isinstance(error, BlockingIOError) else type(error).__name__
+        return Transient(name, describe(error), sent=sent)
+    return None
+
+
+def describe(error: Exception) -> str:
+    """Return in a few words why a connection failed."""
+    if isinstance(error, socket.gaierror):
+        return "its name does not resolve"
+    if isinstance(error, (TimeoutError, BlockingIOError)):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLError):
+        return f"no trusted TLS connection ({getattr(error, 'reason', '') or type(error).__name__})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return type(error).__name__

@@ -1,4 +1,7 @@
-"""Objects in buckets of MinIO or any other S3 server.
+"""Objects in a bucket of MinIO or another S3 server.
+
+Each body carries a CRC-32C that the server checks, so that bytes which change on their way are
+sent again. Conditional writes are those of S3 itself (`If-None-Match`, `If-Match`).
 
 The only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_KEY`,
 `MINIO_SESSION_TOKEN` (of temporary keys), `MINIO_SECURE` (0 for a server without TLS),
@@ -7,53 +10,68 @@ The only module that reads `MINIO_ENDPOINT`, `MINIO_ACCESS_KEY`, `MINIO_SECRET_K
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import functools
-import io
+import hashlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, BinaryIO
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from itertools import islice
+from urllib.parse import unquote_plus
+from xml.sax.saxutils import escape
 
-import certifi
-from minio import Minio
-from minio.error import S3Error
-from urllib3 import Timeout
-from urllib3.response import BaseHTTPResponse
+import google_crc32c
+import numpy as np
 
-from planish.base import telemetry
-from planish.base.errors import ConfigError, ObjectExists, ObjectMissing, StoreError
-from planish.store.base import Address, parse_uri
-from planish.store.retry import RETRY_SECONDS, TRANSIENT_ERRORS, RetryingPool, policy
-from planish.store.s3_errors import told
+from planish.base.errors import (
+    ConfigError,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTooLarge,
+    StoreError,
+    StoreMisconfigured,
+)
+from planish.store.base import (
+    TIMEOUT_SECONDS,
+    Buffer,
+    Counters,
+    Folder,
+    Stat,
+    Upload,
+    check_key,
+    key_prefix,
+    part_bytes,
+)
+from planish.store.retry import RETRY_SECONDS, Transient
+from planish.store.s3_client import Client, Refused, Settings, drained
+from planish.store.wire import READ_SECONDS, Answer, Line
 
-CONNECT_SECONDS = 5.0
-READ_SECONDS = 60.0
-PART_BYTES = 16 << 20
-"""Larger objects go up in parts of at least this size."""
-_MAX_PARTS = 10_000
-_PARALLEL_PARTS = 3
-_READ_BYTES = 1 << 20
 _LONGEST_RETRY_SECONDS = 86_400
+_DELETE_KEYS = 1000
+_HAS_CRC32C = google_crc32c.implementation == "c"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to reach the server."""
+def connect(bucket: str, *, timeout_s: float = TIMEOUT_SECONDS) -> S3Store:
+    """Return the store of a bucket at the server that the environment names.
 
-    endpoint: str
-    """Host and port."""
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
-    secure: bool
-    """Whether to speak TLS."""
-    region: str
-    session_token: str = field(default="", repr=False)
-    """Of temporary keys that a security token service has given."""
-    retry_seconds: float = RETRY_SECONDS
-    """A request that fails is sent again until so much was waited; 0 for one try."""
+    Raises:
+        StoreMisconfigured: no or impossible settings.
+    """
+    try:
+        settings = read_settings()
+    except ConfigError as error:
+        raise StoreMisconfigured(f"bucket {bucket!r} can not be used: {error}") from None
+    return _connect(settings, bucket, timeout_s)
+
+
+@functools.lru_cache(maxsize=8)
+def _connect(settings: Settings, bucket: str, timeout_s: float) -> S3Store:
+    return S3Store(settings, bucket, timeout_s=timeout_s)
 
 
 def read_settings() -> Settings:
@@ -78,260 +96,395 @@ def read_settings() -> Settings:
             f"`MINIO_ENDPOINT` must be `host:port` without a scheme or path, got {endpoint!r}; "
             "`MINIO_SECURE` chooses between http and https"
         )
-    region = os.environ.get("MINIO_REGION", "us-east-1")
-    token = os.environ.get("MINIO_SESSION_TOKEN", "")
-    return Settings(
-        endpoint, access_key, secret_key, secure == "1", region, token, _read_retry_seconds()
-    )
-
-
-def _read_retry_seconds() -> float:
     text = os.environ.get("MINIO_RETRY_SECONDS", str(RETRY_SECONDS))
     try:
-        seconds = float(text)
+        retry_seconds = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= _LONGEST_RETRY_SECONDS:
+        retry_seconds = -1.0
+    if not 0 <= retry_seconds <= _LONGEST_RETRY_SECONDS:
         raise ConfigError(
             f"`MINIO_RETRY_SECONDS` must be a number from 0 to {_LONGEST_RETRY_SECONDS}, got "
             f"{text!r}"
         )
-    return seconds
-
-
-@dataclass(frozen=True)
-class _Connection:
-    client: Minio
-    pool: RetryingPool
-    endpoint: str
-    retry_seconds: float
-    seen: set[str] = field(default_factory=set)
-    """Buckets that are known to exist."""
-
-
-@functools.lru_cache(maxsize=8)
-def _connect(settings: Settings, _process: int) -> _Connection:
-    """One client per process: connections must not be shared across a fork."""
-    pool = RetryingPool(
-        retry_seconds=settings.retry_seconds,
-        timeout=Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
-        maxsize=10,
-        cert_reqs="CERT_REQUIRED",
-        ca_certs=os.environ.get("SSL_CERT_FILE") or certifi.where(),
+    return Settings(
+        endpoint,
+        access_key,
+        secret_key,
+        secure=secure == "1",
+        region=os.environ.get("MINIO_REGION", "us-east-1"),
+        session_token=os.environ.get("MINIO_SESSION_TOKEN", ""),
+        retry_seconds=retry_seconds,
     )
-    try:
-        client = Minio(
-            settings.endpoint,
-            access_key=settings.access_key,
-            secret_key=settings.secret_key,
-            session_token=settings.session_token or None,
-            secure=settings.secure,
-            region=settings.region,
-            http_client=pool,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"`MINIO_ENDPOINT` must be `host:port`, got {settings.endpoint!r} ({error})"
-        ) from None
-    return _Connection(client, pool, settings.endpoint, settings.retry_seconds)
 
 
 class S3Store:
-    """`s3://bucket/key`."""
+    """`s3://bucket/key`; an own set of connections."""
 
-    def __init__(self, *, retry_seconds: float | None = None):
-        """Take `retry_seconds` in place of what the environment says."""
-        self._retry_seconds = retry_seconds
+    in_memory = False
 
-    def read(self, uri: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return at most `length` bytes from byte `start`."""
-        if length == 0:
-            self.size(uri)
-            return b""
-        data = bytearray()
-        self._stream(uri, start, length, data.extend)
-        return bytes(data)
+    def __init__(
+        self,
+        settings: Settings,
+        bucket: str,
+        *,
+        timeout_s: float = TIMEOUT_SECONDS,
+        read_seconds: float = READ_SECONDS,
+    ):
+        self._client = Client(settings, bucket, timeout_s=timeout_s, read_seconds=read_seconds)
+        self.counters: Counters = self._client.counters
 
-    def write(self, uri: str, data: bytes) -> None:
-        """Put an object in place as a whole."""
-        self._put(uri, io.BytesIO(data), len(data))
+    def uri(self, key: str) -> str:
+        """Return `s3://bucket/key`."""
+        return f"s3://{self._client.bucket}/{key}"
 
-    def create(self, uri: str, data: bytes) -> None:
-        """Write an object only if there is none yet."""
-        with self._use(uri) as (connection, address):
-            # The client's own calls can not carry `If-None-Match`; a signed URL can.
-            url = connection.client.get_presigned_url(
-                "PUT", address.bucket, address.key, expires=timedelta(hours=1)
-            )
-            answer, tries = connection.pool.send(
-                "PUT", url, body=data, headers={"If-None-Match": "*"}
-            )
-            if answer.status == 200:
-                return
-            if answer.status == 412:
-                # A try whose answer was lost may have created the object.
-                if tries > 1 and self.read(uri) == data:
-                    return
-                raise ObjectExists(f"`{uri}` must not exist yet; another process has created it")
-            raise _s3_error(answer)
-
-    def write_file(self, uri: str, path: Path) -> None:
-        """Write an object from a local file of any size."""
-        with open(path, "rb") as file:
-            self._put(uri, file, os.fstat(file.fileno()).st_size)
-
-    def read_file(self, uri: str, path: Path) -> None:
-        """Copy an object of any size to a local file."""
+    def put(
+        self, key: str, data: Buffer, *, if_none_match: bool = False, if_match: str = ""
+    ) -> str:
+        """Write an object as a whole."""
+        view = memoryview(data).cast("B")
+        tries = self._client.tries()
+        headers = {**_condition(if_none_match, if_match), **_checksum(view)}
         try:
-            with open(path, "wb") as file:
-                self._stream(uri, 0, None, file.write)
-        except StoreError:
-            path.unlink()
-            raise
+            answer = self._client.call(
+                "put",
+                "PUT",
+                check_key(key),
+                drained,
+                headers=headers,
+                body=view,
+                tries=tries,
+                handled={412},
+            )
+        except Refused:
+            # The try whose answer was lost may have written what stands there now.
+            etag = self._tag_of_same(key, view) if tries.is_ambiguous else ""
+            if not etag:
+                raise _unmet(self._client.place(key), if_match) from None
+            return etag
+        return answer.get("ETag", "")
 
-    def size(self, uri: str) -> int:
-        """Return the number of bytes of an object."""
-        with self._use(uri) as (connection, address):
-            try:
-                found = connection.client.stat_object(address.bucket, address.key)
-            except S3Error as error:
-                if error.code != "NoSuchKey" or address.bucket not in connection.seen:
-                    _explain(connection, address)
-                raise
-            return int(found.size)
-
-    def exists(self, uri: str) -> bool:
-        """Return whether there is an object; a bucket is none, but must be there."""
-        try:
-            with self._use(uri, needs_key=False) as (connection, address):
-                if not address.key:
-                    _explain(connection, address)
-                    return False
-            self.size(uri)
-        except ObjectMissing:
-            return False
-        return True
-
-    def list(self, prefix_uri: str) -> list[str]:
-        """Return the URIs of all objects below a folder, sorted."""
-        address = parse_uri(prefix_uri)
-        prefix = f"{address.key}/" if address.key else ""
-        with self._use(prefix_uri, needs_key=False) as (connection, _):
-            found = connection.client.list_objects(address.bucket, prefix=prefix, recursive=True)
-            names = [str(item.object_name) for item in found]
-        return sorted(f"s3://{address.bucket}/{n}" for n in names if not n.endswith("/"))
-
-    def delete(self, uri: str) -> None:
-        """Remove an object; an absent one is no error."""
-        with self._use(uri) as (connection, address):
-            connection.client.remove_object(address.bucket, address.key)
-
-    def local_path(self, uri: str) -> None:
-        """Objects of a bucket do not lie on this machine."""
-        parse_uri(uri)
-
-    @contextlib.contextmanager
-    def _use(self, uri: str, *, needs_key: bool = True) -> Iterator[tuple[_Connection, Address]]:
-        address = parse_uri(uri)
-        if address.scheme != "s3" or (needs_key and not address.key):
-            raise ConfigError(f"an S3 object must read `s3://bucket/key`, got {uri!r}")
-        settings = read_settings()
-        if self._retry_seconds is not None:
-            settings = replace(settings, retry_seconds=self._retry_seconds)
-        connection = _connect(settings, os.getpid())
-        with told(uri, address.bucket, connection.endpoint):
-            yield connection, address
-
-    def _put(self, uri: str, content: BinaryIO, size: int) -> None:
-        with self._use(uri) as (connection, address):
-            try:
-                connection.client.put_object(
-                    address.bucket,
-                    address.key,
-                    content,
-                    size,
-                    part_size=max(PART_BYTES, -(-size // _MAX_PARTS)),
-                    num_parallel_uploads=_PARALLEL_PARTS,
-                )
-            except S3Error as error:
-                # The answer to the closing request of a multipart upload was lost, and the
-                # second try finds the upload gone because the first had closed it.
-                if error.code != "NoSuchUpload" or self.size(uri) != size:
-                    raise
-            telemetry.count("planish_store_written_bytes_total", size, scheme="s3")
-
-    def _stream(
-        self, uri: str, start: int, length: int | None, sink: Callable[[bytes], Any]
-    ) -> None:
-        """Hand the bytes to `sink`; a connection that breaks is taken up where it broke."""
-        with self._use(uri) as (connection, address):
-            reader = _Reader(connection.client, address, start, length, sink)
-            try:
-                policy(connection.retry_seconds, _Broken)(reader.go_on)
-            except _Broken as broken:
-                raise broken.reason from None
-            except S3Error as error:
-                if error.code == "PreconditionFailed":
-                    raise StoreError(
-                        f"`{uri}` must not change while it is read, but was replaced; read it again"
-                    ) from None
-                if error.code != "InvalidRange":
-                    raise
-
-
-class _Broken(Exception):
-    """The body of an answer ended too early."""
-
-    def __init__(self, reason: Exception):
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-@dataclass
-class _Reader:
-    """A read that remembers how far it came."""
-
-    client: Minio
-    address: Address
-    start: int
-    length: int | None
-    sink: Callable[[bytes], Any]
-    done: int = 0
-    etag: str = ""
-
-    def go_on(self) -> None:
-        left = 0 if self.length is None else self.length - self.done
-        if self.length is not None and left == 0:
-            return
-        response = self.client.get_object(
-            self.address.bucket,
-            self.address.key,
-            offset=self.start + self.done,
-            length=left,
-            request_headers={"If-Match": self.etag} if self.etag else None,
+    def open_multipart(self, key: str, size: int) -> S3Multipart:
+        """Begin an object in parts."""
+        tries = self._client.tries()
+        page = self._client.document(
+            "create",
+            "POST",
+            check_key(key),
+            query={"uploads": ""},
+            headers={"x-amz-checksum-algorithm": "CRC32C"} if _HAS_CRC32C else {},
+            body=b"",
+            tries=tries,
         )
+        upload_id = page.findtext("UploadId") or ""
+        return S3Multipart(self, self._client, key, upload_id, size, twin=tries.is_ambiguous)
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop an upload."""
+        with contextlib.suppress(ObjectMissing):
+            self._client.call(
+                "abort", "DELETE", check_key(key), drained, query={"uploadId": upload_id}
+            )
+
+    def open_uploads(self, key: str) -> list[Upload]:
+        """Return the uploads of a key; MinIO lists them by exact key only."""
+        query = {"uploads": "", "prefix": check_key(key)}
+        return [
+            Upload(item.findtext("UploadId") or "", _moment(item.findtext("Initiated")))
+            for item in self._client.document("list", "GET", "", query=query).findall("Upload")
+            if item.findtext("Key") == key
+        ]
+
+    def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
+        """Fill `target` from an object; a broken read is taken up where it broke."""
+        view = target.cast("B")
+        if not view.nbytes:
+            present = self.head(key).etag
+            if etag and present != etag:
+                raise _changed(self._client.place(key), etag)
+            return
+        download = _Download(self._client, check_key(key), offset, view.nbytes, view, etag)
+        download.run()
+        if download.done < view.nbytes:
+            raise StoreError(
+                f"{self._client.place(key)} must have {offset + view.nbytes} bytes, got fewer"
+            )
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return what there is of a range of an object."""
+        if length == 0:
+            self.head(key)
+            return b""
+        download = _Download(self._client, check_key(key), start, length)
+        download.run()
+        return bytes(download.target or b"")
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str]:
+        """Return a whole object."""
+        download = _Download(self._client, check_key(key), 0, None, limit=limit)
+        download.run()
+        return bytes(download.target or b""), download.etag
+
+    def head(self, key: str) -> Stat:
+        """Return the facts of an object."""
         try:
-            self.etag = response.headers.get("ETag", "")
-            for block in response.stream(_READ_BYTES):
-                self.sink(block)
-                self.done += len(block)
-                telemetry.count("planish_store_read_bytes_total", len(block), scheme="s3")
-        except TRANSIENT_ERRORS as error:
-            response.close()
-            raise _Broken(error) from None
-        finally:
-            response.release_conn()
+            headers = self._client.call(
+                "head", "HEAD", check_key(key), drained, handled={400, 403, 404}
+            )
+        except Refused as refused:
+            if not refused.code:
+                # The answer has no body, and not every server names its code in a header.
+                next(self._pages("", "", max_keys=1))
+            raise self._client.error(refused, key) from None
+        modified = parsedate_to_datetime(headers["Last-Modified"]).timestamp()
+        return Stat(key, int(headers["Content-Length"]), headers.get("ETag", ""), modified)
+
+    def list(self, folder: str) -> Iterator[Stat]:
+        """Yield every object below a folder."""
+        for page in self._pages(key_prefix(folder), ""):
+            yield from _objects(page)
+
+    def folder(self, folder: str) -> Folder:
+        """Return the direct content of a folder."""
+        direct = Folder([], [])
+        for page in self._pages(key_prefix(folder), "/"):
+            direct.objects.extend(_objects(page))
+            for item in page.findall("CommonPrefixes"):
+                direct.folders.append(unquote_plus(item.findtext("Prefix") or "").rstrip("/"))
+        direct.folders.sort()  # the server sorts them with their slash
+        return direct
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, up to 1,000 per request."""
+        waiting = iter(keys)
+        while batch := list(islice(waiting, _DELETE_KEYS)):
+            names = "".join(f"<Object><Key>{escape(check_key(k))}</Key></Object>" for k in batch)
+            body = f"<Delete><Quiet>true</Quiet>{names}</Delete>".encode()
+            md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+            self._client.document(
+                "delete", "POST", "", query={"delete": ""}, headers={"content-md5": md5}, body=body
+            )
+
+    def tidy(self, folder: str) -> None:
+        """A bucket has no folders."""
+
+    def now(self) -> float:
+        """Return the time of the server."""
+        return self._client.now()
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._client.pool.close()
+
+    def _pages(
+        self, prefix: str, delimiter: str, max_keys: int = 1000
+    ) -> Iterator[ElementTree.Element]:
+        query = {
+            "list-type": "2",
+            "prefix": prefix,
+            "delimiter": delimiter,
+            "encoding-type": "url",
+            "max-keys": str(max_keys),
+        }
+        while True:
+            page = self._client.document("list", "GET", "", query=query)
+            yield page
+            token = page.findtext("NextContinuationToken")
+            if page.findtext("IsTruncated") != "true" or not token:
+                return
+            query["continuation-token"] = token
+
+    def _tag_of_same(self, key: str, view: memoryview) -> str:
+        """Return the entity tag of an object that has exactly these bytes, else ""."""
+        try:
+            content, etag = self.get(key, view.nbytes)
+        except (ObjectMissing, ObjectTooLarge):
+            return ""
+        return etag if content == view else ""
 
 
-def _explain(connection: _Connection, address: Address) -> None:
-    """Raise why a HEAD request failed, if it is not the object: only a listing tells."""
-    for _ in connection.client.list_objects(address.bucket, prefix=address.key):
-        break
-    connection.seen.add(address.bucket)
+class S3Multipart:
+    """An object of `S3Store` that is being written."""
+
+    def __init__(
+        self, store: S3Store, client: Client, key: str, upload_id: str, size: int, *, twin: bool
+    ):
+        self.key = key
+        self.upload_id = upload_id
+        self.part_bytes = part_bytes(size)
+        self.may_have_twin = twin
+        self._store = store
+        self._client = client
+        self._parts: dict[int, tuple[str, str]] = {}
+
+    def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:
+        """Write one part."""
+        view = memoryview(data).cast("B")
+        checksum = _checksum(view, crc32c)
+        query = {"partNumber": str(number), "uploadId": self.upload_id}
+        answer = self._client.call(
+            "part", "PUT", self.key, drained, query=query, headers=checksum, body=view
+        )
+        self._parts[number] = (answer.get("ETag", ""), "".join(checksum.values()))
+
+    def complete(self, *, if_none_match: bool = False, if_match: str = "") -> str:
+        """Make the object visible."""
+        parts = sorted(self._parts.items())
+        rows = []
+        for number, (etag, crc32c) in parts:
+            crc = f"<ChecksumCRC32C>{crc32c}</ChecksumCRC32C>" if crc32c else ""
+            rows.append(
+                f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(etag)}</ETag>{crc}</Part>"
+            )
+        tries = self._client.tries()
+        try:
+            page = self._client.document(
+                "complete",
+                "POST",
+                self.key,
+                query={"uploadId": self.upload_id},
+                headers=_condition(if_none_match, if_match),
+                body=f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>".encode(),
+                tries=tries,
+                handled={200, 404, 412},
+            )
+        except Refused as refused:
+            etag = ""
+            if refused.code == "NoSuchUpload" or (refused.status == 412 and tries.is_ambiguous):
+                etag = self._tag_of_completed([etag for _, (etag, _) in parts])
+            if etag:
+                return etag
+            if refused.status == 412:
+                raise _unmet(self._client.place(self.key), if_match) from None
+            raise self._client.error(refused, self.key) from None
+        return page.findtext("ETag") or ""
+
+    def abort(self) -> None:
+        """Drop all parts."""
+        self._store.abort_upload(self.key, self.upload_id)
+
+    def _tag_of_completed(self, etags: list[str]) -> str:
+        """Return the entity tag if an earlier try has completed this upload, else ""."""
+        try:
+            digests = [binascii.unhexlify(etag.strip('"')) for etag in etags]
+            present = self._store.head(self.key).etag
+        except (ObjectMissing, ValueError):
+            return ""
+        whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+        return present if present.strip('"') == f"{whole}-{len(digests)}" else ""
 
 
-def _s3_error(answer: BaseHTTPResponse) -> Exception:
-    if answer.data and "application/xml" in answer.headers.get("content-type", ""):
-        found: Exception = S3Error.fromxml(answer)
-        return found
-    return StoreError(f"the server answers HTTP {answer.status} to a conditional write")
+class _Download:
+    """A range of an object on its way into memory, which remembers how far it came."""
+
+    def __init__(
+        self,
+        client: Client,
+        key: str,
+        start: int,
+        length: int | None,
+        target: memoryview | None = None,
+        etag: str = "",
+        limit: int | None = None,
+    ):
+        self.target = target
+        """Of the size that the first answer says, unless the caller gives it."""
+        self.etag = etag
+        """Of the object that the first answer came from: later ones must not be of another."""
+        self.done = 0
+        self._client = client
+        self._key = key
+        self._start = start
+        self._length = length
+        self._limit = limit
+
+    def run(self) -> None:
+        """Read what there is of the range; raises ObjectChanged, ObjectTooLarge."""
+        try:
+            self._client.call(
+                "get", "GET", self._key, self._take, headers=self._headers, handled={412, 416}
+            )
+        except Refused as refused:
+            if refused.status == 412:
+                raise _changed(self._client.place(self._key), self.etag) from None
+            # 416: the object ends before the range begins.
+
+    def _headers(self) -> dict[str, str]:
+        """Ask for what is missing."""
+        condition = _condition(False, self.etag)
+        first = self._start + self.done
+        if self._length is None:
+            return {"range": f"bytes={first}-", **condition} if first else condition
+        return {"range": f"bytes={first}-{self._start + self._length - 1}", **condition}
+
+    def _take(self, line: Line, answer: Answer, deadline: float) -> None:
+        """Read what came."""
+        first, place = self._start + self.done, self._client.place(self._key)
+        span = answer.headers.get("Content-Range", "")
+        is_whole = self._length is None and not first
+        if answer.length is None or not (is_whole or span.startswith(f"bytes {first}-")):
+            raise StoreError(
+                f"{place} must be read from byte {first}, but the server answers HTTP "
+                f"{answer.status} with the range {span!r}"
+            )
+        if self._limit is not None and self.done + answer.length > self._limit:
+            raise ObjectTooLarge(
+                f"{place} must be at most {self._limit} bytes here, got {answer.length}"
+            )
+        if self.target is None:
+            self.target = memoryview(bytearray(answer.length))
+        self.etag = self.etag or answer.headers.get("ETag", "")
+        expected = min(answer.length, self.target.nbytes - self.done)
+        count = line.read_into(answer, self.target[self.done : self.done + expected], deadline)
+        self._client.counters.received(count)
+        self.done += count
+        if count < expected:
+            raise Transient("IncompleteRead", "the answer ended early")
+
+
+def _unmet(place: str, if_match: str) -> ObjectChanged | ObjectExists:
+    """Return the error of a write whose condition does not hold."""
+    if if_match:
+        return ObjectChanged(
+            f"{place} must be the object {if_match}, but is another; read it again"
+        )
+    return ObjectExists(f"{place} must not exist yet, but does; another process has created it")
+
+
+def _changed(place: str, etag: str) -> ObjectChanged:
+    return ObjectChanged(
+        f"{place} must be the object {etag} and must not change while it is read, but is another; "
+        "read it again"
+    )
+
+
+def _condition(if_none_match: bool, if_match: str) -> dict[str, str]:
+    """Return the headers of a condition."""
+    if if_none_match:
+        return {"if-none-match": "*"}
+    return {"if-match": if_match} if if_match else {}
+
+
+def _checksum(view: memoryview, crc32c: int | None = None) -> dict[str, str]:
+    """Return the header by which the server checks a body, if that costs little or is known."""
+    if crc32c is None:
+        if not _HAS_CRC32C:
+            return {}
+        crc32c = google_crc32c.extend(0, np.frombuffer(view, np.uint8)) if view.nbytes else 0
+    return {"x-amz-checksum-crc32c": base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
+
+
+def _objects(page: ElementTree.Element) -> Iterator[Stat]:
+    """Yield what a page of a listing names."""
+    for item in page.findall("Contents"):
+        key = unquote_plus(item.findtext("Key") or "")
+        if key and not key.endswith("/"):
+            size = int(item.findtext("Size") or "0")
+            modified = _moment(item.findtext("LastModified"))
+            yield Stat(key, size, item.findtext("ETag") or "", modified)
+
+
+def _moment(text: str | None) -> float:
+    """Return seconds since 1970."""
+    return datetime.fromisoformat(
+        (text or "1970-01-01T00:00:00Z").replace("Z", "+00:00")
+    ).timestamp()

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from planish import store
 from planish.algorithms import ALGORITHMS, build_algorithm
 from planish.base.config import load_preset, merge, resolve_config
 from planish.base.errors import ConfigError
 from planish.records import layout
-from planish.store import open_store
 from tests.unit.algorithms.batches import make_batch, ragged_mask, whole_step
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config, train_once
 
@@ -49,7 +49,7 @@ def test_the_train_stage_runs_it(tmp_path):
     tiny = start_run(root, tiny_config("leave_one_out"))
     pin = train_once(tiny, 1, "", add_iteration(tiny, 1), tmp_path)
     assert pin
-    report = json.loads(open_store(root).read(layout.update(root, 1)))
+    report = json.loads(store.read(layout.update(root, 1)))
     losses = [step["loss"] for step in report["minibatches"]]
     assert len(losses) == 4
     assert all(loss != 0 for loss in losses)

@@ -10,9 +10,9 @@ import urllib.request
 
 import pytest
 
+from planish import store
 from planish.base import telemetry
 from planish.records import write_set
-from planish.store import open_store
 from tests import pages
 from tests.unit.records.samples import random_prompts
 
@@ -104,7 +104,7 @@ def test_writing_a_set_is_measured(file_root):
     write_set(f"{file_root}/x", random_prompts(), parents={}, attributes={})
     found = samples()
     assert found['planish_records_write_seconds_count{schema="prompts/1"}'] == 1
-    sizes = sum(open_store(file_root).size(uri) for uri in open_store(file_root).list(file_root))
+    sizes = sum(store.size(uri) for uri in store.list_uris(file_root))
     assert found['planish_store_written_bytes_total{scheme="file"}'] == sizes
 
 

@@ -12,7 +12,7 @@ from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import Opened
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 
 _numbers = itertools.count()
 
@@ -24,13 +24,13 @@ def fresh(prefix="damage"):
 
 def keys_of(place, ending=""):
     """Return the keys of a checkpoint's objects, COMMIT included."""
-    storage, path = open_storage(place.partition("#")[0])
+    storage, path = open_store(place.partition("#")[0])
     return [stat.key for stat in storage.list(path) if stat.key.endswith(ending)]
 
 
 def flip(place, ending, position=-1):
     """Flip one bit of the only object whose key ends so."""
-    storage, _ = open_storage(place.partition("#")[0])
+    storage, _ = open_store(place.partition("#")[0])
     (key,) = keys_of(place, ending)
     data = bytearray(storage.get(key, 1 << 30)[0])
     data[position] ^= 4
@@ -39,14 +39,14 @@ def flip(place, ending, position=-1):
 
 def truncate(place, ending, size):
     """Cut the only object whose key ends so."""
-    storage, _ = open_storage(place.partition("#")[0])
+    storage, _ = open_store(place.partition("#")[0])
     (key,) = keys_of(place, ending)
     storage.put(key, storage.get(key, 1 << 30)[0][:size])
 
 
 def remove(place, ending):
     """Delete the only object whose key ends so."""
-    storage, _ = open_storage(place.partition("#")[0])
+    storage, _ = open_store(place.partition("#")[0])
     storage.delete(keys_of(place, ending))
 
 

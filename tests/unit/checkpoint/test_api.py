@@ -17,8 +17,8 @@ from planish.base.errors import (
     UnexpectedKeys,
 )
 from planish.checkpoint import api
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.store import open_store
+from tests.stores.faulty import FaultyStore
 
 
 def trained(seed):
@@ -106,7 +106,7 @@ def test_a_checkpoint_goes_to_torch_and_back(tmp_path):
 @pytest.mark.parametrize("async_", [True, False])
 def test_a_store_that_is_down_is_a_failed_save_and_for_a_load_a_store_error(tmp_path, async_):
     place = f"{tmp_path}/run/step-1"
-    down = FaultyStorage(open_storage(place)[0], lambda *_: "fail")
+    down = FaultyStore(open_store(place)[0], lambda *_: "fail")
     with pytest.raises(SaveFailed, match="rank 0"):
         api.save(place, trained(0), async_=async_, storage=down).result(20)
     api.save(place, trained(0), async_=async_).result(20)

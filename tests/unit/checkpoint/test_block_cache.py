@@ -9,7 +9,7 @@ import pytest
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.load.reader import BlockReader, open_state
 from planish.checkpoint.load.slices import CachedReader
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def test_a_damaged_block_fails_every_reader_and_may_be_read_again():
     uri = f"mem://cache-{next(_numbers)}/a"
     opened = open_state(write_checkpoint(uri, tiny_model(layers=1, hidden=128, vocab=9001)))
     file, reader = largest(opened), CachedReader(opened)
-    storage, _ = open_storage(uri)
+    storage, _ = open_store(uri)
     right, _ = storage.get(opened.key(file), 1 << 30)
     damaged = bytearray(right)
     damaged[5 * MIB + 17] ^= 1

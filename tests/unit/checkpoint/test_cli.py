@@ -17,10 +17,10 @@ from planish.checkpoint import train_state
 from planish.checkpoint.cli import command as cli
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import Timeline, Timing
 from planish.records import fetch_files, parse_pin
+from planish.store import open_store
 from tests.unit.checkpoint.written import EXTRA, SHARED, tiny_model, write_checkpoint
 
 
@@ -54,7 +54,7 @@ def test_every_command_has_a_function_and_its_help(capsys):
 
 
 def test_ls_lists_committed_checkpoints_in_the_order_of_their_steps(run, states, file_root):
-    storage, key = open_storage(file_root)
+    storage, key = open_store(file_root)
     storage.put(f"{key}/step-20/a-{'0' * 26}/data/x", b"not committed")
     code, out, _ = run("ls", file_root)
     assert code == 0
@@ -135,7 +135,7 @@ def test_retain_keeps_by_number_step_and_pin(run, states, file_root):
 
 def test_gc_tells_and_clears(run, states, file_root):
     attempt = open_state(states[0]).commit.attempt
-    storage, key = open_storage(file_root)
+    storage, key = open_store(file_root)
     # An attempt as old as its id says, which nobody has committed.
     old = f"00{attempt[2:]}"
     storage.put(f"{key}/step-05/a-{old}/data/x", b"left by a crash")
@@ -163,7 +163,7 @@ def test_reshard_prints_the_pin_of_the_result_last(run, states, file_root):
 
 
 def test_report_prints_text_and_writes_a_page(run, states, file_root, tmp_path):
-    storage, key = open_storage(f"{file_root}/step-05")
+    storage, key = open_store(f"{file_root}/step-05")
     attempt = open_state(states[0]).commit.attempt
     code, _, err = run("report", states[0])
     assert code == 1

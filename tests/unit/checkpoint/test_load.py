@@ -29,9 +29,9 @@ from planish.checkpoint.load.load import load_state, open_on_all
 from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
 from planish.checkpoint.watch import monitor
+from planish.store import open_store
+from tests.stores.faulty import FaultyStore
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -81,7 +81,7 @@ def test_a_load_from_where_nothing_can_be_written_is_none_the_worse(place, caplo
     def decide(number, kind, key):
         return "fail" if kind == "put" else ""
 
-    storage = FaultyStorage(open_storage(place.partition("#")[0])[0], decide)
+    storage = FaultyStore(open_store(place.partition("#")[0])[0], decide)
     control, items = Control.single(), ones(place)
     opened = open_on_all(place, control, storage=storage)
     options = LoadOptions(store_timings=True)
@@ -264,7 +264,7 @@ def test_damage_that_is_seen_first_leaves_the_target_untouched(place, harm, erro
 def test_a_reader_that_is_overtaken_by_a_writer_says_so_and_mixes_nothing():
     place = write_checkpoint(damage.fresh(), tiny_model(), extra=False)
     uri = place.partition("#")[0]
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     old = [key for key in damage.keys_of(place) if "/data/" in key]
 
     def overtake(number, kind, key):
@@ -275,7 +275,7 @@ def test_a_reader_that_is_overtaken_by_a_writer_says_so_and_mixes_nothing():
         return ""
 
     control, items = Control.single(), ones(place)
-    opened = open_on_all(uri, control, storage=FaultyStorage(storage, overtake))
+    opened = open_on_all(uri, control, storage=FaultyStore(storage, overtake))
     with pytest.raises(CheckpointIncomplete, match="must stand still while it is read") as caught:
         load_state(opened, damage.collected(items), control)
     assert caught.value.target_modified is False

@@ -11,7 +11,7 @@ import torch
 from planish.base.errors import CheckpointCorrupt, SaveFailed
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 
 
 def state_at(step):
@@ -19,13 +19,13 @@ def state_at(step):
 
 
 def steps_in(root):
-    storage, path = open_storage(root)
+    storage, path = open_store(root)
     return [entry.step for entry in catalog.list_checkpoints(storage, path)]
 
 
 def damage(root, step, part):
     """Flip the last byte of an object whose key contains `part`."""
-    storage, path = open_storage(f"{root}/step-{step:08d}")
+    storage, path = open_store(f"{root}/step-{step:08d}")
     key = next(stat.key for stat in storage.list(path) if part in stat.key)
     data, _ = storage.get(key, 1 << 20)
     storage.put(key, data[:-1] + bytes([data[-1] ^ 1]))

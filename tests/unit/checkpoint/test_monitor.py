@@ -8,9 +8,9 @@ from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, RecordError, SaveFailed
 from planish.checkpoint.commit.commit import Facts, publish
 from planish.checkpoint.commit.journal import new_attempt
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import Recorder, Timeline, Timing
+from planish.store import open_store
 from tests import pages
 
 
@@ -119,7 +119,7 @@ def test_a_straggler_is_logged_and_counted(caplog):
 
 
 def commit_at(uri):
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     attempt = new_attempt()
     publish(storage, path, attempt, b"metadata", Facts(files={}, step=7, roles=("main",)))
     return storage, path, attempt

@@ -24,8 +24,8 @@ from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.read_pool import RING, Place, Schedule
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.store import open_store
+from tests.stores.faulty import FaultyStore
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import EXTRA, tiny_model, write_checkpoint
 
@@ -102,7 +102,7 @@ def test_bytes_that_change_on_the_way_are_read_once_more(matrix):
     uri = place.partition("#")[0]
     opened = open_state(place)
 
-    class Flipping(FaultyStorage):
+    class Flipping(FaultyStore):
         left = 1
 
         def get_into(self, key, offset, target, *, etag=""):
@@ -111,7 +111,7 @@ def test_bytes_that_change_on_the_way_are_read_once_more(matrix):
                 self.left -= 1
                 target[7] ^= 1
 
-    opened.storage = Flipping(open_storage(uri)[0])
+    opened.storage = Flipping(open_store(uri)[0])
     reader = BlockReader(opened)
     reader.read(0, 0, 3 * BLOCK)
     assert (reader.counters.rereads, reader.counters.requests) == (1, 2)
@@ -140,7 +140,7 @@ def test_what_is_missing_or_unreachable_is_told():
     for row in (0, 1):
         with pytest.raises(CheckpointIncomplete):
             reader.read(row, 0, 100)
-    opened.storage = FaultyStorage(opened.storage, lambda number, kind, key: "fail")
+    opened.storage = FaultyStore(opened.storage, lambda number, kind, key: "fail")
     with pytest.raises(StoreUnavailable):
         reader.read(0, 0, 100)
     with pytest.raises(CheckpointNotFound):

@@ -17,8 +17,8 @@ from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch import monitor
+from planish.store import open_store
 from tests.unit.checkpoint.written import EXTRA, OBJECTS, tiny_model, write_checkpoint
 
 _numbers = itertools.count()
@@ -78,7 +78,7 @@ def test_ranks_of_the_new_layout_find_their_shard_in_a_file_of_their_own(root):
 def test_a_second_call_writes_nothing_and_gives_the_same_pin(root):
     pin = write_checkpoint(f"{root}/a", tiny_model())
     first = rewrite(pin, f"{root}/b", Layout.parse("fsdp=2"))
-    storage, path = open_storage(f"{root}/b")
+    storage, path = open_store(f"{root}/b")
     before = [tuple(stat) for stat in storage.list(path)]
     again = rewrite(pin, f"{root}/b", Layout.parse("fsdp=2"))
     assert again.already_done

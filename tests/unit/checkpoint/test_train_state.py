@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from planish import store
 from planish.base.errors import CheckpointError, CheckpointIncomplete, LayoutMismatch, RecordError
 from planish.checkpoint import api as checkpoint
 from planish.checkpoint import train_state as api
 from planish.records import layout
 from planish.records.manifest import manifest_uri, read_manifest, seal
-from planish.store import open_store
 
 FACTS = {"parents": {"rewards": "0" * 64}, "attributes": {"step": 3, "config_sha256": "ab"}}
 
@@ -118,7 +118,7 @@ def test_a_critic_is_a_role_of_the_same_checkpoint(file_root):
 
 def test_load_refuses_a_state_without_manifest(file_root):
     ref = save(file_root)
-    open_store(ref.uri).delete(manifest_uri(ref.uri))
+    store.delete(manifest_uri(ref.uri))
     for call in (lambda: api.load(ref.pin(), {}), lambda: api.read_state_info(ref.pin())):
         with pytest.raises(CheckpointIncomplete, match="never finished"):
             call()
@@ -165,7 +165,7 @@ def test_latest_is_the_highest_finished_step(file_root):
     newest = save(file_root, step=24)
     save(file_root, step=16)
     unfinished = save(file_root, step=40)
-    open_store(file_root).delete(manifest_uri(unfinished.uri))
+    store.delete(manifest_uri(unfinished.uri))
     assert api.latest(file_root) == newest
 
 
@@ -175,7 +175,7 @@ def test_latest_is_the_highest_finished_step(file_root):
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "pickle"])
 def test_a_damaged_file_is_refused_and_never_run(file_root, file, damage, capsys):
     ref = save(file_root)
-    (place,) = (uri for uri in open_store(ref.uri).list(ref.uri) if uri.endswith(file))
+    (place,) = (uri for uri in store.list_uris(ref.uri) if uri.endswith(file))
     path = Path(place.removeprefix("file://"))
     data = path.read_bytes()
     changed = {
@@ -210,6 +210,6 @@ def test_counters_are_read_without_torch(file_root):
 def test_a_state_of_another_schema_is_refused(file_root):
     ref = save(file_root)
     manifest, text = seal("policy/1", 0, read_manifest(ref.uri).shards, {}, {})
-    open_store(ref.uri).write(manifest_uri(ref.uri), text)
+    store.write(manifest_uri(ref.uri), text)
     with pytest.raises(CheckpointError, match="policy/1"):
         api.load(manifest.ref(ref.uri).pin(), {})

@@ -17,8 +17,8 @@ from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.save.upload import FileUpload, ReusedMemory, upload_files
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch.timings import Recorder
+from planish.store import open_store
 
 SHARED = "data/main.extra/shared.bin"
 COMMON = "data/main.loader/common.bin"
@@ -68,7 +68,7 @@ def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header
     meta = plan.metadata({**facts, **(header or {})})
     blobs += EXTRA.items() if extra else ()
     meta.objects = dict(OBJECTS) if extra else {}
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     attempt = new_attempt()
     folder = attempt_folder(path, attempt)
     uploads = [FileUpload(join(folder, k), len(data), k.split("/")[1]) for k, data in blobs]

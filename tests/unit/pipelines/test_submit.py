@@ -7,10 +7,10 @@ import pytest
 
 from pipelines import submit
 from pipelines.post_train import profile_named
+from planish import store
 from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.stage import is_stopped, mark_stopped
-from planish.store import open_store
 from tests.unit.pipelines.kfp_server import Server
 
 
@@ -213,7 +213,7 @@ def test_stopping_ends_the_run_after_the_iteration_and_can_be_undone(file_root, 
     assert not is_stopped(file_root, 2)
     assert not mark_stopped(file_root, 2)
     assert submit.stop(file_root, undo=True) == []
-    assert not open_store(file_root).exists(layout.stop_file(file_root))
+    assert not store.exists(layout.stop_file(file_root))
 
 
 def test_a_run_with_a_monitor_and_restarts_is_compiled_with_them(server, capsys):

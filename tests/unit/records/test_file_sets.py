@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.base.errors import RecordError
 from planish.records import fetch_files, read_manifest, write_files
 from planish.records import files as files_module
-from planish.store import open_store
 
 FILES = {"config.json": b"{}", "sub/.metadata": b"m", "model.safetensors": b"w" * 5000}
 
@@ -104,15 +104,15 @@ def test_a_second_set_in_the_same_place_leaves_no_stale_file(store_root):
     assert contents(fetch_files(ref.uri)) == {"other.json": b"1"}
 
 
-def spoil_size(store, uri):
+def spoil_size(uri):
     store.write(f"{uri}/model.safetensors", b"w" * 4999)
 
 
-def spoil_byte(store, uri):
+def spoil_byte(uri):
     store.write(f"{uri}/model.safetensors", b"w" * 4999 + b"v")
 
 
-def spoil_missing(store, uri):
+def spoil_missing(uri):
     store.delete(f"{uri}/sub/.metadata")
 
 
@@ -126,14 +126,14 @@ def spoil_missing(store, uri):
 )
 def test_a_damaged_set_is_refused(store_root, spoil, words):
     ref = write(store_root)
-    spoil(open_store(ref.uri), ref.uri)
+    spoil(ref.uri)
     with pytest.raises(RecordError, match=words):
         fetch_files(ref.uri)
 
 
 def test_a_file_that_no_manifest_names_is_refused_where_it_would_be_loaded(file_root):
     ref = write(file_root)
-    open_store(ref.uri).write(f"{ref.uri}/pytorch_model.bin", b"\x80")
+    store.write(f"{ref.uri}/pytorch_model.bin", b"\x80")
     with pytest.raises(RecordError, match=r"`pytorch_model\.bin` is not in the manifest"):
         fetch_files(ref.uri)
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records import manifest as manifest_module
 from planish.records.manifest import Manifest, Shard, parse_manifest, read_manifest, seal
-from planish.store import open_store
 
 GOOD = {
     "schema": "rewards/1",
@@ -107,13 +107,13 @@ def test_any_value_in_any_field_parses_or_is_refused(name, value):
 
 def test_a_huge_manifest_is_not_read(file_root, monkeypatch):
     monkeypatch.setattr(manifest_module, "_LIMIT_BYTES", 100)
-    open_store(file_root).write(f"{file_root}/manifest.json", b" " * 101)
+    store.write(f"{file_root}/manifest.json", b" " * 101)
     with pytest.raises(RecordError, match="must be at most 100 bytes long"):
         read_manifest(file_root)
 
 
 def test_a_folder_without_manifest_is_no_set(file_root):
-    open_store(file_root).write(f"{file_root}/shard-00000.parquet", b"")
+    store.write(f"{file_root}/shard-00000.parquet", b"")
     with pytest.raises(ObjectMissing, match="run the stage that writes it"):
         read_manifest(file_root)
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records import EvalReport, UpdateReport, read_report, write_report
 from planish.records.reports import parse_report
-from planish.store import open_store
 
 UPDATE = UpdateReport(
     {"loss": 0.1, "grad_norm": math.inf, "kl": -math.inf},
@@ -23,7 +23,7 @@ EVAL = EvalReport({"accuracy": 0.25}, {"sums": {"accuracy": 0.5}}, {"policy_vers
 def test_a_report_comes_back_bit_equal_under_its_digest(store_root, report):
     uri = f"{store_root}/report.json"
     digest = write_report(uri, report)
-    data = open_store(uri).read(uri)
+    data = store.read(uri)
     assert hashlib.sha256(data).hexdigest() == digest
     assert read_report(type(report), uri, sha256=digest) == report
     with pytest.raises(RecordError, match="must have the sha256"):
@@ -32,7 +32,7 @@ def test_a_report_comes_back_bit_equal_under_its_digest(store_root, report):
 
 def test_not_a_number_survives_as_valid_json(file_root):
     write_report(f"{file_root}/x", UpdateReport({"kl": math.nan}))
-    raw = json.loads(open_store(file_root).read(f"{file_root}/x"), parse_constant=pytest.fail)
+    raw = json.loads(store.read(f"{file_root}/x"), parse_constant=pytest.fail)
     assert raw["scalars"] == {"kl": "NaN"}
     assert math.isnan(read_report(UpdateReport, f"{file_root}/x").scalars["kl"])
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from planish import store
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records import (
     PromptSet,
@@ -19,7 +20,6 @@ from planish.records import (
 )
 from planish.records import io as io_module
 from planish.records import parquet as parquet_module
-from planish.store import open_store
 from tests.unit.records.samples import SAMPLES, changed, random_prompts, random_rollouts
 
 PARENTS = {"policy": "ab" * 32}
@@ -39,7 +39,7 @@ def test_a_set_comes_back_equal(store_root, kind):
         "seed": 0,
         "num_rows": record.num_rows,
     }
-    assert open_store(store_root).list(store_root) == [
+    assert store.list_uris(store_root) == [
         f"{store_root}/set/manifest.json",
         f"{store_root}/set/shard-00000.parquet",
     ]
@@ -48,8 +48,8 @@ def test_a_set_comes_back_equal(store_root, kind):
 def test_the_manifest_tells_all_but_place_and_time(store_root):
     record = random_rollouts()
     ref = write_set(f"{store_root}/set", record, parents=PARENTS, attributes=ATTRIBUTES)
-    data = open_store(store_root).read(f"{ref.uri}/manifest.json")
-    shard = open_store(store_root).read(f"{ref.uri}/shard-00000.parquet")
+    data = store.read(f"{ref.uri}/manifest.json")
+    shard = store.read(f"{ref.uri}/shard-00000.parquet")
     assert json.loads(data) == {
         "schema": "rollouts/1",
         "num_rows": 20,
@@ -106,7 +106,7 @@ def test_a_smaller_set_in_the_same_place_leaves_no_stale_shard(store_root, monke
     write_set(f"{store_root}/set", random_rollouts(groups=9), parents={}, attributes={})
     small = random_rollouts(1, groups=1, group_size=1)
     write_set(f"{store_root}/set", small, parents={}, attributes={"iteration": 2})
-    assert [uri.rpartition("/")[2] for uri in open_store(store_root).list(f"{store_root}/set")] == [
+    assert [uri.rpartition("/")[2] for uri in store.list_uris(f"{store_root}/set")] == [
         "manifest.json",
         "shard-00000.parquet",
     ]
@@ -116,20 +116,16 @@ def test_a_smaller_set_in_the_same_place_leaves_no_stale_shard(store_root, monke
 def test_a_writer_that_dies_before_the_manifest_leaves_no_set(store_root, monkeypatch):
     """Also when another set stood in the same place before."""
     write_set(f"{store_root}/set", random_prompts(1), parents={}, attributes={})
-    store = open_store(store_root)
     written = []
 
-    class Dying:
-        def __getattr__(self, name):
-            return getattr(store, name)
+    def die_at_the_manifest(uri, data):
+        if uri.endswith("manifest.json"):
+            raise KeyboardInterrupt
+        written.append(uri)
+        write(uri, data)
 
-        def write(self, uri, data):
-            if uri.endswith("manifest.json"):
-                raise KeyboardInterrupt
-            written.append(uri)
-            store.write(uri, data)
-
-    monkeypatch.setattr("planish.records.files.open_store", lambda _: Dying())
+    write = store.write
+    monkeypatch.setattr(store, "write", die_at_the_manifest)
     with pytest.raises(KeyboardInterrupt):
         write_set(f"{store_root}/set", random_prompts(2), parents={}, attributes={})
     assert written == [f"{store_root}/set/shard-00000.parquet"]
@@ -152,7 +148,7 @@ def test_a_set_that_breaks_a_rule_is_not_written(file_root):
     bad = changed(random_prompts(rows=2), prompt_id=["x", "y"])
     with pytest.raises(RecordError, match="16 hex digits"):
         write_set(f"{file_root}/set", bad, parents={}, attributes={})
-    assert open_store(file_root).list(file_root) == []
+    assert store.list_uris(file_root) == []
 
 
 @pytest.mark.parametrize(
@@ -169,17 +165,17 @@ def test_what_no_manifest_can_hold_is_refused_before_anything_is_written(
 ):
     with pytest.raises(RecordError, match=words):
         write_set(f"{file_root}/set", random_prompts(), parents=parents, attributes=attributes)
-    assert open_store(file_root).list(file_root) == []
+    assert store.list_uris(file_root) == []
 
 
 @pytest.fixture
 def written(file_root):
     ref = write_set(f"{file_root}/set", random_rollouts(), parents=PARENTS, attributes=ATTRIBUTES)
-    return ref, open_store(file_root), f"{ref.uri}/shard-00000.parquet"
+    return ref, f"{ref.uri}/shard-00000.parquet"
 
 
 def test_any_flipped_byte_of_a_shard_is_refused(written):
-    ref, store, shard = written
+    ref, shard = written
     data = store.read(shard)
     for position in range(0, len(data), max(1, len(data) // 60)):
         spoiled = bytearray(data)
@@ -193,7 +189,7 @@ def test_any_flipped_byte_of_a_shard_is_refused(written):
 
 @pytest.mark.slow
 def test_any_flipped_byte_of_a_manifest_is_refused_under_its_pin(written):
-    ref, store, _ = written
+    ref, _ = written
     data = store.read(f"{ref.uri}/manifest.json")
     for position in range(len(data)):
         spoiled = bytearray(data)
@@ -204,7 +200,7 @@ def test_any_flipped_byte_of_a_manifest_is_refused_under_its_pin(written):
 
 
 def test_truncated_missing_and_longer_shards_are_refused(written):
-    ref, store, shard = written
+    ref, shard = written
     data = store.read(shard)
     for spoiled in (data[:-1], data[: len(data) // 2], b"", data + b"x"):
         store.write(shard, spoiled)
@@ -216,7 +212,7 @@ def test_truncated_missing_and_longer_shards_are_refused(written):
 
 
 def test_another_record_and_an_unknown_version_are_refused_differently(written, monkeypatch):
-    ref, _, _ = written
+    ref, _ = written
     with pytest.raises(RecordError, match="must hold prompts/1, got rollouts/1; pass the URI"):
         read_set(PromptSet, ref.uri)
     monkeypatch.setattr(RolloutSet, "SCHEMA", "rollouts/2")
@@ -228,7 +224,7 @@ def test_another_record_and_an_unknown_version_are_refused_differently(written, 
 
 def rewrite(written, **fields):
     """Replace fields of the manifest; its own digest is not checked without a pin."""
-    ref, store, _ = written
+    ref, _ = written
     raw = json.loads(store.read(f"{ref.uri}/manifest.json"))
     raw.update(fields)
     store.write(f"{ref.uri}/manifest.json", json.dumps(raw).encode())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid, avoided, is_node_name, node_affinity
-from planish.store import open_store
 
 ROOTS = ("file_root", pytest.param("s3_root", marks=pytest.mark.server))
 
@@ -63,7 +63,7 @@ def test_what_is_no_node_is_refused(file_root, name):
     ["no json", "[]", "{}", '{"name": "a|b", "named_by": "", "run_id": ""}', '{"name": "x"}'],
 )
 def test_a_damaged_object_names_nobody(file_root, text, caplog):
-    open_store(file_root).write(layout.avoided_node(file_root, "node-9"), text.encode())
+    store.write(layout.avoided_node(file_root, "node-9"), text.encode())
     avoid(file_root, AvoidedNode("node-3", "operator"))
     assert [node.name for node in avoided(file_root)] == ["node-3"]
     assert "not an avoided node" in caplog.text

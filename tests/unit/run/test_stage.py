@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from planish import store
 from planish.base.config import Section, config_sha256
 from planish.base.errors import ConfigError, RecordError, StoreUnavailable
 from planish.records import layout
@@ -25,7 +26,6 @@ from planish.run.stage import (
     read_ref,
     stage_main,
 )
-from planish.store import open_store
 from planish.store.documents import read_json, write_json
 
 CONFIG = {"run": {"seed": 7}, "toy": {"size": 3}}
@@ -75,7 +75,7 @@ def test_outputs_metrics_and_log_are_written(root: str, tmp_path: Path) -> None:
     assert entry["state"] == "done"
     assert entry["metrics"] == {"bad_nonfinite": 1.0, "good": 2.0}
     assert 0 < entry["startup_seconds"] < 3600
-    lines = open_store(root).read(f"{root}/logs/00002-toy-01-0.txt").decode()
+    lines = store.read(f"{root}/logs/00002-toy-01-0.txt").decode()
     assert "working hard" in lines
 
 
@@ -146,7 +146,7 @@ def test_a_final_failure_is_not_tried_again_by_the_same_run(
 def test_a_strange_run_file_ends_a_stage_with_exit_code_2(
     root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, words: str
 ) -> None:
-    open_store(root).write(layout.run_file(root), text.encode("latin-1"))
+    store.write(layout.run_file(root), text.encode("latin-1"))
     with pytest.raises(SystemExit) as caught:
         call(root, lambda context: Outcome(), tmp_path)
     assert caught.value.code == 2

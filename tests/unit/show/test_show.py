@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save as save_tensors
 
+from planish import store
 from planish.__main__ import main
 from planish.base.errors import ObjectMissing, RecordError
 from planish.records import (
@@ -29,7 +30,6 @@ from planish.records import (
 from planish.show.command import show
 from planish.show.sets import safetensors_header
 from planish.show.text import cell
-from planish.store import open_store
 from tests.unit.records.bombs import peak_megabytes
 from tests.unit.records.samples import SAMPLES, changed, random_prompts, random_rollouts
 
@@ -144,7 +144,6 @@ def test_reports_show_scalars_sources_and_mini_batches(file_root):
 
 
 def test_other_documents_show_as_they_are(file_root):
-    store = open_store(file_root)
     store.write(f"{file_root}/x.json", b'{"b": [1], "a": "\\u001b"}')
     assert shown(f"{file_root}/x.json").splitlines()[1] == '  "a": "\\u001b",'
     store.write(f"{file_root}/report.md", b"# Title\n\x1b[31m\xff")
@@ -154,7 +153,6 @@ def test_other_documents_show_as_they_are(file_root):
 @pytest.fixture
 def run_root(store_root):
     """A run of two iterations with everything that stages leave."""
-    store = open_store(store_root)
     run = {"config": {"run": {"seed": 0}}, "config_sha256": "c0", "code_version": "0"}
     store.write(layout.run_file(store_root), json.dumps(run).encode())
     facts = {"config_sha256": "c0", "policy_version": 1}
@@ -188,7 +186,6 @@ def test_a_run_root_shows_iterations_policies_evaluations_and_stages(run_root):
 
 
 def test_a_folder_of_sets_lists_them_and_a_damaged_one(run_root):
-    store = open_store(run_root)
     folder = layout.iteration(run_root, 1)
     store.write(f"{folder}/rewards/manifest.json", b"{")
     output = shown(folder)
@@ -200,7 +197,7 @@ def test_a_folder_of_sets_lists_them_and_a_damaged_one(run_root):
 def test_nothing_at_a_uri_is_told(store_root):
     with pytest.raises(ObjectMissing, match="nothing is there"):
         shown(f"{store_root}/none")
-    open_store(store_root).write(f"{store_root}/run.json", b"[]")
+    store.write(f"{store_root}/run.json", b"[]")
     with pytest.raises(RecordError, match="must hold an object"):
         shown(store_root)
 
@@ -247,17 +244,16 @@ def test_nothing_to_show_is_refused(capsys, text):
 def test_a_parquet_file_of_any_origin_shows_its_columns_and_rows(store_root, tmp_path):
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"a": [1, 2], "b": ["x", "\x1b[31m"]}), sink)
-    open_store(store_root).write(f"{store_root}/x.parquet", sink.getvalue().to_pybytes())
+    store.write(f"{store_root}/x.parquet", sink.getvalue().to_pybytes())
     output = shown(f"{store_root}/x.parquet", rows=2)
     assert lines_with(output, "a", "int64")
     assert lines_with(output, "x1b")[0] == ["b", r"\x1b[31m"]
-    open_store(store_root).write(f"{store_root}/y.parquet", b"PAR1 and no more")
+    store.write(f"{store_root}/y.parquet", b"PAR1 and no more")
     with pytest.raises(RecordError, match="sound Parquet"):
         shown(f"{store_root}/y.parquet")
 
 
 def test_a_text_of_many_lines_is_cut(file_root):
-    store = open_store(file_root)
     store.write(f"{file_root}/log.txt", b"ab\n" * 4_000)
     assert shown(f"{file_root}/log.txt").splitlines()[1_998:] == [
         "ab",

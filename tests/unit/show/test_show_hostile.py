@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from planish import store
 from planish.base.errors import PlanishError, RecordError
 from planish.records import layout
 from planish.show.command import show
-from planish.store import open_store
 from planish.store.documents import read_json
 
 DEEP = "[" * 900 + "]" * 900
@@ -52,7 +52,6 @@ def show_all(root):
 @given(st.lists(VALUES, min_size=len(PLACES), max_size=len(PLACES)))
 @example([{"schema": []}] * len(PLACES))
 def test_documents_of_any_shape_are_shown_or_refused(file_root, documents):
-    store = open_store(file_root)
     for place, document in zip(PLACES, documents, strict=True):
         store.write(f"{file_root}{place}", json.dumps(document).encode())
     show_all(file_root)
@@ -68,11 +67,11 @@ def test_documents_of_strange_values_are_shown_or_refused(file_root, schema, val
     fields = ", ".join(f'"{name}": {value}' for name in names)
     for place in PLACES:
         data = f'{{"schema": "{schema}", {fields}}}'.encode()
-        open_store(file_root).write(f"{file_root}{place}", data)
+        store.write(f"{file_root}{place}", data)
     show_all(file_root)
 
 
 def test_a_document_has_a_limit(file_root):
-    open_store(file_root).write(f"{file_root}/x.json", b" " * (65 << 20))
+    store.write(f"{file_root}/x.json", b" " * (65 << 20))
     with pytest.raises(RecordError, match="at most 67108864 bytes"):
         read_json(f"{file_root}/x.json")

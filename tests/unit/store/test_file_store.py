@@ -10,18 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.base.errors import AccessRefused, ObjectExists, StoreError, StoreUnavailable
 from planish.store import file as file_module
-from planish.store import open_store
-from planish.store.disk import TEMPORARY
+from planish.store.file import TEMPORARY
 
 
-@pytest.fixture
-def store(file_root):
-    return open_store(file_root)
-
-
-def test_readers_never_see_half_of_a_write(store, file_root):
+def test_readers_never_see_half_of_a_write(file_root):
     old, new = b"a" * 200_000, b"b" * 300_000
     store.write(f"{file_root}/x", old)
     seen, over = set(), threading.Event()
@@ -41,28 +36,28 @@ def test_readers_never_see_half_of_a_write(store, file_root):
     assert seen <= {(b"a", 200_000, 200_000), (b"b", 300_000, 300_000)}
 
 
-def test_a_killed_writer_leaves_the_old_object_and_nothing_in_listings(store, file_root):
+def test_a_killed_writer_leaves_the_old_object_and_nothing_in_listings(file_root):
     store.write(f"{file_root}/x", b"old")
     code = (
-        "import os, planish.store.file as f\n"
-        "f.os.replace = lambda *_: os._exit(9)\n"
-        f"f.FileStore().write({file_root + '/x'!r}, b'new')\n"
+        "import os\nfrom planish import store\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        f"store.write({file_root + '/x'!r}, b'new')\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert store.read(f"{file_root}/x") == b"old"
-    assert store.list(file_root) == [f"{file_root}/x"]
+    assert store.list_uris(file_root) == [f"{file_root}/x"]
     assert len(list(Path(file_root[7:]).iterdir())) == 2
 
 
-def test_a_path_through_a_file_is_refused_with_the_remedy(store, file_root):
+def test_a_path_through_a_file_is_refused_with_the_remedy(file_root):
     store.write(f"{file_root}/x", b"")
     with pytest.raises(StoreError, match="part of its path is a file"):
         store.write(f"{file_root}/x/y", b"")
     assert not store.exists(f"{file_root}/x/y")
-    assert store.list(f"{file_root}/x") == []
+    assert store.list_uris(f"{file_root}/x") == []
 
 
-def test_writing_in_place_of_a_folder_is_refused(store, file_root):
+def test_writing_in_place_of_a_folder_is_refused(file_root):
     store.write(f"{file_root}/a/x", b"")
     with pytest.raises(StoreError, match="must not be a folder"):
         store.write(f"{file_root}/a", b"")
@@ -80,7 +75,7 @@ def test_writing_in_place_of_a_folder_is_refused(store, file_root):
     ],
 )
 def test_errors_of_the_operating_system_say_which_object_and_why(
-    store, file_root, monkeypatch, number, expected, words
+    file_root, monkeypatch, number, expected, words
 ):
     def fail(*_):
         raise OSError(number, os.strerror(number))
@@ -95,11 +90,11 @@ def test_errors_of_the_operating_system_say_which_object_and_why(
 def die_in(call, uri, work):
     """Let another process do `work` with a file store and die without warning in `os.<call>`."""
     code = (
-        "import errno, os, planish.store.disk, planish.store.file\n"
+        "import errno, os\nfrom planish import store\n"
         "def no_links(*_):\n    raise OSError(errno.ENOTSUP, 'no links here')\n"
         "os.link = no_links\n"
         f"os.{call} = lambda *_: os._exit(9)\n"
-        f"planish.store.file.FileStore().{work}({uri!r}, b'new')\n"
+        f"store.{work}({uri!r}, b'new')\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
 
@@ -109,7 +104,7 @@ def left(folder):
 
 
 @pytest.mark.parametrize("work", ["write", "create"])
-def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(store, file_root, work):
+def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(file_root, work):
     die_in("replace", f"{file_root}/x", work)
     assert len(left(file_root)) == 1
     assert not store.exists(f"{file_root}/x"), "a name without content would be taken for ever"
@@ -117,9 +112,9 @@ def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(store, file_
     assert left(file_root) == []
 
 
-def test_what_a_live_writer_writes_stays(store, file_root):
+def test_what_a_live_writer_writes_stays(file_root):
     script = (
-        "from planish.store.disk import temporary_name\n"
+        "from planish.store.file import temporary_name\n"
         f"open({file_root[7:]!r} + '/' + temporary_name(), 'wb')\nprint(flush=True)\ninput()\n"
     )
     store.write(f"{file_root}/x", b"")
@@ -134,7 +129,7 @@ def test_what_a_live_writer_writes_stays(store, file_root):
 
 
 @pytest.mark.parametrize("name", ["-01234567.7.99-0123456789abcdef", "0123456789abcdef"])
-def test_what_a_writer_of_another_machine_left_goes_after_a_day(store, file_root, name):
+def test_what_a_writer_of_another_machine_left_goes_after_a_day(file_root, name):
     store.write(f"{file_root}/x", b"")
     path = Path(file_root[7:]) / f"{TEMPORARY}{name}"
     for age_seconds, stays in ((86_000, True), (87_000, False)):
@@ -144,7 +139,7 @@ def test_what_a_writer_of_another_machine_left_goes_after_a_day(store, file_root
         assert path.exists() == stays
 
 
-def test_create_works_where_the_file_system_has_no_hard_links(store, file_root, monkeypatch):
+def test_create_works_where_the_file_system_has_no_hard_links(file_root, monkeypatch):
     def no_links(*_):
         raise OSError(errno.ENOTSUP, "no links here")
 

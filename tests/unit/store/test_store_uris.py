@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.store import file_uri, normal_uri, open_store, parse_uri
 
@@ -53,7 +54,7 @@ def test_a_uri_splits_into_scheme_bucket_and_key(uri, parts):
 )
 def test_a_uri_that_could_leave_its_root_or_mean_two_things_is_refused(uri, words):
     with pytest.raises(ConfigError, match=words) as raised:
-        open_store(uri)
+        parse_uri(uri)
     assert repr(uri) in str(raised.value)
 
 
@@ -66,8 +67,15 @@ def test_whatever_is_accepted_has_no_segment_that_climbs(text):
     assert not {"", ".", ".."} & set(address.key.split("/")) or address.key == ""
 
 
-def test_one_store_serves_all_uris_of_a_scheme():
-    assert open_store("file:///a") is open_store("file:///b/c")
+def test_one_store_serves_all_uris_of_a_bucket_while_the_settings_stay(monkeypatch):
+    for name in ("ENDPOINT", "ACCESS_KEY", "SECRET_KEY"):
+        monkeypatch.setenv(f"MINIO_{name}", "a")
+    first, key = open_store("s3://bucket/a/b")
+    assert key == "a/b"
+    assert open_store("s3://bucket/c")[0] is first
+    assert open_store("s3://other/c")[0] is not first
+    monkeypatch.setenv("MINIO_SECRET_KEY", "b")
+    assert open_store("s3://bucket/c")[0] is not first
 
 
 @pytest.mark.parametrize(
@@ -79,19 +87,18 @@ def test_a_path_survives_its_uri_and_has_one_spelling(tmp_path, name):
     assert uri.isascii()
     assert not {" ", "#"} & set(uri)
     assert normal_uri(f"{uri}/") == uri
-    store = open_store(uri)
     store.write(f"{uri}/sub/object", b"1")
     assert (folder / "sub" / "object").read_bytes() == b"1"
-    assert store.list(uri) == [f"{uri}/sub/object"]
+    assert store.list_uris(uri) == [f"{uri}/sub/object"]
 
 
 def test_a_uri_lists_in_the_spelling_of_the_caller_and_what_it_lists_can_be_read(tmp_path):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "50%25 off").write_bytes(b"1")
     root = f"file://{tmp_path}/a b"
-    (found,) = open_store(root).list(root)
+    (found,) = store.list_uris(root)
     assert found.startswith(f"{root}/")
-    assert open_store(root).read(found) == b"1"
+    assert store.read(found) == b"1"
 
 
 @pytest.mark.parametrize("uri", ["file:///a/%2e%2e/b", "file:///a%00b", "file:///a%5Cb"])

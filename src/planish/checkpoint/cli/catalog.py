@@ -17,8 +17,8 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.format.geometry import volumes
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import Opened, open_state
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.watch.heatmap import bytes_text
+from planish.store import open_store
 
 _MAX_ROWS = 10_000
 
@@ -45,7 +45,7 @@ def ls(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def _entries(root: str) -> list[catalog.Entry]:
-    storage, key = open_storage(place_of(root))
+    storage, key = open_store(place_of(root))
     return catalog.list_checkpoints(storage, key)
 
 
@@ -184,7 +184,7 @@ def _shards(opened: Opened, rows: list[int]) -> Table:
 
 def rm(options: argparse.Namespace, _: Progress) -> Lines:
     """Remove one checkpoint; without `--yes` only say so."""
-    storage, key = open_storage(place_of(options.path).partition("#")[0])
+    storage, key = open_store(place_of(options.path).partition("#")[0])
     entry = catalog.info(storage, key)
     what = f"`{entry.uri}`: step {entry.step}, {bytes_text(entry.commit.total_bytes)}"
     if not options.yes:
@@ -196,7 +196,7 @@ def rm(options: argparse.Namespace, _: Progress) -> Lines:
 
 def retain(options: argparse.Namespace, _: Progress) -> Lines:
     """Apply retention and yield a verdict for each checkpoint."""
-    storage, key = open_storage(place_of(options.root))
+    storage, key = open_store(place_of(options.root))
     pins = [int(pin) if pin.isdecimal() else place_of(pin) for pin in options.pin]
     verdicts = catalog.retain(
         *(storage, key),
@@ -210,7 +210,7 @@ def retain(options: argparse.Namespace, _: Progress) -> Lines:
 
 def gc(options: argparse.Namespace, _: Progress) -> Lines:
     """Collect leftovers and yield a verdict for each attempt."""
-    storage, key = open_storage(place_of(options.root))
+    storage, key = open_store(place_of(options.root))
     verdicts = catalog.gc(storage, key, grace_s=options.grace_seconds, dry_run=options.dry_run)
     yield _verdicts(verdicts, "attempt or upload", dry_run=options.dry_run)
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from planish import store
 from planish.base.errors import EXIT_FAILED, ConfigError
 from planish.checkpoint.cli.command import Ended, Lines, Progress, Table, checkpoint_of, place_of
 from planish.checkpoint.convert.diff import diff as diff_checkpoints
@@ -21,7 +22,6 @@ from planish.checkpoint.watch.report_page import html_report
 from planish.checkpoint.watch.report_text import text_report, wall_seconds
 from planish.records.manifest import manifest_uri, read_manifest
 from planish.records.refs import Ref
-from planish.store import open_store
 
 
 def report(options: argparse.Namespace, _: Progress) -> Lines:
@@ -116,7 +116,7 @@ def _merged(options: argparse.Namespace, progress: Progress) -> Ref:
 
     place, out, source = checkpoint_of(options.path), place_of(options.out), options.source
     pin = source if "#sha256=" in source else ""
-    if source and not pin and open_store(place_of(source)).exists(manifest_uri(place_of(source))):
+    if source and not pin and store.exists(manifest_uri(place_of(source))):
         pin = read_manifest(place_of(source)).ref(place_of(source)).pin()
     if pin:
         return merge(place, out, policy=pin, attributes={}, role=options.role, progress=told)

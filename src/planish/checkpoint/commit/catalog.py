@@ -24,7 +24,7 @@ from planish.checkpoint.commit.journal import (
     join,
     started,
 )
-from planish.checkpoint.storage.base import Folder, Storage
+from planish.store import Folder, Store
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Entry:
 
     Example:
         >>> commit = Commit("0" * 26, "m", 1, "0" * 64, 1, 1, step=7)
-        >>> Entry("run/step-7", "mem://a/run/step-7", commit).step
+        >>> Entry("run/step-7", "s3://a/run/step-7", commit).step
         7
     """
 
@@ -90,7 +90,7 @@ class _Place:
         return next((s.modified for s in self.content.objects if s.key == name), None)
 
 
-def _places(storage: Storage, root: str) -> list[_Place]:
+def _places(storage: Store, root: str) -> list[_Place]:
     """Find every folder with a commit or attempts, at most `_DEPTH` levels below `root`."""
     places: list[_Place] = []
     level = [root]
@@ -107,7 +107,7 @@ def _places(storage: Storage, root: str) -> list[_Place]:
     return places
 
 
-def list_checkpoints(storage: Storage, root: str) -> list[Entry]:
+def list_checkpoints(storage: Store, root: str) -> list[Entry]:
     """Return the committed checkpoints at and below `root`, oldest step first.
 
     One whose COMMIT can not be read is left out with a warning.
@@ -131,7 +131,7 @@ def list_checkpoints(storage: Storage, root: str) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.order)
 
 
-def latest(storage: Storage, root: str) -> Entry | None:
+def latest(storage: Store, root: str) -> Entry | None:
     """Return the newest committed checkpoint at and below `root`, None if there is none.
 
     Newest is the highest step, then the later attempt.
@@ -140,7 +140,7 @@ def latest(storage: Storage, root: str) -> Entry | None:
     return entries[-1] if entries else None
 
 
-def info(storage: Storage, path: str) -> Entry:
+def info(storage: Store, path: str) -> Entry:
     """Return the checkpoint at a path.
 
     Raises:
@@ -150,7 +150,7 @@ def info(storage: Storage, path: str) -> Entry:
     return Entry(path, storage.uri(path), require_commit(storage, path))
 
 
-def delete(storage: Storage, path: str) -> None:
+def delete(storage: Store, path: str) -> None:
     """Remove the checkpoint at a path: from the first request on nothing is visible.
 
     Raises:
@@ -160,13 +160,13 @@ def delete(storage: Storage, path: str) -> None:
     _remove(storage, path, commit.attempt)
 
 
-def _remove(storage: Storage, path: str, attempt: str) -> None:
+def _remove(storage: Store, path: str, attempt: str) -> None:
     storage.delete([join(path, COMMIT)])
     discard(storage, path, attempt)
 
 
 def retain(
-    storage: Storage,
+    storage: Store,
     root: str,
     *,
     keep_last: int = 3,
@@ -213,7 +213,7 @@ def retain(
 
 
 def gc(
-    storage: Storage, root: str, *, grace_s: float = GRACE_SECONDS, dry_run: bool = False
+    storage: Store, root: str, *, grace_s: float = GRACE_SECONDS, dry_run: bool = False
 ) -> list[Verdict]:
     """Clear away what saves, retention and crashes have left at and below `root`.
 
@@ -238,7 +238,7 @@ def gc(
     return verdicts
 
 
-def _collect_place(storage: Storage, place: _Place, grace_s: float, dry_run: bool) -> list[Verdict]:
+def _collect_place(storage: Store, place: _Place, grace_s: float, dry_run: bool) -> list[Verdict]:
     try:
         commit = read_commit(storage, place.path)
     except CheckpointCorrupt as error:
@@ -256,7 +256,7 @@ def _collect_place(storage: Storage, place: _Place, grace_s: float, dry_run: boo
 
 
 def _judge(
-    storage: Storage, place: _Place, attempt: str, commit: Commit | None, grace_s: float
+    storage: Store, place: _Place, attempt: str, commit: Commit | None, grace_s: float
 ) -> Verdict:
     """Decide whether an attempt, or the journals that a commit should have removed, may go."""
     folder = attempt_folder(place.path, attempt)
@@ -281,7 +281,7 @@ def _judge(
 
 
 def _collect_uploads(
-    storage: Storage, place: _Place | None, key: str, grace_s: float, dry_run: bool
+    storage: Store, place: _Place | None, key: str, grace_s: float, dry_run: bool
 ) -> list[Verdict]:
     """Abort the uploads of one key which no journal names: their process died just then."""
     uploads = storage.open_uploads(key)

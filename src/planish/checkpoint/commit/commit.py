@@ -40,7 +40,7 @@ from planish.checkpoint.commit.journal import (
     is_attempt,
     join,
 )
-from planish.checkpoint.storage.base import Storage, upload
+from planish.store import Store, upload
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def read_commit(storage: Storage, path: str) -> Commit | None:
+def read_commit(storage: Store, path: str) -> Commit | None:
     """Return what is committed at a path, None if nothing is.
 
     Raises:
@@ -194,7 +194,7 @@ def read_commit(storage: Storage, path: str) -> Commit | None:
     return Commit.decode(data, etag=etag, uri=storage.uri(key))
 
 
-def require_commit(storage: Storage, path: str) -> Commit:
+def require_commit(storage: Store, path: str) -> Commit:
     """Return what is committed at a path.
 
     Raises:
@@ -210,7 +210,7 @@ def require_commit(storage: Storage, path: str) -> Commit:
     return commit
 
 
-def read_meta(storage: Storage, path: str, commit: Commit) -> bytes:
+def read_meta(storage: Store, path: str, commit: Commit) -> bytes:
     """Return the metadata that a commit names, its digest checked.
 
     Raises:
@@ -239,7 +239,7 @@ def read_meta(storage: Storage, path: str, commit: Commit) -> bytes:
     return data
 
 
-def standing(storage: Storage, path: str) -> str:
+def standing(storage: Store, path: str) -> str:
     """Return the entity tag of what is committed at a path, "" for nothing; read no content."""
     try:
         return storage.head(join(path, COMMIT)).etag
@@ -248,7 +248,7 @@ def standing(storage: Storage, path: str) -> str:
 
 
 def publish(
-    storage: Storage,
+    storage: Store,
     path: str,
     attempt: str,
     meta: bytes,
@@ -308,7 +308,7 @@ def publish(
     return replace(commit, etag=etag)
 
 
-def _put_meta(storage: Storage, key: str, meta: bytes) -> str:
+def _put_meta(storage: Store, key: str, meta: bytes) -> str:
     """Write the metadata and read it back; return its digest."""
     with contextlib.suppress(ObjectExists):  # an earlier call wrote it; the digest decides
         if len(meta) < (8 << 20):
@@ -326,7 +326,7 @@ def _put_meta(storage: Storage, key: str, meta: bytes) -> str:
     return digest
 
 
-def _check_objects(storage: Storage, folder: str, facts: Facts, journal: Journal) -> list[str]:
+def _check_objects(storage: Store, folder: str, facts: Facts, journal: Journal) -> list[str]:
     """Check the attempt's objects by one listing; return the keys of its journals."""
     start = join(folder, "")
     sizes = {stat.key[len(start) :]: stat.size for stat in storage.list(folder)}
@@ -344,7 +344,7 @@ def _check_objects(storage: Storage, folder: str, facts: Facts, journal: Journal
     return [start + name for name in sizes if name.startswith("journal/")]
 
 
-def _commit(storage: Storage, path: str, commit: Commit, replaces: str, journal: Journal) -> str:
+def _commit(storage: Store, path: str, commit: Commit, replaces: str, journal: Journal) -> str:
     body = commit.encode()
     if len(body) > MAX_COMMIT_BYTES:
         raise ConfigError(
@@ -377,7 +377,7 @@ def _commit(storage: Storage, path: str, commit: Commit, replaces: str, journal:
         raise
 
 
-def _tidy(storage: Storage, path: str, commit: Commit, journals: list[str]) -> None:
+def _tidy(storage: Store, path: str, commit: Commit, journals: list[str]) -> None:
     """Write the hint and remove the journals; a checkpoint without these is as good."""
     root, _, name = path.rpartition("/")
     hint = {"path": name, "attempt": commit.attempt, "step": commit.step}
@@ -389,7 +389,7 @@ def _tidy(storage: Storage, path: str, commit: Commit, journals: list[str]) -> N
         logger.warning("%s", telemetry.event("not_settled", path=path, reason=str(error)))
 
 
-def discard(storage: Storage, path: str, attempt: str) -> bool:
+def discard(storage: Store, path: str, attempt: str) -> bool:
     """Clear an attempt away, unless it is or has become the checkpoint at its path.
 
     Safe at any time and from any process: the attempt is fenced first, and from then on can not

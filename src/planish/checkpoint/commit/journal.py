@@ -31,7 +31,7 @@ from planish.base.errors import (
     SaveFailed,
     StoreError,
 )
-from planish.checkpoint.storage.base import Storage, check_key
+from planish.store import Store, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +143,14 @@ class Journal:
     """One process's hold on an attempt; safe to use from several threads.
 
     Example:
-        >>> from planish.checkpoint.storage import open_storage
-        >>> storage, path = open_storage("mem://doc/run/step-1")
+        >>> from planish.store import open_store
+        >>> storage, path = open_store("/runs/run/step-1")
         >>> journal = Journal(storage, path, new_attempt(), name="00000")
         >>> journal.begin()
         >>> journal.close()
     """
 
-    def __init__(self, storage: Storage, path: str, attempt: str, *, name: str = COORDINATOR):
+    def __init__(self, storage: Store, path: str, attempt: str, *, name: str = COORDINATOR):
         """Prepare the journal `name` (the rank in five digits) without writing it."""
         self._storage = storage
         self._path = path
@@ -255,7 +255,7 @@ class Journal:
         )
 
 
-def announced(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
+def announced(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
     """Return full key and upload id of all that the journals of an attempt name."""
     uploads: list[tuple[str, str]] = []
     for stat in storage.list(join(attempt_folder(path, attempt), "journal")):
@@ -266,7 +266,7 @@ def announced(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]
     return uploads
 
 
-def fence(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
+def fence(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
     """Keep an attempt from ever being committed by an upload that is not returned.
 
     Returns:
@@ -289,7 +289,7 @@ def fence(storage: Storage, path: str, attempt: str) -> list[tuple[str, str]]:
     return sorted(uploads)
 
 
-def _fence_one(storage: Storage, key: str, attempt: str) -> Record:
+def _fence_one(storage: Store, key: str, attempt: str) -> Record:
     for _ in range(5):
         try:
             data, etag = storage.get(key, _LIMIT_BYTES)
@@ -311,7 +311,7 @@ def _fence_one(storage: Storage, key: str, attempt: str) -> Record:
 
 @contextlib.contextmanager
 def journaled(
-    storage: Storage, path: str, attempt: str, keys: Iterable[str] = ()
+    storage: Store, path: str, attempt: str, keys: Iterable[str] = ()
 ) -> Iterator[Journal]:
     """Hold an attempt as its committing process for the length of a block."""
     journal = Journal(storage, path, attempt)

@@ -33,8 +33,8 @@ from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
-from planish.checkpoint.storage import Storage
 from planish.checkpoint.watch.timings import CheckpointInfo
+from planish.store import Store
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
@@ -72,7 +72,7 @@ def import_dcp(
     role: str = "main",
     names: Split = split_name,
     overwrite: bool = False,
-    storage: Storage | None = None,
+    storage: Store | None = None,
 ) -> CheckpointInfo:
     """Turn a DCP folder into a checkpoint of ours; in one process.
 
@@ -242,7 +242,7 @@ class _Window(io.RawIOBase):
 
 
 def export_dcp(
-    place: str, folder: str | Path, *, role: str = "main", storage: Storage | None = None
+    place: str, folder: str | Path, *, role: str = "main", storage: Store | None = None
 ) -> None:
     """Write a role of a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
 

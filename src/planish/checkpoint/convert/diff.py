@@ -21,7 +21,7 @@ from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.fill import Array
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
-from planish.checkpoint.storage import Storage
+from planish.store import Store
 
 WINDOW_BYTES = 32 << 20
 """Of one side; a window holds many small tensors, or a part of a large one."""
@@ -90,8 +90,8 @@ def diff(
     a: str,
     b: str,
     *,
-    storage_a: Storage | None = None,
-    storage_b: Storage | None = None,
+    storage_a: Store | None = None,
+    storage_b: Store | None = None,
     parts: Sequence[str] = ("model", "optim"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:

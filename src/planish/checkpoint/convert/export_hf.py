@@ -18,10 +18,9 @@ from planish.checkpoint.convert.hf_source import POLICY_SCHEMA, PolicySource
 from planish.checkpoint.load.fill import Array
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
-from planish.checkpoint.storage import Storage
-from planish.checkpoint.storage.base import uri_of
 from planish.records.files import write_files
 from planish.records.refs import Ref
+from planish.store import Store, uri_of
 
 GROUP_BYTES = 64 << 20
 """Small tensors are read together, up to this size."""
@@ -48,7 +47,7 @@ def export(
     max_file_bytes: int = MAX_FILE_BYTES,
     role: str = "main",
     names: Names = plain_sources,
-    storage: Storage | None = None,
+    storage: Store | None = None,
     progress: Progress = unheard,
 ) -> Ref:
     """Write the model of a checkpoint as a policy that engines load.
@@ -101,7 +100,7 @@ def export_folder(
     dtype: str | None = None,
     role: str = "main",
     names: Names = plain_sources,
-    storage: Storage | None = None,
+    storage: Store | None = None,
     progress: Progress = unheard,
 ) -> Ref:
     """Write the model of a checkpoint as a Hugging Face folder, without an earlier policy.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 
+from planish import store
 from planish.base.errors import CheckpointError, ObjectMissing
 from planish.checkpoint.convert.hf_files import Form
 from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
 from planish.checkpoint.pinned import read_pinned
 from planish.records.manifest import Manifest
-from planish.store import open_store
 
 POLICY_SCHEMA = "policy/1"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -53,7 +53,6 @@ class PolicySource:
         Raises:
             CheckpointCorrupt: a weight file is no safetensors file.
         """
-        store = open_store(self.uri)
         found: dict[str, Form] = {}
         for name, shard in self._shards.items():
             if not name.endswith(".safetensors"):
@@ -68,7 +67,7 @@ class PolicySource:
         shard = self._shards[name]
         place = f"{self.uri}/{name}"
         try:
-            data = open_store(self.uri).read(place)
+            data = store.read(place)
         except ObjectMissing:
             data = b""
         if len(data) != shard.bytes or hashlib.sha256(data).hexdigest() != shard.sha256:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from planish import store
 from planish.base.errors import ConfigError, RecordError
 from planish.checkpoint.convert.export_hf import (
     MAX_FILE_BYTES,
@@ -23,7 +24,6 @@ from planish.checkpoint.convert.hf_names import megatron_sources, model_tensors,
 from planish.checkpoint.convert.hf_source import PolicySource
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.records.refs import Ref, parse_pin
-from planish.store import open_store
 
 CONFIG = "config.json"
 """File of a policy that describes its model."""
@@ -170,5 +170,5 @@ def config_of(uri: str) -> dict[str, Any]:
     Raises:
         RecordError: it is no JSON object.
     """
-    store, place = open_store(uri), f"{uri}/{CONFIG}"
+    place = f"{uri}/{CONFIG}"
     return parse_config(store.read(place), place) if store.exists(place) else {}

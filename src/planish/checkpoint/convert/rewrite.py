@@ -38,9 +38,9 @@ from planish.checkpoint.save.upload import (
     is_large,
     upload_files,
 )
-from planish.checkpoint.storage import Storage, open_storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import Recorder, Timeline
+from planish.store import Store, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def rewrite(
         )
     opened = open_state(source)
     recorder = Recorder(0, "save")
-    storage, path = open_storage(target)
+    storage, path = open_store(target)
     with recorder.stage("plan"):
         work = _Work(opened, layout, parts, _roles(opened, roles))
     done = _standing(storage, path, work, overwrite=overwrite)
@@ -139,7 +139,7 @@ def _roles(opened: Opened, wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in known if not wanted or name in wanted)
 
 
-def _clear(storage: Storage, path: str, attempt: str) -> None:
+def _clear(storage: Store, path: str, attempt: str) -> None:
     """Remove a failed attempt; what cannot be removed now is left to the collection."""
     try:
         discard(storage, path, attempt)
@@ -252,7 +252,7 @@ def _texts(value: Any) -> list[str]:
     return [text for one in inner for text in _texts(one)]
 
 
-def _standing(storage: Storage, path: str, work: _Work, *, overwrite: bool) -> Commit | None:
+def _standing(storage: Store, path: str, work: _Work, *, overwrite: bool) -> Commit | None:
     """Return what is committed at the target if it is what this rewrite would write."""
     try:
         found = open_state(storage.uri(path), storage)
@@ -271,7 +271,7 @@ def _standing(storage: Storage, path: str, work: _Work, *, overwrite: bool) -> C
 
 def _write(
     work: _Work,
-    storage: Storage,
+    storage: Store,
     path: str,
     attempt: str,
     recorder: Recorder,

@@ -36,9 +36,9 @@ from planish.checkpoint.load.reader import (
     read_metadata,
     split_place,
 )
-from planish.checkpoint.storage import Storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline
+from planish.store import Store
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
@@ -51,7 +51,7 @@ def open_on_all(
     place: str,
     control: Control,
     *,
-    storage: Storage | None = None,
+    storage: Store | None = None,
     timeout_s: float = OPEN_SECONDS,
 ) -> Opened:
     """Open a checkpoint on every rank; only rank 0 asks the store.

@@ -24,7 +24,7 @@ from planish.checkpoint.commit.journal import attempt_folder, join
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import BLOCK, check_blocks, widen
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.storage import Storage, open_storage
+from planish.store import Store, open_store
 
 MAX_DECODED_BYTES = 16 << 30
 """Metadata that would take more memory is refused: that of about 100 million shards."""
@@ -40,7 +40,7 @@ class Opened:
         'Metadata'
     """
 
-    storage: Storage
+    storage: Store
     """Where its objects lie."""
     path: str
     """Key of its folder there."""
@@ -74,7 +74,7 @@ def split_place(place: str) -> tuple[str, str]:
     return uri.rstrip("/"), digest
 
 
-def read_metadata(place: str, storage: Storage | None = None) -> tuple[Storage, str, Commit, bytes]:
+def read_metadata(place: str, storage: Store | None = None) -> tuple[Store, str, Commit, bytes]:
     """Read COMMIT and the global metadata of a checkpoint, verified but not decoded.
 
     Args:
@@ -82,7 +82,7 @@ def read_metadata(place: str, storage: Storage | None = None) -> tuple[Storage, 
         storage: in place of the one that the URI names.
 
     Returns:
-        Storage, key of the folder, COMMIT, content of `meta/global.bin`.
+        Store, key of the folder, COMMIT, content of `meta/global.bin`.
 
     Raises:
         CheckpointNotFound: nothing is committed there.
@@ -109,17 +109,17 @@ def read_metadata(place: str, storage: Storage | None = None) -> tuple[Storage, 
     raise CheckpointIncomplete(f"`{uri}` must stand still while it is read; it is being rewritten")
 
 
-def locate(uri: str, storage: Storage | None = None) -> tuple[Storage, str]:
+def locate(uri: str, storage: Store | None = None) -> tuple[Store, str]:
     """Return the storage of a URI, or the given one, and the key of the folder in it."""
     if storage is None:
-        return open_storage(uri)
+        return open_store(uri)
     if uri.startswith("/"):
         return storage, uri.strip("/")
     scheme, _, rest = uri.partition("://")
     return storage, (rest if scheme == "file" else rest.partition("/")[2]).strip("/")
 
 
-def _get(store: Storage, key: str, start: int, target: memoryview) -> None:
+def _get(store: Store, key: str, start: int, target: memoryview) -> None:
     try:
         store.get_into(key, start, target)
     except (ObjectMissing, ObjectChanged):
@@ -135,7 +135,7 @@ def _get(store: Storage, key: str, start: int, target: memoryview) -> None:
         ) from error
 
 
-def open_state(place: str, storage: Storage | None = None) -> Opened:
+def open_state(place: str, storage: Store | None = None) -> Opened:
     """Open a committed checkpoint for reading by this process alone.
 
     Args:

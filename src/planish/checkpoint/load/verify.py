@@ -24,7 +24,7 @@ from planish.checkpoint.format.safetensors_file import (
     parse_header,
 )
 from planish.checkpoint.load.reader import BlockReader, Opened, check_objects, open_state
-from planish.checkpoint.storage import Storage
+from planish.store import Store
 
 Level = Literal["meta", "size", "crc"]
 LEVELS: tuple[Level, ...] = ("meta", "size", "crc")
@@ -76,7 +76,7 @@ def verify(
     place: str,
     level: Level = "crc",
     *,
-    storage: Storage | None = None,
+    storage: Store | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Check a committed checkpoint; faults are told, not raised.

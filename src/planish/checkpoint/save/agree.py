@@ -64,12 +64,12 @@ class SaveOptions:
     """How to save; equal on all ranks.
 
     Example:
-        >>> SaveOptions("mem://doc/step-1", step=1).snapshot
+        >>> SaveOptions("/runs/step-1", step=1).snapshot
         'copy'
     """
 
     uri: str
-    """Place of the checkpoint: `s3://bucket/key`, `file:///folder`, a path, `mem://name/key`."""
+    """Place of the checkpoint: `s3://bucket/key`, `file:///folder` or an absolute path."""
     step: int = 0
     """Training step, at least 0."""
     overwrite: bool = False

@@ -54,8 +54,8 @@ from planish.checkpoint.save.upload import (
     run_job,
 )
 from planish.checkpoint.save.uploader import ProcessUploader, store_settings
-from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.watch.timings import Recorder
+from planish.store import Store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,7 +117,7 @@ class SaveEngine:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lazy = LazyCopies()
-        self._storages: dict[tuple[str, float], Storage] = {}
+        self._storages: dict[tuple[str, float], Store] = {}
         self._settings: dict[str, str] = {}
         self.is_closed = False
         atexit.register(self.close)
@@ -136,7 +136,7 @@ class SaveEngine:
         roles: Callable[[], Roles] | Roles,
         options: SaveOptions,
         *,
-        storage: Storage | None = None,
+        storage: Store | None = None,
         after_commit: AfterCommit | None = None,
         is_written_in_step: Written = is_written_in_step,
     ) -> SaveHandle:
@@ -221,7 +221,7 @@ class SaveEngine:
         self,
         roles: Callable[[], Roles] | Roles,
         options: SaveOptions,
-        storage: Storage | None,
+        storage: Store | None,
         after_commit: AfterCommit | None,
     ) -> Pending:
         """Agree with the other ranks on what each of them writes; nothing is staged yet.
@@ -285,15 +285,13 @@ class SaveEngine:
             self._inflight.popleft()
         return len(self._inflight) >= (1 if self.pool.limit == 1 else MOST_INFLIGHT)
 
-    def _open(self, uri: str, timeout_s: float) -> tuple[Storage, str]:
+    def _open(self, uri: str, timeout_s: float) -> tuple[Store, str]:
         """Return a storage that is kept while the settings of the store stay the same."""
-        if uri.startswith("mem://"):
-            return open_storage(uri)
         settings = store_settings()
         if settings != self._settings:
             self._storages.clear()
             self._settings = settings
-        storage, path = open_storage(uri, timeout_s=timeout_s)
+        storage, path = open_store(uri, timeout_s=timeout_s)
         place = uri.removesuffix(path), timeout_s
         return self._storages.setdefault(place, storage), path
 
@@ -324,14 +322,14 @@ class SaveEngine:
             prepared.stagers[buffer.number] = Stager(prepared.plan, buffer, self._patience_s)
         return prepared.stagers[buffer.number]
 
-    def _start(self, save: Pending, storage: Storage | None, written: Written) -> None:
+    def _start(self, save: Pending, storage: Store | None, written: Written) -> None:
         """Hand the upload over and stage; an error becomes the outcome of the save.
 
         An interrupt does too, so that the save gives back what it holds, and is raised as well.
         """
         number, early = self._number, save.early
         size = save.agreed.prepared.layout.size
-        inline = storage is not None or save.options.uri.startswith("mem://")
+        inline = storage is not None or save.storage.in_memory
         small = inline or size < INLINE_BYTES
         uploader = ThreadUploader(save.storage) if small else self.uploader
         try:

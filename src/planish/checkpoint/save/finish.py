@@ -32,16 +32,16 @@ from planish.checkpoint.ranks.messages import EVERYONE, decode_errors, encode_er
 from planish.checkpoint.save.agree import Agreed, SaveOptions
 from planish.checkpoint.save.staging import SharedBuffer
 from planish.checkpoint.save.upload import Cancelled, UploadResult
-from planish.checkpoint.storage.base import Storage
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline, Timing
+from planish.store import Store
 
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 5.0
 """How long ranks wait for each other at the end, beyond what the outcome needs."""
 
-AfterCommit = Callable[[Storage, str], None]
+AfterCommit = Callable[[Store, str], None]
 """Called on rank 0 with the storage and the key of the checkpoint before its handle resolves."""
 
 
@@ -49,7 +49,7 @@ class SaveHandle:
     """A save under way; one on every rank, all ending alike.
 
     Example:
-        >>> handle = SaveHandle("mem://doc/step-1")
+        >>> handle = SaveHandle("/runs/step-1")
         >>> handle.done()
         False
     """
@@ -139,7 +139,7 @@ class Pending:
     call: Control
     """The operation, over the background connection."""
     agreed: Agreed
-    storage: Storage
+    storage: Store
     path: str
     handle: SaveHandle
     recorder: Recorder

@@ -22,14 +22,14 @@ import numpy as np
 from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.journal import Journal
 from planish.checkpoint.format.integrity import BLOCK, DEFAULT, block_crcs, joined_crc
-from planish.checkpoint.storage.base import (
+from planish.checkpoint.watch.timings import Recorder, Timing
+from planish.store import (
     SINGLE_PUT_BYTES,
     Multipart,
-    Storage,
-    drop_twins,
-    open_storage,
+    Store,
+    abort_twins,
+    open_store,
 )
-from planish.checkpoint.watch.timings import Recorder, Timing
 
 GIVE_UP_SECONDS = 15.0
 """How long a request under way is waited for when a job is given up."""
@@ -171,7 +171,7 @@ class _File:
 class _Run:
     """What the threads of one call share."""
 
-    storage: Storage
+    storage: Store
     files: list[_File]
     source: Source
     recorder: Recorder
@@ -187,7 +187,7 @@ class _Run:
 
 
 def upload_files(
-    storage: Storage,
+    storage: Store,
     files: Sequence[FileUpload],
     source: Source,
     *,
@@ -250,7 +250,7 @@ def upload_files(
                 with contextlib.suppress(StoreError):
                     state.parts.abort()
         raise
-    drop_twins(storage, begun)  # at the end: the later, the less can still be on its way
+    abort_twins(storage, begun)  # at the end: the later, the less can still be on its way
     recorder.retried("upload", retries, storage.counters.retries)
     return [
         FileResult(s.upload.key, s.upload.size, DEFAULT, tuple(s.crcs.tolist())) for s in states
@@ -373,7 +373,7 @@ class UploadResult:
 
 def run_job(
     job: UploadJob,
-    storage: Storage,
+    storage: Store,
     source: Source,
     stop: threading.Event,
     journal: Journal | None = None,
@@ -419,7 +419,7 @@ class RunningJob:
         self,
         job: UploadJob,
         view: memoryview,
-        storage: Callable[[], Storage],
+        storage: Callable[[], Store],
         on_end: Callable[[RunningJob], None] = lambda _: None,
     ) -> None:
         """Prepare the thread; its files lie in `view`, and `on_end` is its last call."""
@@ -434,7 +434,7 @@ class RunningJob:
     def _run(
         self,
         source: BufferSource,
-        storage: Callable[[], Storage],
+        storage: Callable[[], Store],
         on_end: Callable[[RunningJob], None],
     ) -> None:
         try:
@@ -451,7 +451,7 @@ class ThreadUploader:
         >>> ThreadUploader(None).cancel(1)
     """
 
-    def __init__(self, storage: Storage | None) -> None:
+    def __init__(self, storage: Store | None) -> None:
         """Write to `storage`; None opens that of each job's URI."""
         self._storage = storage
         self._jobs: dict[int, RunningJob] = {}
@@ -459,7 +459,7 @@ class ThreadUploader:
     def submit(self, job: UploadJob, view: memoryview) -> None:
         """Take a job whose buffer is `view`; `wait` begins it, so that staging is not slowed."""
         self._jobs[job.number] = RunningJob(
-            job, view, lambda: self._storage or open_storage(job.uri)[0]
+            job, view, lambda: self._storage or open_store(job.uri)[0]
         )
 
     def staged(self, number: int, value: int, after_s: float = 0.0) -> None:

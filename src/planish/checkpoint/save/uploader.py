@@ -45,8 +45,8 @@ from planish.checkpoint.save.upload import (
     UploadJob,
     UploadResult,
 )
-from planish.checkpoint.storage.base import Storage, open_storage
 from planish.checkpoint.watch.timings import Timing
+from planish.store import Store, open_store
 
 if TYPE_CHECKING:
     from planish.checkpoint.save.staging import SharedBuffer
@@ -355,7 +355,7 @@ class Worker:
         self._parent = os.getppid()
         self._buffers: dict[int, mmap.mmap] = {}
         self._jobs: dict[int, RunningJob] = {}
-        self._storages: dict[str, Storage] = {}
+        self._storages: dict[str, Store] = {}
 
     def serve(self) -> None:
         """Do what messages say until the trainer closes its end or is gone."""
@@ -420,11 +420,11 @@ class Worker:
         self._jobs.pop(job.number, None)
         self._channel.send({"job": job.number, **answer})
 
-    def _storage(self, job: UploadJob) -> Storage:
+    def _storage(self, job: UploadJob) -> Store:
         # The storage is that of the part of the URI before the checkpoint's key.
         place = job.uri.removesuffix(job.path)
         if place not in self._storages:
-            self._storages[place] = open_storage(job.uri, timeout_s=job.timeout_s)[0]
+            self._storages[place] = open_store(job.uri, timeout_s=job.timeout_s)[0]
         return self._storages[place]
 
 

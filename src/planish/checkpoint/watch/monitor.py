@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, ObjectMissing, RecordError
 from planish.base.telemetry import event
-from planish.checkpoint.storage import Storage, open_storage
 from planish.checkpoint.watch.timings import RETRY, Operation, Timeline, Timing
+from planish.store import Store, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def timings_key(folder: str, attempt: str, op: Operation = "save") -> str:
 
 
 def store_timings(
-    storage: Storage, folder: str, attempt: str, timeline: Timeline, op: Operation = "save"
+    storage: Store, folder: str, attempt: str, timeline: Timeline, op: Operation = "save"
 ) -> None:
     """Write the records of a committed save, or of a load, beside the data of the checkpoint.
 
@@ -220,7 +220,7 @@ def read_timings(uri: str, op: Operation = "save") -> Timeline:
     """
     from planish.checkpoint.commit.commit import read_commit
 
-    storage, key = open_storage(uri.partition("#")[0])
+    storage, key = open_store(uri.partition("#")[0])
     if not key.endswith(".jsonl"):
         commit = read_commit(storage, key)
         if commit is None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from planish import store
 from planish.base.errors import ClusterError, PlanishError
 from planish.minder.act.kube import names
 from planish.minder.act.kube.client import Cluster
@@ -21,7 +22,6 @@ from planish.minder.act.kube.events import EventBook, Subject
 from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.act.types import ActedAlert
 from planish.records import layout
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class RunLinks:
         uri = f"{layout.alerts(root)}/{object_name(alert)}"
         try:
             text = json.dumps(record, sort_keys=True, allow_nan=False)
-            open_store(uri).write(uri, text.encode())
+            store.write(uri, text.encode())
         except (PlanishError, OSError, ValueError) as error:
             # A store that is away must not keep a machine in service.
             logger.warning("alert not stored uri=%s error=%s", uri, error)

@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from planish import store
 from planish.records import layout
 from planish.records.io import finished, read_manifest, write_set
 from planish.records.prompts import PromptSet, TraceSet, prompt_id
@@ -17,7 +18,6 @@ from planish.stages.curate.problem import Ledger
 from planish.stages.curate.records import Table, read_hub, read_table
 from planish.stages.curate.report import curation_metrics, curation_report
 from planish.stages.curate.select import curate
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def make_prompts(context: Context) -> Outcome:
         return Outcome(
             refs={"prompts": ready},
             metrics=dict(manifest.attributes["metrics"]),
-            documents={"report": open_store(report_uri).read(report_uri).decode("utf-8")},
+            documents={"report": store.read(report_uri).decode("utf-8")},
             already_done=True,
         )
     measure = partial(measure_pass_rates, config=config, seed=context.seed)
@@ -67,7 +67,7 @@ def make_prompts(context: Context) -> Outcome:
         config, context.seed, tables, ledger, measure if config.pass_rate_policy else None
     )
     text = curation_report(curated, tables[0].sha256 if tables else "")
-    open_store(report_uri).write(report_uri, text.encode("utf-8"))
+    store.write(report_uri, text.encode("utf-8"))
     attributes: dict[str, Any] = {
         "config_sha256": context.config_sha256,
         "seed": context.seed,

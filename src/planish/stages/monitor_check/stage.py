@@ -12,12 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from planish import store
 from planish.base.config import load_toml
 from planish.minder.detect.result import Result
 from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid, is_node_name
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _write_down(root: str, iteration: int, machine: str) -> None:
 def _read_settings(uri: str) -> dict[str, Any]:
     if not uri:
         return {}
-    return load_toml(open_store(uri).read(uri), name=uri)
+    return load_toml(store.read(uri), name=uri)
 
 
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
@@ -114,7 +114,7 @@ def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
     )
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / trace.rpartition("/")[2]
-        open_store(trace).read_file(trace, path)
+        store.read_file(trace, path)
         frame = read_frame(path)
     frame = replace(frame, job=job or frame.job)
     found = None
@@ -137,7 +137,7 @@ def _look_on(
         service_settings(raw),
         job,
         seconds=watch_seconds,
-        is_over=lambda: open_store(done).exists(done),
+        is_over=lambda: store.exists(done),
     )
     return _outcome(watched.result or _nothing(job), watched.num_calls, watched.num_failed)
 

@@ -10,11 +10,11 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from planish import store
 from planish.records import layout
 from planish.run.kubeflow import KfpRuns, Runs, run_name
 from planish.run.lock import current_holder, hand_over
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def run(root: str, config_sha256: str, chain_index: int, max_runs: int, metrics:
 
 def _work(context: Context, chain_index: int, max_runs: int) -> Outcome:
     run_id = os.environ.get("RUN_ID", "")
-    is_stopped = open_store(context.root).exists(layout.stop_file(context.root))
+    is_stopped = store.exists(layout.stop_file(context.root))
     # Connecting imports the client of Kubeflow, which takes a second: only when a run is due.
     is_due = bool(run_id) and chain_index + 1 < max_runs and not is_stopped
     if is_due:

@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from planish import store
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
 from planish.records.io import read_manifest
-from planish.store import open_store
 from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def is_complete(root: str, link: Link) -> bool:
 def count_links(root: str) -> int:
     """Return how many runs the chain has."""
     prefix = layout.chain_file(root, 0).rpartition("/")[0]
-    names = [uri.rpartition("/")[2].removesuffix(".json") for uri in open_store(root).list(prefix)]
+    names = [uri.rpartition("/")[2].removesuffix(".json") for uri in store.list_uris(prefix)]
     return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import planish
+from planish import store
 from planish.base.config import config_sha256
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
@@ -19,7 +20,6 @@ from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.run.stage import read_run
 from planish.stages.prepare.settings import differences
-from planish.store import open_store
 from planish.store.documents import write_json
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def newest_version(root: str) -> int | None:
     """Return the newest finished policy version of a root; None when there is none."""
     folder = layout.policy(root, 0).rpartition("/")[0]
     found = []
-    for uri in open_store(root).list(folder):
+    for uri in store.list_uris(folder):
         parts = uri[len(folder) + 1 :].split("/")
         if len(parts) == 2 and parts[1] == "manifest.json" and parts[0].isdecimal():
             found.append(int(parts[0]))
@@ -197,7 +197,7 @@ def start_after(root: str, version: int) -> Start:
     policy = read_manifest(uri)
     pin = f"{uri}#sha256={policy.sha256}"
     parents = set(policy.parents.values())
-    uris = open_store(root).list(layout.state(root, 0).rpartition("/")[0])
+    uris = store.list_uris(layout.state(root, 0).rpartition("/")[0])
     states = {uri.rpartition("/")[0] for uri in uris if uri.endswith("/manifest.json")}
     # The newest is the likeliest.
     for state in sorted(states, reverse=True):

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planish import store
 from planish.base.config import load_preset, merge, parse_toml, resolve_config
 from planish.base.errors import ConfigError, ObjectMissing
-from planish.store import open_store
 
 MODEL_KEY = ("model", "path")
 """Setting that the run parameter `model` stands for."""
@@ -45,7 +45,7 @@ def read_config_file(place: str) -> dict[str, dict[str, Any]]:
 def _read(place: str) -> bytes:
     try:
         if "://" in place:
-            return open_store(place).read(place)
+            return store.read(place)
         return Path(place).read_bytes()
     except ObjectMissing:
         reason = "nothing there"

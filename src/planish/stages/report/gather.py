@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from planish import store
 from planish.base.errors import AccessRefused, ObjectMissing, PlanishError, StoreUnavailable
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -20,7 +21,6 @@ from planish.run.avoid import avoided
 from planish.stages.report.facts import Alert, Attempt, Evaluation, ReportFacts, Saved
 from planish.stages.report.samples import sample_comparisons
 from planish.stages.report.words import one_line
-from planish.store import open_store
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Reader:
 
     def list(self, uri: str, what: str) -> list[str]:
         """Return the URIs below the folder `uri`, none when it can not be listed."""
-        return self.attempt(what, lambda: open_store(uri).list(f"{uri.rstrip('/')}/"), [])
+        return self.attempt(what, lambda: store.list_uris(f"{uri.rstrip('/')}/"), [])
 
 
 def gather(root: str, state: str = "") -> ReportFacts:
@@ -101,7 +101,7 @@ def gather(root: str, state: str = "") -> ReportFacts:
     report = layout.curation_report(reader.root)
     facts.curation = reader.attempt(
         "the curation report",
-        lambda: open_store(report).read(report).decode("utf-8", "replace"),
+        lambda: store.read(report).decode("utf-8", "replace"),
         "",
     )
     facts.alerts = _alerts(reader, facts.tasks)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from planish import store
 from planish.base.errors import ObjectExists
 from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.kubeflow import Runs, restart_name
 from planish.run.lock import current_holder, hand_over
-from planish.store import open_store
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def restart(
     nodes = tuple(node.name for node in avoided(root) if node.run_id == run_id)
     if not nodes:
         return Restarted("not restarted: no machine was named in this run")
-    if open_store(root).exists(layout.stop_file(root)):
+    if store.exists(layout.stop_file(root)):
         return Restarted("not restarted: stop file", nodes=nodes)
     if _failed_for_good(root, run_id):
         return Restarted("not restarted: a task failed for a reason that stays", nodes=nodes)
@@ -95,13 +95,12 @@ def restart(
 
 def _failed_for_good(root: str, run_id: str) -> bool:
     """Tell whether a task of this run must not be tried again on any machine."""
-    marks = [read_json(uri) for uri in open_store(root).list(f"{layout.failed(root)}/")]
+    marks = [read_json(uri) for uri in store.list_uris(f"{layout.failed(root)}/")]
     return any(isinstance(mark, dict) and mark.get("run_id") == run_id for mark in marks)
 
 
 def _claim(root: str, run_id: str, nodes: tuple[str, ...], limit: int) -> int:
     """Return the counter of the restart after this run; 0 when none is left."""
-    store = open_store(root)
     for counter in range(1, limit + 1):
         uri = layout.restart_file(root, counter)
         record: Any = {"after": run_id, "nodes": list(nodes)}

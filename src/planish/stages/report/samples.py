@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planish import store
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.report.facts import Comparison, ReportFacts, Sample
-from planish.store import open_store
 
 if TYPE_CHECKING:
     from planish.stages.report.gather import Reader
@@ -157,7 +157,7 @@ def _evaluation_groups(reader: Reader, version: int) -> Groups:
 
 def _rollouts_below(folder: str) -> str:
     """Return the first rollout set below a folder, empty when there is none."""
-    for uri in open_store(folder).list(f"{folder}/"):
+    for uri in store.list_uris(f"{folder}/"):
         if uri.endswith("/manifest.json"):
             place = uri.rpartition("/")[0]
             if read_manifest(place).schema == RolloutSet.SCHEMA:

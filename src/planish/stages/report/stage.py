@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from planish import store
 from planish.base.errors import PlanishError, RootInUse
 from planish.records import layout
 from planish.run.kubeflow import KfpRuns
@@ -19,7 +20,6 @@ from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
 from planish.stages.report.restart import restart
 from planish.stages.report.webhook import post
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) ->
     try:
         files = {"report.html": html, "report.md": markdown, "summary.json": text}
         for name, content in files.items() if failure is None else ():
-            open_store(folder).write(f"{folder}/{name}", content.encode())
+            store.write(f"{folder}/{name}", content.encode())
     except PlanishError as error:
         # Raised when the artifacts are written: they help people although the store refused.
         failure = error

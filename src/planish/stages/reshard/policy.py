@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planish import store
 from planish.base.errors import CheckpointCorrupt, RecordError
 from planish.checkpoint.convert.hf_files import cast
 from planish.checkpoint.convert.hf_names import Part
@@ -21,7 +22,6 @@ from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.records.manifest import Shard, read_manifest
 from planish.records.refs import Ref
-from planish.store import Store, open_store
 
 WINDOW_BYTES = 16 << 20
 
@@ -56,9 +56,9 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
         RecordError: a file differs from the manifest, or is no safetensors file.
     """
     manifest = read_manifest(ref.uri, sha256=ref.manifest_sha256)
-    store, found = open_store(ref.uri), PolicyFindings()
+    found = PolicyFindings()
     for shard in manifest.shards:
-        _check_digest(store, f"{ref.uri}/{shard.name}", shard)
+        _check_digest(f"{ref.uri}/{shard.name}", shard)
         found.num_bytes += shard.bytes
     if not source_pin:
         return found
@@ -69,14 +69,14 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
     for shard in manifest.shards:
         if shard.name.endswith(".safetensors"):
             place = f"{ref.uri}/{shard.name}"
-            for name, entry in _entries(store, place, shard).items():
-                _compare(store, place, (name, entry, parts.get(name)), reader, found)
+            for name, entry in _entries(place, shard).items():
+                _compare(place, (name, entry, parts.get(name)), reader, found)
     if not found.num_tensors and not found.faults:
         found.faults.append("it has no tensors")
     return found
 
 
-def _check_digest(store: Store, place: str, shard: Shard) -> None:
+def _check_digest(place: str, shard: Shard) -> None:
     digest = hashlib.sha256()
     for start in range(0, shard.bytes, WINDOW_BYTES):
         digest.update(store.read(place, start, min(WINDOW_BYTES, shard.bytes - start)))
@@ -88,7 +88,7 @@ def _check_digest(store: Store, place: str, shard: Shard) -> None:
         )
 
 
-def _entries(store: Store, place: str, shard: Shard) -> dict[str, StoredEntry]:
+def _entries(place: str, shard: Shard) -> dict[str, StoredEntry]:
     try:
         length = header_bytes(store.read(place, 0, 8), shard.bytes, file=place)
         return parse_header(store.read(place, 0, length), shard.bytes, file=place).entries
@@ -97,7 +97,6 @@ def _entries(store: Store, place: str, shard: Shard) -> dict[str, StoredEntry]:
 
 
 def _compare(
-    store: Store,
     place: str,
     named: tuple[str, StoredEntry, Part | None],
     reader: SliceReader,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import planish
+from planish import store
 from planish.base.config import config_sha256
 from planish.base.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.merge import policy_role
 from planish.checkpoint.convert.reshard_job import SECTION, ReshardJob
 from planish.checkpoint.load.reader import Opened, check_objects, open_state, split_place
-from planish.checkpoint.storage import open_storage
 from planish.checkpoint.train_state import checkpoint_place
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -75,8 +75,8 @@ def run(
 def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
     """Do the work of `run`; see there."""
     # The first touch of both stores: tells a missing bucket, refused keys and silence apart.
-    present = open_store(root).exists(layout.run_file(root))
-    open_storage(wish["target"] or root)
+    present = store.exists(layout.run_file(root))
+    open_store(wish["target"] or root)
     policy = wish.pop("policy")
     try:
         opened = open_state(checkpoint_place(source))

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import NamedTuple
 
+from planish import store
 from planish.base.errors import CheckpointExists
 from planish.base.telemetry import event
 from planish.checkpoint.convert.merge import merge
@@ -19,7 +20,6 @@ from planish.records.io import finished, read_manifest
 from planish.records.manifest import manifest_uri
 from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _merge(job: ReshardJob, digest: str) -> Outcome:
 
 
 def _export(job: ReshardJob, digest: str, timeline: Timeline) -> Ref:
-    if open_store(job.target).exists(manifest_uri(job.target)):
+    if store.exists(manifest_uri(job.target)):
         raise CheckpointExists(
             f"`{job.target}` must be free or hold the result of this same run, got another set; "
             "choose another target"

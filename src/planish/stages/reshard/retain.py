@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from planish.checkpoint.commit.catalog import Verdict, gc, retain
-from planish.checkpoint.storage import open_storage
 from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.store import open_store
 
 SUCCEEDED = "SUCCEEDED"
 GRACE_SECONDS = 86400.0
@@ -57,7 +57,7 @@ def apply_retention(
             documents={"summary": f"# Retention\n\nNothing was removed: {reason}.\n"},
             metrics={"kept": 0.0, "deleted": 0.0},
         )
-    storage, key = open_storage(folder)
+    storage, key = open_store(folder)
     verdicts = retain(storage, key, keep_last=keep_last, keep_every=keep_every)
     leftovers = gc(storage, key, grace_s=GRACE_SECONDS)
     gone = [verdict for verdict in leftovers if verdict.action == "delete"]

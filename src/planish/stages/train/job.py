@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from planish import store
 from planish.algorithms import build_algorithm
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, RecordError
@@ -27,7 +28,6 @@ from planish.records.stream import StreamState, advance, fresh_cursor, parse_dat
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.store import open_store
 
 
 @dataclass(frozen=True)
@@ -271,6 +271,6 @@ def already_done(job: TrainJob, next_step: int) -> Ref | None:
     """Return the state that an earlier attempt of the same job has finished, if it did."""
     uri = layout.state(job.root, next_step)
     report = layout.update(job.root, job.iteration)
-    if not open_store(report).exists(report):
+    if not store.exists(report):
         return None
     return finished(uri, STATE_SCHEMA, parents=job.parents(), config_sha256=job.config_sha256)

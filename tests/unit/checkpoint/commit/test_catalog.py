@@ -10,14 +10,14 @@ from planish.base.errors import CheckpointNotFound, ConfigError
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import read_commit
 from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.mem import MemStorage
+from planish.store import open_store
+from tests.stores.memory import MemoryStore
 from tests.unit.checkpoint.small_saves import ROOT, check_all, load, path_of, save, stray
 
 
 @pytest.fixture
 def storage():
-    return MemStorage()
+    return MemoryStore()
 
 
 def begin(storage, path=None):
@@ -169,7 +169,7 @@ def test_uploads_that_no_journal_names_go_and_announced_ones_stay(storage):
 
 
 def test_on_a_file_system_nothing_remains_but_the_files_of_commits(tmp_path):
-    storage, root = open_storage(str(tmp_path / "run"))
+    storage, root = open_store(str(tmp_path / "run"))
     for step in (1, 2):
         save(storage, step, path=f"{root}/step-{step}")
     begin(storage, f"{root}/step-3")

@@ -36,8 +36,8 @@ from planish.checkpoint.commit.journal import (
     new_attempt,
     started,
 )
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.storage.mem import MemStorage
+from tests.stores.faulty import FaultyStore
+from tests.stores.memory import MemoryStore
 from tests.unit.checkpoint.small_saves import load, path_of, save
 
 FACTS = Facts(7, ("actor", "critic"), {"data/x": 3}, run_id="r1", tags={"why": "test"})
@@ -45,7 +45,7 @@ FACTS = Facts(7, ("actor", "critic"), {"data/x": 3}, run_id="r1", tags={"why": "
 
 @pytest.fixture
 def storage():
-    return MemStorage()
+    return MemoryStore()
 
 
 def publish_small(storage, path="run/step-7", **options):
@@ -118,7 +118,7 @@ def test_a_missing_or_short_object_is_found_before_the_commit(storage):
 
 
 def test_metadata_that_come_back_changed_are_never_committed(storage):
-    class Changing(FaultyStorage):
+    class Changing(FaultyStore):
         def get(self, key, limit):
             data, etag = super().get(key, limit)
             return (data.replace(b"meta", b"mata") if key.endswith("global.bin") else data), etag

@@ -12,8 +12,8 @@ from planish.base.errors import (
 )
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.commit.commit import Commit, read_commit
-from planish.checkpoint.storage.faulty import FaultyStorage, Stopped, once_at, stop_at
-from planish.checkpoint.storage.mem import MemStorage
+from tests.stores.faulty import FaultyStore, Stopped, once_at, stop_at
+from tests.stores.memory import MemoryStore
 from tests.unit.checkpoint.small_saves import (
     check_all,
     files_of,
@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize("kind", [NEW, OVERWRITE])
 
 def prepared():
     """A store with the checkpoint of step 1."""
-    storage = MemStorage()
+    storage = MemoryStore()
     save(storage, 1)
     return storage
 
@@ -48,7 +48,7 @@ def old_and_new(kind):
 
 def num_requests(kind):
     """How many requests a save makes that nothing disturbs."""
-    storage = FaultyStorage(prepared())
+    storage = FaultyStore(prepared())
     write(storage, kind)
     assert check_all(storage.inner) == old_and_new(kind)[1]
     return storage.requests
@@ -73,7 +73,7 @@ def test_a_save_that_dies_anywhere_leaves_old_or_new_and_nothing_else(kind):
         for after in (False, True):
             storage = prepared()
             with pytest.raises(Stopped):
-                write(FaultyStorage(storage, stop_at(request, after=after)), kind)
+                write(FaultyStore(storage, stop_at(request, after=after)), kind)
             seen.append(check_all(storage))
             assert seen[-1] in (old, new)
             catalog.gc(storage, "run", grace_s=0)
@@ -96,7 +96,7 @@ def test_a_request_that_fails_or_whose_answer_is_lost_never_lies(kind, fault):
     old, new = old_and_new(kind)
     for request in range(1, num_requests(kind) + 1):
         storage = prepared()
-        faulty = FaultyStorage(storage, once_at(request, fault))
+        faulty = FaultyStore(storage, once_at(request, fault))
         result = outcome(lambda faulty=faulty: write(faulty, kind), StoreUnavailable)
         assert check_all(storage) == (new if isinstance(result, Commit) else old)
         catalog.gc(storage, "run", grace_s=0)
@@ -107,7 +107,7 @@ def test_a_request_that_fails_or_whose_answer_is_lost_never_lies(kind, fault):
 @KINDS
 def test_the_answer_to_the_commit_being_lost_is_a_success(kind):
     storage = prepared()
-    faulty = FaultyStorage(storage, lambda n, what, key: "lost" if what == "complete" else "")
+    faulty = FaultyStore(storage, lambda n, what, key: "lost" if what == "complete" else "")
     faulty.fault = lambda n, what, key: "lost" if (what, key[-6:]) == ("complete", "COMMIT") else ""
     assert write(faulty, kind).step == 2
     assert check_all(storage) == old_and_new(kind)[1]
@@ -125,7 +125,7 @@ def test_a_commit_whose_outcome_can_not_be_asked_is_neither_claimed_nor_cleared(
         return "fail" if lost else ""
 
     with pytest.raises(StoreUnavailable):
-        write(FaultyStorage(storage, fault), kind)
+        write(FaultyStore(storage, fault), kind)
     assert check_all(storage) == old_and_new(kind)[1]
     catalog.gc(storage, "run", grace_s=0)
     assert check_all(storage) == old_and_new(kind)[1]
@@ -139,7 +139,7 @@ def paused_at(storage, request, act):
             act()
         return ""
 
-    return FaultyStorage(storage, fault)
+    return FaultyStore(storage, fault)
 
 
 @KINDS
@@ -178,7 +178,7 @@ def test_a_collection_that_stops_anywhere_under_a_paused_save_never_breaks_what_
 
             def collect(storage=storage, stop=stop, done=done):
                 try:
-                    catalog.gc(FaultyStorage(storage, stop_at(stop)), "run", grace_s=0)
+                    catalog.gc(FaultyStore(storage, stop_at(stop)), "run", grace_s=0)
                     done.append(True)
                 except Stopped:
                     pass
@@ -263,7 +263,7 @@ def test_a_removal_that_stops_anywhere_shows_whole_checkpoints_only(act):
         storage = prepared()
         save(storage, 2)
         try:
-            remove(FaultyStorage(storage, stop_at(request)))
+            remove(FaultyStore(storage, stop_at(request)))
             ended = True
         except Stopped:
             ended = False

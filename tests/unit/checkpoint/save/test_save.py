@@ -24,8 +24,7 @@ from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveKeywords, SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
-from planish.checkpoint.storage import open_storage
-from planish.checkpoint.storage.faulty import FaultyStorage
+from planish.store import open_store
 from tests.integration.ckpt_states import (
     assert_holds,
     attempts,
@@ -34,6 +33,7 @@ from tests.integration.ckpt_states import (
     read_back,
     state_of,
 )
+from tests.stores.faulty import FaultyStore
 
 BIG = {"rows": 700, "cols": 1000, "tensors": 4}
 """17 MB: parts, and the uploading process where there is one."""
@@ -154,13 +154,13 @@ def test_values_that_can_not_be_stored_are_refused_before_any_request(engine, ro
 @pytest.mark.parametrize("suffers", ["fail", "lost"])
 @pytest.mark.parametrize("is_async", [True, False])
 def test_whichever_request_fails_the_checkpoint_is_whole_or_absent(engine, root, is_async, suffers):
-    counted = FaultyStorage(open_storage(f"{root}/x")[0])
+    counted = FaultyStore(open_store(f"{root}/x")[0])
     engine.save(state_of(0, 1, **BIG), SaveOptions(f"{root}/all"), storage=counted).result(30)
     outcomes = []
     for number in range(1, counted.requests + 2):
         uri = f"{root}/{number}"
-        storage, path = open_storage(uri)
-        faulty = FaultyStorage(storage, lambda n, *_, at=number: suffers if n == at else "")
+        storage, path = open_store(uri)
+        faulty = FaultyStore(storage, lambda n, *_, at=number: suffers if n == at else "")
         options = SaveOptions(uri, is_async=is_async, timeout_s=30)
         try:
             engine.save(state_of(0, 1, **BIG), options, storage=faulty).result(30)
@@ -248,7 +248,7 @@ def test_memory_that_a_lazy_copy_writes_to_is_not_handed_out_when_its_save_fails
 
     spec = TensorSpec("main", "optim", "w", "F32", (100,))
     item = LocalItem(spec, (whole((100,)),), torch.ones(100).as_subclass(Slow))
-    broken = FaultyStorage(open_storage(f"{root}/x")[0], lambda *_: "fail")
+    broken = FaultyStore(open_store(f"{root}/x")[0], lambda *_: "fail")
     options = SaveOptions(f"{root}/x", snapshot="lazy")
     handle = engine.save({"main": Collected([item])}, options, storage=broken)
     assert copying.wait(10)

@@ -24,7 +24,7 @@ from planish.checkpoint.save.upload import (
     UploadJob,
 )
 from planish.checkpoint.save.uploader import Channel, ProcessUploader
-from planish.checkpoint.storage import open_storage
+from planish.store import open_store
 
 
 @pytest.fixture(name="uploader", scope="module")
@@ -37,7 +37,7 @@ def _uploader():
 
 
 def job_of(uri, number, sizes, blobs=()):
-    storage, path = open_storage(uri)
+    storage, path = open_store(uri)
     attempt = new_attempt()
     sizes = [*sizes, *map(len, blobs)]
     files = tuple(

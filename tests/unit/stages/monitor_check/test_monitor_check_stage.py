@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.result import schema
@@ -17,7 +18,6 @@ from planish.run.avoid import avoided
 from planish.run.stage import PathArtifact
 from planish.stages.monitor_check.stage import run
 from planish.stages.monitor_check.watch import find, watch
-from planish.store import open_store
 from planish.store.documents import write_json
 from tests.unit.tiny_run import make_run
 
@@ -109,7 +109,7 @@ def test_a_healthy_recording_names_nobody(file_root, tmp_path, recorded):
 
 
 def test_a_stopped_iteration_is_not_looked_at(file_root, tmp_path):
-    open_store(file_root).create(layout.stopped_file(file_root, 3), b"{}")
+    store.create(layout.stopped_file(file_root, 3), b"{}")
     machine, result, _ = check(file_root, tmp_path, settings="")
     assert (machine, result["status"]) == ("", "skipped")
 
@@ -157,7 +157,7 @@ def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
         settings_of(free_port, "pretrain"),
         "pretrain",
         seconds=1000.0,
-        is_over=lambda: open_store(done).exists(done),
+        is_over=lambda: store.exists(done),
         sleep=sleep,
     )
     assert pauses == [60, 60]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.records import layout
 from planish.run.kubeflow import KfpRuns, KubeflowRun, restart_name, run_name
@@ -12,7 +13,6 @@ from planish.run.lock import Holder, acquire
 from planish.run.stage import PathArtifact
 from planish.stages.next_run import stage
 from planish.stages.next_run.stage import Following, follow
-from planish.store import open_store
 from tests.unit.pipelines.kfp_server import Server
 
 SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
@@ -127,7 +127,7 @@ def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
 def run_stage(root, tmp_path, **changes):
     config = {"run": {"seed": 0}}
     document = {"config": config, "initial": {"policy": "", "state": ""}}
-    open_store(root).write(layout.run_file(root), json.dumps(document).encode())
+    store.write(layout.run_file(root), json.dumps(document).encode())
     metrics = PathArtifact(f"{tmp_path}/metrics.json")
     facts = {"chain_index": 0, "max_runs": 2, **changes}
     stage.run(root=root, config_sha256=config_sha256(config), metrics=metrics, **facts)
@@ -157,6 +157,6 @@ def test_in_a_cluster_the_stage_submits_once(server, file_root, tmp_path, monkey
 def test_the_stop_file_ends_a_chain(server, file_root, tmp_path, monkeypatch):
     monkeypatch.setenv("RUN_ID", "now")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
-    open_store(file_root).write(layout.stop_file(file_root), b"{}")
+    store.write(layout.stop_file(file_root), b"{}")
     assert run_stage(file_root, tmp_path)["submitted"] == 0.0
     assert server.requests == []

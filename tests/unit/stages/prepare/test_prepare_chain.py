@@ -2,11 +2,11 @@
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.records.io import write_files
 from planish.stages.prepare.chain import Link, count_links, find_link, read_link, record_link
-from planish.store import open_store
 
 
 def finish(root, version):
@@ -87,6 +87,6 @@ def test_impossible_places_are_refused(file_root, index, iterations, words):
 
 def test_a_damaged_link_is_told(file_root):
     uri = layout.chain_file(file_root, 0)
-    open_store(uri).write(uri, b'{"offset": 1}')
+    store.write(uri, b'{"offset": 1}')
     with pytest.raises(RecordError, match="offset and num_iterations"):
         find_link(file_root, 0, 1)

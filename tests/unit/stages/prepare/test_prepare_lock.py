@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.run import lock, stage_log
 from planish.run.lock import Holder, acquire, beat, current_holder, hand_over, is_alive, read_lock
-from planish.store import open_store
 
 ROOTS = ("file_root", pytest.param("s3_root", marks=pytest.mark.server))
 
@@ -166,14 +166,14 @@ def _environment():
 @pytest.mark.parametrize("text", ["[]", '{"holder": {"kind": "local"}}', '{"holder": {"x": 1}}'])
 def test_a_damaged_lock_is_told_and_not_taken(file_root, text):
     uri = layout.lock_file(file_root, 1)
-    open_store(uri).write(uri, text.encode())
+    store.write(uri, text.encode())
     with pytest.raises(RecordError, match="must name a holder"):
         acquire(file_root, current_holder())
 
 
 def test_a_lock_without_a_word_is_free_since_its_writer_never_began(file_root):
     uri = layout.lock_file(file_root, 1)
-    open_store(uri).write(uri, b"")
+    store.write(uri, b"")
     assert acquire(file_root, current_holder()).generation == 2
 
 
@@ -186,7 +186,7 @@ def test_a_heartbeat_that_can_not_be_is_no_sign_of_life(file_root, heartbeat):
 def test_the_lock_object_names_holder_and_heartbeat(file_root):
     acquire(file_root, current_holder(), now=5.0)
     uri = layout.lock_file(file_root, 1)
-    document = json.loads(open_store(uri).read(uri))
+    document = json.loads(store.read(uri))
     assert sorted(document) == ["heartbeat_seconds", "holder"]
     assert document["holder"]["pid"] == os.getpid()
 

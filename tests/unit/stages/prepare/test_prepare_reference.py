@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.checkpoint import train_state as checkpoint
 from planish.records import layout
 from planish.records.io import write_files
 from planish.stages.prepare.stage import prepare
-from planish.store import open_store
 from tests.unit.stages.prepare.test_prepare_stage import SMALL, wish
 
 PENALTY = f"{SMALL} algorithm.kl_coefficient=0.04"
@@ -47,7 +47,6 @@ def test_chained_and_forked_runs_have_the_reference_that_the_state_names(file_ro
     finish(file_root)
     prepare(file_root, wish(overrides=PENALTY, chain_index=1))
     prepare(f"{file_root}/fork", wish(overrides=PENALTY, resume_from=file_root))
-    store = open_store(file_root)
     store.delete(f"{file_root}/{FIRST}/manifest.json")
     for place, more in ((file_root, {"chain_index": 1}), ("fork2", {"resume_from": file_root})):
         root = place if place == file_root else f"{file_root}/{place}"

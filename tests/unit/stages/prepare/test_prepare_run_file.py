@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.records.io import write_files
@@ -15,7 +16,6 @@ from planish.stages.prepare.run_file import (
     start_after,
     write_run_file,
 )
-from planish.store import open_store
 
 CONFIG = {"run": {"seed": 0}, "train": {"learning_rate": 1e-6}}
 OTHER = {"run": {"seed": 0}, "train": {"learning_rate": 1e-4}}
@@ -47,7 +47,7 @@ def add_state(root, step):
 def test_a_new_root_starts_supervised(file_root):
     run, changed, is_new = begin(file_root)
     assert (run.initial, changed, is_new) == (Start("", ""), [], True)
-    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    document = json.loads(store.read(layout.run_file(file_root)))
     assert document["config"] == CONFIG
     assert document["config_sha256"] == run.sha256
     assert document["initial"] == {"policy": "", "state": ""}
@@ -142,7 +142,7 @@ def test_the_state_of_a_policy_is_found_by_digest(file_root):
 def test_a_policy_whose_state_is_gone_is_told(file_root):
     state = add_state(file_root, 16)
     add_policy(file_root, 1, state)
-    open_store(file_root).delete(f"{state.uri}/manifest.json")
+    store.delete(f"{state.uri}/manifest.json")
     with pytest.raises(RecordError, match=r"train state .* restore it"):
         start_after(file_root, 1)
 
@@ -159,6 +159,6 @@ def test_a_policy_whose_state_is_gone_is_told(file_root):
     ],
 )
 def test_a_damaged_run_file_is_told(file_root, text):
-    open_store(file_root).write(layout.run_file(file_root), text.encode())
+    store.write(layout.run_file(file_root), text.encode())
     with pytest.raises(ConfigError, match=r"run\.json. must hold config"):
         read_run_file(file_root)

@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.stages.prepare.settings import (
     build_config,
@@ -12,7 +13,6 @@ from planish.stages.prepare.settings import (
     read_config_file,
     split_overrides,
 )
-from planish.store import open_store
 
 NOTHING = {
     "preset": "",
@@ -78,10 +78,10 @@ def test_an_unknown_preset_names_the_nearest():
 def test_a_config_can_lie_in_a_store_and_be_pinned(file_root):
     data = b"[run]\nseed = 9\n"
     uri = f"{file_root}/config.toml"
-    open_store(uri).write(uri, data)
+    store.write(uri, data)
     pin = f"{uri}#sha256={hashlib.sha256(data).hexdigest()}"
     assert build(config=pin)["run"]["seed"] == 9
-    open_store(uri).write(uri, b"[run]\nseed = 10\n")
+    store.write(uri, b"[run]\nseed = 10\n")
     assert build(config=uri)["run"]["seed"] == 10
     with pytest.raises(ConfigError, match="must have the sha256"):
         build(config=pin)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.io import write_files
@@ -16,7 +17,6 @@ from planish.run.avoid import AvoidedNode, avoid, node_affinity
 from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
 from planish.stages.prepare.stage import Wish, liveness, prepare, run
-from planish.store import open_store
 from tests.unit.stages.prepare.test_prepare_cluster import FakeCluster
 
 SMALL = "rollout.prompts_per_iteration=8 train.rollouts_per_minibatch=64"
@@ -65,7 +65,7 @@ def run_stage(folder, root, **changes):
 
 def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     values, summary, metrics = run_stage(tmp_path / "a", file_root + "/")
-    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    document = json.loads(store.read(layout.run_file(file_root)))
     assert values == (document["config_sha256"], 0, 0, {})
     assert document["config"]["run"]["seed"] == 3
     assert "| kind | new run |" in summary
@@ -79,11 +79,11 @@ def test_a_new_run_is_planned_and_written(file_root, tmp_path):
 
 def test_the_same_command_again_changes_nothing(file_root, tmp_path):
     first, _, _ = run_stage(tmp_path / "a", file_root)
-    before = open_store(file_root).read(layout.run_file(file_root))
+    before = store.read(layout.run_file(file_root))
     finish(file_root, 1)
     second, summary, metrics = run_stage(tmp_path / "b", file_root)
     assert second == first
-    assert open_store(file_root).read(layout.run_file(file_root)) == before
+    assert store.read(layout.run_file(file_root)) == before
     assert "goes on with a run that is here" in summary
     assert "1 to 2 (1 already finished)" in summary
     assert metrics["lock_generation"] == 1.0
@@ -97,12 +97,12 @@ def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_
     assert values[1:3] == (2, 1)
     assert "| iterations | 3 to 5 (0 already finished) |" in summary
     assert "run 1 of a chain" in summary
-    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    document = json.loads(store.read(layout.run_file(file_root)))
     assert document["initial"] == {"policy": policy.pin(), "state": state.pin()}
     assert document["origin"] == {"policy": "", "state": ""}
     again, _, _ = run_stage(tmp_path / "c", file_root)
     assert again[1:3] == (0, 0)
-    document = json.loads(open_store(file_root).read(layout.run_file(file_root)))
+    document = json.loads(store.read(layout.run_file(file_root)))
     assert document["initial"] == {"policy": "", "state": ""}
 
 
@@ -134,10 +134,10 @@ def test_what_the_user_must_mend_ends_with_exit_code_two(file_root, tmp_path, ch
     with pytest.raises(SystemExit) as caught:
         run_stage(tmp_path / "a", file_root, **changes)
     assert caught.value.code == 2
-    log = json.loads(open_store(file_root).read(layout.stage_log(file_root, "prepare", 0, 0)))
+    log = json.loads(store.read(layout.stage_log(file_root, "prepare", 0, 0)))
     assert log["state"] == "failed"
     assert words in log["error"]
-    assert not open_store(file_root).exists(layout.run_file(file_root))
+    assert not store.exists(layout.run_file(file_root))
 
 
 @pytest.mark.parametrize("root", ["nowhere", "file://relative/x", "file:///a/../b", "s3://"])
@@ -240,9 +240,7 @@ def test_a_store_that_does_not_answer_ends_with_code_seventy_five(tmp_path, monk
 def test_a_run_in_a_bucket_writes_the_same_run_file(s3_root, file_root):
     prepare(f"{s3_root}/run", wish())
     prepare(file_root, wish())
-    documents = [
-        open_store(root).read(layout.run_file(root)) for root in (f"{s3_root}/run", file_root)
-    ]
+    documents = [store.read(layout.run_file(root)) for root in (f"{s3_root}/run", file_root)]
     assert documents[0] == documents[1]
 
 

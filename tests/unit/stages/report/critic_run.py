@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from planish import store
 from planish.records import layout
 from planish.records.reports import UpdateReport, read_report, write_report
-from planish.store import open_store
 from planish.store.documents import read_json
 from tests.unit.stages.report.synthetic_run import ITERATIONS, build_run, write_json
 
@@ -64,4 +64,4 @@ def build_critic_run(root: str, *, windows: bool = True) -> None:
             log = layout.stage_log(root, "rollout", iteration, shard)
             entry = read_json(log)
             entry["metrics"] |= slot_metrics(iteration, windows=windows)
-            open_store(log).write(log, json.dumps(entry).encode())
+            store.write(log, json.dumps(entry).encode())

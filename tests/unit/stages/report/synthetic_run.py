@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.records import layout
 from planish.records.io import write_files, write_set
@@ -15,7 +16,6 @@ from planish.records.ragged import Ragged
 from planish.records.reports import EvalReport, UpdateReport, write_report
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.store import open_store
 
 BEGAN = 1_760_000_000.0
 ITERATIONS = 8
@@ -92,7 +92,7 @@ Source: <code>gsm8k.jsonl</code>, sha256 `00ff`
 
 
 def write_json(uri: str, value: Any) -> None:
-    open_store(uri).write(uri, json.dumps(value, sort_keys=True).encode())
+    store.write(uri, json.dumps(value, sort_keys=True).encode())
 
 
 def trace(a: int, b: int) -> str:
@@ -212,7 +212,7 @@ def build_run(root: str, *, iterations: int = ITERATIONS, evaluate: bool = True)
     clock.log(
         "curate", 2.1, metrics={"num_read": 5200, "prompts_train": 4168, "prompts_evaluation": 595}
     )
-    open_store(root).write(layout.curation_report(root), CURATION.encode())
+    store.write(layout.curation_report(root), CURATION.encode())
     clock.log("sft", 31.0, metrics={"steps": 610, "accuracy": 0.28})
     _policy(root, 0, facts)
     for iteration in range(1, iterations + 1):

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from planish import store
 from planish.base.errors import StoreUnavailable
 from planish.records import layout
 from planish.stages.report.facts import Attempt, ReportFacts
 from planish.stages.report.gather import Reader, gather
 from planish.stages.report.page import build_page
-from planish.store import open_store
 from planish.store.documents import read_json
 from tests.unit.stages.report.synthetic_run import BEGAN, Clock, write_json
 
@@ -40,7 +40,7 @@ def test_key_numbers_are_those_of_the_run(healthy_root):
 
 def test_the_pin_of_a_policy_is_the_digest_of_its_manifest(healthy_root):
     last = gather(healthy_root).policies[-1]
-    data = open_store(last.uri).read(f"{last.uri}/manifest.json")
+    data = store.read(f"{last.uri}/manifest.json")
     assert last.pin == f"{layout.policy(healthy_root, 8)}#sha256={hashlib.sha256(data).hexdigest()}"
 
 
@@ -99,7 +99,7 @@ def test_damaged_files_are_named_and_the_rest_is_read(short_root, data):
         f"{layout.prompts(short_root)}/manifest.json",
         f"{layout.alerts(short_root)}/a.json",
     ):
-        open_store(uri).write(uri, data)
+        store.write(uri, data)
     facts = gather(short_root)
     assert facts.iterations == [2]
     assert [p.number for p in facts.policies] == [0, 2]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.records import layout
 from planish.run.avoid import AvoidedNode, avoid
 from planish.run.kubeflow import KubeflowRun, restart_name
@@ -15,7 +16,6 @@ from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
 from planish.stages.report.restart import restart
 from planish.stages.report.stage import run
-from planish.store import open_store
 from planish.store.documents import read_json, write_json
 from tests.unit.pipelines.kfp_server import Server
 
@@ -70,7 +70,7 @@ def test_a_second_attempt_of_the_exit_task_adds_nothing(named):
     first, again = ask(named, runs), ask(named, runs)
     assert (again.decision, again.run_id) == ("restarted before as run", first.run_id)
     assert len(runs.created) == 1
-    assert len(open_store(named).list(layout.restarts(named))) == 1
+    assert len(store.list_uris(layout.restarts(named))) == 1
 
 
 def test_an_attempt_that_died_before_it_submitted_is_made_up_for(named):
@@ -109,7 +109,7 @@ def no_cluster(root, monkeypatch):
 
 
 def stop_file(root, monkeypatch):
-    open_store(root).write(layout.stop_file(root), b"{}")
+    store.write(layout.stop_file(root), b"{}")
 
 
 def wrong_configuration(root, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_run_that_a_person_ended_stays_ended(named):
     runs = FakeRuns(replace(FACTS, state="CANCELING"))
     assert ask(named, runs).decision == "not restarted: a person ended the run"
     assert runs.created == []
-    assert open_store(named).list(layout.restarts(named)) == []
+    assert store.list_uris(layout.restarts(named)) == []
 
 
 def test_the_lock_is_free_for_the_restart_although_the_exit_task_still_works(named):
@@ -213,4 +213,4 @@ def test_the_summary_of_a_named_machine_is_there_where_restarts_are_off(named, t
     _, markdown = report(named, tmp_path, max_restarts=0)
     assert "| node-3 | monitor\\_check |" in markdown
     assert "This run was" not in markdown
-    assert json.loads(open_store(named).read(layout.avoided_node(named, "node-3")))
+    assert json.loads(store.read(layout.avoided_node(named, "node-3")))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_TRANSIENT
 from planish.records import layout
 from planish.run.stage import PathArtifact, stage_main
 from planish.stages.report.stage import run
-from planish.store import open_store
 from planish.store.documents import read_json
 from tests.unit.stages.report.test_report_webhook import server
 
@@ -30,7 +30,6 @@ def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message=
 
 def test_artifacts_and_the_copy_in_the_root_are_the_same(short_root, artifacts):
     written = report(short_root, artifacts)
-    store = open_store(short_root)
     folder = layout.report(short_root)
     assert store.read(f"{folder}/report.html").decode() == written["report"]
     assert store.read(f"{folder}/report.md").decode() == written["summary"]
@@ -82,7 +81,7 @@ def test_a_store_that_is_down_at_the_end_fails_the_stage_as_transient(artifacts,
 
 
 def test_a_page_that_can_not_be_stored_fails_the_stage(short_root, artifacts):
-    open_store(short_root).write(layout.report(short_root), b"a file where the folder goes")
+    store.write(layout.report(short_root), b"a file where the folder goes")
     code, page = failed(short_root, artifacts)
     assert code == EXIT_FAILED
     assert "<svg" in page

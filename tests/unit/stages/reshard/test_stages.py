@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from planish import store
 from planish.base.errors import CheckpointNotFound, ConfigError
 from planish.checkpoint.convert.hf_files import Form, encode_header
 from planish.checkpoint.convert.layouts import Layout
@@ -20,7 +21,6 @@ from planish.stages.reshard.prepare import run as prepare
 from planish.stages.reshard.reshard import run as reshard
 from planish.stages.reshard.retain import run as retain
 from planish.stages.reshard.verify import run as check
-from planish.store import open_store
 from planish.store.documents import read_json
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -125,7 +125,7 @@ def test_a_source_that_lacks_an_object_is_refused_at_once(bench, tmp_path):
 def test_the_pin_of_a_record_around_a_checkpoint_means_the_checkpoint(bench):
     uri, _, digest = bench.source.partition("#sha256=")
     manifest, data = seal("train-state/2", 0, (), {}, {"checkpoint_sha256": digest})
-    open_store(uri).write(manifest_uri(uri), data)
+    store.write(manifest_uri(uri), data)
     first = bench.prepare("tp=2", source=manifest.ref(uri).pin())
     config = read_json(layout.run_file(f"{bench.root}/run"))["config"]
     assert config["reshard"]["source_pin"] == bench.source

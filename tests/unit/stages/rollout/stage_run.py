@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.checkpoint.train_state import save
 from planish.models.config import ModelConfig
@@ -21,7 +22,6 @@ from planish.records.refs import Ref
 from planish.records.stream import StreamState, advance
 from planish.run.stage import PathArtifact
 from planish.stages.rollout import stage
-from planish.store import open_store
 from planish.store.documents import write_json
 
 ROLLOUT = {
@@ -106,7 +106,7 @@ class Run:
 
     def log(self, shard=0):
         uri = layout.stage_log(self.root, "rollout", 1, shard)
-        return json.loads(open_store(uri).read(uri))
+        return json.loads(store.read(uri))
 
 
 def after_iteration(run, number, num_shards):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from planish import store
 from planish.engines.sampling import request_seed
 from planish.models.policy import load_policy, save_policy
 from planish.models.tokens import Tokenizer
@@ -16,7 +17,6 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.records.stream import StreamState, advance, position
 from planish.run.stage import is_stopped, stage_parser
 from planish.stages.rollout import stage
-from planish.store import open_store
 from planish.store.documents import write_json
 from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
 
@@ -69,7 +69,7 @@ def test_manifests_hold_no_time_and_no_place(new_run):
     run = new_run()
     run.call()
     uri = layout.rollouts(run.root, 1, 0) + "/manifest.json"
-    text = open_store(uri).read(uri).decode()
+    text = store.read(uri).decode()
     assert "seconds" not in text
     assert str(run.folder) not in text
     assert "sample_seconds" in run.log()["metrics"]
@@ -148,8 +148,8 @@ def test_a_run_that_is_no_longer_stopped_samples_again(new_run):
     run = new_run()
     write_json(layout.stop_file(run.root), {})
     run.call()
-    open_store(run.root).delete(layout.stop_file(run.root))
-    open_store(run.root).delete(layout.stopped_file(run.root, 1))
+    store.delete(layout.stop_file(run.root))
+    store.delete(layout.stopped_file(run.root, 1))
     assert run.call()[0].attributes["num_rows"] == 24
 
 
@@ -269,7 +269,7 @@ def test_reuse_is_already_done_only_while_its_surplus_set_is_there(new_run):
     first, _ = run.call()
     assert run.call()[0] == first
     assert run.log()["already_done"] is True
-    open_store(run.root).delete(layout.surplus(run.root, 1, 0) + "/manifest.json")
+    store.delete(layout.surplus(run.root, 1, 0) + "/manifest.json")
     assert run.call()[0] == first
     assert run.log()["already_done"] is False
     digest = run.attributes()["surplus_sha256"]
@@ -285,7 +285,7 @@ def test_without_reuse_nothing_new_is_written(new_run):
     assert "ds/surplus_used" not in metrics
     assert not {"surplus_sha256", "surplus_sources"} & set(run.attributes())
     uri = layout.surplus(run.root, 1, 0) + "/manifest.json"
-    assert not open_store(uri).exists(uri)
+    assert not store.exists(uri)
 
 
 def test_the_command_line_names_every_parameter():

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from planish import store
 from planish.models.policy import save_policy
 from planish.records import layout
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet, prompt_id
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.store import open_store
 from planish.store.documents import write_json
 from tests.unit.stages.rollout.stage_run import after_iteration, easy_policy
 
@@ -125,12 +125,12 @@ def test_a_second_call_is_already_done_only_while_its_carry_set_is_there(new_run
     assert again == first
     assert run.log()["already_done"] is True
     assert numbers == {k: metrics[k] for k in numbers}
-    open_store(run.root).delete(layout.carry(run.root, 1, 0) + "/manifest.json")
+    store.delete(layout.carry(run.root, 1, 0) + "/manifest.json")
     assert run.call()[0] == first
     assert run.log()["already_done"] is False
     digest = run.attributes()["carry_sha256"]
     assert read_manifest(layout.carry(run.root, 1, 0)).sha256 == digest
-    text = open_store(run.root).read(layout.carry(run.root, 1, 0) + "/manifest.json").decode()
+    text = store.read(layout.carry(run.root, 1, 0) + "/manifest.json").decode()
     assert "seconds" not in text
     assert str(run.folder) not in text
 
@@ -146,8 +146,8 @@ def test_a_stopped_iteration_leaves_the_carry_to_the_state_before(new_run):
     attributes = run.attributes(2)
     assert (attributes["consumed"], attributes["carry_sha256"]) == ([], "")
     assert attributes["carry_sources"] == [run.attributes(1)["carry_sha256"]]
-    open_store(run.root).delete(layout.stop_file(run.root))
-    open_store(run.root).delete(layout.stopped_file(run.root, 2))
+    store.delete(layout.stop_file(run.root))
+    store.delete(layout.stopped_file(run.root, 2))
     _, numbers = run.call(state_pin=state, number=2)
     assert numbers["num_continued"] == run.attributes(1)["metrics"]["num_carried"] > 0
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.models.config import ModelConfig
 from planish.models.logprobs import TokenScorer
@@ -19,7 +20,6 @@ from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import PathArtifact
 from planish.stages.train.stage import run
-from planish.store import open_store
 
 TINY = {
     "learning_rate": 5e-4,
@@ -62,7 +62,7 @@ def tiny_config(algorithm="dapo", **train):
 def start_run(root, config=None):
     config = config or tiny_config()
     digest = config_sha256(config)
-    open_store(root).write(layout.run_file(root), json.dumps({"config": config}).encode())
+    store.write(layout.run_file(root), json.dumps({"config": config}).encode())
     policy = build_policy(ModelConfig(num_layers=2, hidden_size=32, head_dim=16), seed=3)
     ref = save_policy(
         layout.policy(root, 0), policy, version=0, parents={},

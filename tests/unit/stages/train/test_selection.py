@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from planish import store
 from planish.algorithms import ALGORITHMS, build_algorithm
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.tppo import Tppo, TppoConfig
@@ -27,7 +28,6 @@ from planish.stages.train.job import TrainJob, draw_order, read_inputs
 from planish.stages.train.progress import Progress
 from planish.stages.train.selection import preferred_groups, select_groups
 from planish.stages.train.update import run_update
-from planish.store import open_store
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config, train_once
 from tests.unit.stages.train.tables import TableTrainer, batch_of, table_config
@@ -265,7 +265,7 @@ def test_the_train_stage_selects(tmp_path):
     root = f"file://{tmp_path}/root"
     tiny = start_run(root, tiny_config("dapo", selection="mixed_first", max_groups=3))
     train_once(tiny, 1, "", add_iteration(tiny, 1), tmp_path)
-    report = json.loads(open_store(root).read(layout.update(root, 1)))
+    report = json.loads(store.read(layout.update(root, 1)))
     scalars = report["scalars"]
     assert (scalars["num_selected_groups"], scalars["num_groups"]) == (3.0, 8.0)
     trained = sum(step.get("num_tokens", 0.0) for step in report["minibatches"])

@@ -1,4 +1,4 @@
-"""A storage that fails, waits, stops or dies at a chosen request, for tests of crash consistency.
+"""A store that fails, waits, stops or dies at a chosen request, for tests of crash consistency.
 
 It wraps a real one and numbers its requests from 1, those of multipart writes included.
 """
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from planish.base.errors import StoreUnavailable
-from planish.checkpoint.storage.base import (
+from planish.store.base import (
     Buffer,
     Counters,
     Folder,
     Multipart,
     Stat,
-    Storage,
+    Store,
     Upload,
 )
 
@@ -30,20 +30,20 @@ Fault = Callable[[int, str, str], str]
 
 
 class Stopped(BaseException):
-    """The process that uses this storage is dead as far as the store can see."""
+    """The process that uses this store is dead as far as the store can see."""
 
 
-class FaultyStorage:
-    """A storage whose requests suffer what `fault` says; a fault may also act by itself.
+class FaultyStore:
+    """A store whose requests suffer what `fault` says; a fault may also act by itself.
 
     Example:
-        >>> from planish.checkpoint.storage.mem import MemStorage
-        >>> storage = FaultyStorage(MemStorage(), stop_at(2))
-        >>> storage.put("a", b"1") != "", storage.requests
+        >>> from tests.stores.memory import MemoryStore
+        >>> store = FaultyStore(MemoryStore(), stop_at(2))
+        >>> store.put("a", b"1") != "", store.requests
         (True, 1)
     """
 
-    def __init__(self, inner: Storage, fault: Fault = lambda number, kind, key: ""):
+    def __init__(self, inner: Store, fault: Fault = lambda number, kind, key: ""):
         self.inner = inner
         self.fault = fault
         self.requests = 0
@@ -53,8 +53,13 @@ class FaultyStorage:
         self._is_stopped = False
 
     @property
+    def in_memory(self) -> bool:
+        """That of the store inside."""
+        return self.inner.in_memory
+
+    @property
     def counters(self) -> Counters:
-        """Those of the storage inside."""
+        """Those of the store inside."""
         return self.inner.counters
 
     @counters.setter
@@ -62,7 +67,7 @@ class FaultyStorage:
         self.inner.counters = value
 
     def uri(self, key: str) -> str:
-        """Return what the storage inside returns."""
+        """Return what the store inside returns."""
         return self.inner.uri(key)
 
     def put(
@@ -92,6 +97,10 @@ class FaultyStorage:
         """Fill `target` from an object."""
         self._suffer("get", key, lambda: self.inner.get_into(key, offset, target, etag=etag))
 
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return what there is of a range of an object."""
+        return self._suffer("get", key, lambda: self.inner.read(key, start, length))
+
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
         """Return a whole object."""
         return self._suffer("get", key, lambda: self.inner.get(key, limit))
@@ -118,11 +127,11 @@ class FaultyStorage:
         self._suffer("tidy", folder, lambda: self.inner.tidy(folder))
 
     def now(self) -> float:
-        """Return the time of the storage inside."""
+        """Return the time of the store inside."""
         return self.inner.now()
 
     def close(self) -> None:
-        """Close the storage inside."""
+        """Close the store inside."""
         self.inner.close()
 
     def _suffer(self, kind: str, key: str, act: Callable[[], T]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,29 +15,24 @@ from planish.base.errors import (
     ObjectMissing,
     ObjectTooLarge,
     StoreError,
-    StoreMisconfigured,
 )
-from planish.checkpoint.storage.base import (
+from planish.store.base import (
     Buffer,
     Counters,
     Folder,
     Stat,
     Upload,
     check_key,
-    inside,
+    key_prefix,
     part_bytes,
 )
 
-_named: dict[str, MemStorage] = {}
+_named: dict[str, MemoryStore] = {}
 
 
-def named(name: str) -> MemStorage:
-    """Return the storage of that name, made on first use."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-        raise StoreMisconfigured(
-            f"a memory URI must read `mem://name/key`, name of letters and digits, got {name!r}"
-        )
-    return _named.setdefault(name, MemStorage(name))
+def connect(name: str, *, timeout_s: float = 0.0) -> MemoryStore:
+    """Return the store of that name, made on first use."""
+    return _named.setdefault(name, MemoryStore(name))
 
 
 class _Upload(NamedTuple):
@@ -47,8 +41,10 @@ class _Upload(NamedTuple):
     parts: dict[int, bytes]
 
 
-class MemStorage:
+class MemoryStore:
     """`mem://name/key`."""
+
+    in_memory = True
 
     def __init__(self, name: str = "memory", *, clock: Callable[[], float] = time.time):
         self.counters = Counters()
@@ -71,13 +67,13 @@ class MemStorage:
         self.counters.add("put", sent=len(content))
         return self._place(check_key(key), content, if_none_match, if_match)
 
-    def open_multipart(self, key: str, size: int) -> MemMultipart:
+    def open_multipart(self, key: str, size: int) -> MemoryMultipart:
         """Begin an object in parts."""
         self.counters.add("create")
         with self._lock:
             upload_id = f"upload-{next(self._numbers)}"
             self._uploads[upload_id] = _Upload(check_key(key), self.clock(), {})
-        return MemMultipart(self, key, upload_id, size)
+        return MemoryMultipart(self, key, upload_id, size)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
@@ -90,9 +86,9 @@ class MemStorage:
         self.counters.add("list")
         with self._lock:
             return [
-                Upload(name, open_.started)
-                for name, open_ in self._uploads.items()
-                if open_.key == key
+                Upload(name, upload.started)
+                for name, upload in self._uploads.items()
+                if upload.key == key
             ]
 
     def get_into(self, key: str, offset: int, target: memoryview, *, etag: str = "") -> None:
@@ -109,6 +105,13 @@ class MemStorage:
                 f"`{self.uri(key)}` must have {offset + view.nbytes} bytes, got {stat.size}"
             )
         view[:] = memoryview(data)[offset : offset + view.nbytes]
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return what there is of a range of an object."""
+        end = None if length is None else start + length
+        data = self._find(key)[0][start:end]
+        self.counters.add("get", received=len(data))
+        return data
 
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
         """Return a whole object."""
@@ -128,7 +131,7 @@ class MemStorage:
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every object below a folder."""
-        start = inside(folder)
+        start = key_prefix(folder)
         with self._lock:
             found = [stat for key, (_, stat) in self._objects.items() if key.startswith(start)]
         self.counters.add("list")
@@ -136,7 +139,7 @@ class MemStorage:
 
     def folder(self, folder: str) -> Folder:
         """Return the direct content of a folder."""
-        start = inside(folder)
+        start = key_prefix(folder)
         objects, folders = [], set()
         with self._lock:
             for key, (_, stat) in self._objects.items():
@@ -205,10 +208,10 @@ class MemStorage:
             return etag
 
 
-class MemMultipart:
-    """An object of `MemStorage` that is being written."""
+class MemoryMultipart:
+    """An object of `MemoryStore` that is being written."""
 
-    def __init__(self, storage: MemStorage, key: str, upload_id: str, size: int):
+    def __init__(self, storage: MemoryStore, key: str, upload_id: str, size: int):
         self.key = key
         self.upload_id = upload_id
         self.part_bytes = part_bytes(size)

@@ -16,10 +16,9 @@ from planish.base.errors import (
     ObjectTooLarge,
     StoreError,
 )
-from planish.checkpoint.storage import SINGLE_PUT_BYTES, open_storage, upload
-from planish.checkpoint.storage.faulty import FaultyStorage
-from planish.checkpoint.storage.mem import MemStorage
-from planish.store import file_uri
+from planish.store import SINGLE_PUT_BYTES, file_uri, open_store, upload
+from tests.stores.faulty import FaultyStore
+from tests.stores.memory import MemoryStore
 
 MIB = 1 << 20
 
@@ -28,12 +27,12 @@ MIB = 1 << 20
 def place(request, tmp_path):
     """A storage and the key of an empty folder in it."""
     if request.param == "s3":
-        storage, _ = open_storage(request.getfixturevalue("s3_root"))
+        storage, _ = open_store(request.getfixturevalue("s3_root"))
         return storage, "run"
     if request.param == "file":
-        return open_storage(str(tmp_path / "run"))
-    memory = MemStorage()
-    return (memory if request.param == "mem" else FaultyStorage(memory)), "run"
+        return open_store(str(tmp_path / "run"))
+    memory = MemoryStore()
+    return (memory if request.param == "mem" else FaultyStore(memory)), "run"
 
 
 def random_bytes(size, seed=0):
@@ -290,7 +289,7 @@ def test_upload_writes_any_size(place, size):
 
 def test_an_upload_that_fails_leaves_nothing(place):
     storage, root = place
-    broken = FaultyStorage(storage, lambda n, kind, key: "fail" if kind == "part" else "")
+    broken = FaultyStore(storage, lambda n, kind, key: "fail" if kind == "part" else "")
     with pytest.raises(StoreError, match="fails on purpose"):
         upload(broken, f"{root}/x", bytes(9 * MIB))
     assert storage.open_uploads(f"{root}/x") == []
@@ -337,9 +336,9 @@ def test_tidy_leaves_no_folder_and_harms_no_object(place, tmp_path):
 
 
 def test_a_place_with_a_space_and_an_umlaut_keeps_its_name(tmp_path):
-    storage, key = open_storage(file_uri(tmp_path / "m\u00fcde Hunde"))
+    storage, key = open_store(file_uri(tmp_path / "m\u00fcde Hunde"))
     storage.put(f"{key}/object", b"1")
     assert (tmp_path / "m\u00fcde Hunde" / "object").read_bytes() == b"1"
     assert storage.uri(key) == file_uri(tmp_path / "m\u00fcde Hunde")
-    same, again = open_storage(str(tmp_path / "m\u00fcde Hunde"))
+    same, again = open_store(str(tmp_path / "m\u00fcde Hunde"))
     assert same.uri(again) == storage.uri(key)
