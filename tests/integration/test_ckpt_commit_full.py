@@ -11,7 +11,7 @@ import pytest
 
 from planish.base.errors import StoreError, StoreMisconfigured
 from planish.checkpoint.commit import catalog
-from planish.checkpoint.commit.commit import Facts, publish
+from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import attempt_folder, journaled, new_attempt
 from planish.store import open_store, upload
 from tests.servers.minio_files import objects, open_uploads
@@ -39,8 +39,8 @@ def save_large(storage, step, size):
     key = f"{attempt_folder(path, attempt)}/data/x.safetensors"
     with journaled(storage, path, attempt, [key]) as journal:
         upload(storage, key, data)
-        facts = Facts(step, ("main",), {"data/x.safetensors": size})
-        publish(storage, path, attempt, b"meta", facts, journal=journal)
+        files = {"data/x.safetensors": size}
+        publish(storage, path, attempt, b"meta", files, step=step, roles=("main",), journal=journal)
     return data
 
 

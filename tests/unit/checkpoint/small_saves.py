@@ -8,7 +8,7 @@ import json
 
 from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.catalog import latest, list_checkpoints
-from planish.checkpoint.commit.commit import Facts, publish, read_commit, read_meta, standing
+from planish.checkpoint.commit.commit import publish, read_commit, read_meta, standing
 from planish.checkpoint.commit.journal import Journal, attempt_folder, new_attempt
 
 ROOT = "run/states"
@@ -53,14 +53,15 @@ def save(storage, step, *, path="", overwrite=False, salt="", before_publish=lam
         raise
     rank.close()
     meta = json.dumps({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
-    facts = Facts(step, ("main",), {name: len(data) for name, data in files.items()})
     before_publish()
     return publish(
         storage,
         path,
         attempt,
         meta.encode(),
-        facts,
+        {name: len(data) for name, data in files.items()},
+        step=step,
+        roles=("main",),
         overwrite=overwrite,
         replaces=replaces,
         journal=coordinator,

@@ -6,7 +6,7 @@ import pytest
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, RecordError, SaveFailed
-from planish.checkpoint.commit.commit import Facts, publish
+from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import Recorder, Timeline, Timing
@@ -121,7 +121,7 @@ def test_a_straggler_is_logged_and_counted(caplog):
 def commit_at(uri):
     storage, path = open_store(uri)
     attempt = new_attempt()
-    publish(storage, path, attempt, b"metadata", Facts(files={}, step=7, roles=("main",)))
+    publish(storage, path, attempt, b"metadata", {}, step=7, roles=("main",))
     return storage, path, attempt
 
 

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from planish.checkpoint.commit.commit import Facts, publish
+from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import encode_extra
@@ -78,9 +78,14 @@ def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header
 
     with journaled(storage, path, attempt, [u.key for u in uploads]) as journal:
         upload_files(
-            *(storage, uploads, ReusedMemory(fill)), journal=journal,
-            recorder=Recorder(0, "save"), stop=threading.Event(), num_threads=1,
-        )  # fmt: skip
+            storage,
+            uploads,
+            ReusedMemory(fill),
+            journal=journal,
+            recorder=Recorder(0, "save"),
+            stop=threading.Event(),
+            num_threads=1,
+        )
         for row, (key, data) in enumerate(blobs):
             if row < len(plan.keys):
                 meta.files.crcs[row] = block_crcs(data)
@@ -88,7 +93,13 @@ def write_checkpoint(uri, tensors, boxes_of=None, *, num_ranks=1, step=7, header
                 meta.files.add(key, len(data), algorithm="crc32c", crcs=block_crcs(data))
         files = {key: len(data) for key, data in blobs}
         commit = publish(
-            *(storage, path, attempt, metafile.encode(meta), Facts(step, tuple(roles), files)),
+            storage,
+            path,
+            attempt,
+            metafile.encode(meta),
+            files,
+            step=step,
+            roles=tuple(roles),
             journal=journal,
         )
     return f"{uri}#sha256={commit.meta_sha256}"

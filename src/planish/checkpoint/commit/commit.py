@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,23 +53,6 @@ MAX_META_BYTES = 4 << 30
 _MAX_COUNT = 1 << 62
 _CHECKSUM = "crc32"
 """Last field of COMMIT."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a commit says of a checkpoint besides where its metadata lies.
-
-    Example:
-        >>> Facts(step=100, roles=("main",), files={"data/main.model/00000-0.safetensors": 8}).step
-        100
-    """
-
-    step: int
-    roles: tuple[str, ...]
-    files: Mapping[str, int]
-    """Every object but the metadata, relative to the attempt's folder, and its size in bytes."""
-    run_id: str = ""
-    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -252,8 +235,12 @@ def publish(
     path: str,
     attempt: str,
     meta: bytes,
-    facts: Facts,
+    files: Mapping[str, int],
     *,
+    step: int,
+    roles: Sequence[str],
+    run_id: str = "",
+    tags: Mapping[str, str] | None = None,
     overwrite: bool = False,
     replaces: str | None = None,
     journal: Journal | None = None,
@@ -265,7 +252,12 @@ def publish(
         path: key of the checkpoint's folder.
         attempt: whose objects are meant.
         meta: bytes of the global metadata.
-        facts: what the commit says; every file is checked to be there with its size.
+        files: every object but the metadata, relative to the attempt's folder, and its size in
+            bytes; all are checked.
+        step: of the training.
+        roles: that are committed together.
+        run_id: of the run.
+        tags: texts to keep.
         overwrite: replace a committed checkpoint.
         replaces: `standing()` at the start of the save, with `overwrite`; None reads it now.
         journal: the coordinator's, begun before anybody wrote data; None begins one now, which
@@ -287,8 +279,8 @@ def publish(
         journal.begin()
     folder = attempt_folder(path, attempt)
     digest = _put_meta(storage, join(folder, META_KEY), meta)
-    journals = _check_objects(storage, folder, facts, journal)
-    sizes = [len(meta), *facts.files.values()]
+    journals = _check_objects(storage, folder, files, journal)
+    sizes = [len(meta), *files.values()]
     commit = Commit(
         attempt=attempt,
         meta_key=f"a-{attempt}/{META_KEY}",
@@ -296,11 +288,11 @@ def publish(
         meta_sha256=digest,
         n_objects=len(sizes),
         total_bytes=sum(sizes),
-        step=facts.step,
-        roles=tuple(facts.roles),
+        step=step,
+        roles=tuple(roles),
         created_at=round(storage.now(), 3),
-        run_id=facts.run_id,
-        tags=dict(facts.tags),
+        run_id=run_id,
+        tags=dict(tags or {}),
     )
     etag = _commit(storage, path, commit, replaces, journal)
     journal.close()
@@ -326,13 +318,15 @@ def _put_meta(storage: Store, key: str, meta: bytes) -> str:
     return digest
 
 
-def _check_objects(storage: Store, folder: str, facts: Facts, journal: Journal) -> list[str]:
+def _check_objects(
+    storage: Store, folder: str, files: Mapping[str, int], journal: Journal
+) -> list[str]:
     """Check the attempt's objects by one listing; return the keys of its journals."""
     start = join(folder, "")
     sizes = {stat.key[len(start) :]: stat.size for stat in storage.list(folder)}
     faults = [
         f"{name} (must have {size} bytes, got {sizes.get(name, 'none')})"
-        for name, size in facts.files.items()
+        for name, size in files.items()
         if sizes.get(name) != size
     ]
     if faults:

@@ -164,11 +164,6 @@ class Journal:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def record(self) -> Record:
-        """What has been written last."""
-        return self._record
-
     def begin(self, keys: Iterable[str] = ()) -> None:
         """Write the journal; must precede every other object of this process.
 
@@ -178,13 +173,7 @@ class Journal:
         Raises:
             SaveFailed: the attempt is being cleared away, or another process has this name.
         """
-        with self._lock:
-            record = self._with(keys, ())
-            try:
-                self._etag = self._storage.put(self.key, record.encode(), if_none_match=True)
-            except ObjectExists:
-                raise self._lost() from None
-            self._record = record
+        self._write(keys=keys)
 
     def add(self, uploads: Iterable[tuple[str, str]]) -> None:
         """Announce uploads (full key, upload id); must precede their completion.
@@ -192,8 +181,7 @@ class Journal:
         Raises:
             SaveFailed: the attempt is being cleared away.
         """
-        with self._lock:
-            self._write(self._with((), uploads))
+        self._write(uploads=uploads)
 
     def refresh(self) -> None:
         """Renew the lease.
@@ -201,12 +189,22 @@ class Journal:
         Raises:
             SaveFailed: the attempt is being cleared away.
         """
-        with self._lock:
-            self._write(self._record)
+        self._write()
 
     def keep(self, seconds: float = REFRESH_SECONDS) -> None:
         """Renew the lease from a thread every so often, until `close`."""
-        self._thread = threading.Thread(target=self._run, args=(seconds,), daemon=True)
+
+        def renew() -> None:
+            while not self._closed.wait(seconds):
+                try:
+                    self.refresh()
+                except SaveFailed:
+                    return  # the next `add` says so to the caller
+                except StoreError as error:
+                    # The lease is far longer than one renewal: the next one may succeed.
+                    logger.warning("%s", telemetry.event("journal_not_renewed", reason=str(error)))
+
+        self._thread = threading.Thread(target=renew, name="journal", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -216,43 +214,34 @@ class Journal:
             self._thread.join()
             self._thread = None
 
-    def _run(self, seconds: float) -> None:
-        while not self._closed.wait(seconds):
+    def _write(self, keys: Iterable[str] = (), uploads: Iterable[tuple[str, str]] = ()) -> None:
+        """Write the journal with further keys and uploads, over the version written last only."""
+        with self._lock:
+            old = self._record
+            record = replace(
+                old,
+                keys=(*old.keys, *(self._own(key) for key in keys)),
+                uploads=(*old.uploads, *((self._own(key), upload) for key, upload in uploads)),
+            )
             try:
-                self.refresh()
-            except SaveFailed:
-                return  # the next `add` says so to the caller
-            except StoreError as error:
-                # The lease is far longer than one renewal: the next one may succeed.
-                logger.warning("%s", telemetry.event("journal_not_renewed", reason=str(error)))
-
-    def _with(self, keys: Iterable[str], uploads: Iterable[tuple[str, str]]) -> Record:
-        old = self._record
-        return replace(
-            old,
-            keys=(*old.keys, *(self._own(key) for key in keys)),
-            uploads=(*old.uploads, *((self._own(key), upload) for key, upload in uploads)),
-        )
+                self._etag = self._storage.put(
+                    self.key, record.encode(), if_none_match=not self._etag, if_match=self._etag
+                )
+            except (ObjectExists, ObjectChanged, ObjectMissing):
+                raise SaveFailed(
+                    f"attempt {self.attempt} must not be cleared away while it is written, but "
+                    f"another process has written `{self._storage.uri(self.key)}`; raise the "
+                    "collection's `grace_s`"
+                ) from None
+            self._record = record
 
     def _own(self, key: str) -> str:
+        """Return a key of this attempt relative to the checkpoint's folder."""
         start = join(self._path, "")
         inner = key[len(start) :] if key.startswith(start) else ""
         if not _is_own(inner, self.attempt):
             raise ConfigError(f"an attempt must write its own objects only, got {key!r}")
         return inner
-
-    def _write(self, record: Record) -> None:
-        try:
-            self._etag = self._storage.put(self.key, record.encode(), if_match=self._etag)
-        except (ObjectChanged, ObjectMissing):
-            raise self._lost() from None
-        self._record = record
-
-    def _lost(self) -> SaveFailed:
-        return SaveFailed(
-            f"attempt {self.attempt} must not be cleared away while it is written, but "
-            f"`{self._storage.uri(self.key)}` has changed hands; raise the collection's `grace_s`"
-        )
 
 
 def announced(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
@@ -306,7 +295,7 @@ def _fence_one(storage: Store, key: str, attempt: str) -> Record:
         except (ObjectExists, ObjectChanged, ObjectMissing):
             continue
         return record
-    raise SaveFailed(f"`{storage.uri(key)}` must rest to be cleared away, but keeps changing")
+    raise SaveFailed(f"`{storage.uri(key)}` must not change while it is cleared away, but does")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planish.base.errors import CheckpointExists, CheckpointNotFound, ConfigError, PlanishError
-from planish.checkpoint.commit.commit import Commit, Facts, discard, publish, standing
+from planish.checkpoint.commit.commit import Commit, discard, publish, standing
 from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format import metafile
@@ -302,13 +302,11 @@ def _write(
         with recorder.stage("commit"):
             return publish(
                 *(storage, path, attempt, meta),
-                Facts(
-                    source.step,
-                    tuple(work.header["roles"]),
-                    dict(zip(work.keys, work.sizes, strict=True)),
-                    source.run_id,
-                    source.tags,
-                ),
+                dict(zip(work.keys, work.sizes, strict=True)),
+                step=source.step,
+                roles=work.header["roles"],
+                run_id=source.run_id,
+                tags=source.tags,
                 overwrite=bool(replaces),
                 replaces=replaces,
                 journal=journal,

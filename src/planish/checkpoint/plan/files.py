@@ -139,23 +139,9 @@ class RankPlan:
     files: tuple[FilePlan, ...]
     """Ascending by role, kind and number; none where others write all that the rank holds."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(plan.size for plan in self.files)
-
-    def encode(self) -> bytes:
-        """Return the plan as bytes; headers are left out, as the rank can write them itself."""
-        parts = [_HEAD.pack(_MAGIC, self.rank, len(self.files))]
-        for plan in self.files:
-            key = plan.key.encode("utf-8", "surrogatepass")
-            parts += [_FILE.pack(len(plan.items), plan.size, len(plan.header), len(key)), key]
-            parts += [plan.items.tobytes(), plan.starts.tobytes(), plan.stops.tobytes()]
-        return b"".join(parts)
-
     @classmethod
     def decode(cls, data: bytes, columns: Columns) -> RankPlan:
-        """Read what `encode` or `GlobalPlan.wire` wrote, with the columns that were planned.
+        """Read what `GlobalPlan.wire` wrote, with the columns that were planned.
 
         Raises:
             PlanMismatch: the bytes are no plan, or not one for these columns.
@@ -283,7 +269,7 @@ class GlobalPlan:
         return RankPlan(rank, tuple(files))
 
     def wire(self, rank: int) -> bytes:
-        """Return `rank(rank).encode()` without writing headers: what is sent to the rank."""
+        """Return what one rank writes as bytes, without headers: the rank can write them."""
         first, last = self.rank_files[rank : rank + 2].tolist()
         parts = [_HEAD.pack(_MAGIC, rank, last - first)]
         for row in range(first, last):

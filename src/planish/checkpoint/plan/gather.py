@@ -64,8 +64,6 @@ class Replicas(NamedTuple):
     """[i], rows of the items, group by group, ascending by rank inside."""
     starts: I64
     """[g + 1], group k is `order[starts[k] : starts[k + 1]]`."""
-    place: I64
-    """[g], where the group begins on the number line, in elements."""
 
 
 def decode_all(wires: Iterable[bytes]) -> Iterator[Columns]:
@@ -252,14 +250,6 @@ def _refuse_outside(gathered: Gathered) -> None:
     raise LayoutMismatch("boxes must lie inside of their tensors, got\n  " + "\n  ".join(lines))
 
 
-def places(gathered: Gathered, tensor: I64, offsets: I64) -> I64:
-    """Return [k]: where the first element of each box lies on the number line of the state."""
-    sizes = volumes(gathered.tensors.shapes)
-    strides = strides_of(gathered.tensors.shapes)
-    place: I64 = before(sizes)[tensor] + np.einsum("kn,kn->k", offsets, strides[tensor])
-    return place
-
-
 def group_replicas(gathered: Gathered) -> Replicas:
     """Group the items that hold the same elements.
 
@@ -267,7 +257,11 @@ def group_replicas(gathered: Gathered) -> Replicas:
         LayoutMismatch: items that begin at one place have different boxes, or one rank has an
             item twice; all of them are listed.
     """
-    place = places(gathered, gathered.tensor, gathered.offsets[gathered.first])
+    # Where the first element of each item lies on the number line of the state.
+    shapes, tensor = gathered.tensors.shapes, gathered.tensor
+    offsets = gathered.offsets[gathered.first]
+    place = before(volumes(shapes))[tensor]
+    place = place + np.einsum("kn,kn->k", offsets, strides_of(shapes)[tensor])
     order = np.argsort(place, kind="stable").astype(np.int64)
     place = place[order]
     new = fresh(place)
@@ -278,7 +272,7 @@ def group_replicas(gathered: Gathered) -> Replicas:
     twice[1:] &= gathered.rank[order][1:] == gathered.rank[order][:-1]
     if wrong.any() or twice.any():
         _refuse_groups(gathered, order, leader, (wrong, twice))
-    return Replicas(order, starts, place[starts[:-1]])
+    return Replicas(order, starts)
 
 
 def _unlike(gathered: Gathered, rows: I64, leaders: I64) -> np.ndarray:

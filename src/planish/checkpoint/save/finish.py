@@ -22,7 +22,7 @@ import numpy as np
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointError, CheckpointExists, PeerLost, SaveFailed, StoreError
-from planish.checkpoint.commit.commit import Commit, Facts, discard, publish, read_commit, standing
+from planish.checkpoint.commit.commit import Commit, discard, publish, read_commit, standing
 from planish.checkpoint.commit.journal import Journal, attempt_folder, join
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.metafile import Metadata
@@ -305,7 +305,11 @@ def _commit(save: Pending, gathered: Sequence[bytes]) -> tuple[bytes, Timeline]:
                 save.path,
                 save.agreed.attempt,
                 data,
-                Facts(options.step, save.agreed.roles, sizes, options.run_id, dict(options.tags)),
+                sizes,
+                step=options.step,
+                roles=save.agreed.roles,
+                run_id=options.run_id,
+                tags=options.tags,
                 overwrite=options.overwrite,
                 replaces=save.replaces,
                 journal=save.journal,

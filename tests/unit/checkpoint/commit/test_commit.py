@@ -21,7 +21,6 @@ from planish.base.errors import (
 )
 from planish.checkpoint.commit.commit import (
     Commit,
-    Facts,
     discard,
     publish,
     read_commit,
@@ -40,7 +39,8 @@ from tests.stores.faulty import FaultyStore
 from tests.stores.memory import MemoryStore
 from tests.unit.checkpoint.small_saves import load, path_of, save
 
-FACTS = Facts(7, ("actor", "critic"), {"data/x": 3}, run_id="r1", tags={"why": "test"})
+FILES = {"data/x": 3}
+FACTS = {"step": 7, "roles": ("actor", "critic"), "run_id": "r1", "tags": {"why": "test"}}
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def storage():
 def publish_small(storage, path="run/step-7", **options):
     attempt = new_attempt()
     storage.put(f"{attempt_folder(path, attempt)}/data/x", b"abc")
-    return publish(storage, path, attempt, b"metadata", FACTS, **options)
+    return publish(storage, path, attempt, b"metadata", FILES, **FACTS | options)
 
 
 def test_attempts_sort_by_time_and_never_repeat():
@@ -113,7 +113,7 @@ def test_a_missing_or_short_object_is_found_before_the_commit(storage):
         attempt = new_attempt()
         storage.put(f"{attempt_folder('run/step-7', attempt)}/data/x", b"abc")
         with pytest.raises(CheckpointIncomplete, match=r"data/[xy] \(must have [04] bytes"):
-            publish(storage, "run/step-7", attempt, b"m", Facts(7, (), files))
+            publish(storage, "run/step-7", attempt, b"m", files, step=7, roles=())
         assert read_commit(storage, "run/step-7") is None
 
 

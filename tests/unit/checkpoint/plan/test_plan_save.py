@@ -242,14 +242,13 @@ def test_what_is_sent_to_a_rank_is_its_plan(seed):
     world = random_world(rng, 3, random_tensors(rng, 5))
     plan = plan_save(world.columns, split_bytes=64)
     for rank, columns in enumerate(world.columns):
-        mine, wire = plan.rank(rank), plan.wire(rank)
-        assert mine.encode() == wire
-        again = RankPlan.decode(wire, Columns.decode(columns.encode()))
-        assert again.encode() == wire
-        assert again.nbytes == mine.nbytes == plan.loads()[rank]
+        mine = plan.rank(rank)
+        again = RankPlan.decode(plan.wire(rank), Columns.decode(columns.encode()))
+        assert sum(file.size for file in mine.files) == plan.loads()[rank]
         for one, other in zip(mine.files, again.files, strict=True):
             assert (one.key, one.header, one.size) == (other.key, other.header, other.size)
-            np.testing.assert_array_equal(one.offsets, other.offsets)
+            for name in ("items", "starts", "stops", "offsets"):
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 @pytest.mark.parametrize("damage", ["cut", "item", "start", "magic", "columns"])
