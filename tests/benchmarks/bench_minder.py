@@ -32,11 +32,11 @@ LEARN_MINUTES = 16
 
 def measure(machines: int, rounds: int) -> dict:
     """Seconds of the cold call and of steady calls, and the peak of memory."""
-    from planish.minder.detect.artefacts import default_models, load_models
     from planish.minder.detect.config import minder_config
     from planish.minder.detect.frame import Frame
-    from planish.minder.detect.session import JobMonitor
-    from planish.minder.lab.simulator import simulate
+    from planish.minder.detect.job_monitor import JobMonitor
+    from planish.minder.detect.model_files import default_models, load_models
+    from tests.minder_lab.simulator import simulate
 
     config = minder_config()
     metrics = config.detect.metrics

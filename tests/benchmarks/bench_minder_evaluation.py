@@ -1,6 +1,6 @@
 """Score every detector on simulated jobs; writes results/minder_evaluation.json and a picture.
 
-python -m tests.benchmarks.bench_minder_evaluation [options of `planish minder evaluate`] [--print]
+python -m tests.benchmarks.bench_minder_evaluation [options of `minder_lab evaluate`] [--print]
 python -m tests.benchmarks.bench_minder_evaluation --draw
 
 `--print` shows the figures and writes nothing. The row `other_board` is the default profile on the
@@ -26,10 +26,10 @@ import numpy as np
 
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.lab.cases import facts_of, facts_path
-from planish.minder.lab.evaluate import SEEDS, Wanted, case_of, cases
 from planish.minder.lab.files import write_frame
 from tests.benchmarks.facts import RESULTS, write_result
 from tests.benchmarks.studies.pictures import COLOURS
+from tests.minder_lab.evaluate import SEEDS, Wanted, case_of, cases
 
 NAME = "minder_evaluation"
 FACTOR = 2.1
@@ -38,18 +38,16 @@ SITE_JOBS = 20
 """Healthy jobs that the new site records before it fits its limits."""
 
 
-def minder(verb: str, *arguments: object) -> None:
-    """Run one verb of the command line."""
-    subprocess.run(
-        [sys.executable, "-m", "planish", "minder", verb, *map(str, arguments)], check=True
-    )
+def python(*words: object) -> None:
+    """Run a module as a program."""
+    subprocess.run([sys.executable, "-m", *map(str, words)], check=True)
 
 
 def evaluate(arguments: list[str], *, is_kept: bool) -> None:
     """Run the command line and keep its figures with the facts of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "evaluation.json"
-        minder("evaluate", "--json", path, *arguments)
+        python("tests.minder_lab", "evaluate", "--json", path, *arguments)
         document = json.loads(path.read_text("utf-8"))
         document["other_board"] = other_board(Path(folder), arguments)
     old, new = (one["first"]["f1"]["value"] for one in (
@@ -72,10 +70,10 @@ def other_board(folder: Path, arguments: list[str]) -> dict[str, Any]:
     wanted += [(judged, one) for one in cases(SEEDS["evaluate"], known.faults, known.normal)]
     with multiprocessing.get_context("spawn").Pool(known.workers) as pool:
         pool.starmap(record, wanted, chunksize=4)
-    minder("calibrate", "--traces", site, "--out", settings)
+    python("planish", "minder", "calibrate", "--traces", site, "--out", settings)
     path = folder / "other_board.json"
     options = ("--workers", known.workers, "--variants", "minder", "--json", path)
-    minder("evaluate", "--traces", judged, "--config", settings, *options)
+    python("tests.minder_lab", "evaluate", "--traces", judged, "--config", settings, *options)
     figures = json.loads(path.read_text("utf-8"))["variants"]
     return {
         "factor": FACTOR,
@@ -94,7 +92,7 @@ def record(folder: Path, wanted: Wanted) -> None:
         if name in PUBLISHED_ORDER
     }
     frame = replace(case.frame, values=values, mask={})
-    path = folder / f"{case.seed}.npz"
+    path = folder / f"{case.name}.npz"
     write_frame(path, frame)
     facts = facts_of(replace(case, frame=frame, board=BOARD))
     facts_path(path).write_text(json.dumps(facts), "utf-8")

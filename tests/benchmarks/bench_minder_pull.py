@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from planish.minder.detect.artefacts import default_models, load_models
 from planish.minder.detect.config import minder_config
+from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
-from planish.minder.detect.session import JobMonitor
+from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.service.http_client import Deadline
 from planish.minder.service.prometheus import Prometheus, PrometheusConfig
 from planish.minder.service.prometheus_pull import Puller

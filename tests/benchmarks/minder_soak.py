@@ -23,8 +23,7 @@ import numpy as np
 from planish.base.errors import BackendUnavailable
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.config import minder_config
-from planish.minder.detect.denoise import Identity
-from planish.minder.detect.detect import Models
+from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.frame import Frame
 from planish.minder.service.alerts import Alert
 from planish.minder.service.config import service_settings

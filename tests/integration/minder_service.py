@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planish.minder.detect.artefacts import save_limits
+from planish.minder.detect.model_files import save_limits
 from tests import pages
 from tests.integration.waiting import wait_for
 from tests.servers.program import Program, free_port

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.minder.detect.denoise import Identity
-from planish.minder.detect.detect import Models
+from planish.minder.detect.denoise import Identity, Models
+from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
 
 METRICS = ("cpu_usage", "gpu_duty_cycle")
 MODELS = Models({name: Identity(name) for name in METRICS})
 START = 1_000_000
+
+
+def detect(frame, models, config, job=None):
+    """Look at one frame on its own."""
+    return Detector(models, config).call(frame, job)
 
 
 def waves(machines: int = 8, seconds: int = 1800, *, swing: float = 20, seed: int = 0) -> Frame:

@@ -26,7 +26,7 @@ FAULT_FOUND = 2
 BAD_INPUT = 3
 BACKEND_UNAVAILABLE = 4
 
-PARTS = ("trace", "evaluate", "service")
+PARTS = ("traces", "service")
 """Modules of this package that bring verbs."""
 
 Progress = Callable[[str, int, int], None]

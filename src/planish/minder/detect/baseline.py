@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from planish.minder.detect.config import DetectConfig
+from planish.minder.detect.distances import fleet_median, floor_of, median_of_known
 from planish.minder.detect.frame import F32, I64, Mask
-from planish.minder.detect.traces import fleet_median, floor_of, median_of_known
 
 CHUNK_SECONDS = 60
 """History is kept as medians over so many seconds, or a power of two times it."""

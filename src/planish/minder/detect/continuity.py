@@ -1,124 +1,356 @@
-"""From candidates of single windows to machines that stay candidate for long enough.
+"""From candidates of single windows to findings: which machine was candidate for long enough?
 
-Source: Minder, arXiv 2411.01791, section 4.5 (continuity of four minutes); tolerance of gaps and
-masked windows are ours.
+Source: Minder, arXiv 2411.01791, section 4.5 (continuity of four minutes). Tolerance of gaps and
+masked windows, several machines, silence and events of the whole job are ours.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
-Mask = NDArray[np.bool_]
-
-NOBODY = -1
-"""No candidate in this window."""
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.denoise import WINDOW, Denoiser
+from planish.minder.detect.distances import (
+    Trace,
+    candidates,
+    floor_of,
+    floors_of,
+    threshold,
+    thresholds,
+    without,
+)
+from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
+from planish.minder.detect.preprocess import Prepared
+from planish.minder.detect.result import Candidate, Evidence, Finding, Result
+from planish.minder.detect.two_modes import BLOCK_SECONDS, find_part
 
 _TOLERATED_SHARE = 0.02
+"""Gaps in a run may be at most this share of it."""
+_FEWEST_WINDOWS = 30
+"""A shorter run is not reported as a candidate."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive windows with the same candidate.
-
-    Example:
-        >>> Run(3, 10, 250, 241).length
-        241
-    """
+    """Consecutive windows in which one machine is a candidate."""
 
     machine: int
     """Column of the frame."""
     first: int
     """First window of the run."""
     last: int
-    """Last window of the run with this candidate."""
+    """Last window of the run in which the machine is a candidate."""
     length: int
     """Windows that counted, tolerated gaps included, masked windows not."""
 
 
-def runs(candidates: I64, masked: Mask | None = None, *, gap_tolerance: int = 0) -> list[Run]:
-    """Return all runs, in the order of their first windows.
+def stretches(flags: Mask) -> list[tuple[int, int]]:
+    """Return `start <= i < stop` of each stretch of set flags.
 
-    A window with another or no candidate ends a run, unless the tolerance allows it: at most
-    `gap_tolerance` such windows, and at most 2 % of the run, and then the same machine again.
-    Masked windows neither count nor end anything.
+    Example:
+        >>> stretches(np.array([True, True, False, True]))
+        [(0, 2), (3, 4)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def runs(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0) -> list[Run]:
+    """Return the runs of one machine, in order.
+
+    A window in which it is no candidate ends a run, unless the tolerance allows it: at most
+    `gap_tolerance` such windows, and at most 2 % of what follows them. Masked windows neither count
+    nor end anything.
 
     Args:
-        candidates: [W], column of the candidate or `NOBODY`.
+        machine: its column.
+        named: [W], windows in which it is a candidate.
         masked: [W], windows of which too little is known.
         gap_tolerance: windows in a run that may lack the candidate.
 
     Example:
-        >>> [(r.machine, r.length) for r in runs(np.array([2, 2, -1, 2, 5]))]
-        [(2, 2), (2, 1), (5, 1)]
+        >>> named = np.array([True, True, False, True])
+        >>> [run.length for run in runs(2, named, np.zeros(4, bool))]
+        [2, 1]
     """
-    known = np.arange(len(candidates)) if masked is None else np.flatnonzero(~masked)
-    found = candidates[known]
-    pieces = _pieces(found)
-    result: list[Run] = []
-    # A tolerated gap may hold another candidate's windows, so every machine joins its own pieces.
-    for machine in sorted({m for m, _, _ in pieces if m != NOBODY}):
-        mine = [(low, high) for m, low, high in pieces if m == machine]
-        low, high, gaps = *mine[0], 0
-        for next_low, next_high in mine[1:]:
-            gap = next_low - high - 1
-            length = next_high - low + 1
-            if gaps + gap <= min(gap_tolerance, _TOLERATED_SHARE * length):
-                high, gaps = next_high, gaps + gap
-                continue
-            result.append(_run(machine, low, high, known))
-            low, high, gaps = next_low, next_high, 0
-        result.append(_run(machine, low, high, known))
-    return sorted(result, key=lambda run: (run.first, run.machine))
-
-
-def _pieces(found: I64) -> list[tuple[int, int, int]]:
-    """Return (candidate, first, last) of each stretch of equal candidates."""
-    if not len(found):
-        return []
-    starts = np.append(0, np.flatnonzero(np.diff(found)) + 1)
-    ends = np.append(starts[1:] - 1, len(found) - 1)
-    return list(zip(found[starts].tolist(), starts.tolist(), ends.tolist(), strict=True))
-
-
-def _run(machine: int, low: int, high: int, known: I64) -> Run:
-    return Run(machine, int(known[low]), int(known[high]), high - low + 1)
-
-
-def runs_of(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int) -> list[Run]:
-    """Return the runs of one machine, whoever else is candidate.
-
-    Args:
-        machine: its column.
-        named: [W], windows in which it is candidate.
-        masked: as for `runs`.
-        gap_tolerance: as for `runs`.
-    """
-    return runs(np.where(named, machine, NOBODY), masked, gap_tolerance=gap_tolerance)
+    known = np.flatnonzero(~masked)
+    joined: list[tuple[int, int]] = []
+    gaps = 0
+    for start, stop in stretches(named[known]):
+        gap = start - joined[-1][1] if joined else 0
+        if joined and gaps + gap <= min(gap_tolerance, _TOLERATED_SHARE * (stop - joined[-1][0])):
+            joined[-1], gaps = (joined[-1][0], stop), gaps + gap
+        else:
+            joined.append((start, stop))
+            gaps = 0
+    return [
+        Run(machine, int(known[start]), int(known[stop - 1]), stop - start)
+        for start, stop in joined
+    ]
 
 
 def long_runs(named: Mask, masked: Mask, min_windows: int, *, gap_tolerance: int) -> list[Run]:
-    """Return for each machine its first run of more than `min_windows`, by machine.
+    """Return for each machine its first run of more than `min_windows`, the earliest run first.
 
     Args:
         named: [W, N], who is candidate in which windows.
-        masked: as for `runs`.
+        masked: [W], as for `runs`.
         min_windows: of a run.
         gap_tolerance: as for `runs`.
     """
-    # Whoever is candidate in so few windows has no such run, gaps included.
-    often = np.flatnonzero(named.sum(axis=0) > 0.9 * min_windows).tolist()
-    each = (runs_of(n, named[:, n], masked, gap_tolerance=gap_tolerance) for n in often)
-    first = (first_long_run(mine, min_windows) for mine in each)
-    return [run for run in first if run is not None]
+    result = []
+    # A machine that is candidate in so few windows has no such run, gaps included.
+    for machine in np.flatnonzero(named.sum(axis=0) > 0.9 * min_windows).tolist():
+        found = runs(machine, named[:, machine], masked, gap_tolerance=gap_tolerance)
+        result += [run for run in found if run.length > min_windows][:1]
+    return sorted(result, key=lambda run: (run.first, run.machine))
 
 
-def first_long_run(found: list[Run], min_windows: int) -> Run | None:
-    """Return the run that was first to last for more than `min_windows`; ties by machine."""
-    long = [run for run in found if run.length > min_windows]
-    if not long:
-        return None
-    return min(long, key=lambda run: (run.first, run.machine))
+@dataclass(frozen=True)
+class View:
+    """All that findings are made of."""
+
+    prepared: Prepared
+    traces: Mapping[str, Trace]
+    groups: Sequence[I64]
+    """Columns of machines that are compared with each other."""
+    config: MinderConfig
+    ignored: Mask
+    """[W], windows in which no machine is a candidate."""
+    job: Job
+    compared: Mapping[str, F32]
+    """Metric to the values [T, N] that are compared."""
+
+    @property
+    def frame(self) -> Frame:
+        """As it was measured."""
+        return self.prepared.frame
+
+    @property
+    def job_wide_limit(self) -> int:
+        """More faulty machines than this are an event of the whole job."""
+        return int(max(2.0, self.config.detect.job_wide_share * self.frame.num_machines))
+
+
+def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> Result:
+    """Turn the traces of all metrics into findings.
+
+    Args:
+        view: of one call.
+        denoisers: by metric.
+        started: `time.perf_counter()` at the beginning of the call.
+    """
+    config, rules, frame = view.config, view.config.detect, view.frame
+    silent = np.zeros(frame.num_machines, bool)
+    if config.preprocess.silent_after_seconds:
+        silent = view.prepared.silent_seconds > config.preprocess.silent_after_seconds
+    unmodelled = {name: "no model" for name in view.prepared.values if name not in view.traces}
+    used = {name: denoisers[name] for name in view.traces if name in denoisers}
+    facts = {
+        "skipped": {**view.prepared.skipped, **unmodelled},
+        "model_ids": {name: f"{model.name}:{model.version}" for name, model in used.items()},
+        "silent": tuple(np.array(frame.machines)[silent].tolist()),
+        "clipped": dict(view.prepared.clipped),
+        "broken": dict(view.prepared.broken),
+        "theta": threshold(rules.theta, rules.kappa, frame.num_machines),
+    }
+    # One silent machine of four is no outage.
+    if silent.sum() > max(1.0, config.preprocess.outage_share * frame.num_machines):
+        return make_result(frame, config, "outage", started, **facts)
+    findings = _silent_findings(view, silent)
+    if not view.traces and not findings:
+        return make_result(frame, config, "skipped", started, **facts)
+    facts["candidates"] = ()
+    for number in range(rules.max_rounds if rules.exhaustive else 1):
+        named = _named(view, {finding.machine for finding in findings})
+        if number == 0:
+            facts["candidates"] = _ongoing(view, named)
+        new = _round(view, named)
+        findings += new
+        if not new:
+            break
+    findings = _as_job_wide(view, findings + _part_findings(view))
+    findings.sort(key=lambda finding: (finding.confirmed_at, finding.machine))
+    status = "fault" if findings else "ok"
+    return make_result(frame, config, status, started, findings=tuple(findings), **facts)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Candidates in one metric, without the machines that have been found before."""
+
+    trace: Trace
+    candidates: Mask
+    """[W, N]."""
+    unknown: Mask
+    """[W], windows of which too little is known."""
+
+
+def _named(view: View, found: set[str]) -> dict[str, _Named]:
+    """Return the candidates by metric when some machines have been found before."""
+    rules = view.config.detect
+    gone = np.array([name in found for name in view.frame.machines])
+    theta = thresholds(rules, view.groups, gone)
+    result = {}
+    for name, trace in view.traces.items():
+        rest = without(trace, gone, view.groups)
+        floor = floors_of(name, view.frame.machines, rules, view.job)
+        named = candidates(rest, theta, floor, only_most_unlike=rules.only_most_unlike)
+        named[view.ignored] = False
+        masked = (~rest.present[:, ~gone]).mean(axis=1) if not gone.all() else np.ones(len(named))
+        unknown = (masked > rules.max_masked_share) & ~view.ignored
+        result[name] = _Named(rest, named, unknown)
+    return result
+
+
+def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
+    """Go through the metrics once and return the machines that were candidates for long enough."""
+    rules, frame = view.config.detect, view.frame
+    found: dict[str, Finding] = {}
+    for name, metric in named.items():
+        trace = metric.trace
+        for run in long_runs(
+            metric.candidates,
+            metric.unknown,
+            rules.continuity_seconds,
+            gap_tolerance=rules.gap_tolerance,
+        ):
+            evidence = {}
+            for other, theirs in named.items():
+                mine = theirs.candidates[:, run.machine]
+                above = theirs.trace.above[mine, run.machine]
+                distance = float(np.median(above)) if mine.any() else 0.0
+                evidence[other] = Evidence(float(mine.mean()), distance)
+            cells = (slice(run.first, run.last + 1), run.machine)
+            start = int(frame.ts[run.first])
+            finding = Finding(
+                machine=frame.machines[run.machine],
+                metric=name,
+                kind="dissimilar",
+                run_start=start,
+                confirmed_at=start + rules.continuity_seconds + WINDOW - 1,
+                duration_s=float(run.last - run.first + WINDOW),
+                score_mean=float(trace.scores[cells][trace.present[cells]].mean()),
+                evidence=evidence,
+            )
+            found.setdefault(finding.machine, finding)
+        if found and not rules.exhaustive:
+            return list(found.values())[:1]
+    return list(found.values())
+
+
+def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
+    """Return the runs that reach the end of the frame and have lasted for half a minute."""
+    tolerance, found = view.config.detect.gap_tolerance, []
+    for name, metric in named.items():
+        flags = metric.candidates
+        recent = flags[-1 - tolerance :].any(axis=0) & (flags.sum(axis=0) >= _FEWEST_WINDOWS)
+        for machine in np.flatnonzero(recent).tolist():
+            run = runs(machine, flags[:, machine], metric.unknown, gap_tolerance=tolerance)[-1]
+            if run.length >= _FEWEST_WINDOWS and run.last >= len(flags) - 1 - tolerance:
+                score = float(metric.trace.scores[run.last, machine])
+                since = int(view.frame.ts[run.first])
+                found.append(
+                    Candidate(view.frame.machines[machine], name, since, run.length, score)
+                )
+    return tuple(sorted(found, key=lambda one: (-one.seconds, one.machine, one.metric)))
+
+
+def _silent_findings(view: View, silent: Mask) -> list[Finding]:
+    """Return the machines that have been silent for longer than the continuity."""
+    frame, needed = view.frame, view.config.detect.continuity_seconds
+    end = int(frame.ts[-1]) + 1 if frame.num_seconds else 0
+    seconds = view.prepared.silent_seconds.astype(int)
+    return [
+        Finding(
+            machine=frame.machines[column],
+            metric="",
+            kind="silent",
+            run_start=end - int(seconds[column]),
+            confirmed_at=end - int(seconds[column]) + needed,
+            duration_s=float(seconds[column]),
+            score_mean=0.0,
+        )
+        for column in np.flatnonzero(silent & (seconds > needed)).tolist()
+    ]
+
+
+def _part_findings(view: View) -> list[Finding]:
+    """Return the machines of a part of the job that lies apart from the rest."""
+    rules, frame = view.config.detect, view.frame
+    if not (rules.exhaustive and rules.two_modes) or rules.floors is None:
+        return []
+    # A window stands for its first second.
+    ignored = np.append(view.ignored, np.zeros(WINDOW - 1, bool))
+    for name in (metric for metric in view.traces if metric in view.prepared.values):
+        unknown = view.job.unknown.get(name, ())
+        for columns in view.groups:
+            # What has always been so is learned with the roles of the machines.
+            if 2 * sum(frame.machines[n] in unknown for n in columns) > len(columns):
+                continue
+            part = find_part(
+                frame.ts,
+                view.compared[name][:, columns],
+                view.prepared.masked[name][:, columns],
+                ignored,
+                gap=floor_of(name, rules),
+                smallest=view.job_wide_limit + 1,
+                seconds=rules.continuity_seconds,
+                max_masked=rules.max_masked_share,
+            )
+            if part is not None:
+                return [
+                    Finding(
+                        machine=frame.machines[n],
+                        metric=name,
+                        kind="dissimilar",
+                        run_start=part.start,
+                        confirmed_at=part.start + rules.continuity_seconds + BLOCK_SECONDS,
+                        duration_s=float(part.seconds),
+                        score_mean=0.0,
+                    )
+                    for n in columns[part.columns].tolist()
+                ]
+    return []
+
+
+def _as_job_wide(view: View, findings: list[Finding]) -> list[Finding]:
+    """Replace too many findings by one of the whole job."""
+    names = sorted({finding.machine for finding in findings})
+    if not view.config.detect.exhaustive or len(names) <= view.job_wide_limit:
+        return findings
+    return [
+        Finding(
+            machine="",
+            metric="",
+            kind="job_wide",
+            run_start=min(finding.run_start for finding in findings),
+            confirmed_at=max(finding.confirmed_at for finding in findings),
+            duration_s=max(finding.duration_s for finding in findings),
+            score_mean=float(np.mean([finding.score_mean for finding in findings])),
+            machines=tuple(names),
+        )
+    ]
+
+
+def make_result(
+    frame: Frame, config: MinderConfig, status: str, started: float, **facts: object
+) -> Result:
+    """Return a result about a frame; `started` is the call's `time.perf_counter()`."""
+    start = int(frame.ts[0]) if frame.num_seconds else 0
+    known = {"theta": config.detect.theta, **facts}
+    return Result(
+        job=frame.job,
+        status=status,  # type: ignore[arg-type]
+        start=start,
+        end=start + frame.num_seconds,
+        n_machines=frame.num_machines,
+        profile=config.profile,
+        distance=config.detect.distance,
+        call_seconds=time.perf_counter() - started,
+        **known,  # type: ignore[arg-type]
+    )

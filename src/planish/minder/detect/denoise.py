@@ -1,21 +1,27 @@
 """Denoisers: what is compared between machines in place of the raw window.
 
-Source: Minder, arXiv 2411.01791, section 4.2 (one model for each metric).
+The trained LSTM-VAE runs in numpy: a call needs no torch, and is faster without.
+
+Source: Minder, arXiv 2411.01791, section 4.2 (one model for each metric; its latent variable is its
+mean here).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
+from planish.minder.detect.frame import F32, Mask
 
 WINDOW = 8
 """Samples of a window (section 4.2)."""
 _SAMPLED_WINDOWS = 256
-"""About so many windows tell how well a model restores what it sees now."""
+"""The error of a model on what it sees now is measured on about so many windows."""
+_BLOCK_WINDOWS = 2_048
+"""Windows that go through the network together: their gates stay in the cache."""
 
 
 class Denoiser(Protocol):
@@ -32,6 +38,16 @@ class Denoiser(Protocol):
 
     def embed(self, windows: F32) -> F32:
         """Return [M, d] for windows [M, 8] of values in 0 .. 1."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What detection needs besides the frame and the configuration."""
+
+    denoisers: Mapping[str, Denoiser]
+    """By metric; a metric without one is skipped."""
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Metric to the transformed values that become 0 and 1, where they are fitted."""
 
 
 def windows_of(values: F32) -> F32:
@@ -52,7 +68,7 @@ def windows_of(values: F32) -> F32:
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=0)
 
 
-def restoration_error(denoiser: Denoiser, values: F32, known: NDArray[np.bool_]) -> float:
+def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
     """Return the mean squared error of a denoiser on a spread sample of windows; NaN without any.
 
     Args:
@@ -122,3 +138,123 @@ class Pca:
         """Return the projected windows [M, 8]."""
         restored = (windows - self.mean) @ self._projection + self.mean
         return restored.astype(np.float32, copy=False)
+
+
+def shapes(hidden: int, latent: int) -> dict[str, tuple[int, ...]]:
+    """Return the weights that a model of one metric has.
+
+    Example:
+        >>> shapes(4, 8)["encoder.weight_hh_l0"]
+        (16, 4)
+    """
+    gates = 4 * hidden
+    found: dict[str, tuple[int, ...]] = {}
+    for part, width in (("encoder", 1), ("decoder", latent)):
+        found[f"{part}.weight_ih_l0"] = (gates, width)
+        found[f"{part}.weight_hh_l0"] = (gates, hidden)
+        found[f"{part}.bias_ih_l0"] = found[f"{part}.bias_hh_l0"] = (gates,)
+    for part in ("mean", "logvar"):
+        found |= {f"{part}.weight": (latent, hidden), f"{part}.bias": (latent,)}
+    return found | {"output.weight": (1, hidden), "output.bias": (1,)}
+
+
+@dataclass(frozen=True)
+class _Lstm:
+    """Weights of one layer; gates in the order input, forget, output, cell, the first three halved.
+
+    sigmoid(x) = (1 + tanh(x / 2)) / 2, so that one call of tanh serves all gates.
+    """
+
+    inputs: F32
+    """[4 * hidden, width]."""
+    state: F32
+    """[4 * hidden, hidden]."""
+    bias: F32
+    """[4 * hidden, 1]."""
+
+    @classmethod
+    def of(cls, weights: Mapping[str, F32], part: str) -> _Lstm:
+        hidden = weights[f"{part}.weight_hh_l0"].shape[1]
+        gates = np.arange(4 * hidden).reshape(4, hidden)
+        order = gates[[0, 1, 3, 2]].ravel()
+        scale = np.repeat(np.array([0.5, 1.0], np.float32), [3 * hidden, hidden])[:, None]
+        bias = weights[f"{part}.bias_ih_l0"] + weights[f"{part}.bias_hh_l0"]
+        return cls(
+            weights[f"{part}.weight_ih_l0"][order] * scale,
+            weights[f"{part}.weight_hh_l0"][order] * scale,
+            bias[order, None] * scale,
+        )
+
+    def step(self, h: F32, c: F32, inputs: F32, gates: F32) -> None:
+        """Advance h and c [hidden, M] in place; inputs [4 * hidden, M] are projected already."""
+        hidden = len(h)
+        np.matmul(self.state, h, out=gates)
+        gates += inputs
+        np.tanh(gates, out=gates)
+        open_ = gates[: 3 * hidden]
+        open_ *= 0.5
+        open_ += 0.5
+        c *= gates[hidden : 2 * hidden]
+        gates[:hidden] *= gates[3 * hidden :]
+        c += gates[:hidden]
+        np.tanh(c, out=h)
+        h *= gates[2 * hidden : 3 * hidden]
+
+
+class Vae:
+    """A trained model as a denoiser.
+
+    Example:
+        >>> weights = {name: np.zeros(s, np.float32) for name, s in shapes(4, 8).items()}
+        >>> Vae("cpu_usage", weights, version="v").embed(np.ones((3, 8), np.float32)).shape
+        (3, 8)
+    """
+
+    name = "vae"
+
+    def __init__(
+        self,
+        metric: str,
+        weights: Mapping[str, F32],
+        *,
+        version: str,
+        quality: str = "good",
+        latent: bool = False,
+    ) -> None:
+        """Take weights named as in `shapes`; `latent` compares latent means."""
+        self.metric, self.version, self.quality, self.latent = metric, version, quality, latent
+        self._encoder, self._decoder = _Lstm.of(weights, "encoder"), _Lstm.of(weights, "decoder")
+        self._mean, self._mean_bias = weights["mean.weight"], weights["mean.bias"][:, None]
+        self._output, self._output_bias = weights["output.weight"], weights["output.bias"]
+
+    def embed(self, windows: F32) -> F32:
+        """Return [M, 8] reconstructions, or latent means, of windows [M, 8]."""
+        width = len(self._mean) if self.latent else WINDOW
+        result = np.empty((len(windows), width), np.float32)
+        for start in range(0, len(windows), _BLOCK_WINDOWS):
+            block = np.ascontiguousarray(windows[start : start + _BLOCK_WINDOWS].T, np.float32)
+            result[start : start + _BLOCK_WINDOWS] = self._block(block).T
+        return result
+
+    def _block(self, x: F32) -> F32:
+        """Return [d, M] of windows [8, M]."""
+        count, hidden = x.shape[1], self._encoder.state.shape[1]
+        h, c = np.zeros((hidden, count), np.float32), np.zeros((hidden, count), np.float32)
+        gates, inputs = (np.empty((4 * hidden, count), np.float32) for _ in range(2))
+        for row in x:
+            np.multiply(self._encoder.inputs, row, out=inputs)
+            inputs += self._encoder.bias
+            self._encoder.step(h, c, inputs, gates)
+        z: F32 = self._mean @ h + self._mean_bias
+        if self.latent:
+            return z
+        # The decoder sees the same vector at every step.
+        np.matmul(self._decoder.inputs, z, out=inputs)
+        inputs += self._decoder.bias
+        h[:], c[:] = 0.0, 0.0
+        restored = np.empty_like(x)
+        for row in restored:
+            self._decoder.step(h, c, inputs, gates)
+            row[:] = (self._output @ h)[0]
+            row += self._output_bias
+        return restored

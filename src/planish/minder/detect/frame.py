@@ -1,4 +1,4 @@
-"""Frames: what all machines of one job measured, second by second.
+"""Frames: what all machines of one job measured, second by second, and what else is known of it.
 
 Imports numpy only.
 """
@@ -112,6 +112,30 @@ class Frame:
             {name: array[:, columns] for name, array in self.values.items()},
             {name: array[:, columns] for name, array in self.mask.items()},
         )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of a job besides its metrics."""
+
+    stages: Mapping[str, str] = field(default_factory=dict)
+    """Machine to pipeline stage."""
+    baseline: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metric to machine to what it has differed by in healthy history, normalised."""
+    usual: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metric to machine to the distance above the median machine that it has had when healthy."""
+    started: int = 0
+    """Unix seconds of the last start; 0 when not known."""
+    since: Mapping[str, int] = field(default_factory=dict)
+    """Machine to the unix second from which on it counts; from the beginning where not named."""
+    unknown: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Metric to the machines whose differences in healthy history are not known yet."""
+    board: str = ""
+    """Model of the boards that it runs on; empty when not known."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Metric to the factor by which its limits are too narrow for this job."""
+    ignored: Sequence[tuple[int, int]] = ()
+    """Stretches `start <= t < end` (unix seconds) in which no machine is a candidate."""
 
 
 def align(

@@ -1,15 +1,16 @@
-"""Find thresholds and floors on jobs that no evaluation ever sees.
+"""Fit a site's settings to its recorded traces: limits of metrics, thresholds and floors.
 
-Every job is replayed once with the settings to begin from. Its scores and distances are kept as
-its calls saw them, so that another threshold or floor costs comparisons of numbers only; what
-follows from naming a machine (scores without it, baselines that wait) stays as it was in that
-replay. Theta and kappa are tried together; then the floor of one metric after the other is improved
-until none can be.
+Limits are quantiles of what healthy jobs show. For thresholds and floors every trace is replayed
+once with the settings to begin from. Its scores and distances are kept as its calls saw them, so
+that another threshold or floor costs comparisons of numbers only; what follows from naming a
+machine (scores without it, baselines that wait) stays as it was in that replay. Theta and kappa are
+tried together; then the floor of one metric after the other is improved until none can be.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,24 +18,30 @@ from typing import Any
 
 import numpy as np
 
+from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import long_runs
-from planish.minder.detect.denoise import WINDOW
-from planish.minder.detect.distances import threshold
+from planish.minder.detect.denoise import WINDOW, Models
+from planish.minder.detect.detector import Detector
+from planish.minder.detect.distances import Trace, floor_of, threshold
 from planish.minder.detect.frame import F32, Mask
-from planish.minder.detect.session import JobMonitor
-from planish.minder.detect.traces import Trace, floor_of
-from planish.minder.lab.evaluate import Plan, Progress, Wanted, case_of, each_case, fault_of
-from planish.minder.lab.evaluate_report import table
-from planish.minder.lab.evaluate_score import Named, Outcome, Score, score
-from planish.minder.lab.simulator import Case
-from planish.minder.lab.variants import Variant
+from planish.minder.detect.job_monitor import JobMonitor
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.preprocess import fit_limits
+from planish.minder.lab.cases import Case
+from planish.minder.lab.evaluate import fault_of, table
+from planish.minder.lab.replay import Alarm
+from planish.minder.lab.score import Outcome, Score, score
 
+LEAST_FAULTS = 10
+"""Thresholds that are fitted to fewer labelled faults say more about these than about the site."""
 THETAS = (1.5, 2.0, 2.5, 3.0)
 KAPPAS = (0.6, 0.7, 0.8, 0.9, 0.95)
 FLOORS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.12)
 _ROUNDS = 3
 
+SiteLimits = Mapping[str, tuple[float, float]]
+"""Metric to its limits, in its unit."""
 Point = tuple[str, float, float]
 """Metric, threshold of the score for the job's machines, floor."""
 Hits = tuple[tuple[str, int], ...]
@@ -55,7 +62,7 @@ class Recorded:
     """One replayed job, and who would be named at each point of the grid."""
 
     outcome: Outcome
-    """With the alerts that depend on no threshold: silent machines."""
+    """With the alarms that depend on no threshold: silent machines."""
     hits: Mapping[Point, Hits]
     job_wide_limit: float
     """More machines than this are an event of the whole job."""
@@ -69,8 +76,9 @@ class Calibrated:
     start: Settings
     best: Settings
     scores: tuple[Score, Score]
-    """Over all faults, at the start and at the best; first alerts."""
+    """Over all faults, at the start and at the best; first alarms."""
     tried: int
+    """Number of settings."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -79,14 +87,14 @@ class Calibrated:
             "tried": self.tried,
             **{
                 name: {
-                    "theta": one.theta,
-                    "kappa": one.kappa,
-                    "floors": dict(one.floors),
-                    "precision": found.precision.value,
-                    "recall": found.recall.value,
-                    "f1": found.f1.value,
+                    "theta": settings.theta,
+                    "kappa": settings.kappa,
+                    "floors": dict(settings.floors),
+                    "precision": reached.precision.value,
+                    "recall": reached.recall.value,
+                    "f1": reached.f1.value,
                 }
-                for name, one, found in named
+                for name, settings, reached in named
             },
         }
 
@@ -94,37 +102,28 @@ class Calibrated:
         """Return both as a table."""
         both = (self.start, self.best)
         rows: list[tuple[object, ...]] = [
-            ("theta", *(one.theta for one in both)),
-            ("kappa", *(one.kappa for one in both)),
+            ("theta", *(settings.theta for settings in both)),
+            ("kappa", *(settings.kappa for settings in both)),
         ]
         for name in self.best.floors:
-            rows.append((f"floor of {name}", *(one.floors[name] for one in both)))
+            rows.append((f"floor of {name}", *(settings.floors[name] for settings in both)))
         for name in ("precision", "recall", "f1"):
-            rows.append((name, *(getattr(found, name) for found in self.scores)))
+            rows.append((name, *(getattr(reached, name) for reached in self.scores)))
         return table("| | start | best |", rows) + "\n"
 
 
 def calibrate(
-    plan: Plan,
-    wanted: Sequence[Wanted],
-    *,
-    workers: int = 1,
-    min_precision: float = 0.9,
-    progress: Progress | None = None,
+    recorded: Sequence[Recorded], config: MinderConfig, *, min_precision: float = 0.9
 ) -> Calibrated:
     """Return the settings with the largest F1 among those that are precise enough.
 
     Args:
-        plan: of one variant.
-        wanted: the jobs.
-        workers: processes.
+        recorded: jobs, replayed with the configuration.
+        config: settings to begin from.
         min_precision: least precision, if any setting reaches it.
-        progress: called after each job.
     """
-    (variant,) = plan.build().values()
-    recorded = list(each_case(plan, wanted, _record, workers=workers, progress=progress))
-    metrics = sorted({point[0] for one in recorded for point in one.hits})
-    rules = variant.config.detect
+    rules = config.detect
+    metrics = sorted({point[0] for job in recorded for point in job.hits})
     start = Settings(rules.theta, rules.kappa, {name: floor_of(name, rules) for name in metrics})
     return search(recorded, start, min_precision)
 
@@ -134,74 +133,60 @@ def search(recorded: Sequence[Recorded], start: Settings, min_precision: float) 
 
     Of points with an equal F1 the more precise one wins, then the one with higher floors.
     """
-    tried = 0
-    seen: dict[str, tuple[tuple[float, ...], Score]] = {}
+    orders: dict[str, tuple[float, ...]] = {}
 
-    def rate(one: Settings) -> tuple[float, ...]:
-        nonlocal tried
-        key = repr((one.theta, one.kappa, sorted(one.floors.items())))
-        if key not in seen:
-            tried += 1
-            found = rated(recorded, one)
-            precise = found.precision.value >= min_precision
-            order = (
-                float(precise),
-                round(found.f1.value, 4),
-                found.precision.value,
-                sum(one.floors.values()),
+    def order(settings: Settings) -> tuple[float, ...]:
+        key = repr((settings.theta, settings.kappa, sorted(settings.floors.items())))
+        if key not in orders:
+            reached = score_of(recorded, settings)
+            orders[key] = (
+                float(reached.precision.value >= min_precision),
+                round(reached.f1.value, 4),
+                reached.precision.value,
+                sum(settings.floors.values()),
             )
-            seen[key] = (order, found)
-        return seen[key][0]
+        return orders[key]
 
     best = max(
         [start, *(replace(start, theta=t, kappa=k) for t, k in itertools.product(THETAS, KAPPAS))],
-        key=rate,
+        key=order,
     )
     for _ in range(_ROUNDS):
         before = best
         for name in best.floors:
             choices = [replace(best, floors={**best.floors, name: floor}) for floor in FLOORS]
-            best = max([best, *choices], key=rate)
+            best = max([best, *choices], key=order)
         if best == before:
             break
-    ends = (rated(recorded, start), rated(recorded, best))
-    return Calibrated(start, best, ends, tried)
+    scores = (score_of(recorded, start), score_of(recorded, best))
+    return Calibrated(start, best, scores, tried=len(orders))
 
 
-def rated(recorded: Sequence[Recorded], settings: Settings) -> Score:
+def score_of(recorded: Sequence[Recorded], settings: Settings) -> Score:
     """Return the score of some settings."""
-    return score([named_by(one, settings) for one in recorded], "first")
+    return score([outcome_with(job, settings) for job in recorded], "first")
 
 
-def named_by(one: Recorded, settings: Settings) -> Outcome:
+def outcome_with(job: Recorded, settings: Settings) -> Outcome:
     """Return what a job would have come to with other settings."""
-    theta = _theta(settings.theta, settings.kappa, one.outcome.machines)
-    first = {alert.machine: alert for alert in one.outcome.alerts}
+    theta = _theta(settings.theta, settings.kappa, job.outcome.machines)
+    first = {alarm.machine: alarm for alarm in job.outcome.alarms}
     for metric, floor in settings.floors.items():
-        for machine, time in one.hits.get((metric, theta, floor), ()):
+        for machine, time in job.hits.get((metric, theta, floor), ()):
             if machine not in first or time < first[machine].time:
-                first[machine] = Named(machine, time, "dissimilar", metric)
-    alerts: list[Named] = []
-    for alert in sorted(first.values(), key=lambda found: (found.time, found.machine)):
-        together = [
-            other
-            for other in first.values()
-            if alert.time - one.window_seconds < other.time <= alert.time
-        ]
-        if len(together) <= one.job_wide_limit:
-            alerts.append(alert)
-        elif not any(known.kind == "job_wide" for known in alerts):
-            alerts.append(Named("", alert.time, "job_wide", ""))
-    return replace(one.outcome, alerts=tuple(alerts))
+                first[machine] = Alarm(machine, time, "dissimilar", metric)
+    alarms: list[Alarm] = []
+    for alarm in sorted(first.values(), key=lambda alarm: (alarm.time, alarm.machine)):
+        recent = [a for a in first.values() if 0 <= alarm.time - a.time < job.window_seconds]
+        if len(recent) <= job.job_wide_limit:
+            alarms.append(alarm)
+        elif not any(other.kind == "job_wide" for other in alarms):
+            alarms.append(Alarm("", alarm.time, "job_wide", ""))
+    return replace(job.outcome, alarms=tuple(alarms))
 
 
 def _theta(theta: float, kappa: float | None, machines: int) -> float:
     return round(threshold(theta, kappa, machines), 6)
-
-
-def _record(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> Recorded:
-    (variant,) = variants.values()
-    return record(case_of(wanted), variant)
 
 
 @dataclass
@@ -214,7 +199,7 @@ class _Kept:
     present: Mask
 
     def take(self, rows: slice, trace: Trace, above: F32) -> None:
-        """Note the last rows of a call; a window counts as the call saw it that saw most in it."""
+        """Note the last rows of a call; of calls that overlap the larger distance counts."""
         count = rows.stop - rows.start
         more = trace.present[-count:] & (above[-count:] > self.above[rows])
         self.scores[rows] = np.where(more, trace.scores[-count:], self.scores[rows])
@@ -222,14 +207,23 @@ class _Kept:
         self.present[rows] |= trace.present[-count:]
 
 
-def record(case: Case, variant: Variant) -> Recorded:
-    """Replay one job and note who would be named at each point of the grid."""
-    frame, config, detector = case.frame, variant.config, variant.make()
-    monitor = JobMonitor(frame.job, variant.models, config, detector=detector)
+def record(
+    case: Case, models: Models, config: MinderConfig, *, detector: Detector | None = None
+) -> Recorded:
+    """Replay one job and note who would be named at each point of the grid.
+
+    Args:
+        case: trace and truth.
+        models: of the detector.
+        config: settings to begin from.
+        detector: in place of the usual one.
+    """
+    frame, detector = case.frame, detector or Detector(models, config)
+    monitor = JobMonitor(frame.job, models, config, detector=detector)
     start, count = int(frame.ts[0]), frame.num_machines
     windows = max(0, frame.num_seconds - WINDOW + 1)
     kept: dict[str, _Kept] = {}
-    silent: dict[str, Named] = {}
+    silent: dict[str, Alarm] = {}
     step = config.service.interval_seconds
     for end in range(start + step, start + frame.num_seconds + 1, step):
         usual = monitor.usual_distances() if config.detect.usual_distance else {}
@@ -238,9 +232,10 @@ def record(case: Case, variant: Variant) -> Recorded:
             stages=case.stages,
             board=case.board,
         )
-        for one in result.findings:
-            if one.kind == "silent":
-                silent.setdefault(one.machine, Named(one.machine, end, one.kind, ""))
+        for finding in result.findings:
+            if finding.kind == "silent":
+                alarm = Alarm(finding.machine, end, finding.kind, "")
+                silent.setdefault(finding.machine, alarm)
         last = end - start - WINDOW + 1
         for name, trace in detector.last.items():
             empty = np.zeros((windows, count), np.float32)
@@ -250,13 +245,12 @@ def record(case: Case, variant: Variant) -> Recorded:
             new = min(last, len(trace.scores))
             if new > 0 and trace.scores.shape[1] == count:
                 mine.take(slice(last - new, last), trace, trace.above - lift)
-    alerts = tuple(sorted(silent.values(), key=lambda one: (one.time, one.machine)))
     outcome = Outcome(
-        case.name or str(case.seed),
-        fault_of(case, config.detect.metrics),
-        count,
-        frame.num_seconds,
-        alerts,
+        case=case.name,
+        fault=fault_of(case, config.detect.metrics),
+        machines=count,
+        seconds=frame.num_seconds,
+        alarms=tuple(sorted(silent.values(), key=lambda alarm: (alarm.time, alarm.machine))),
     )
     limit = max(2.0, config.detect.job_wide_share * count)
     hits = _hits(kept, case, config)
@@ -264,29 +258,95 @@ def record(case: Case, variant: Variant) -> Recorded:
 
 
 def _hits(kept: Mapping[str, _Kept], case: Case, config: MinderConfig) -> dict[Point, Hits]:
-    machines = case.frame.num_machines
-    floors = sorted({*FLOORS, *(floor_of(name, config.detect) for name in kept)})
-    pairs = [(config.detect.theta, config.detect.kappa), *itertools.product(THETAS, KAPPAS)]
-    thetas = sorted({_theta(theta, kappa, machines) for theta, kappa in pairs})
-    return {
-        (name, theta, floor): _named(one, theta, floor, case, config)
-        for name, one in kept.items()
-        for theta in thetas
-        for floor in floors
+    """Return for each point of the grid who is candidate for long enough, and the call after it."""
+    rules, step, start = config.detect, config.service.interval_seconds, int(case.frame.ts[0])
+    machines = case.frame.machines
+    floors = sorted({*FLOORS, *(floor_of(name, rules) for name in kept)})
+    pairs = [(rules.theta, rules.kappa), *itertools.product(THETAS, KAPPAS)]
+    thetas = sorted({_theta(theta, kappa, len(machines)) for theta, kappa in pairs})
+    hits: dict[Point, Hits] = {}
+    for name, metric in kept.items():
+        unknown = (~metric.present).mean(axis=1) > rules.max_masked_share
+        for theta, floor in itertools.product(thetas, floors):
+            over = metric.present & (metric.scores > theta) & (metric.above > floor)
+            named = []
+            for run in long_runs(
+                over, unknown, rules.continuity_seconds, gap_tolerance=rules.gap_tolerance
+            ):
+                confirmed = run.first + rules.continuity_seconds + WINDOW
+                named.append((machines[run.machine], start + step * math.ceil(confirmed / step)))
+            hits[name, theta, floor] = tuple(named)
+    return hits
+
+
+def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, SiteLimits]:
+    """Return the limits that healthy traces show, for metrics that have none by nature.
+
+    Args:
+        cases: recorded; those with a fault do not count.
+        metrics: that are used.
+
+    Returns:
+        Board model to its limits; those of jobs whose boards are not known are under "".
+
+    Raises:
+        ConfigError: no trace is of a healthy job.
+    """
+    healthy = [case for case in cases if not case.truth.faulty]
+    if not healthy:
+        raise ConfigError(
+            "`--traces` must hold a trace of a healthy job, to which limits are fitted, got "
+            f"{len(cases)} with a fault; record some healthy hours"
+        )
+    result: dict[str, SiteLimits] = {}
+    for board in sorted({case.board for case in healthy}):
+        frames = [case.frame for case in healthy if case.board == board]
+        limits = {}
+        for name in metrics:
+            if METRICS[name].limits is None and any(name in frame.values for frame in frames):
+                low, high = fit_limits(frames, METRICS[name])
+                if METRICS[name].transform == "log1p":
+                    low, high = float(np.expm1(low)), float(np.expm1(high))
+                limits[name] = (float(f"{low:.6g}"), float(f"{high:.6g}"))
+        result[board] = {name: pair for name, pair in limits.items() if pair[0] < pair[1]}
+    return result
+
+
+def site_tables(limits: Mapping[str, SiteLimits], settings: Settings | None) -> dict[str, Any]:
+    """Return the tables of a configuration.
+
+    Args:
+        limits: as `fitted_limits` returns them.
+        settings: thresholds and floors; None: those that come with the package.
+    """
+    lists = {
+        board: {name: list(pair) for name, pair in metrics.items()}
+        for board, metrics in limits.items()
     }
+    tables: dict[str, Any] = {}
+    if "" in lists:
+        tables["limits"] = lists.pop("")
+    if lists:
+        tables["boards"] = lists
+    if settings is not None:
+        kappa = {} if settings.kappa is None else {"kappa": settings.kappa}
+        tables["detect"] = {"theta": settings.theta, **kappa, "floors": dict(settings.floors)}
+    return tables
 
 
-def _named(one: _Kept, theta: float, floor: float, case: Case, config: MinderConfig) -> Hits:
-    """Return who is candidate for long enough, and the call after it."""
-    rules, start = config.detect, int(case.frame.ts[0])
-    over = one.present & (one.scores > theta) & (one.above > floor)
-    unknown = (~one.present).mean(axis=1) > rules.max_masked_share
-    found = []
-    for run in long_runs(
-        over, unknown, rules.continuity_seconds, gap_tolerance=rules.gap_tolerance
-    ):
-        confirmed = run.first + rules.continuity_seconds + WINDOW
-        step = config.service.interval_seconds
-        time = start + step * math.ceil(confirmed / step)
-        found.append((case.frame.machines[run.machine], time))
-    return tuple(found)
+def toml_of(table: Mapping[str, Any], name: str = "") -> str:
+    """Return a table of numbers, lists and further tables as TOML.
+
+    Example:
+        >>> print(toml_of({"boards": {"H100": {"gpu_power_draw": [0.0, 698.0]}}}), end="")
+        [boards.H100]
+        gpu_power_draw = [0.0, 698.0]
+    """
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    rows = [f"{k} = {json.dumps(value)}\n" for k, value in table.items() if k not in inner]
+    if name and (rows or not inner):
+        rows.insert(0, f"[{name}]\n")
+    for key, value in inner.items():
+        quoted = key if key.isidentifier() and key.isascii() else json.dumps(key)
+        rows.append(toml_of(value, f"{name}.{quoted}" if name else quoted))
+    return "".join(rows)

@@ -1,6 +1,6 @@
 """Recorded traces and what is known of them: a file of samples, and one of facts beside it.
 
-    traces/a.npz     as `planish minder record` or `simulate` writes it; or CSV, or Parquet
+    traces/a.npz     as `planish minder record` writes it; or CSV, or Parquet
     traces/a.json    {"truth": {"machines": ["n3"], "kind": "ecc-error",
                                 "onset": 1700000400, "halt": 1700000900},
                       "stages": {}, "board": "NVIDIA H100 80GB HBM3"}
@@ -12,14 +12,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ConfigError, RecordError
 from planish.minder.detect.frame import Frame
 from planish.minder.lab.files import ENDINGS, read_frame, write_frame
-from planish.minder.lab.simulator.case import DETECTABLE_SECONDS, Case, Truth
+
+DETECTABLE_SECONDS = 285
+"""No detector that waits for four minutes can name a fault that shows for less than this."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is wrong in a case.
+
+    Example:
+        >>> Truth().faulty, Truth(("node-003",), "nic-dropout", 100, 700).faulty
+        (False, True)
+    """
+
+    machines: tuple[str, ...] = ()
+    """Faulty machines, sorted; empty for a healthy job."""
+    kind: str = ""
+    """Kind of the fault; empty for a healthy job."""
+    onset: int = 0
+    """Unix second at which the fault begins."""
+    halt: int = 0
+    """Unix second at which the whole job stops, or at which the trace ends."""
+    visible: Mapping[str, int] = field(default_factory=dict)
+    """Metric to the seconds for which it shows the fault on a machine; `silent` for silence."""
+    detectable: bool = False
+    """Visible for at least `DETECTABLE_SECONDS` in one metric of the frame, or silent."""
+
+    @property
+    def faulty(self) -> bool:
+        """Whether anything is wrong."""
+        return bool(self.machines)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The trace of one job, with its truth."""
+
+    frame: Frame
+    """Aligned samples."""
+    truth: Truth
+    stages: Mapping[str, str] = field(default_factory=dict)
+    """Machine to pipeline stage; empty for a job without stages."""
+    name: str = ""
+    """Name of the file without its ending."""
+    board: str = ""
+    """Model of the boards; empty when not known."""
 
 
 def facts_path(path: Path) -> Path:
@@ -33,7 +78,7 @@ def facts_of(case: Case) -> dict[str, Any]:
 
 
 def write_recorded(path: Path, case: Case) -> None:
-    """Write a trace of which nothing bad is known, and facts in which a fault can be labelled.
+    """Write the trace of a job that is taken for healthy, and facts in which to label a fault.
 
     Raises:
         ConfigError: a name with another ending.
@@ -50,16 +95,18 @@ def trace_files(places: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: there is none.
     """
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for place in places:
-        inside = place.rglob("*") if place.is_dir() else [place]
-        found |= {path for path in inside if not place.is_dir() or path.suffix in ENDINGS}
-    if not found:
+        if place.is_dir():
+            paths |= {path for path in place.rglob("*") if path.suffix in ENDINGS}
+        else:
+            paths.add(place)
+    if not paths:
         raise ConfigError(
             f"`--traces` must name files or folders with files that end in {ENDINGS}, got "
             f"{[str(place) for place in places]}"
         )
-    return sorted(found)
+    return sorted(paths)
 
 
 def read_case(path: Path) -> Case:
@@ -93,7 +140,7 @@ def _truth(raw: Mapping[str, Any], frame: Frame) -> Truth:
             f"a fault of {list(machines)} from {onset} to {halt}, where machines are "
             f"{list(frame.machines[:4])}... and seconds {first} to {last}"
         )
-    # Whoever labels by hand has seen it, wherever it showed.
+    # A label by hand does not say which metrics show the fault: all of them count.
     visible = raw.get("visible", dict.fromkeys(frame.values, halt - onset))
     return Truth(
         machines=machines,

@@ -1,244 +1,203 @@
-"""Replay simulated or recorded jobs through several detectors, as the service would look at them.
+"""Replay labelled traces as the service would have looked at them, and score what is named.
 
-Seeds of training, calibration and evaluation never meet, see `SEEDS`.
+`planish minder evaluate` prints the tables of `markdown` and writes every figure of `report`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import functools
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planish.minder.lab.cases import facts_path, read_case
-from planish.minder.lab.evaluate_score import Fault, Named, Outcome
-from planish.minder.lab.replay import replay
-from planish.minder.lab.simulator import DETECTABLE_SECONDS, Case, simulate
-from planish.minder.lab.variants import Variant, build
-
-SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
-"""First seed of each use; a million apart."""
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.denoise import Models
+from planish.minder.detect.detector import Detector
+from planish.minder.lab.cases import DETECTABLE_SECONDS, Case, Truth, read_case
+from planish.minder.lab.replay import Alarm, replay
+from planish.minder.lab.score import GRACE_SECONDS, Outcome, summary
 
 Progress = Callable[[int, int], None]
-"""Called with cases done and cases in all."""
-
-
-Wanted = tuple[int, str | None] | Path
-"""A case: seed and fault of a simulated job, or the file of a recorded one."""
-Judged = TypeVar("Judged")
-Judge = Callable[[Wanted, Mapping[str, Variant], "Plan"], Judged]
-"""Says something of a case."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is evaluated, on which cases."""
-
-    variants: tuple[str, ...]
-    models: Path
-    comparison: Path | None = None
-    """Folder of what only comparisons need; that of the models when None."""
-    config: Mapping[str, Any] | None = None
-    """Tables that the default profile starts from."""
-    work: Path | None = None
-    """Keeps finished cases, so that an interrupted run goes on; they are named by seed, settings
-    and models, not by the code."""
-
-    def build(self) -> dict[str, Variant]:
-        """Return the detectors."""
-        return {
-            name: build(name, self.models, base=self.config, comparison=self.comparison)
-            for name in self.variants
-        }
-
-
-def cases(first: int, faults: int, normal: int) -> list[Wanted]:
-    """Return seeds and faults of cases: those with a fault first.
-
-    Example:
-        >>> cases(3_000_000, 1, 2)
-        [(3000000, 'any'), (3000001, None), (3000002, None)]
-    """
-    kinds: list[str | None] = ["any"] * faults + [None] * normal
-    return [(first + i, kind) for i, kind in enumerate(kinds)]
-
-
-def case_of(wanted: Wanted) -> Case:
-    """Return a case; a recorded one is read."""
-    return read_case(wanted) if isinstance(wanted, Path) else simulate(wanted[0], fault=wanted[1])
-
-
-def replayed(case: Case, variant: Variant) -> tuple[tuple[Named, ...], tuple[float, ...]]:
-    """Return the first alert of each machine, and the seconds of each call.
-
-    Calls are those of the service: every `service.interval_seconds`, the last
-    `service.window_seconds`.
-    """
-    found: dict[str, Named] = {}
-    costs = []
-    calls = replay(
-        *(case.frame, variant.models, variant.config),
-        stages=case.stages,
-        board=case.board,
-        detector=variant.make(),
-    )
-    for call in calls:
-        costs.append(call.seconds)
-        for one in call.alerts:
-            machine, kind, metric = (str(one[key]) for key in ("machine", "kind", "metric"))
-            found.setdefault(machine, Named(machine, call.now, kind, metric))
-    alerts = sorted(found.values(), key=lambda one: (one.time, one.machine))
-    return tuple(alerts), tuple(costs)
-
-
-def fault_of(case: Case, metrics: Sequence[str]) -> Fault | None:
-    """Return the truth of a case for detectors that use some metrics."""
-    truth = case.truth
-    if not truth.faulty:
-        return None
-    seen = [truth.visible.get(name, 0) for name in (*metrics, "silent")]
-    last = int(case.frame.ts[-1]) + 1
-    return Fault(
-        truth.machines,
-        truth.kind,
-        truth.onset,
-        min(truth.halt, last),
-        truth.detectable and max(seen) >= DETECTABLE_SECONDS,
-    )
+"""Called with traces done and traces in all."""
+T = TypeVar("T")
 
 
 def evaluate(
-    plan: Plan,
-    wanted: Sequence[Wanted],
+    paths: Sequence[Path],
+    models: Models,
+    config: MinderConfig,
     *,
     workers: int = 1,
     progress: Progress | None = None,
-) -> dict[str, list[Outcome]]:
-    """Replay every case through every variant.
+) -> list[Outcome]:
+    """Replay recorded traces and return their outcomes, in the same order.
 
     Args:
-        plan: detectors.
-        wanted: the cases.
+        paths: traces, see `read_case`.
+        models: of the detector.
+        config: of the detector and of the calls of the service.
         workers: processes.
-        progress: called after each case.
+        progress: called after each trace.
 
-    Returns:
-        Variant to the outcomes, in the order of the cases.
+    Raises:
+        ConfigError: a trace is not there.
+        RecordError: one is damaged.
     """
-    found: dict[str, list[Outcome]] = {name: [] for name in plan.variants}
-    for outcomes in each_case(plan, wanted, one_case, workers=workers, progress=progress):
-        for name, outcome in outcomes.items():
-            found[name].append(outcome)
-    return found
+    work = functools.partial(_outcome_of_file, models=models, config=config)
+    return list(in_processes(work, paths, workers=workers, progress=progress))
 
 
-def each_case(
-    plan: Plan,
-    wanted: Sequence[Wanted],
-    judge: Judge[Judged],
+def in_processes(
+    work: Callable[[Path], T],
+    paths: Sequence[Path],
     *,
     workers: int,
     progress: Progress | None,
-) -> Iterator[Judged]:
-    """Yield what is said of each case, in their order.
-
-    Args:
-        plan: as for `evaluate`.
-        wanted: as for `evaluate`.
-        judge: function of a module, called with the case, detectors and plan.
-        workers: as for `evaluate`.
-        progress: as for `evaluate`.
-    """
-    for done, judged in enumerate(_each(plan, wanted, judge, workers), 1):
-        if progress:
-            progress(done, len(wanted))
-        yield judged
-
-
-def _each(
-    plan: Plan, wanted: Sequence[Wanted], judge: Judge[Judged], workers: int
-) -> Iterator[Judged]:
-    if workers <= 1:
-        variants = plan.build()
-        for one in wanted:
-            yield judge(one, variants, plan)
-        return
+) -> Iterator[T]:
+    """Yield `work(path)` for each trace, in the same order."""
     # torch does not survive a fork once it has computed.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (plan, judge)) as pool:
-        yield from pool.map(_next, wanted)
+    with ProcessPoolExecutor(workers, context) as pool:
+        results = pool.map(work, paths) if workers > 1 else map(work, paths)
+        for done, result in enumerate(results, 1):
+            if progress:
+                progress(done, len(paths))
+            yield result
 
 
-_worker: dict[str, Any] = {}
-"""Of a worker process: its plan, detectors and what is done with them."""
+def _outcome_of_file(path: Path, models: Models, config: MinderConfig) -> Outcome:
+    return outcome_of(read_case(path), models, config)
 
 
-def _begin(plan: Plan, judge: Judge[Any]) -> None:
-    _worker.update(plan=plan, variants=plan.build(), judge=judge)
+def outcome_of(
+    case: Case,
+    models: Models,
+    config: MinderConfig,
+    *,
+    metrics: Sequence[str] = (),
+    detector: Detector | None = None,
+) -> Outcome:
+    """Replay one case with the interval and the window of the service.
 
-
-def _next(wanted: Wanted) -> Any:
-    return _worker["judge"](wanted, _worker["variants"], _worker["plan"])
-
-
-def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, Outcome]:
-    """Replay one case through all variants."""
-    result: dict[str, Outcome] = {}
-    case: Case | None = None
-    metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
-    for name, variant in variants.items():
-        place = None
-        if plan.work is not None:
-            place = plan.work / f"{_key(wanted)}-{_digest(variant)}.json"
-        if place is not None and place.exists():
-            result[name] = outcome_from(json.loads(place.read_text("utf-8")))
-            continue
-        if case is None:
-            case = case_of(wanted)
-        alerts, costs = replayed(case, variant)
-        outcome = Outcome(
-            case=case.name or str(case.seed),
-            fault=fault_of(case, metrics),
-            machines=case.frame.num_machines,
-            seconds=case.frame.num_seconds,
-            alerts=alerts,
-            call_seconds=costs,
-        )
-        result[name] = outcome
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(json.dumps(asdict(outcome)), "utf-8")
-    return result
-
-
-def _key(wanted: Wanted) -> str:
-    """Return a name of a case that changes with what a recorded one holds."""
-    if not isinstance(wanted, Path):
-        return f"{wanted[0]}-{wanted[1]}"
-    facts = facts_path(wanted)
-    held = wanted.read_bytes() + (facts.read_bytes() if facts.exists() else b"")
-    return f"{wanted.stem}-{hashlib.sha256(held).hexdigest()[:12]}"
-
-
-def _digest(variant: Variant) -> str:
-    """Return a short name of settings and models."""
-    ids = sorted(f"{one.metric}:{one.version}" for one in variant.models.denoisers.values())
-    text = "|".join([variant.name, variant.config.model_dump_json(), *ids])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def outcome_from(raw: Mapping[str, Any]) -> Outcome:
-    """Return an outcome of its plain values."""
-    fault = raw["fault"]
+    Args:
+        case: trace and truth.
+        models: of the detector.
+        config: of the detector and of the calls.
+        metrics: in which a fault can be seen; those of the configuration when not given.
+        detector: in place of the usual one.
+    """
+    first: dict[str, Alarm] = {}
+    costs = []
+    for call in replay(
+        case.frame, models, config, stages=case.stages, board=case.board, detector=detector
+    ):
+        costs.append(call.seconds)
+        for alarm in call.alarms:
+            first.setdefault(alarm.machine, alarm)
     return Outcome(
-        case=raw["case"],
-        fault=None if fault is None else Fault(**{**fault, "machines": tuple(fault["machines"])}),
-        machines=raw["machines"],
-        seconds=raw["seconds"],
-        alerts=tuple(Named(**one) for one in raw["alerts"]),
-        call_seconds=tuple(raw["call_seconds"]),
+        case=case.name,
+        fault=fault_of(case, metrics or config.detect.metrics),
+        machines=case.frame.num_machines,
+        seconds=case.frame.num_seconds,
+        alarms=tuple(sorted(first.values(), key=lambda alarm: (alarm.time, alarm.machine))),
+        call_seconds=tuple(costs),
     )
+
+
+def fault_of(case: Case, metrics: Sequence[str]) -> Truth | None:
+    """Return the truth of a case for detectors of some metrics; None for a healthy job."""
+    truth = case.truth
+    if not truth.faulty:
+        return None
+    longest = max(truth.visible.get(name, 0) for name in (*metrics, "silent"))
+    return replace(truth, detectable=truth.detectable and longest >= DETECTABLE_SECONDS)
+
+
+def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return every figure of one detector as plain values."""
+    return {**summary(outcomes), "grace_seconds": GRACE_SECONDS, "wrong": wrong_cases(outcomes)}
+
+
+def wrong_cases(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return the cases with a miss or a false alarm, for those who want to look at them."""
+    return [
+        {
+            "case": outcome.case,
+            "kind": outcome.fault.kind if outcome.fault else "",
+            "machines": outcome.machines,
+            "detectable": bool(outcome.fault and outcome.fault.detectable),
+            "missed": bool(outcome.fault and not outcome.right),
+            "false": [asdict(alarm) for alarm in outcome.wrong],
+        }
+        for outcome in outcomes
+        if outcome.wrong or (outcome.fault and not outcome.right)
+    ]
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Return the tables of a report."""
+    parts = [
+        main_table({"minder": document}),
+        group_table("kind of fault", document["by_kind"]),
+        group_table("machines", document["by_size"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return a table of Markdown.
+
+    Example:
+        >>> table("| metric | depth |", [("cpu_usage", 1)]).splitlines()
+        ['| metric | depth |', '|---|---|', '| cpu_usage | 1 |']
+    """
+    rule = "|" + "---|" * (head.count("|") - 1)
+    return "\n".join([head, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def main_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a row for each detector: name to its summary."""
+    head = (
+        "| detector | precision | recall | F1 | F1 strict | F1 detectable | alert after s, median "
+        "(p90) | false alarms / 1,000 machine-h | normal runs quiet | s per call, mean (max) |"
+    )
+    rows = []
+    for name, figures in summaries.items():
+        median, p90 = (
+            "-" if figures[key] is None else f"{figures[key]:.0f}"
+            for key in ("delay_median_s", "delay_p90_s")
+        )
+        rows.append(
+            (
+                name,
+                *(_interval(figures["first"][key]) for key in ("precision", "recall", "f1")),
+                _interval(figures["strict"]["f1"]),
+                _interval(figures["detectable_first"]["f1"]),
+                f"{median} ({p90})",
+                f"{figures['false_alarms_per_1000_machine_hours']:.1f}",
+                f"{100 * figures['normal_without_alert']:.0f} %",
+                f"{figures['call_mean_s']:.3f} ({figures['call_max_s']:.2f})",
+            )
+        )
+    return table(head, rows)
+
+
+def group_table(title: str, groups: Mapping[str, Any]) -> str:
+    """Return a row for each group of cases, the one with the most faults first."""
+    head = (
+        f"| {title} | cases | faults (detectable) | recall | recall of detectable | false alarms |"
+    )
+    rows = []
+    for name, group in sorted(groups.items(), key=lambda item: -item[1]["faults"]):
+        faults = f"{group['faults']} ({group['detectable_faults']})"
+        recall = _interval(group["first"]["recall"]) if group["faults"] else ""
+        detectable = f"{group['detectable_recall']:.3f}" if group["detectable_faults"] else ""
+        rows.append((name, group["cases"], faults, recall, detectable, group["false_alarms"]))
+    return table(head, rows)
+
+
+def _interval(figure: Mapping[str, float]) -> str:
+    return f"{figure['value']:.3f} ({figure['low']:.2f}-{figure['high']:.2f})"

@@ -2,7 +2,7 @@
 
 A file does not say which machines a job had when. A machine belongs to it from its first sample
 on. One that falls silent has left when another one has come in its place; else it stays and is
-told of, whether or not the others go on: nothing but a cluster knows that a job was made smaller.
+reported, whether or not the others go on: only a cluster knows that a job was made smaller.
 """
 
 from __future__ import annotations
@@ -14,19 +14,38 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.detect import Detector, Models
+from planish.minder.detect.denoise import Models
+from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
+from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.result import Result
-from planish.minder.detect.session import JobMonitor
 from planish.minder.service.alerts import AlertBook
 
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
-"""Alerts that a replay tells; those of the telemetry itself are for the operators of it."""
+"""Alerts that a replay returns; those about missing telemetry are for the operators of it."""
 
 _TOGETHER_SECONDS = 60
-"""Machines that are heard of so soon after the first have been there from the beginning."""
+"""Machines whose first samples come so soon after the start have been there from the beginning."""
 _REPLACED_SECONDS = 300
 """Another machine that comes so long before or after a silence begins takes the place."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alert of `FAULT_KINDS` that began to fire.
+
+    Example:
+        >>> Alarm("node-3", 1_000_300, "dissimilar", "cpu_usage").machine
+        'node-3'
+    """
+
+    machine: str
+    """Empty for an event of the whole job."""
+    time: int
+    """Unix seconds of the call that found it."""
+    kind: str
+    metric: str
+    """Metric that confirmed it; empty for the other kinds than `dissimilar`."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +55,7 @@ class Call:
     now: int
     """Unix seconds."""
     result: Result
-    alerts: tuple[dict[str, object], ...]
-    """Alerts of `FAULT_KINDS` that began to fire: machine, time, kind, metric."""
+    alarms: tuple[Alarm, ...]
     seconds: float
     """What the call took, alerts included."""
 
@@ -61,30 +79,30 @@ def replay(
         every: seconds between calls; 0: `service.interval_seconds`.
         stages: machine to pipeline stage, where known.
         board: model of the boards, where known.
-        detector: in the default one's place.
+        detector: in place of the usual one.
     """
     every = every or config.service.interval_seconds
     monitor = JobMonitor(frame.job, models, config, detector=detector)
     book = AlertBook(config)
     if not frame.num_seconds:
         return
-    coming = Membership(frame, config)
+    membership = Membership(frame, config)
     start, stop = int(frame.ts[0]), int(frame.ts[-1]) + 1
     # The last call sees the end of the trace, a whole step after the one before or not.
     for now in [*range(start + every, stop, every), stop]:
         begun = time.perf_counter()
-        members = coming.at(now)
+        machines = membership.at(now)
         piece = frame.slice(now - config.service.window_seconds, now)
-        if len(members) < frame.num_machines:
-            piece = piece.select(members)
+        if len(machines) < frame.num_machines:
+            piece = piece.select(machines)
         result = monitor.call(piece, stages=stages, board=board)
-        changes = book.update(now, result, members)
-        alerts = tuple(
-            {"machine": one.machine, "time": now, "kind": one.kind, "metric": one.metric}
-            for one in (change.alert for change in changes)
-            if one.state == "firing" and one.kind in FAULT_KINDS
+        alerts = [change.alert for change in book.update(now, result, machines)]
+        alarms = tuple(
+            Alarm(alert.machine, now, alert.kind, alert.metric)
+            for alert in alerts
+            if alert.state == "firing" and alert.kind in FAULT_KINDS
         )
-        yield Call(now, result, alerts, time.perf_counter() - begun)
+        yield Call(now, result, alarms, time.perf_counter() - begun)
 
 
 class Membership:
@@ -107,12 +125,12 @@ class Membership:
         rows = np.arange(count)[:, None]
         last = np.where(self._heard[:count], rows, -1).max(axis=0, initial=-1)
         silent = np.flatnonzero(known & (count - 1 - last > self._silent_after))
-        new = [at for at in self._first[known].tolist() if at > _TOGETHER_SECONDS]
+        arrivals = [first for first in self._first[known].tolist() if first > _TOGETHER_SECONDS]
         gone = set()
         for machine in sorted(silent.tolist(), key=lambda i: (last[i], i)):
-            near = [at for at in new if abs(at - last[machine]) <= _REPLACED_SECONDS]
+            near = [at for at in arrivals if abs(at - last[machine]) <= _REPLACED_SECONDS]
             if near:
-                new.remove(min(near))
+                arrivals.remove(min(near))
                 gone.add(machine)
         return tuple(
             name for i, name in enumerate(self.frame.machines) if known[i] and i not in gone

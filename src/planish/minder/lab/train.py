@@ -15,13 +15,13 @@ import numpy as np
 
 from planish import __version__
 from planish.base.errors import ConfigError
-from planish.minder.detect.artefacts import Facts, save_limits, save_model
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import WINDOW, Pca, windows_of
+from planish.minder.detect.distances import known_windows
 from planish.minder.detect.frame import F32, Frame
 from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.model_files import Facts, save_limits, save_model
 from planish.minder.detect.preprocess import Limits, fit_limits, prepare
-from planish.minder.detect.traces import known_windows
 from planish.minder.lab.vae import Training, train_vae
 
 HELD_OUT_SHARE = 0.2

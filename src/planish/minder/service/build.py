@@ -16,12 +16,12 @@ import numpy as np
 
 from planish.base.errors import ConfigError
 from planish.minder.act.kube.objects import JobInfo
-from planish.minder.detect.artefacts import default_models, load_models, read_facts
-from planish.minder.detect.detect import Models
+from planish.minder.detect.denoise import Models
 from planish.minder.detect.frame import Frame
+from planish.minder.detect.job_monitor import JobMonitor
+from planish.minder.detect.model_files import default_models, load_models, read_facts
 from planish.minder.detect.result import Result
-from planish.minder.detect.session import JobMonitor
-from planish.minder.lab.simulator.case import Case, Truth
+from planish.minder.lab.cases import Case, Truth
 from planish.minder.service.alertmanager import Alertmanager
 from planish.minder.service.config import ServiceSettings
 from planish.minder.service.http_client import Deadline

@@ -17,13 +17,13 @@ from planish.base.errors import BackendUnavailable, PlanishError
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.act.types import ActedAlert, Outcome
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.denoise import Denoiser, restoration_error
-from planish.minder.detect.detect import Detector, Models
-from planish.minder.detect.frame import F32, Frame
+from planish.minder.detect.denoise import Denoiser, Models, restoration_error
+from planish.minder.detect.detector import Detector
+from planish.minder.detect.distances import Trace
+from planish.minder.detect.frame import F32, Frame, Job
+from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
 from planish.minder.detect.preprocess import Prepared
 from planish.minder.detect.result import Result
-from planish.minder.detect.session import JobMonitor, too_few_machines
-from planish.minder.detect.traces import Job, Trace
 from planish.minder.service.alertmanager import AlertContext
 from planish.minder.service.alerts import Alert, AlertBook, Change
 from planish.minder.service.http_client import Deadline

@@ -14,7 +14,7 @@ from planish.minder.detect.result import Result
 
 if TYPE_CHECKING:
     from planish.minder.act.kube.objects import JobInfo
-    from planish.minder.detect.session import JobMonitor
+    from planish.minder.detect.job_monitor import JobMonitor
     from planish.minder.service.config import ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def watch(
     Raises:
         ConfigError: no such job, or no models.
     """
-    from planish.minder.detect.session import too_few_machines
+    from planish.minder.detect.job_monitor import too_few_machines
     from planish.minder.service.build import models_of
 
     models = models_of(settings)
@@ -118,7 +118,7 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
 
 
 def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMonitor:
-    from planish.minder.detect.session import JobMonitor
+    from planish.minder.detect.job_monitor import JobMonitor
 
     return JobMonitor(job.key, models, settings.minder)  # type: ignore[arg-type]
 

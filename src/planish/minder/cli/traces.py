@@ -1,0 +1,317 @@
+"""Verbs that work on recorded traces: run-once, replay, train, calibrate, evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.base.errors import ConfigError
+from planish.minder.cli.command import BAD_INPUT, CLEAN, FAULT_FOUND
+
+if TYPE_CHECKING:
+    from planish.minder.detect.config import MinderConfig
+    from planish.minder.detect.denoise import Models
+    from planish.minder.lab.calibrate import Recorded
+    from planish.minder.lab.cases import Case
+
+_CLIPPED_SHARE = 0.01
+"""More values than this beyond the limits of a metric say that the limits are wrong."""
+
+
+def add_commands(verbs: Any) -> None:
+    """Add the verbs' parsers."""
+    run_once = verbs.add_parser(
+        "run-once", help="look at a trace, or ask Prometheus; exit code 2 if a machine is faulty"
+    )
+    run_once.add_argument("--end", type=float, metavar="T", help="unix seconds; default: its end")
+    run_once.add_argument("--job", default="", help="name of the job; default: that of the file")
+    replay = verbs.add_parser(
+        "replay", help="look at a trace as the service would, minute by minute"
+    )
+    replay.add_argument(
+        "--every",
+        type=int,
+        default=0,
+        metavar="SECONDS",
+        help="between two calls; default: as configured, 60",
+    )
+    for verb in (run_once, replay):
+        verb.add_argument(
+            "--from-file",
+            type=Path,
+            required=verb is replay,
+            metavar="F",
+            help="npz, CSV or Parquet with ts, machine, metric, value",
+        )
+    train = verbs.add_parser("train", help="train the models on healthy traces")
+    train.add_argument("out", type=Path, help="folder that gets the models")
+    train.add_argument(
+        "--from-file",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="F",
+        help="traces of healthy jobs, at least two",
+    )
+    train.add_argument(
+        "--seconds", type=float, default=150.0, help="of CPU time at most, for each metric"
+    )
+    calibrate = verbs.add_parser(
+        "calibrate", help="fit limits, thresholds and floors to the traces of a site"
+    )
+    calibrate.add_argument("--out", type=Path, metavar="TOML", help="gets tables for the settings")
+    calibrate.add_argument(
+        "--min-precision", type=float, default=0.9, metavar="P", help="default 0.9"
+    )
+    evaluate = verbs.add_parser("evaluate", help="score the detector on labelled traces")
+    for verb in (calibrate, evaluate):
+        verb.add_argument(
+            "--traces",
+            type=Path,
+            nargs="+",
+            required=True,
+            metavar="PATH",
+            help="recorded traces or folders of them; what is known of `a.npz` stands in `a.json`",
+        )
+        verb.add_argument(
+            "--workers", type=int, default=1, metavar="N", help="processes (default 1)"
+        )
+        verb.add_argument("--json", type=Path, metavar="FILE", help="gets every figure")
+    for verb in (run_once, replay, calibrate, evaluate):
+        verb.add_argument(
+            "--models", type=Path, metavar="DIR", help="default: those of this package"
+        )
+    for verb in (run_once, replay, train, calibrate, evaluate):
+        verb.add_argument("--config", type=Path, metavar="TOML", help="settings; default: built in")
+        verb.add_argument("--profile", choices=("default", "paper"), help="wins over the settings")
+        verb.add_argument("--metrics", metavar="A,B", help="wins over the settings")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do one verb and return the exit code."""
+    verb = {
+        "run-once": _run_once,
+        "replay": _replay,
+        "train": _train,
+        "calibrate": _calibrate,
+        "evaluate": _evaluate,
+    }
+    return verb[options.verb](options)
+
+
+def _tables(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the tables of the configuration that options ask for.
+
+    Raises:
+        ConfigError: the file can not be read, or is not as it must be.
+    """
+    from planish.base.config import read_toml
+    from planish.minder.detect.config import MinderConfig, minder_config
+
+    raw = read_toml(options.config) if options.config else {}
+    # A service's file has sections that matter to it alone.
+    raw = {name: table for name, table in raw.items() if name in MinderConfig.model_fields}
+    if options.profile:
+        raw["profile"] = options.profile
+    if options.metrics:
+        minder_config(raw)  # `detect` is a table from here on
+        raw["detect"] = {**raw.get("detect", {}), "metrics": options.metrics.split(",")}
+    return raw
+
+
+def _models(options: argparse.Namespace, config: MinderConfig) -> Models:
+    from planish.minder.detect.model_files import default_models, load_models
+
+    return load_models(options.models or default_models(), config.denoise, config.detect.metrics)
+
+
+def _trace(options: argparse.Namespace) -> tuple[Case, Models, MinderConfig]:
+    from planish.minder.detect.config import minder_config
+    from planish.minder.lab.cases import read_case
+
+    config = minder_config(_tables(options))
+    return read_case(options.from_file), _models(options, config), config
+
+
+def _run_once(options: argparse.Namespace) -> int:
+    """Look at the last window before the end; what was before it trains the baseline."""
+    from planish.minder.lab.replay import replay
+
+    if options.from_file is None:
+        from planish.minder.cli.service import run_once_live
+
+        return run_once_live(options)
+    case, models, config = _trace(options)
+    first = int(case.frame.ts[0])
+    frame = replace(case.frame, job=options.job or case.frame.job)
+    if options.end is not None:
+        frame = frame.slice(first, int(options.end))
+    if not frame.num_seconds:
+        sys.stderr.write(f"planish minder: `--end` must be after {first}, got {options.end}\n")
+        return BAD_INPUT
+    call = None
+    for call in replay(frame, models, config, stages=case.stages, board=case.board):
+        options.progress("calls", call.now - first, frame.num_seconds)
+    assert call is not None
+    sys.stdout.write(call.result.to_json() + "\n")
+    return FAULT_FOUND if call.result.findings else CLEAN
+
+
+def _replay(options: argparse.Namespace) -> int:
+    """Print a line for each alarm, and one with what the calls took."""
+    from planish.minder.lab.replay import replay
+
+    case, models, config = _trace(options)
+    frame = case.frame
+    if options.every < 0:
+        raise ConfigError(f"`--every` must be a number of seconds, got {options.every}")
+    costs = []
+    clipped: defaultdict[str, float] = defaultdict(float)
+    for call in replay(
+        frame, models, config, every=options.every, stages=case.stages, board=case.board
+    ):
+        options.progress("calls", call.now - int(frame.ts[0]), frame.num_seconds)
+        costs.append(call.seconds)
+        for metric, share in call.result.clipped.items():
+            clipped[metric] += share
+        for alarm in call.alarms:
+            sys.stdout.write(json.dumps(asdict(alarm)) + "\n")
+            sys.stdout.flush()
+    for metric, total in sorted(clipped.items()):
+        share = total / len(costs)
+        if share > _CLIPPED_SHARE:
+            sys.stderr.write(
+                f"planish minder: {share:.0%} of {metric} lies outside its limits; give those of "
+                "this hardware in the table `limits` (`planish minder calibrate --traces`)\n"
+            )
+    last = {
+        "calls": len(costs),
+        "seconds_per_call": round(sum(costs) / max(1, len(costs)), 5),
+        "seconds_max": round(max(costs, default=0.0), 5),
+    }
+    sys.stdout.write(json.dumps(last) + "\n")
+    return CLEAN
+
+
+def _train(options: argparse.Namespace) -> int:
+    """Print a line for each model."""
+    from planish.minder.detect.config import minder_config
+    from planish.minder.lab.files import read_frame
+    from planish.minder.lab.train import train_models
+    from planish.minder.lab.vae import Training
+
+    config = minder_config(_tables(options))
+    frames = []
+    for done, path in enumerate(options.from_file):
+        options.progress("traces", done, len(options.from_file))
+        frames.append(read_frame(path))
+    training = Training(max_seconds=options.seconds)
+    facts = train_models(
+        frames,
+        options.out,
+        config,
+        training,
+        progress=lambda name, epoch, _: options.progress(
+            f"train {name}", epoch, training.max_epochs
+        ),
+    )
+    for metric in facts.values():
+        plain = {**asdict(metric), "quality": metric.quality}
+        sys.stdout.write(json.dumps(plain, sort_keys=True) + "\n")
+    return CLEAN
+
+
+def _traces(options: argparse.Namespace) -> list[Path]:
+    from planish.minder.lab.cases import trace_files
+
+    if options.workers < 1:
+        raise ConfigError(f"`--workers` must be at least 1, got {options.workers}")
+    return trace_files(options.traces)
+
+
+def _write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+        options.json.write_text(text + "\n", "utf-8")
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    """Print the tables of a report."""
+    from planish.minder.detect.config import minder_config
+    from planish.minder.lab.evaluate import evaluate, markdown, report
+
+    config = minder_config(_tables(options))
+    models = _models(options, config)
+    outcomes = evaluate(
+        _traces(options),
+        models,
+        config,
+        workers=options.workers,
+        progress=lambda done, total: options.progress("traces", done, total),
+    )
+    document = report(outcomes)
+    sys.stdout.write(markdown(document))
+    _write_json(options, document)
+    return CLEAN
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    """Fit limits, and with enough labelled faults thresholds and floors; print them as TOML."""
+    from planish.minder.detect.config import minder_config
+    from planish.minder.lab.calibrate import (
+        LEAST_FAULTS,
+        calibrate,
+        fitted_limits,
+        site_tables,
+        toml_of,
+    )
+    from planish.minder.lab.cases import read_case
+    from planish.minder.lab.evaluate import in_processes
+
+    raw, paths = _tables(options), _traces(options)
+    models = _models(options, minder_config(raw))
+    cases = []
+    for number, path in enumerate(paths, 1):
+        cases.append(read_case(path))
+        options.progress("traces", number, len(paths))
+    limits = fitted_limits(cases, minder_config(raw).detect.metrics)
+    faults = sum(case.truth.faulty for case in cases)
+    tables, document = site_tables(limits, None), {}
+    if faults < LEAST_FAULTS:
+        text = (
+            f"Thresholds and floors stay as they are: {LEAST_FAULTS} labelled faults are needed, "
+            f"got {faults}.\n"
+        )
+    else:
+        fitted = {name: {**raw.get(name, {}), **table} for name, table in tables.items()}
+        config = minder_config({**raw, **fitted})
+        recorded = in_processes(
+            functools.partial(_record, models=models, config=config),
+            paths,
+            workers=options.workers,
+            progress=lambda done, total: options.progress("cases", done, total),
+        )
+        best = calibrate(list(recorded), config, min_precision=options.min_precision)
+        document, text = best.to_json(), best.markdown()
+        tables = site_tables(limits, best.best)
+    toml = f"# From {len(paths)} recorded traces, {faults} of them with a fault.\n{toml_of(tables)}"
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(toml, "utf-8")
+    sys.stdout.write(text + toml)
+    _write_json(options, {**document, "tables": tables})
+    return CLEAN
+
+
+def _record(path: Path, models: Models, config: MinderConfig) -> Recorded:
+    from planish.minder.lab.calibrate import record
+    from planish.minder.lab.cases import read_case
+
+    return record(read_case(path), models, config)

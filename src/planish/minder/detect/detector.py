@@ -1,0 +1,162 @@
+"""The detector of one job: metric after metric, which machine stays most unlike its peers?
+
+Source: Minder, arXiv 2411.01791, sections 4.4 and 4.5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.continuity import View, conclude, make_result
+from planish.minder.detect.denoise import WINDOW, Models
+from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
+from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
+from planish.minder.detect.preprocess import Prepared, prepare
+from planish.minder.detect.result import Result
+
+
+@dataclass
+class Seen:
+    """One metric as the last call saw it."""
+
+    first: int
+    """Unix second of row 0."""
+    values: F32
+    masked: Mask
+    trace: Trace
+
+
+class Detector:
+    """Detection in one job, call after call; only windows that have changed are looked at again.
+
+    A call of a new detector looks at everything, so results never depend on earlier calls.
+    """
+
+    def __init__(self, models: Models, config: MinderConfig) -> None:
+        """Take models and configuration."""
+        self.models, self.config = models, config
+        self.windows_computed = 0
+        """Windows of all metrics that the last call looked at."""
+        self.prepared: Prepared | None = None
+        """What the last call looked at; None before, and for a job that is too small."""
+        self.last: Mapping[str, Trace] = {}
+        """Traces of the last call."""
+        self._machines: tuple[str, ...] = ()
+        self._groups: list[I64] = []
+        self._seen: dict[str, Seen] = {}
+
+    def call(self, frame: Frame, job: Job | None = None) -> Result:
+        """Look at one frame, e.g. the last 15 minutes.
+
+        Args:
+            frame: of one job.
+            job: stages, baseline and start.
+        """
+        started = time.perf_counter()
+        rules, job = self.config.detect, job or Job()
+        self.windows_computed = 0
+        self.prepared = None
+        if frame.num_machines < rules.min_machines:
+            return make_result(frame, self.config, "too_few_machines", started)
+        if job.started and rules.warmup_seconds and frame.num_seconds:
+            begin = max(int(frame.ts[0]), job.started + rules.warmup_seconds)
+            frame = frame.slice(begin, int(frame.ts[-1]) + 1)
+        prepared = prepare(
+            frame, self.config, self.models.limits, board=job.board, scales=job.scales
+        )
+        prepared = _of_age(prepared, job)
+        self.prepared = prepared
+        groups = comparison_groups(frame.machines, rules, job)
+        if frame.machines != self._machines or (
+            [columns.tolist() for columns in groups]
+            != [columns.tolist() for columns in self._groups]
+        ):
+            self._seen = {}
+        self._machines, self._groups = frame.machines, groups
+        traces = self.traces(prepared, job)
+        self._seen = {name: self._seen[name] for name in traces if name in self._seen}
+        ignored = _ignored_windows(frame, job)
+        self.last = traces
+        compared = {name: seen.values for name, seen in self._seen.items()}
+        view = View(prepared, traces, groups, self.config, ignored, job, compared)
+        return conclude(view, self.models.denoisers, started)
+
+    def traces(self, prepared: Prepared, job: Job) -> dict[str, Trace]:
+        """Return what is known of each metric's windows, in the order in which they are tried."""
+        traces: dict[str, Trace] = {}
+        for name in self.config.detect.metrics:
+            denoiser = self.models.denoisers.get(name)
+            if name not in prepared.values or denoiser is None:
+                continue
+            values = compared_values(prepared, name, self.config.detect, job)
+            masked = prepared.masked[name]
+            trace = Trace.empty(max(0, len(values) - WINDOW + 1), values.shape[1])
+            first = int(prepared.frame.ts[0]) if len(values) else 0
+            which = self.renew(name, Seen(first, values, masked, trace))
+            distance = self.config.detect.distance
+            fill_trace(trace, which, values, masked, denoiser, self._groups, distance)
+            traces[name] = trace
+        return traces
+
+    def renew(self, name: str, seen: Seen) -> I64:
+        """Copy those rows of a trace whose seconds are as the last call saw them.
+
+        Args:
+            name: of the trace.
+            seen: what it is made of, [T, any], and the empty trace.
+
+        Returns:
+            The other windows, ascending, which the caller must fill.
+        """
+        old, values = self._seen.get(name), seen.values
+        same = np.zeros(len(values), bool)
+        shift = 0
+        if old is not None and old.values.shape[1] == values.shape[1]:
+            shift = seen.first - old.first
+            low, high = max(0, -shift), min(len(values), len(old.values) - shift)
+            if high > low:
+                mine, theirs = slice(low, high), slice(low + shift, high + shift)
+                same[mine] = (values[mine] == old.values[theirs]).all(axis=1)
+                same[mine] &= (seen.masked[mine] == old.masked[theirs]).all(axis=1)
+        kept: Mask = np.zeros(0, bool)
+        if len(values) >= WINDOW:
+            kept = np.lib.stride_tricks.sliding_window_view(same, WINDOW).all(axis=1)
+        rows = np.flatnonzero(kept)
+        if old is not None and len(rows):
+            for attribute in ("sums", "scores", "above", "present"):
+                getattr(seen.trace, attribute)[rows] = getattr(old.trace, attribute)[rows + shift]
+        which = np.flatnonzero(~kept)
+        self.windows_computed += len(which)
+        self._seen[name] = seen
+        return which
+
+
+def _of_age(prepared: Prepared, job: Job) -> Prepared:
+    """Leave out what machines did, or did not send, before they counted."""
+    frame = prepared.frame
+    since = np.array([job.since.get(name, 0) for name in frame.machines])
+    if not frame.num_seconds or (since <= frame.ts[0]).all():
+        return prepared
+    before = frame.ts[:, None] < since
+    return replace(
+        prepared,
+        values={name: np.where(before, 0, array) for name, array in prepared.values.items()},
+        masked={name: masked | before for name, masked in prepared.masked.items()},
+        silent_seconds=np.minimum(prepared.silent_seconds, frame.ts[-1] - since),
+    )
+
+
+def _ignored_windows(frame: Frame, job: Job) -> Mask:
+    """Return [T - 7], windows that hold an ignored second."""
+    seconds = np.zeros(frame.num_seconds, bool)
+    for start, end in job.ignored:
+        seconds |= (frame.ts >= start) & (frame.ts < end)
+    if frame.num_seconds < WINDOW:
+        return np.zeros(0, bool)
+    found: Mask = np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).max(axis=1)
+    return found

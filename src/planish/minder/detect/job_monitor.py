@@ -1,0 +1,257 @@
+"""One job, call after call: what the service does, and what a replay of a recorded trace does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from planish.minder.detect.baseline import Baseline, History
+from planish.minder.detect.config import MinderConfig
+from planish.minder.detect.continuity import make_result, stretches
+from planish.minder.detect.denoise import Models
+from planish.minder.detect.detector import Detector
+from planish.minder.detect.frame import Frame, Job, Mask
+from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.preprocess import limits_of, needed_scale
+from planish.minder.detect.result import Result
+
+_IDLE_METRICS = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
+_IDLE_SHARE = 0.05
+"""A GPU that does less than this share of what it could is idle."""
+_CANDIDATE_SECONDS = 60
+"""A machine that has been unlike its peers for so long stops the learning of baselines."""
+_SAME_JOB_SHARE = 0.5
+"""A job that keeps fewer of its machines runs on other nodes."""
+
+
+class JobMonitor:
+    """Joins detector, baseline, warm-up, idle rule and the coming and going of machines."""
+
+    def __init__(
+        self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
+    ) -> None:
+        """Begin with nothing known of the job; another detector takes the default one's place."""
+        self.job, self.config = job, config
+        self.baseline, self.usual = Baseline(config.detect), Baseline(config.detect)
+        self._detector = detector or Detector(models, config)
+        self._limits = models.limits
+        self._scales: dict[str, float] = {}
+        self._joined: dict[str, int] = {}
+        self._started = 0
+
+    def call(
+        self,
+        frame: Frame,
+        *,
+        started: int = 0,
+        stages: Mapping[str, str] | None = None,
+        board: str = "",
+    ) -> Result:
+        """Look at the job.
+
+        Args:
+            frame: until now, of all machines that the job has now; at least the last
+                `service.window_seconds`, where there are so many.
+            started: unix seconds of the last start of the job; 0 when not known.
+            stages: machine to pipeline stage.
+            board: model of the boards that it runs on; empty when not known.
+        """
+        begun = time.perf_counter()
+        if not frame.num_seconds:
+            return make_result(frame, self.config, "skipped", begun)
+        now = int(frame.ts[-1]) + 1
+        frame = frame.slice(now - self.config.service.window_seconds, now)
+        self._follow(frame, started, now)
+        frame, since = self._grown_up(frame, now)
+        ignored = self._ignored(frame, started)
+        self._widen(frame, board)
+        self.baseline.keep(frame.machines)
+        self.usual.keep(frame.machines)
+        rules = self.config.detect
+        metrics = rules.metrics if rules.role_baseline else ()
+        job = Job(
+            stages=dict(stages or {}),
+            baseline=self.baseline.table(),
+            usual=self.usual_distances(),
+            since=since,
+            ignored=ignored,
+            unknown={name: self.baseline.unknown(name) for name in metrics},
+            board=board,
+            scales=dict(self._scales),
+        )
+        result = self._detector.call(frame, job)
+        if rules.role_baseline or rules.usual_distance:
+            self._learn(result, now, ignored)
+        return result
+
+    def _follow(self, frame: Frame, started: int, now: int) -> None:
+        """Note who has joined and left; a job on other nodes is a new one."""
+        old, new = set(self._joined), set(frame.machines)
+        moved = bool(old) and len(old & new) < _SAME_JOB_SHARE * max(len(old), len(new))
+        if moved:
+            self._forget()
+        # Of the first machines nobody knows how old they are.
+        first = not old or moved
+        for name in old - new:
+            del self._joined[name]
+        for name in sorted(new - self._joined.keys()):
+            self._joined[name] = 0 if first else _first_sample(frame, name, now)
+        self._started = max(self._started, started)
+
+    def _grown_up(self, frame: Frame, now: int) -> tuple[Frame, dict[str, int]]:
+        """Return the frame without young machines, and since when each of the others counts."""
+        grace = self.config.preprocess.join_grace_seconds
+        since = {name: joined + grace for name, joined in self._joined.items() if joined and grace}
+        old = [name for name in frame.machines if since.get(name, 0) <= now]
+        frame = frame.select(old) if len(old) < frame.num_machines else frame
+        since = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
+        if len(since) > self.config.preprocess.outage_share * frame.num_machines:
+            # Too many for a comparison before: begin when the last of them had grown up.
+            frame = frame.slice(max(since.values()), now)
+        return frame, since
+
+    def _widen(self, frame: Frame, board: str) -> None:
+        """Widen fitted limits that most machines of the job are beyond."""
+        if not self.config.preprocess.widen_limits:
+            return
+        old = dict(self._scales)
+        for name in self.config.detect.metrics:
+            limits = limits_of(METRICS[name], self.config, self._limits, board)
+            if METRICS[name].limits is None and limits is not None and name in frame.values:
+                known = old.get(name, 1.0)
+                self._scales[name] = needed_scale(frame, METRICS[name], limits, known)
+        if old and old != self._scales:
+            # What was learned is in units of the old limits.
+            self._forget()
+
+    def _forget(self) -> None:
+        self.baseline, self.usual = Baseline(self.config.detect), Baseline(self.config.detect)
+
+    def _ignored(self, frame: Frame, started: int) -> list[tuple[int, int]]:
+        """Return the stretches after a start, and in which all machines are idle."""
+        rules = self.config.detect
+        warmup = rules.warmup_seconds
+        found = [(started, started + warmup)] if started and warmup else []
+        if rules.idle_seconds and frame.num_seconds:
+            for start, stop in stretches(_idle(frame)):
+                if stop - start >= rules.idle_seconds:
+                    first = int(frame.ts[0])
+                    # What begins again is warm only after a while.
+                    found.append((first + start, first + stop + warmup))
+        return found
+
+    def usual_distances(self) -> dict[str, dict[str, float]]:
+        """Return the usual distances, further for machines whose role is not known yet."""
+        rules, usual = self.config.detect, self.usual.table()
+        if not (rules.role_baseline and rules.unknown_role_distance):
+            return usual
+        further = {}
+        for metric in rules.metrics:
+            known = usual.get(metric, {})
+            unknown = self.baseline.unknown(metric)
+            least = dict.fromkeys(unknown, rules.unknown_role_distance)
+            further[metric] = {**known, **{k: max(v, known.get(k, 0.0)) for k, v in least.items()}}
+        return {**usual, **further}
+
+    def _learn(self, result: Result, now: int, ignored: Sequence[tuple[int, int]]) -> None:
+        """Let the baseline grow by what was healthy."""
+        prepared = self._detector.prepared
+        if result.status not in ("ok", "fault") or prepared is None:
+            return
+        baseline, recent = self.baseline, now - 2 * self.config.service.interval_seconds
+        unhealthy = any(
+            start < now and stop > max(baseline.until, recent) for start, stop in ignored
+        )
+        found = {finding.machine for finding in result.findings}
+        unsure = np.array([name in found for name in baseline.machines], bool)
+        if found or any(one.seconds >= _CANDIDATE_SECONDS for one in result.candidates):
+            unsure |= baseline.mature
+        if unhealthy or unsure.all():
+            baseline.skip(now)
+            self.usual.skip(now)
+            return
+        # Who has begun to differ a moment ago is no candidate yet.
+        mature = baseline.mature.all()
+        until = now - _CANDIDATE_SECONDS if mature else now
+        # Distances mean something only when the lasting differences are out of the values.
+        if baseline.begun:
+            self.usual.add(_distances(self._detector), until, unsure)
+        values = History(prepared.frame.ts, prepared.values, prepared.masked)
+        baseline.add(values, until, unsure)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a restarted service needs; the rest is found in the data again."""
+        return {
+            "job": self.job,
+            "joined": dict(self._joined),
+            "started": self._started,
+            "scales": dict(self._scales),
+            "baseline": self.baseline.to_json(),
+            "usual": self.usual.to_json(),
+        }
+
+    @classmethod
+    def from_json(
+        cls,
+        state: Mapping[str, Any],
+        models: Models,
+        config: MinderConfig,
+        *,
+        detector: Detector | None = None,
+    ) -> JobMonitor:
+        """Go on from what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        made = cls(str(state["job"]), models, config, detector=detector)
+        made.baseline = Baseline.from_json(config.detect, state["baseline"])
+        made.usual = Baseline.from_json(config.detect, state["usual"])
+        made._joined = {str(name): int(at) for name, at in state["joined"].items()}
+        made._started = int(state["started"])
+        made._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
+        return made
+
+
+def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:
+    """Return the result for a job whose machines can not be compared; None where they can.
+
+    It needs no data: a cluster has many small jobs, and Prometheus need not be asked for them.
+    """
+    if len(machines) >= config.detect.min_machines:
+        return None
+    frame = Frame(job, np.zeros(0, np.int64), tuple(machines), {})
+    return make_result(frame, config, "too_few_machines", time.perf_counter())
+
+
+def _first_sample(frame: Frame, machine: str, now: int) -> int:
+    """Return the second of a machine's first sample of anything in a frame; now without any."""
+    column = frame.machines.index(machine)
+    rows = [np.flatnonzero(real[:, column])[:1] for real in frame.mask.values()]
+    first = np.concatenate(rows) if rows else np.zeros(0, int)
+    return int(frame.ts[first.min()]) if len(first) else now
+
+
+def _distances(detector: Detector) -> History:
+    """Return the distances above the median machine of the last call, by their first seconds."""
+    prepared, last = detector.prepared, detector.last
+    ts = prepared.frame.ts[: len(next(iter(last.values())).above)] if prepared and last else None
+    return History(
+        np.zeros(0, np.int64) if ts is None else ts,
+        {name: trace.above for name, trace in last.items()},
+        {name: ~trace.present for name, trace in last.items()},
+    )
+
+
+def _idle(frame: Frame) -> Mask:
+    """Return [T], seconds in which every machine that is heard of does nothing on its GPUs."""
+    for name, full in zip(_IDLE_METRICS, (100.0, 1.0), strict=True):
+        if name in frame.values:
+            real = frame.mask[name]
+            busy = real & (frame.values[name] >= _IDLE_SHARE * full)
+            found: Mask = np.logical_and(real.any(axis=1), ~busy.any(axis=1))
+            return found
+    return np.zeros(frame.num_seconds, bool)

@@ -1,0 +1,221 @@
+"""Trained models on disk: one folder, one file of numbers and one of facts for each metric.
+
+    models/
+      limits.json                       fitted limits of all metrics
+      <metric>/model.safetensors        weights of the LSTM-VAE, and the components of its fallback
+      <metric>/meta.json                sizes, limits, errors, data digest, seed, versions
+
+Weights are plain numbers; nothing here can run code that a folder brings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planish.base.errors import ConfigError
+from planish.minder.detect.config import DenoiseConfig
+from planish.minder.detect.denoise import WINDOW, Denoiser, Identity, Models, Pca, Vae, shapes
+from planish.minder.detect.frame import F32
+from planish.minder.detect.metrics_table import METRICS
+
+SCHEMA = "minder-model/1"
+GATE = 0.5
+"""Largest held-out error of a good model, as a share of the variance of the same data."""
+_WEIGHTS, _FACTS, _LIMITS = "model.safetensors", "meta.json", "limits.json"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one trained model.
+
+    Example:
+        >>> facts = Facts("cpu_usage", (0.0, 100.0), "none", 1e-4, 2e-4, 1e-3, 1e-4, 0.5, 900,
+        ...               "ab", 0, "0.1.0")
+        >>> facts.quality
+        'good'
+    """
+
+    metric: str
+    limits: tuple[float, float]
+    """Transformed values that became 0 and 1."""
+    transform: str
+    """Applied before the limits."""
+    mse_train: float
+    mse_held_out: float
+    """Mean squared error per sample on held-out jobs."""
+    variance_held_out: float
+    """What a constant would leave."""
+    mse_pca: float
+    """Of four principal components on the same held-out windows."""
+    divergence: float
+    """Of the latent variable from the standard normal, nats."""
+    n_windows: int
+    """Windows that the model was trained on."""
+    data_sha256: str
+    """Digest of those windows."""
+    seed: int
+    version: str
+    """Of this package."""
+    hidden: int = 4
+    latent: int = 8
+    window: int = WINDOW
+    schema: str = SCHEMA
+
+    @property
+    def quality(self) -> str:
+        """Return `good`, or `degraded` for a model that explains too little."""
+        good = self.mse_held_out <= GATE * self.variance_held_out
+        return "good" if good and math.isfinite(self.mse_held_out) else "degraded"
+
+    @property
+    def model_id(self) -> str:
+        """Return a short name that changes with the data, the seed and the code."""
+        return f"{self.data_sha256[:8]}-{self.seed}"
+
+
+def default_models() -> Path:
+    """Return the folder of the models that come with this package, trained on simulated jobs."""
+    return Path(__file__).resolve().parent / "models"
+
+
+def save_model(folder: Path, facts: Facts, weights: Mapping[str, F32], pca: Pca) -> None:
+    """Write one metric's model; the facts last, so that a broken write leaves no model."""
+    from safetensors.numpy import save_file
+
+    place = folder / facts.metric
+    place.mkdir(parents=True, exist_ok=True)
+    (place / _FACTS).unlink(missing_ok=True)
+    tensors = {f"vae.{name}": np.ascontiguousarray(array) for name, array in weights.items()}
+    tensors |= {"pca.mean": pca.mean, "pca.components": pca.components}
+    save_file(tensors, place / _WEIGHTS)
+    (place / _FACTS).write_text(json.dumps(asdict(facts), indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+def save_limits(folder: Path, limits: Mapping[str, tuple[float, float]]) -> None:
+    """Write the fitted limits of all metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({name: list(pair) for name, pair in limits.items()}, indent=1, sort_keys=True)
+    (folder / _LIMITS).write_text(text + "\n", "utf-8")
+
+
+def load_models(folder: Path, config: DenoiseConfig, metrics: tuple[str, ...]) -> Models:
+    """Read the models of some metrics.
+
+    Args:
+        folder: as `save_model` and `save_limits` wrote it.
+        config: which denoiser.
+        metrics: those of the configuration; each must be there.
+
+    Raises:
+        ConfigError: a model is missing, damaged, of another schema, size or metric.
+    """
+    limits = _read_limits(folder)
+    denoisers = {name: _denoiser(folder, name, config) for name in metrics}
+    return Models(denoisers, limits)
+
+
+def _read_limits(folder: Path) -> dict[str, tuple[float, float]]:
+    raw = _read_json(folder / _LIMITS)
+    try:
+        limits = {name: (float(low), float(high)) for name, (low, high) in raw.items()}
+    except (TypeError, ValueError):
+        limits = {"": (math.nan, math.nan)}
+    for name, (low, high) in limits.items():
+        if name not in METRICS or not (math.isfinite(low) and math.isfinite(high)):
+            raise ConfigError(
+                f"`{folder / _LIMITS}` must map known metrics to two finite numbers, got "
+                f"{name!r}: {(low, high)}; train the models again"
+            )
+    return limits
+
+
+def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
+    if config.denoiser == "none":
+        return Identity(metric)
+    facts = read_facts(folder, metric)
+    tensors = _read_tensors(folder / metric / _WEIGHTS)
+    use_pca = config.denoiser == "pca" or (config.fall_back_to_pca and facts.quality == "degraded")
+    if use_pca:
+        mean, components = tensors.get("pca.mean"), tensors.get("pca.components")
+        if mean is None or components is None or components.shape[1:] != mean.shape != (WINDOW,):
+            raise ConfigError(
+                f"`{folder / metric / _WEIGHTS}` must hold a mean and components over {WINDOW} "
+                f"samples, got {sorted(tensors)}; train the models again"
+            )
+        pca = Pca(metric, mean, components)
+        pca.version = facts.model_id
+        pca.quality = facts.quality
+        return pca
+    return _vae(folder, facts, tensors, config)
+
+
+def _vae(folder: Path, facts: Facts, tensors: Mapping[str, F32], config: DenoiseConfig) -> Denoiser:
+    wanted = {f"vae.{name}": shape for name, shape in shapes(facts.hidden, facts.latent).items()}
+    seen = {name: a.shape for name, a in tensors.items() if name.startswith("vae.")}
+    if wanted != seen:
+        raise ConfigError(
+            f"`{folder / facts.metric / _WEIGHTS}` must hold the weights {wanted}, got {seen}; "
+            "train the models again"
+        )
+    weights = {name.removeprefix("vae."): tensors[name] for name in wanted}
+    latent = config.embedding == "latent"
+    return Vae(facts.metric, weights, version=facts.model_id, quality=facts.quality, latent=latent)
+
+
+def read_facts(folder: Path, metric: str) -> Facts:
+    """Read what is known of one model.
+
+    Raises:
+        ConfigError: no such model, or one of another schema, metric or size.
+    """
+    place = folder / metric / _FACTS
+    raw = _read_json(place)
+    names = set(Facts.__dataclass_fields__)
+    if set(raw) != names:
+        raise ConfigError(
+            f"`{place}` must have the keys {sorted(names)}, got {sorted(raw)}; train the models "
+            "again"
+        )
+    expected = {"schema": SCHEMA, "metric": metric, "window": WINDOW}
+    wrong = {key: raw[key] for key, value in expected.items() if raw[key] != value}
+    numbers = [raw[k] for k in ("hidden", "latent")]
+    if wrong or not all(isinstance(n, int) and 1 <= n <= 1024 for n in numbers):
+        raise ConfigError(
+            f"`{place}` must be of {expected} with sizes of 1 to 1,024, got {wrong or numbers}; "
+            "train the models again"
+        )
+    return Facts(**{**raw, "limits": tuple(raw["limits"])})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"`{path}` must be there, got nothing; run `planish minder train`, or name another "
+            "folder of models"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"`{path}` must be JSON, got {error}; train the models again") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"`{path}` must be a JSON object, got a {type(raw).__name__}")
+    return raw
+
+
+def _read_tensors(path: Path) -> dict[str, F32]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return {name: a.astype(np.float32) for name, a in load_file(path).items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"`{path}` must be a safetensors file, got {error}; train the models again"
+        ) from None

@@ -1,0 +1,149 @@
+"""A part of a job's machines that lies apart from the rest: a switch, a rack, a power feed.
+
+Ours. Where a fifth to a half of the machines differ alike, each has so many like itself that no
+normal score is large: of two equal halves all scores are 0. The values themselves show two modes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.minder.detect.distances import median_of_known
+from planish.minder.detect.frame import F32, F64, I64, Mask
+
+BLOCK_SECONDS = 30
+"""Machines are compared by their medians over so long, which holds an iteration of most jobs."""
+_SEPARATION = 3.0
+"""The gap between the parts in units of the mean deviation within them."""
+_SAME_SHARE = 0.9
+"""So many of the machines must stay on their side."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Machines that lay apart for long enough.
+
+    Example:
+        >>> Part(np.array([1, 2, 3]), 0, 270).seconds
+        270
+    """
+
+    columns: I64
+    """The smaller side; of equal ones that without the first machine."""
+    start: int
+    """Unix second at which it began to lie apart."""
+    stop: int
+    """Unix second after the last one."""
+
+    @property
+    def seconds(self) -> int:
+        """How long it has lain apart."""
+        return self.stop - self.start
+
+
+def find_part(
+    ts: I64,
+    values: F32,
+    masked: Mask,
+    ignored: Mask,
+    *,
+    gap: float,
+    smallest: int,
+    seconds: int,
+    max_masked: float,
+) -> Part | None:
+    """Return the first part that lies apart for more than some seconds without a break.
+
+    Args:
+        ts: [T] unix seconds.
+        values: [T, N] in 0 .. 1, of machines that are compared with each other.
+        masked: [T, N], True where nothing is known.
+        ignored: [T], seconds that end a run.
+        gap: least distance between the nearest machines of the two sides.
+        smallest: fewest machines of a side.
+        seconds: of continuity.
+        max_masked: a block with a larger share of unknown machines neither counts nor ends a run.
+    """
+    first = int(-ts[0] % BLOCK_SECONDS) if len(ts) else 0
+    blocks = (len(ts) - first) // BLOCK_SECONDS
+    if blocks * BLOCK_SECONDS <= seconds or values.shape[1] < 2 * smallest:
+        return None
+    medians = _block_medians(values, masked, first, blocks)
+    known = np.isfinite(medians)
+    counted = np.flatnonzero((~known).mean(axis=1) <= max_masked)
+    sides, apart = _sides(medians[counted], gap, smallest)
+    rows = slice(first, first + blocks * BLOCK_SECONDS)
+    apart &= ~ignored[rows].reshape(blocks, BLOCK_SECONDS).max(axis=1)[counted]
+    begin = 0
+    for row in range(len(counted)):
+        if not apart[row]:
+            begin = row + 1
+        elif not _same(sides[begin], sides[row]):
+            begin = row
+        goes_on = row + 1 < len(counted) and apart[row + 1] and _same(sides[begin], sides[row + 1])
+        if not goes_on and (row + 1 - begin) * BLOCK_SECONDS > seconds:
+            ends = counted[[begin, row]] + [0, 1]
+            start, stop = (int(ts[0]) + first + ends * BLOCK_SECONDS).tolist()
+            return Part(_smaller(sides[row]), start, stop)
+    return None
+
+
+def _block_medians(values: F32, masked: Mask, first: int, blocks: int) -> F64:
+    """Return [B, N]; NaN where less than half of a block is known."""
+    rows = slice(first, first + blocks * BLOCK_SECONDS)
+    shape = (blocks, BLOCK_SECONDS, values.shape[1])
+    pieces, unknown = values[rows].reshape(shape), masked[rows].reshape(shape)
+    if not unknown.any():
+        return np.median(pieces, axis=1).astype(np.float64)
+    lines = pieces.transpose(0, 2, 1).reshape(-1, BLOCK_SECONDS)
+    here = ~unknown.transpose(0, 2, 1).reshape(-1, BLOCK_SECONDS)
+    medians = median_of_known(lines, here)
+    medians[2 * here.sum(axis=1) < BLOCK_SECONDS] = np.nan
+    return medians.reshape(blocks, -1).astype(np.float64)
+
+
+def _sides(medians: F64, gap: float, smallest: int) -> tuple[I64, Mask]:
+    """Cut each row at its widest gap.
+
+    Returns:
+        [B, N], -1 and 1 for the sides and 0 for machines that are not known; and [B], rows whose
+        sides lie apart.
+    """
+    ordered = np.sort(medians, axis=1)
+    counts = np.isfinite(medians).sum(axis=1, keepdims=True)
+    steps = np.diff(ordered, axis=1)
+    below = np.arange(1, medians.shape[1])[None, :]
+    allowed = (below >= smallest) & (counts - below >= smallest) & np.isfinite(steps)
+    steps = np.where(allowed, steps, -1.0)
+    place = steps.argmax(axis=1)
+    rows = np.arange(len(medians))
+    widest = steps[rows, place]
+    cut = (ordered[rows, place] + ordered[rows, place + 1]) / 2
+    sides = np.sign(medians - cut[:, None])
+    sides = np.where(np.isfinite(sides), sides, 0).astype(np.int64)
+    apart = widest > gap
+    for row in np.flatnonzero(apart):
+        within = np.concatenate(
+            [np.abs(one - np.median(one)) for one in _both(medians[row], sides[row])]
+        )
+        apart[row] = widest[row] > _SEPARATION * within.mean()
+    return sides, apart
+
+
+def _both(row: F64, sides: I64) -> tuple[F64, F64]:
+    return row[sides < 0], row[sides > 0]
+
+
+def _same(a: I64, b: I64) -> bool:
+    """Tell whether the machines that are known in both rows lie on the same sides."""
+    both = (a != 0) & (b != 0)
+    return bool(both.any() and (a[both] == b[both]).mean() >= _SAME_SHARE)
+
+
+def _smaller(sides: I64) -> I64:
+    low, high = np.flatnonzero(sides < 0), np.flatnonzero(sides > 0)
+    if len(low) == len(high):
+        return high if 0 in low else low
+    return min(low, high, key=len)

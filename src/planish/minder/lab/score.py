@@ -1,0 +1,279 @@
+"""Scores of a detector over labelled cases: precision, recall, F1, delays, false alarms.
+
+A case is one job with the truth about it. Its fault is found when a faulty machine is named within
+[onset, halt + 8 min]. A false alarm is any other machine, any alarm before the onset, and any alarm
+in a case without a fault. `first` counts the first alarm of a case only, `strict` every machine
+that is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planish.minder.lab.cases import Truth
+from planish.minder.lab.replay import Alarm
+
+GRACE_SECONDS = 480
+"""A machine may be named this long after the job has halted."""
+SIZES = ((4, 7), (8, 15), (16, 31), (32, 63), (64, 100_000))
+"""Smallest and largest number of machines of the rows of a table by size."""
+RESAMPLES = 2_000
+"""Number of bootstrap samples of the cases behind an interval."""
+
+Counting = Literal["first", "strict"]
+Counts = NDArray[np.float64]
+"""[..., 3]: true positives, false positives, false negatives."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one detector did in one case.
+
+    Example:
+        >>> fault = Truth(("node-3",), "ecc-error", 100, 700)
+        >>> alarms = (Alarm("node-3", 400, "dissimilar", "cpu_usage"),)
+        >>> Outcome("x", fault, 4, 900, alarms).counts("first")
+        (1, 0, 0)
+    """
+
+    case: str
+    """Name of the case."""
+    fault: Truth | None
+    """None for a healthy job."""
+    machines: int
+    """N of the job."""
+    seconds: int
+    """Length of the trace."""
+    alarms: tuple[Alarm, ...]
+    """First alarm of each machine, in the order of time, then of name."""
+    call_seconds: tuple[float, ...] = ()
+    """What each call took."""
+
+    @property
+    def right(self) -> tuple[Alarm, ...]:
+        """Alarms that name a faulty machine in time."""
+        fault = self.fault
+        if fault is None:
+            return ()
+        return tuple(
+            alarm
+            for alarm in self.alarms
+            if alarm.machine in fault.machines
+            and fault.onset <= alarm.time <= fault.halt + GRACE_SECONDS
+        )
+
+    @property
+    def wrong(self) -> tuple[Alarm, ...]:
+        """False alarms.
+
+        A faulty machine that is named too late is neither right nor wrong; an event of the whole
+        job, which names no machine, is wrong only where nothing has happened.
+        """
+        fault = self.fault
+        if fault is None:
+            return self.alarms
+        return tuple(
+            alarm
+            for alarm in self.alarms
+            if alarm.time < fault.onset or (alarm.machine and alarm.machine not in fault.machines)
+        )
+
+    def counts(self, counting: Counting) -> tuple[int, int, int]:
+        """Return true positives, false positives and false negatives of this case."""
+        right, wrong = self.right, self.wrong
+        if counting == "first":
+            judged = [alarm for alarm in self.alarms if alarm in right or alarm in wrong][:1]
+            right = tuple(alarm for alarm in judged if alarm in right)
+            wrong = tuple(alarm for alarm in judged if alarm in wrong)
+        hit = int(bool(right))
+        return hit, len(wrong), int(self.fault is not None and not hit)
+
+    @property
+    def delay(self) -> int | None:
+        """Seconds from the onset to the first right alarm."""
+        if self.fault is None or not self.right:
+            return None
+        return self.right[0].time - self.fault.onset
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure with its 95 % bootstrap interval over cases."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Return it as `0.950 (0.920-0.970)`."""
+        return f"{self.value:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Precision, recall and F1 of some cases."""
+
+    true_positives: int
+    false_positives: int
+    false_negatives: int
+    precision: Interval
+    recall: Interval
+    f1: Interval
+
+
+def score(
+    outcomes: Sequence[Outcome], counting: Counting, *, detectable: bool = False, seed: int = 0
+) -> Score:
+    """Return precision, recall and F1 with intervals.
+
+    Args:
+        outcomes: one for each case.
+        counting: first alarms or all.
+        detectable: leave faults that no detector of these metrics could name out of hits and
+            misses; their false alarms still count.
+        seed: of the bootstrap.
+
+    Example:
+        >>> fault = Truth(("a",), "ecc-error", 100, 700)
+        >>> hit = Outcome("x", fault, 4, 900, (Alarm("a", 400, "dissimilar", "cpu_usage"),))
+        >>> missed = Outcome("y", fault, 4, 900, ())
+        >>> round(score([hit, missed], "first").f1.value, 3)
+        0.667
+    """
+    total, samples = bootstrap(outcomes, counting, detectable=detectable, seed=seed)
+    hits, false, missed = (int(value) for value in total)
+    return Score(
+        true_positives=hits,
+        false_positives=false,
+        false_negatives=missed,
+        precision=interval(_precision(total), _precision(samples)),
+        recall=interval(_recall(total), _recall(samples)),
+        f1=interval(f1(total), f1(samples)),
+    )
+
+
+def bootstrap(
+    outcomes: Sequence[Outcome], counting: Counting, *, detectable: bool = False, seed: int = 0
+) -> tuple[Counts, Counts]:
+    """Return counts [3] over all cases, and [RESAMPLES, 3] over cases drawn with replacement.
+
+    Cases with and without a fault are drawn apart; equal seeds draw equal cases. The arguments are
+    those of `score`.
+    """
+    counts = np.array([one.counts(counting) for one in outcomes], np.float64).reshape(-1, 3)
+    if detectable:
+        hidden = np.array([one.fault is not None and not one.fault.detectable for one in outcomes])
+        counts[hidden, 0::2] = 0.0
+    with_fault = np.array([one.fault is not None for one in outcomes], bool)
+    generator = np.random.default_rng(seed)
+    samples = np.zeros((RESAMPLES, 3))
+    for rows in (np.flatnonzero(with_fault), np.flatnonzero(~with_fault)):
+        if len(rows):
+            drawn = generator.choice(rows, (RESAMPLES, len(rows)))
+            samples += counts[drawn].sum(axis=1)
+    return counts.sum(axis=0), samples
+
+
+def interval(value: Counts, samples: Counts) -> Interval:
+    """Return a figure with the interval that holds 95 % of its bootstrap samples."""
+    low, high = np.quantile(samples, [0.025, 0.975])
+    return Interval(float(value), float(low), float(high))
+
+
+def f1(counts: Counts) -> Counts:
+    """Return the harmonic mean of precision and recall; 0 without any hit."""
+    twice = 2 * counts[..., 0]
+    return _share(twice, twice + counts[..., 1] + counts[..., 2])
+
+
+def _precision(counts: Counts) -> Counts:
+    """Return 1 where no machine was named: then no name was wrong."""
+    named = counts[..., 0] + counts[..., 1]
+    return np.where(named > 0, _share(counts[..., 0], named), 1.0)
+
+
+def _recall(counts: Counts) -> Counts:
+    return _share(counts[..., 0], counts[..., 0] + counts[..., 2])
+
+
+def _share(part: Counts, whole: Counts) -> Counts:
+    return np.divide(part, whole, out=np.zeros(np.shape(part)), where=np.asarray(whole > 0))
+
+
+def normal_share(outcomes: Sequence[Outcome]) -> float:
+    """Return the share of cases without a fault that have no alarm; 1 when there is none."""
+    normal = [not one.alarms for one in outcomes if one.fault is None]
+    return float(np.mean(normal)) if normal else 1.0
+
+
+def false_alarm_rate(outcomes: Sequence[Outcome]) -> float:
+    """Return false alarms per 1,000 machine-hours, every machine that is named counted."""
+    hours = sum(one.machines * one.seconds for one in outcomes) / 3600
+    return 1000 * sum(len(one.wrong) for one in outcomes) / hours if hours else 0.0
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return every figure of one detector as plain values."""
+    delays = [one.delay for one in outcomes if one.delay is not None]
+    calls = [cost for one in outcomes for cost in one.call_seconds]
+    return {
+        **_numbers_of_cases(outcomes),
+        "first": asdict(score(outcomes, "first")),
+        "strict": asdict(score(outcomes, "strict")),
+        "detectable_first": asdict(score(outcomes, "first", detectable=True)),
+        "detectable_strict": asdict(score(outcomes, "strict", detectable=True)),
+        "by_kind": _grouped(outcomes, lambda one: one.fault.kind if one.fault else ""),
+        "by_size": _grouped(outcomes, lambda one: size_name(one.machines)),
+        "delay_median_s": float(np.median(delays)) if delays else None,
+        "delay_p90_s": float(np.quantile(delays, 0.9)) if delays else None,
+        "call_mean_s": float(np.mean(calls)) if calls else None,
+        "call_max_s": float(np.max(calls)) if calls else None,
+        "calls": len(calls),
+        "machine_hours": sum(one.machines * one.seconds for one in outcomes) / 3600,
+        "false_alarms_per_1000_machine_hours": false_alarm_rate(outcomes),
+        "normal_without_alert": normal_share(outcomes),
+    }
+
+
+def size_name(machines: int) -> str:
+    """Return the row of a table by size.
+
+    Example:
+        >>> size_name(5), size_name(64)
+        ('4-7', '64+')
+    """
+    for low, high in SIZES:
+        if low <= machines <= high:
+            return f"{low}+" if high == SIZES[-1][1] else f"{low}-{high}"
+    return f"<{SIZES[0][0]}"
+
+
+def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> dict[str, Any]:
+    """Return the figures of each group of cases; the group "" is left out."""
+    groups: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault(key(one), []).append(one)
+    return {
+        name: {
+            **_numbers_of_cases(members),
+            "first": asdict(score(members, "first")),
+            "detectable_recall": score(members, "first", detectable=True).recall.value,
+            "false_alarms": sum(len(one.wrong) for one in members),
+        }
+        for name, members in sorted(groups.items())
+        if name
+    }
+
+
+def _numbers_of_cases(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    faults = [one.fault for one in outcomes if one.fault is not None]
+    return {
+        "cases": len(outcomes),
+        "faults": len(faults),
+        "detectable_faults": sum(fault.detectable for fault in faults),
+    }

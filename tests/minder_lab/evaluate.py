@@ -1,0 +1,191 @@
+"""Replay simulated or recorded jobs through several detectors, as the service would look at them.
+
+Seeds of training, calibration and evaluation never meet, see `SEEDS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from planish.minder.lab.cases import Case, Truth, facts_path, read_case
+from planish.minder.lab.evaluate import Progress, outcome_of
+from planish.minder.lab.replay import Alarm
+from planish.minder.lab.score import Outcome
+from tests.minder_lab.simulator import simulate
+from tests.minder_lab.variants import Variant, build
+
+SEEDS = {"train": 1_000_000, "calibrate": 2_000_000, "evaluate": 3_000_000}
+"""First seed of each use; a million apart."""
+
+Wanted = tuple[int, str | None] | Path
+"""A case: seed and fault of a simulated job, or the file of a recorded one."""
+Judged = TypeVar("Judged")
+Judge = Callable[[Wanted, Mapping[str, Variant], "Plan"], Judged]
+"""Says something of a case."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which detectors look at the cases."""
+
+    variants: tuple[str, ...]
+    models: Path
+    """Folder of the models of single metrics."""
+    comparison: Path
+    """Folder of what only comparisons need."""
+    config: Mapping[str, Any] | None = None
+    """Tables that the default profile starts from."""
+    work: Path | None = None
+    """Keeps finished cases, so that an interrupted run goes on; they are named by seed, settings
+    and models, not by the code."""
+
+    def build(self) -> dict[str, Variant]:
+        """Return the detectors."""
+        return {
+            name: build(name, self.models, base=self.config, comparison=self.comparison)
+            for name in self.variants
+        }
+
+
+def cases(first: int, faults: int, normal: int) -> list[Wanted]:
+    """Return seeds and faults of cases: those with a fault first.
+
+    Example:
+        >>> cases(3_000_000, 1, 2)
+        [(3000000, 'any'), (3000001, None), (3000002, None)]
+    """
+    kinds: list[str | None] = ["any"] * faults + [None] * normal
+    return [(first + i, kind) for i, kind in enumerate(kinds)]
+
+
+def case_of(wanted: Wanted) -> Case:
+    """Return a case; a recorded one is read."""
+    return read_case(wanted) if isinstance(wanted, Path) else simulate(wanted[0], fault=wanted[1])
+
+
+def evaluate(
+    plan: Plan,
+    wanted: Sequence[Wanted],
+    *,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, list[Outcome]]:
+    """Replay every case through every variant.
+
+    Returns:
+        Variant to the outcomes, in the order of the cases.
+    """
+    found: dict[str, list[Outcome]] = {name: [] for name in plan.variants}
+    for outcomes in each_case(plan, wanted, one_case, workers=workers, progress=progress):
+        for name, outcome in outcomes.items():
+            found[name].append(outcome)
+    return found
+
+
+def each_case(
+    plan: Plan,
+    wanted: Sequence[Wanted],
+    judge: Judge[Judged],
+    *,
+    workers: int,
+    progress: Progress | None,
+) -> Iterator[Judged]:
+    """Yield what is said of each case, in their order.
+
+    Args:
+        plan: as for `evaluate`.
+        wanted: as for `evaluate`.
+        judge: function of a module, called with the case, detectors and plan.
+        workers: as for `evaluate`.
+        progress: as for `evaluate`.
+    """
+    for done, judged in enumerate(_each(plan, wanted, judge, workers), 1):
+        if progress:
+            progress(done, len(wanted))
+        yield judged
+
+
+def _each(
+    plan: Plan, wanted: Sequence[Wanted], judge: Judge[Judged], workers: int
+) -> Iterator[Judged]:
+    if workers <= 1:
+        variants = plan.build()
+        for one in wanted:
+            yield judge(one, variants, plan)
+        return
+    # torch does not survive a fork once it has computed.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _begin, (plan, judge)) as pool:
+        yield from pool.map(_next, wanted)
+
+
+_worker: dict[str, Any] = {}
+"""Of a worker process: its plan, detectors and what is done with them."""
+
+
+def _begin(plan: Plan, judge: Judge[Any]) -> None:
+    _worker.update(plan=plan, variants=plan.build(), judge=judge)
+
+
+def _next(wanted: Wanted) -> Any:
+    return _worker["judge"](wanted, _worker["variants"], _worker["plan"])
+
+
+def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, Outcome]:
+    """Replay one case through all variants."""
+    result: dict[str, Outcome] = {}
+    case: Case | None = None
+    metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
+    for name, variant in variants.items():
+        place = None
+        if plan.work is not None:
+            place = plan.work / f"{_key(wanted)}-{_digest(variant)}.json"
+        if place is not None and place.exists():
+            result[name] = outcome_from(json.loads(place.read_text("utf-8")))
+            continue
+        if case is None:
+            case = case_of(wanted)
+        outcome = outcome_of(
+            case, variant.models, variant.config, metrics=metrics, detector=variant.make()
+        )
+        result[name] = outcome
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps(asdict(outcome)), "utf-8")
+    return result
+
+
+def _key(wanted: Wanted) -> str:
+    """Return a name of a case that changes with what a recorded one holds."""
+    if not isinstance(wanted, Path):
+        return f"{wanted[0]}-{wanted[1]}"
+    facts = facts_path(wanted)
+    held = wanted.read_bytes() + (facts.read_bytes() if facts.exists() else b"")
+    return f"{wanted.stem}-{hashlib.sha256(held).hexdigest()[:12]}"
+
+
+def _digest(variant: Variant) -> str:
+    """Return a short name of settings and models."""
+    ids = sorted(f"{one.metric}:{one.version}" for one in variant.models.denoisers.values())
+    text = "|".join([variant.name, variant.config.model_dump_json(), *ids])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def outcome_from(raw: Mapping[str, Any]) -> Outcome:
+    """Return an outcome of its plain values."""
+    fault = raw["fault"]
+    return Outcome(
+        case=raw["case"],
+        fault=None if fault is None else Truth(**{**fault, "machines": tuple(fault["machines"])}),
+        machines=raw["machines"],
+        seconds=raw["seconds"],
+        alarms=tuple(Alarm(**alarm) for alarm in raw["alarms"]),
+        call_seconds=tuple(raw["call_seconds"]),
+    )

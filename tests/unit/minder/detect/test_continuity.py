@@ -1,0 +1,59 @@
+"""Runs of candidates: their borders, tolerated gaps and masked windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planish.minder.detect.continuity import Run, long_runs, runs
+
+
+def windows(*pieces):
+    """Return [W, 8], who is candidate, from (machine or None, number of windows)."""
+    named = np.zeros((sum(count for _, count in pieces), 8), bool)
+    start = 0
+    for machine, count in pieces:
+        if machine is not None:
+            named[start : start + count, machine] = True
+        start += count
+    return named
+
+
+def lengths(named, machine=5, **options):
+    found = runs(machine, named[:, machine], np.zeros(len(named), bool), **options)
+    return [run.length for run in found]
+
+
+@pytest.mark.parametrize(("length", "fires"), [(239, False), (240, False), (241, True)])
+def test_a_run_must_last_for_more_than_240_windows(length, fires):
+    named = windows((None, 30), (5, length), (None, 30))
+    found = long_runs(named, np.zeros(len(named), bool), 240, gap_tolerance=0)
+    assert found == [Run(5, 30, 29 + length, length)] * fires
+
+
+def test_one_other_candidate_ends_a_run_as_published():
+    named = windows((5, 130), (2, 1), (5, 130))
+    assert (lengths(named), lengths(named, 2)) == ([130, 130], [1])
+
+
+def test_three_windows_in_a_long_run_are_tolerated_and_four_are_not():
+    for gap, expected in ((3, [403]), (4, [200, 200])):
+        for between in (None, 2):
+            assert lengths(windows((5, 200), (between, gap), (5, 200)), gap_tolerance=3) == expected
+
+
+def test_a_tolerated_gap_is_at_most_2_percent_of_the_run():
+    assert lengths(windows((5, 20), (None, 1), (5, 20)), gap_tolerance=3) == [20, 20]
+
+
+def test_masked_windows_neither_count_nor_end_a_run():
+    named = windows((5, 100), (None, 50), (5, 145))
+    masked = np.zeros(len(named), bool)
+    masked[100:150] = True
+    assert runs(5, named[:, 5], masked) == [Run(5, 0, 294, 245)]
+
+
+def test_of_two_runs_that_begin_together_the_first_machine_comes_first():
+    named = windows((None, 5), (1, 295)) | windows((7, 300)) | windows((3, 300))
+    found = long_runs(named, np.zeros(300, bool), 240, gap_tolerance=0)
+    assert [run.machine for run in found] == [3, 7, 1]

@@ -1,0 +1,144 @@
+"""Detection in made frames: who is named, from when, and independence of earlier calls."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.detector import Detector
+from planish.minder.detect.frame import Frame, Job
+from tests.unit.minder.waves import METRICS, MODELS, START, detect, waves
+
+
+def made(machines, *, odd=(), length=300, onset=300, seconds=900, shift=30.0):
+    """The odd machines lie below the others for a while."""
+    frame = waves(machines, seconds)
+    for machine in odd:
+        frame.values["cpu_usage"][onset : onset + length, machine] -= shift
+    return frame
+
+
+def config(profile="default", **detect):
+    return minder_config({"profile": profile, "detect": {"metrics": list(METRICS), **detect}})
+
+
+@pytest.mark.parametrize("profile", ["paper", "default"])
+@pytest.mark.parametrize("machines", [4, 8, 64])
+def test_the_odd_machine_is_named_with_its_onset(profile, machines):
+    result = detect(made(machines, odd=[2]), MODELS, config(profile))
+    (finding,) = result.findings
+    assert (result.status, finding.machine, finding.metric) == ("fault", "node-002", "cpu_usage")
+    # The windows that hold the onset begin up to 7 seconds before it.
+    assert START + 293 <= finding.run_start <= START + 300
+    assert finding.confirmed_at == finding.run_start + 247
+    assert finding.evidence["gpu_duty_cycle"].candidate_share < 0.1
+
+
+@pytest.mark.parametrize(("length", "status"), [(225, "ok"), (250, "fault")])
+def test_jitter_of_less_than_four_minutes_is_no_fault(length, status):
+    assert detect(made(16, odd=[2], length=length), MODELS, config()).status == status
+
+
+def test_two_odd_machines_are_both_named_and_nobody_else():
+    result = detect(made(32, odd=[3, 17]), MODELS, config())
+    assert [f.machine for f in result.findings] == ["node-003", "node-017"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "odd"),
+    [(8, range(4)), (32, range(0, 32, 2)), (32, range(20, 28)), (6, [1, 3, 5]), (64, range(13))],
+)
+def test_a_part_of_the_job_that_differs_is_an_event_of_the_whole_job(machines, odd):
+    (finding,) = detect(made(machines, odd=odd), MODELS, config()).findings
+    assert (finding.machine, finding.kind) == ("", "job_wide")
+    smaller = set(odd) if 2 * len(odd) < machines or 0 not in odd else set(range(4, 8))
+    smaller = set(range(1, 32, 2)) if len(odd) == 16 else smaller
+    assert finding.machines == tuple(f"node-{i:03d}" for i in sorted(smaller))
+    assert START + 290 <= finding.run_start <= START + 330
+    assert detect(made(machines, odd=odd), MODELS, config(two_modes=False)).findings != (finding,)
+
+
+@pytest.mark.parametrize(("length", "status"), [(230, "ok"), (300, "fault")])
+def test_a_part_that_differs_for_less_than_four_minutes_is_no_event(length, status):
+    assert detect(made(8, odd=range(4), length=length), MODELS, config()).status == status
+
+
+def test_parts_that_have_always_differed_are_no_event_while_nothing_is_known_of_the_roles():
+    frame = made(8, odd=range(4), onset=0, length=900)
+    unknown = Job(unknown={"cpu_usage": frame.machines})
+    assert detect(frame, MODELS, config(), unknown).status == "ok"
+    assert detect(frame, MODELS, config()).status == "fault"
+
+
+def test_a_job_without_two_modes_has_no_such_event_whatever_its_spread():
+    frame = made(12)
+    frame.values["cpu_usage"] += np.linspace(-12, 12, 12, dtype=np.float32)
+    assert detect(frame, MODELS, config(floors={"cpu_usage": 0.05})).status == "ok"
+
+
+def test_a_small_lasting_offset_is_no_fault_by_default_and_one_as_published():
+    frame = made(16, odd=[5], length=900, onset=0, shift=2.8)
+    assert detect(frame, MODELS, config()).status == "ok"
+    assert detect(frame, MODELS, config("paper")).findings[0].machine == "node-005"
+
+
+def test_a_baseline_takes_a_known_offset_away():
+    frame = made(16, odd=[5], length=900, onset=0, shift=9.0)
+    assert detect(frame, MODELS, config()).status == "fault"
+    job = Job(baseline={"cpu_usage": {"node-005": -0.09}})
+    assert detect(frame, MODELS, config(), job).status == "ok"
+
+
+def test_machines_are_compared_within_their_stage():
+    frame = made(16)
+    frame.values["cpu_usage"][:, 8:] += 15
+    frame.values["cpu_usage"][200:600, 9] -= 15
+    stages = {name: "late" if i >= 8 else "early" for i, name in enumerate(frame.machines)}
+    result = detect(frame, MODELS, config(), Job(stages=stages))
+    assert [f.machine for f in result.findings] == ["node-009"]
+
+
+def test_a_machine_that_gives_no_sample_is_silent():
+    frame = made(10)
+    for name in METRICS:
+        frame.values[name][600:, 4] = np.nan
+        frame.mask[name][600:, 4] = False
+    (finding,) = detect(frame, MODELS, config()).findings
+    assert (finding.machine, finding.kind, finding.duration_s) == ("node-004", "silent", 300.0)
+    for name in METRICS:
+        frame.mask[name][600:, 4:7] = False
+    assert detect(frame, MODELS, config()).status == "outage"
+
+
+def test_fewer_than_four_machines_are_not_looked_at():
+    assert detect(made(3, odd=[0]), MODELS, config()).status == "too_few_machines"
+
+
+def test_permuting_machines_permutes_the_result_and_a_common_shift_changes_nothing():
+    frame = made(12, odd=[4])
+    order = np.random.default_rng(3).permutation(12)
+    permuted = {name: values[:, order] for name, values in frame.values.items()}
+    moved = detect(Frame("job", frame.ts, frame.machines, permuted), MODELS, config())
+    assert moved.findings[0].machine == f"node-{list(order).index(4):03d}"
+    shifted = {name: values - 5 for name, values in frame.values.items()}
+    plain = detect(frame, MODELS, config()).findings[0]
+    other = detect(Frame("job", frame.ts, frame.machines, shifted), MODELS, config()).findings[0]
+    assert (other.machine, other.run_start) == (plain.machine, plain.run_start)
+
+
+def test_calls_of_one_detector_equal_calls_of_new_ones_and_look_at_new_windows_only():
+    frame = made(16, odd=[7], seconds=1200, length=500)
+    detector = Detector(MODELS, config())
+    computed = []
+    for end in range(900, 1201, 60):
+        piece = frame.slice(START + end - 900, START + end)
+        if end == 1080:
+            # A late sample: the windows that it touches are looked at again.
+            frame.values["cpu_usage"][1000, 3] += 1
+        known = dataclasses.replace(detector.call(piece), call_seconds=0.0)
+        assert known == dataclasses.replace(detect(piece, MODELS, config()), call_seconds=0.0)
+        computed.append(detector.windows_computed)
+    assert computed == [2 * 893, 120, 120, 128, 120, 120]

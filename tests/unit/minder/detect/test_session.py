@@ -1,0 +1,214 @@
+"""One job over time: warm-up, idle machines, coming and going, restarts, baselines."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from planish.minder.detect.config import minder_config
+from planish.minder.detect.denoise import Identity, Models
+from planish.minder.detect.frame import Frame
+from planish.minder.detect.job_monitor import JobMonitor
+from tests.unit.minder.waves import METRICS, MODELS, START, waves
+
+OFF = {"role_baseline": False, "usual_distance": False}
+
+
+def config(**sections):
+    detect = {"metrics": list(METRICS), **sections.pop("detect", {})}
+    return minder_config({"detect": detect, **sections})
+
+
+def calls(frame, settings=None, *, begin=60, monitor=None, **facts):
+    """Call every minute from the start of the frame on; returns minute -> faulty machines."""
+    monitor = monitor or JobMonitor("job", MODELS, settings or config())
+    found = {}
+    for end in range(begin, frame.num_seconds + 1, 60):
+        result = monitor.call(frame.slice(START, START + end), **facts)
+        found[end // 60] = [finding.machine for finding in result.findings]
+    return found
+
+
+def alarms(found):
+    return sorted({machine for machines in found.values() for machine in machines})
+
+
+def test_a_lasting_offset_never_alarms_and_a_later_fault_of_the_same_machine_does():
+    frame = waves()
+    frame.values["cpu_usage"][:, 2] += 9
+    assert alarms(calls(frame)) == []
+    frame.values["cpu_usage"][900:1300, 2] -= 40
+    found = calls(frame)
+    assert alarms(found) == ["node-002"]
+    assert min(minute for minute, names in found.items() if names) == 20
+    assert alarms(calls(frame, config(detect=OFF)))[0] == "node-002"
+
+
+def test_a_switch_that_slows_half_of_a_job_is_one_event_and_stages_are_none():
+    frame = waves()
+    frame.values["cpu_usage"][:, 4:] += 15
+    assert alarms(calls(frame)) == []
+    frame.values["cpu_usage"][900:1300, ::2] -= 30
+    found = calls(frame)
+    assert alarms(found) == [""]
+    assert min(minute for minute, names in found.items() if names) in (20, 21)
+
+
+def powered(scale, *, seconds=1500):
+    """Power of a busy job whose third machine loses a third of its for six minutes."""
+    rng = np.random.default_rng(4)
+    wave = np.where(np.arange(seconds) % 12 < 9, 300.0, 170.0)[:, None]
+    watts = wave * (1 + 0.01 * rng.normal(size=(seconds, 8)))
+    watts[900:1260, 2] *= 0.67
+    names = tuple(f"node-{i:03d}" for i in range(8))
+    values = {"gpu_power_draw": (scale * watts).astype(np.float32)}
+    return Frame("job", np.arange(START, START + seconds), names, values)
+
+
+POWER = Models({"gpu_power_draw": Identity("gpu_power_draw")}, {"gpu_power_draw": (0.0, 332.0)})
+
+
+def power_calls(frame, **sections):
+    settings = minder_config({"detect": {"metrics": ["gpu_power_draw"]}, **sections})
+    monitor = JobMonitor("job", POWER, settings)
+    return calls(frame, monitor=monitor), monitor
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.1, 4.0])
+def test_a_power_fault_is_found_whatever_the_board_may_draw(scale):
+    found, monitor = power_calls(powered(scale))
+    assert alarms(found) == ["node-002"]
+    assert min(minute for minute, names in found.items() if names) == 20
+    steps = monitor.to_json()["scales"]["gpu_power_draw"]
+    assert steps == 1.0 if scale == 1.0 else scale * 0.8 < steps < scale * 1.1
+    again = JobMonitor.from_json(json.loads(json.dumps(monitor.to_json())), POWER, monitor.config)
+    assert again.to_json()["scales"] == monitor.to_json()["scales"]
+
+
+def test_limits_that_are_wrong_are_told_although_they_are_widened():
+    frame = powered(2.1)
+    off = {"preprocess": {"widen_limits": False}}
+    assert alarms(power_calls(frame, **off)[0]) == []
+    for preprocess in ({"widen_limits": True}, {"widen_limits": False}):
+        monitor = power_calls(frame, preprocess=preprocess)[1]
+        assert monitor.call(frame).clipped["gpu_power_draw"] > 0.5
+
+
+def test_limits_of_the_site_and_of_the_board_take_the_place_of_the_trained_ones():
+    frame = powered(2.1)
+    off = {"preprocess": {"widen_limits": False}}
+    right = {"gpu_power_draw": [0.0, 700.0]}
+    for limits in (
+        {"limits": right},
+        {"boards": {"H100": right}, "limits": {"gpu_power_draw": [0, 99]}},
+    ):
+        found, monitor = power_calls(frame, **off, **limits)
+        if "boards" in limits:
+            assert alarms(found) == []
+            monitor = JobMonitor("job", POWER, monitor.config)
+            found = calls(frame, monitor=monitor, board="NVIDIA H100 80GB HBM3")
+        assert alarms(found) == ["node-002"]
+        assert monitor.call(frame, board="H100").clipped["gpu_power_draw"] == 0.0
+
+
+def test_an_offset_alarms_where_baselines_are_off():
+    frame = waves()
+    frame.values["cpu_usage"][:, 2] += 9
+    off = calls(frame, config(detect=OFF))
+    assert alarms(off) == ["node-002"]
+
+
+def test_a_fault_is_not_learned_as_a_baseline():
+    frame = waves(seconds=3600)
+    frame.values["cpu_usage"][1500:, 5] -= 20
+    found = calls(frame)
+    assert found[30] == found[60] == ["node-005"]
+
+
+def test_an_early_fault_is_found_too():
+    frame = waves()
+    frame.values["cpu_usage"][200:800, 5] -= 20
+    assert alarms(calls(frame)) == ["node-005"]
+
+
+def test_the_warm_up_after_a_start_is_ignored():
+    frame = waves(seconds=900)
+    frame.values["cpu_usage"][0:300, 1] += 25
+    assert alarms(calls(frame, config(detect=OFF))) == ["node-001"]
+    assert alarms(calls(frame, started=START)) == []
+
+
+def test_what_differs_while_all_are_idle_is_ignored_and_silence_is_not():
+    frame = waves(seconds=1500)
+    frame.values["gpu_duty_cycle"][600:] = 0.0
+    frame.values["cpu_usage"][600:, 3] += 25
+    assert alarms(calls(frame)) == []
+    assert alarms(calls(frame, config(detect={"idle_seconds": 0}))) == ["node-003"]
+    for name in METRICS:
+        frame.mask[name][700:, 6] = False
+    assert alarms(calls(frame)) == ["node-006"]
+
+
+def test_a_machine_that_joins_is_left_out_while_it_is_young():
+    frame = waves(seconds=1500)
+    for name in METRICS:
+        frame.mask[name][:700, 7] = False
+    # It copies its data at first.
+    frame.values["cpu_usage"][700:960, 7] += 25
+    members, late = frame.machines[:7], frame.machines
+    for grace, expected in ((120, []), (0, ["node-007"])):
+        settings = config(preprocess={"join_grace_seconds": grace},
+                          detect=OFF)  # fmt: skip
+        monitor = JobMonitor("job", MODELS, settings)
+        seen = set()
+        for end in range(60, 1501, 60):
+            names = members if end <= 700 else late
+            result = monitor.call(frame.slice(START, START + end).select(names))
+            seen |= {finding.machine for finding in result.findings}
+            assert result.n_machines == (7 if end < 700 + grace else 8)
+        assert sorted(seen) == expected
+
+
+def test_a_job_on_other_nodes_has_a_new_baseline():
+    frame = waves(machines=16, seconds=1800)
+    frame.values["cpu_usage"][:, 2] += 9
+    monitor = JobMonitor("job", MODELS, config())
+    first, second = frame.machines[:8], frame.machines[8:]
+    calls(frame.select(first).slice(START, START + 900), monitor=monitor)
+    assert set(monitor.baseline.table()["cpu_usage"]) == {"node-002"}
+    monitor.call(frame.select(second))
+    assert monitor.baseline.table() == {}
+    assert monitor.baseline.machines == second
+
+
+def test_many_newcomers_do_not_blind_the_monitor():
+    frame = waves(machines=8, seconds=1800)
+    for name in METRICS:
+        frame.mask[name][:800, 5:] = False
+    frame.values["cpu_usage"][1000:1500, 1] -= 30
+    monitor, seen = JobMonitor("job", MODELS, config()), set()
+    for end in range(60, 1801, 60):
+        names = frame.machines[:5] if end <= 800 else frame.machines
+        result = monitor.call(frame.slice(START, START + end).select(names))
+        seen |= {finding.machine for finding in result.findings}
+    assert seen == {"node-001"}
+
+
+def test_a_monitor_goes_on_after_a_restart():
+    frame = waves()
+    frame.values["cpu_usage"][:, 2] += 9
+    monitor = JobMonitor("job", MODELS, config())
+    calls(frame.slice(START, START + 900), monitor=monitor)
+    state = json.loads(json.dumps(monitor.to_json()))
+    again = JobMonitor.from_json(state, MODELS, config())
+    assert again.baseline.table() == monitor.baseline.table()
+    assert alarms(calls(frame, begin=960, monitor=again)) == []
+
+
+def test_a_small_job_and_an_empty_frame_are_told():
+    monitor = JobMonitor("job", MODELS, config())
+    assert monitor.call(waves(machines=3, seconds=300)).status == "too_few_machines"
+    empty = waves(seconds=300).slice(0, 1)
+    assert monitor.call(empty).status == "skipped"
