@@ -41,7 +41,6 @@ OWNERS = {
     "kfp": ("components/", "pipelines/", "src/planish/run/"),
     "vllm": ("src/planish/engines/",),
     "megatron": ("src/planish/stages/train/", "src/planish/checkpoint/"),
-    "sklearn": ("src/planish/minder/",),
     "math_verify": ("src/planish/verifiers/",),
     "datasets": ("src/planish/stages/curate/",),
     "rich": ("src/planish/show/", "src/planish/__main__.py", "pipelines/"),
