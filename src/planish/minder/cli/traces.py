@@ -275,13 +275,14 @@ def _calibrate(options: argparse.Namespace) -> int:
     from planish.minder.lab.cases import read_case
     from planish.minder.lab.evaluate import in_processes
 
-    raw, paths = _tables(options), _traces(options)
-    models = _models(options, minder_config(raw))
+    raw = _tables(options)
+    config = minder_config(raw)
+    models, paths = _models(options, config), _traces(options)
     cases = []
     for number, path in enumerate(paths, 1):
         cases.append(read_case(path))
         options.progress("traces", number, len(paths))
-    limits = fitted_limits(cases, minder_config(raw).detect.metrics)
+    limits = fitted_limits(cases, config.detect.metrics)
     faults = sum(case.truth.faulty for case in cases)
     tables, document = site_tables(limits, None), {}
     if faults < LEAST_FAULTS:
