@@ -42,9 +42,13 @@ def add_commands(verbs: Any) -> None:
     record.add_argument("--job", required=True, metavar="J", help="its name or key")
     record.add_argument("--hours", type=float, default=1.0, metavar="H", help="default 1")
     record.add_argument("--end", type=float, metavar="T", help="unix seconds; default: now")
-    record.add_argument("--out", type=Path, required=True, metavar="FILE",
-                        help="ends in .npz, .csv or .parquet; beside it FILE.json is written, in "
-                        "which a fault can be labelled")  # fmt: skip
+    record.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="ends in .npz, .csv or .parquet; a .json beside it has room for the label of a fault",
+    )
     for one in (serve, validate, breaker, record):
         one.add_argument(
             "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
@@ -55,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Do one verb and return its exit code.
 
     Raises:
-        ConfigError: something that it was told can not be.
+        ConfigError: options or settings can not be as they are.
         BackendUnavailable: a server that is needed does not answer.
     """
     from planish.minder.service.config import load_service_config
@@ -82,7 +86,9 @@ def _record(settings: Any, options: argparse.Namespace) -> int:
             f"`--out` end in {ENDINGS}, got {options.hours} and `{options.out}`"
         )
     case = record(
-        *(settings, options.job, seconds),
+        settings,
+        options.job,
+        seconds,
         end=options.end and int(options.end),
         progress=lambda done: options.progress("seconds", done, seconds),
     )

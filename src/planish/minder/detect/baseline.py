@@ -16,14 +16,14 @@ from planish.minder.detect.distances import fleet_median, floor_of, median_of_kn
 from planish.minder.detect.frame import F32, I64, Mask
 
 CHUNK_SECONDS = 60
-"""History is kept as medians over so many seconds, or a power of two times it."""
+"""History is kept as medians over this time, or over a power of two times it."""
 
 _MAX_CHUNKS = 64
 _FLOOR_WITHOUT_FLOORS = 0.02
 _SETTLED = 0.25
 """A baseline moves only by more than this share of the floor, so that old windows stay valid."""
 _GROWTH = 1.25
-"""It is looked at anew when history has grown by this factor, for the same reason."""
+"""A baseline is decided anew when history has grown by this factor, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Baseline:
         """Take in the healthy seconds since the last call, whole chunks of them.
 
         Args:
-            history: of the machines that `keep` was told.
+            history: of the machines that `keep` was given.
             until: unix seconds; nothing from then on is healthy for sure.
             unsure: [N], machines of which nothing is learned now.
         """
@@ -112,14 +112,16 @@ class Baseline:
         while self.until + CHUNK_SECONDS <= min(until, int(ts[-1]) + 1):
             rows = slice(*np.searchsorted(ts, [self.until, self.until + CHUNK_SECONDS]).tolist())
             for metric, array in history.values.items():
-                row = _difference(array[rows], history.masked[metric][rows])
+                masked = history.masked[metric][rows]
+                away = array[rows] - fleet_median(array[rows], masked)[:, None]
+                row = _median(np.where(masked, np.nan, away))
                 row[unsure] = np.nan
                 self._append(metric, row)
             self.until += CHUNK_SECONDS
         self._decide()
 
     def skip(self, until: int) -> None:
-        """Leave out what was measured before; it may not be healthy."""
+        """Leave out what was measured before some time; it may not be healthy."""
         self.until = max(self.until, until)
 
     def table(self) -> dict[str, dict[str, float]]:
@@ -127,7 +129,7 @@ class Baseline:
         return {metric: found for metric, found in self._used.items() if found}
 
     def unknown(self, metric: str) -> list[str]:
-        """Return the machines of which nothing has been accepted yet."""
+        """Return the machines without an accepted difference."""
         known = self._decided.get(metric, {})
         return [name for name in self.machines if name not in known]
 
@@ -225,12 +227,6 @@ def _agreed(rows: F32, floor: float, needed: int) -> F32:
         agree = np.abs(first - second) <= floor
         result[columns] = np.where(agree, np.median(mine, axis=1), np.nan)
     return result
-
-
-def _difference(values: F32, masked: Mask) -> F32:
-    """Return [N], the median over the seconds of each machine minus the fleet; NaN: not known."""
-    gap = values - fleet_median(values, masked)[:, None]
-    return _median(np.where(masked, np.nan, gap))
 
 
 def _median(rows: F32) -> F32:

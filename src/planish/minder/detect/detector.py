@@ -125,7 +125,7 @@ class Detector:
                 same[mine] &= (seen.masked[mine] == old.masked[theirs]).all(axis=1)
         kept: Mask = np.zeros(0, bool)
         if len(values) >= WINDOW:
-            kept = np.lib.stride_tricks.sliding_window_view(same, WINDOW).all(axis=1)
+            kept = np.asarray(np.lib.stride_tricks.sliding_window_view(same, WINDOW).all(axis=1))
         rows = np.flatnonzero(kept)
         if old is not None and len(rows):
             for attribute in ("sums", "scores", "above", "present"):

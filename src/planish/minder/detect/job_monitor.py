@@ -65,7 +65,7 @@ class JobMonitor:
         now = int(frame.ts[-1]) + 1
         frame = frame.slice(now - self.config.service.window_seconds, now)
         self._follow(frame, started, now)
-        frame, since = self._grown_up(frame, now)
+        frame, since = self._of_age(frame, now)
         ignored = self._ignored(frame, started)
         self._widen(frame, board)
         self.baseline.keep(frame.machines)
@@ -88,20 +88,25 @@ class JobMonitor:
         return result
 
     def _follow(self, frame: Frame, started: int, now: int) -> None:
-        """Note who has joined and left; a job on other nodes is a new one."""
+        """Note which machines have joined and left; a job on other nodes is a new one."""
         old, new = set(self._joined), set(frame.machines)
         moved = bool(old) and len(old & new) < _SAME_JOB_SHARE * max(len(old), len(new))
         if moved:
             self._forget()
-        # Of the first machines nobody knows how old they are.
-        first = not old or moved
         for name in old - new:
             del self._joined[name]
         for name in sorted(new - self._joined.keys()):
-            self._joined[name] = 0 if first else _first_sample(frame, name, now)
+            if not old or moved:
+                # It is not known how old the first machines are.
+                self._joined[name] = 0
+                continue
+            column = frame.machines.index(name)
+            rows = [np.flatnonzero(real[:, column])[:1] for real in frame.mask.values()]
+            first = np.concatenate(rows) if rows else np.zeros(0, int)
+            self._joined[name] = int(frame.ts[first.min()]) if len(first) else now
         self._started = max(self._started, started)
 
-    def _grown_up(self, frame: Frame, now: int) -> tuple[Frame, dict[str, int]]:
+    def _of_age(self, frame: Frame, now: int) -> tuple[Frame, dict[str, int]]:
         """Return the frame without young machines, and since when each of the others counts."""
         grace = self.config.preprocess.join_grace_seconds
         since = {name: joined + grace for name, joined in self._joined.items() if joined and grace}
@@ -109,7 +114,7 @@ class JobMonitor:
         frame = frame.select(old) if len(old) < frame.num_machines else frame
         since = {name: at for name, at in since.items() if name in old and at > frame.ts[0]}
         if len(since) > self.config.preprocess.outage_share * frame.num_machines:
-            # Too many for a comparison before: begin when the last of them had grown up.
+            # Too many to compare without them: begin when the last of them counted.
             frame = frame.slice(max(since.values()), now)
         return frame, since
 
@@ -139,7 +144,7 @@ class JobMonitor:
             for start, stop in stretches(_idle(frame)):
                 if stop - start >= rules.idle_seconds:
                     first = int(frame.ts[0])
-                    # What begins again is warm only after a while.
+                    # A job that goes on has to warm up again.
                     found.append((first + start, first + stop + warmup))
         return found
 
@@ -173,12 +178,17 @@ class JobMonitor:
             baseline.skip(now)
             self.usual.skip(now)
             return
-        # Who has begun to differ a moment ago is no candidate yet.
+        # A machine that began to differ a moment ago is no candidate yet.
         mature = baseline.mature.all()
         until = now - _CANDIDATE_SECONDS if mature else now
         # Distances mean something only when the lasting differences are out of the values.
-        if baseline.begun:
-            self.usual.add(_distances(self._detector), until, unsure)
+        last = self._detector.last
+        if baseline.begun and last:
+            # A window stands for its first second.
+            above = {name: trace.above for name, trace in last.items()}
+            masked = {name: ~trace.present for name, trace in last.items()}
+            seconds = prepared.frame.ts[: len(next(iter(above.values())))]
+            self.usual.add(History(seconds, above, masked), until, unsure)
         values = History(prepared.frame.ts, prepared.values, prepared.masked)
         baseline.add(values, until, unsure)
 
@@ -225,25 +235,6 @@ def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) ->
         return None
     frame = Frame(job, np.zeros(0, np.int64), tuple(machines), {})
     return make_result(frame, config, "too_few_machines", time.perf_counter())
-
-
-def _first_sample(frame: Frame, machine: str, now: int) -> int:
-    """Return the second of a machine's first sample of anything in a frame; now without any."""
-    column = frame.machines.index(machine)
-    rows = [np.flatnonzero(real[:, column])[:1] for real in frame.mask.values()]
-    first = np.concatenate(rows) if rows else np.zeros(0, int)
-    return int(frame.ts[first.min()]) if len(first) else now
-
-
-def _distances(detector: Detector) -> History:
-    """Return the distances above the median machine of the last call, by their first seconds."""
-    prepared, last = detector.prepared, detector.last
-    ts = prepared.frame.ts[: len(next(iter(last.values())).above)] if prepared and last else None
-    return History(
-        np.zeros(0, np.int64) if ts is None else ts,
-        {name: trace.above for name, trace in last.items()},
-        {name: ~trace.present for name, trace in last.items()},
-    )
 
 
 def _idle(frame: Frame) -> Mask:

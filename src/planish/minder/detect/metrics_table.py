@@ -50,57 +50,104 @@ class Metric:
     """A negative value is a broken sample."""
 
 
-def _gpu(name: str, unit: str, limits: tuple[float, float] | None, field: str, scale: float = 1.0,
-         *, kind: Kind = "gauge", series: str = "") -> Metric:  # fmt: skip
-    query = series or f"DCGM_FI_{field}{{{JOB_SELECTOR}}}"
-    return Metric(name, unit, limits, query, kind=kind, scale=scale, is_gpu=True)
+_SELECTED = f"{{{JOB_SELECTOR}}}"
+_PCIE = ("PROF_PCIE_TX_BYTES", "PROF_PCIE_RX_BYTES")
 
 
-_S = f"{{{JOB_SELECTOR}}}"
-_SEL = f",{JOB_SELECTOR}"
+def _gpu(
+    name: str, unit: str, limits: tuple[float, float] | None, *fields: str, scale: float = 1.0
+) -> Metric:
+    """Return a gauge of the GPU exporter, the sum of some of its fields."""
+    series = " + ".join(f"DCGM_FI_{field}{_SELECTED}" for field in fields)
+    return Metric(name, unit, limits, series, scale=scale, is_gpu=True)
+
+
+def _rate(
+    name: str, unit: str, series: str, *, scale: float = 1.0, transform: Transform = "none"
+) -> Metric:
+    """Return a counter that is summed over the devices of a machine."""
+    series += _SELECTED
+    return Metric(name, unit, None, series, "counter", scale, agg="sum", transform=transform)
+
 
 _ROWS = (
-    Metric("pfc_tx_packet_rate", "packet/s", None,
-           f"node_ethtool_transmitted_prio3_pause{_S}", kind="counter", agg="sum",
-           transform="log1p"),
-    Metric("cpu_usage", "%", (0.0, 100.0), f'node_cpu_seconds_total{{mode="idle"{_SEL}}}',
-           kind="counter", scale=-100.0, offset=100.0),
+    _rate(
+        "pfc_tx_packet_rate",
+        "packet/s",
+        "node_ethtool_transmitted_prio3_pause",
+        transform="log1p",
+    ),
+    Metric(
+        "cpu_usage",
+        "%",
+        (0.0, 100.0),
+        f'node_cpu_seconds_total{{mode="idle",{JOB_SELECTOR}}}',
+        kind="counter",
+        scale=-100.0,
+        offset=100.0,
+    ),
     _gpu("gpu_duty_cycle", "%", (0.0, 100.0), "DEV_GPU_UTIL"),
     _gpu("gpu_power_draw", "W", None, "DEV_POWER_USAGE"),
     _gpu("gpu_graphics_engine_activity", "1", (0.0, 1.0), "PROF_GR_ENGINE_ACTIVE"),
     _gpu("gpu_tensor_core_activity", "1", (0.0, 1.0), "PROF_PIPE_TENSOR_ACTIVE"),
-    _gpu("gpu_nvlink_bandwidth", "GB/s", None, "", 1e-9,
-         series=f"DCGM_FI_PROF_NVLINK_TX_BYTES{_S} + DCGM_FI_PROF_NVLINK_RX_BYTES{_S}"),
-    Metric("memory_usage", "%", (0.0, 100.0),
-           f"1 - node_memory_MemAvailable_bytes{_S} / node_memory_MemTotal_bytes{_S}",
-           scale=100.0),
-    Metric("disk_usage", "%", (0.0, 100.0),
-           f"1 - node_filesystem_avail_bytes{_S} / node_filesystem_size_bytes{_S}",
-           scale=100.0, agg="max"),
-    Metric("tcp_throughput", "MB/s", None, f"node_network_transmit_bytes_total{_S}",
-           kind="counter", scale=1e-6, agg="sum"),
-    Metric("tcp_rdma_throughput", "Gbit/s", None,
-           f"node_infiniband_port_data_transmitted_bytes_total{_S}", kind="counter",
-           scale=8e-9, agg="sum"),
-    _gpu("gpu_memory_used", "GiB", None, "DEV_FB_USED", 1 / 1024),
+    _gpu(
+        "gpu_nvlink_bandwidth",
+        "GB/s",
+        None,
+        "PROF_NVLINK_TX_BYTES",
+        "PROF_NVLINK_RX_BYTES",
+        scale=1e-9,
+    ),
+    Metric(
+        "memory_usage",
+        "%",
+        (0.0, 100.0),
+        f"1 - node_memory_MemAvailable_bytes{_SELECTED} / node_memory_MemTotal_bytes{_SELECTED}",
+        scale=100.0,
+    ),
+    Metric(
+        "disk_usage",
+        "%",
+        (0.0, 100.0),
+        f"1 - node_filesystem_avail_bytes{_SELECTED} / node_filesystem_size_bytes{_SELECTED}",
+        scale=100.0,
+        agg="max",
+    ),
+    _rate("tcp_throughput", "MB/s", "node_network_transmit_bytes_total", scale=1e-6),
+    _rate(
+        "tcp_rdma_throughput",
+        "Gbit/s",
+        "node_infiniband_port_data_transmitted_bytes_total",
+        scale=8e-9,
+    ),
+    _gpu("gpu_memory_used", "GiB", None, "DEV_FB_USED", scale=1 / 1024),
     _gpu("gpu_temperature", "degC", (0.0, 110.0), "DEV_GPU_TEMP"),
     _gpu("gpu_sm_activity", "1", (0.0, 1.0), "PROF_SM_ACTIVE"),
     _gpu("gpu_clocks", "MHz", None, "DEV_SM_CLOCK"),
-    _gpu("gpu_fp_engine_activity", "1", (0.0, 1.0), "",
-         series=f"DCGM_FI_PROF_PIPE_FP16_ACTIVE{_S} + DCGM_FI_PROF_PIPE_FP32_ACTIVE{_S}"
-                f" + DCGM_FI_PROF_PIPE_FP64_ACTIVE{_S}"),
+    _gpu(
+        "gpu_fp_engine_activity",
+        "1",
+        (0.0, 1.0),
+        "PROF_PIPE_FP16_ACTIVE",
+        "PROF_PIPE_FP32_ACTIVE",
+        "PROF_PIPE_FP64_ACTIVE",
+    ),
     _gpu("gpu_memory_bandwidth_utilization", "1", (0.0, 1.0), "PROF_DRAM_ACTIVE"),
-    _gpu("pcie_bandwidth", "GB/s", None, "", 1e-9,
-         series=f"DCGM_FI_PROF_PCIE_TX_BYTES{_S} + DCGM_FI_PROF_PCIE_RX_BYTES{_S}"),
-    _gpu("pcie_usage", "%", (0.0, 100.0), "", 100 / 64e9,
-         series=f"DCGM_FI_PROF_PCIE_TX_BYTES{_S} + DCGM_FI_PROF_PCIE_RX_BYTES{_S}"),
-    Metric("ecn_packet_rate", "packet/s", None,
-           f"node_infiniband_np_ecn_marked_roce_packets_received_total{_S}", kind="counter",
-           agg="sum", transform="log1p"),
-    Metric("cnp_packet_rate", "packet/s", None,
-           f"node_infiniband_np_cnp_packets_sent_total{_S}", kind="counter", agg="sum",
-           transform="log1p"),
-)  # fmt: skip
+    _gpu("pcie_bandwidth", "GB/s", None, *_PCIE, scale=1e-9),
+    _gpu("pcie_usage", "%", (0.0, 100.0), *_PCIE, scale=100 / 64e9),
+    _rate(
+        "ecn_packet_rate",
+        "packet/s",
+        "node_infiniband_np_ecn_marked_roce_packets_received_total",
+        transform="log1p",
+    ),
+    _rate(
+        "cnp_packet_rate",
+        "packet/s",
+        "node_infiniband_np_cnp_packets_sent_total",
+        transform="log1p",
+    ),
+)
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ROWS}
 """All metrics by canonical name, in the order of the published table."""

@@ -116,12 +116,6 @@ def load_models(folder: Path, config: DenoiseConfig, metrics: tuple[str, ...]) -
     Raises:
         ConfigError: a model is missing, damaged, of another schema, size or metric.
     """
-    limits = _read_limits(folder)
-    denoisers = {name: _denoiser(folder, name, config) for name in metrics}
-    return Models(denoisers, limits)
-
-
-def _read_limits(folder: Path) -> dict[str, tuple[float, float]]:
     raw = _read_json(folder / _LIMITS)
     try:
         limits = {name: (float(low), float(high)) for name, (low, high) in raw.items()}
@@ -133,40 +127,50 @@ def _read_limits(folder: Path) -> dict[str, tuple[float, float]]:
                 f"`{folder / _LIMITS}` must map known metrics to two finite numbers, got "
                 f"{name!r}: {(low, high)}; train the models again"
             )
-    return limits
+    return Models({name: _denoiser(folder, name, config) for name in metrics}, limits)
 
 
 def _denoiser(folder: Path, metric: str, config: DenoiseConfig) -> Denoiser:
+    """Read the model of one metric; a degraded one gives way to its components where wanted."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
     if config.denoiser == "none":
         return Identity(metric)
-    facts = read_facts(folder, metric)
-    tensors = _read_tensors(folder / metric / _WEIGHTS)
-    use_pca = config.denoiser == "pca" or (config.fall_back_to_pca and facts.quality == "degraded")
-    if use_pca:
+    facts, path = read_facts(folder, metric), folder / metric / _WEIGHTS
+    try:
+        tensors = {name: array.astype(np.float32) for name, array in load_file(path).items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"`{path}` must be a safetensors file, got {error}; train the models again"
+        ) from None
+    if config.denoiser == "pca" or (config.fall_back_to_pca and facts.quality == "degraded"):
         mean, components = tensors.get("pca.mean"), tensors.get("pca.components")
-        if mean is None or components is None or components.shape[1:] != mean.shape != (WINDOW,):
+        if (
+            mean is None
+            or components is None
+            or not components.shape[1:] == mean.shape == (WINDOW,)
+        ):
             raise ConfigError(
-                f"`{folder / metric / _WEIGHTS}` must hold a mean and components over {WINDOW} "
-                f"samples, got {sorted(tensors)}; train the models again"
+                f"`{path}` must hold a mean and components over {WINDOW} samples, got "
+                f"{sorted(tensors)}; train the models again"
             )
         pca = Pca(metric, mean, components)
-        pca.version = facts.model_id
-        pca.quality = facts.quality
+        pca.version, pca.quality = facts.model_id, facts.quality
         return pca
-    return _vae(folder, facts, tensors, config)
-
-
-def _vae(folder: Path, facts: Facts, tensors: Mapping[str, F32], config: DenoiseConfig) -> Denoiser:
     wanted = {f"vae.{name}": shape for name, shape in shapes(facts.hidden, facts.latent).items()}
-    seen = {name: a.shape for name, a in tensors.items() if name.startswith("vae.")}
+    seen = {name: array.shape for name, array in tensors.items() if name.startswith("vae.")}
     if wanted != seen:
         raise ConfigError(
-            f"`{folder / facts.metric / _WEIGHTS}` must hold the weights {wanted}, got {seen}; "
-            "train the models again"
+            f"`{path}` must hold the weights {wanted}, got {seen}; train the models again"
         )
-    weights = {name.removeprefix("vae."): tensors[name] for name in wanted}
-    latent = config.embedding == "latent"
-    return Vae(facts.metric, weights, version=facts.model_id, quality=facts.quality, latent=latent)
+    return Vae(
+        metric,
+        {name.removeprefix("vae."): tensors[name] for name in wanted},
+        version=facts.model_id,
+        quality=facts.quality,
+        latent=config.embedding == "latent",
+    )
 
 
 def read_facts(folder: Path, metric: str) -> Facts:
@@ -207,15 +211,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"`{path}` must be a JSON object, got a {type(raw).__name__}")
     return raw
-
-
-def _read_tensors(path: Path) -> dict[str, F32]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        return {name: a.astype(np.float32) for name, a in load_file(path).items()}
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ConfigError(
-            f"`{path}` must be a safetensors file, got {error}; train the models again"
-        ) from None

@@ -42,7 +42,7 @@ class Prepared:
     clipped: dict[str, float]
     """Share of values beyond the limits that were given, widened or not."""
     broken: dict[str, tuple[str, ...]]
-    """Metric to machines whose exporter says 0, or stands still, and can not be believed."""
+    """Metric to machines whose exporter is broken: it gives 0, or the same values on and on."""
     silent_seconds: F64
     """[N], how long before the end of the frame each machine gave its last sample of anything."""
 
@@ -108,10 +108,10 @@ def prepare(
 def limits_of(
     metric: Metric, config: MinderConfig, fitted: Limits, board: str = ""
 ) -> tuple[float, float] | None:
-    """Return the transformed values that become 0 and 1; None where nobody knows them.
+    """Return the transformed values that become 0 and 1; None where they are not known.
 
-    The board's limits go before those of the site, these before the metric's own, and what the
-    models were trained with is last.
+    The board's limits go before those of the site, these before the metric's own, and those that
+    the models were trained with come last.
     """
     site = config.site_limits(metric.name, board)
     if site is not None:
@@ -225,10 +225,11 @@ def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tup
     """Find GPU metrics that are 0 on one machine only, while another one of it moves."""
     gpu = [name for name in frame.values if name in table and table[name].is_gpu]
     found: dict[str, tuple[str, ...]] = {}
-    moves = {
-        name: _spread(frame.values[name], frame.mask[name]) > 0
-        for name in gpu
-    }  # fmt: skip
+    moves = {}
+    for name in gpu:
+        values, real = frame.values[name], frame.mask[name]
+        low = np.where(real, values, np.inf).min(axis=0, initial=np.inf)
+        moves[name] = np.where(real, values, -np.inf).max(axis=0, initial=-np.inf) > low
     for name in gpu:
         values, real = frame.values[name], frame.mask[name]
         zero = real.any(axis=0) & ~((values != 0) & real).any(axis=0)
@@ -250,7 +251,7 @@ def frozen_exporters(
     Args:
         frame: of one job.
         table: all metrics.
-        after_seconds: so long they must have stood still; 0: nobody is looked at.
+        after_seconds: for which they must have stood still; 0: no machine is looked at.
 
     Returns:
         Metric to machine to the first row that stands still.
@@ -307,12 +308,6 @@ def _last_values(values: F32, real: Mask) -> F32:
     ends = np.where(real, np.arange(len(values))[:, None], -1).max(axis=0, initial=-1)
     picked = values[np.maximum(ends, 0), np.arange(values.shape[1])]
     return np.where(ends >= 0, picked, np.float32(0)).astype(np.float32)
-
-
-def _spread(values: F32, real: Mask) -> F32:
-    low = np.where(real, values, np.inf).min(axis=0, initial=np.inf)
-    high = np.where(real, values, -np.inf).max(axis=0, initial=-np.inf)
-    return np.where(high >= low, high - low, 0.0).astype(np.float32)
 
 
 def silent_seconds(frame: Frame) -> F64:

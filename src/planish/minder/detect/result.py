@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from typing import Any, Literal
 
 Kind = Literal["dissimilar", "silent", "job_wide"]
@@ -102,12 +101,3 @@ class Result:
     def to_json(self) -> str:
         """Return canonical JSON."""
         return json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of a result."""
-    text = (
-        resources.files("planish.minder.detect").joinpath("result.schema.json").read_text("utf-8")
-    )
-    document: dict[str, Any] = json.loads(text)
-    return document

@@ -14,11 +14,11 @@ from planish.minder.detect.distances import median_of_known
 from planish.minder.detect.frame import F32, F64, I64, Mask
 
 BLOCK_SECONDS = 30
-"""Machines are compared by their medians over so long, which holds an iteration of most jobs."""
+"""Machines are compared by their medians over this time, which holds an iteration of most jobs."""
 _SEPARATION = 3.0
 """The gap between the parts in units of the mean deviation within them."""
 _SAME_SHARE = 0.9
-"""So many of the machines must stay on their side."""
+"""Share of the machines that must stay on their side."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Part:
     """
 
     columns: I64
-    """The smaller side; of equal ones that without the first machine."""
+    """The smaller side; of two equal sides the one without the first machine."""
     start: int
     """Unix second at which it began to lie apart."""
     stop: int
@@ -86,7 +86,9 @@ def find_part(
         if not goes_on and (row + 1 - begin) * BLOCK_SECONDS > seconds:
             ends = counted[[begin, row]] + [0, 1]
             start, stop = (int(ts[0]) + first + ends * BLOCK_SECONDS).tolist()
-            return Part(_smaller(sides[row]), start, stop)
+            low, high = np.flatnonzero(sides[row] < 0), np.flatnonzero(sides[row] > 0)
+            is_low_smaller = len(low) < len(high) or (len(low) == len(high) and 0 not in low)
+            return Part(low if is_low_smaller else high, start, stop)
     return None
 
 
@@ -125,25 +127,13 @@ def _sides(medians: F64, gap: float, smallest: int) -> tuple[I64, Mask]:
     sides = np.where(np.isfinite(sides), sides, 0).astype(np.int64)
     apart = widest > gap
     for row in np.flatnonzero(apart):
-        within = np.concatenate(
-            [np.abs(one - np.median(one)) for one in _both(medians[row], sides[row])]
-        )
+        both = (medians[row][sides[row] < 0], medians[row][sides[row] > 0])
+        within = np.concatenate([np.abs(side - np.median(side)) for side in both])
         apart[row] = widest[row] > _SEPARATION * within.mean()
     return sides, apart
-
-
-def _both(row: F64, sides: I64) -> tuple[F64, F64]:
-    return row[sides < 0], row[sides > 0]
 
 
 def _same(a: I64, b: I64) -> bool:
     """Tell whether the machines that are known in both rows lie on the same sides."""
     both = (a != 0) & (b != 0)
     return bool(both.any() and (a[both] == b[both]).mean() >= _SAME_SHARE)
-
-
-def _smaller(sides: I64) -> I64:
-    low, high = np.flatnonzero(sides < 0), np.flatnonzero(sides > 0)
-    if len(low) == len(high):
-        return high if 0 in low else low
-    return min(low, high, key=len)

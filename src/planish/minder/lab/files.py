@@ -69,7 +69,14 @@ def write_frame(path: Path, frame: Frame) -> None:
         with path.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
         return
-    write_samples(path, _samples_of(frame))
+    ts = frame.ts.astype(np.float64)
+    samples: dict[str, dict[str, tuple[F64, F64]]] = {}
+    for metric, array in frame.values.items():
+        samples[metric] = {}
+        for i, name in enumerate(frame.machines):
+            real = frame.mask[metric][:, i]
+            samples[metric][name] = (ts[real], array[real, i].astype(np.float64))
+    write_samples(path, samples)
 
 
 def write_samples(path: Path, samples: Samples) -> None:
@@ -88,18 +95,6 @@ def write_samples(path: Path, samples: Samples) -> None:
         csv.write_csv(table, path)
     else:
         parquet.write_table(table, path, compression="zstd")
-
-
-def _samples_of(frame: Frame) -> dict[str, dict[str, tuple[F64, F64]]]:
-    ts = frame.ts.astype(np.float64)
-    return {
-        metric: {
-            name: (ts[real[:, i]], array[real[:, i], i].astype(np.float64))
-            for i, name in enumerate(frame.machines)
-        }
-        for metric, array in frame.values.items()
-        for real in (frame.mask[metric],)
-    }
 
 
 def _read_npz(path: Path) -> Frame:
@@ -223,7 +218,13 @@ def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:
             f"`ts` in `{path}` must be unix seconds, got {every.min():.0f} and later; divide "
             "milliseconds by 1,000"
         )
-    spacing = _spacing(samples)
+    spacings = [
+        float(np.median(np.diff(np.unique(ts))))
+        for series in samples.values()
+        for ts, _ in series.values()
+        if len(np.unique(ts)) > 2
+    ]
+    spacing = float(np.median(spacings)) if spacings else 0.0
     if spacing > COARSEST_SECONDS:
         raise RecordError(
             f"samples in `{path}` must be at most {COARSEST_SECONDS:.0f} s apart, got "
@@ -239,20 +240,9 @@ def _aligned(path: Path, machines: Sequence[str], samples: Samples) -> Frame:
     return align(path.stem, start, end, machines, samples, nonnegative=signs)
 
 
-def _spacing(samples: Samples) -> float:
-    """Return the median seconds between samples of a series, in the median of all; 0 for few."""
-    found = [
-        float(np.median(np.diff(np.unique(ts))))
-        for series in samples.values()
-        for ts, _ in series.values()
-        if len(np.unique(ts)) > 2
-    ]
-    return float(np.median(found)) if found else 0.0
-
-
 def _is_known(path: Path, name: str) -> bool:
     if name in METRICS:
         return True
-    _log.warning("`%s` in `%s` is not a known metric%s: left out", name, path,
-                 nearest(name, METRICS))  # fmt: skip
+    hint = nearest(name, METRICS)
+    _log.warning("`%s` in `%s` is not a known metric%s: left out", name, path, hint)
     return False

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planish.__main__ import main
-from planish.minder.detect.result import schema
+from planish.minder.detect.result import Result
 from planish.minder.lab.files import write_samples
 from tests.minder_lab.simulator import simulate
 from tests.unit.minder.cli.command import run, simulated
@@ -29,7 +29,7 @@ def test_a_simulated_fault_is_found_by_replay_and_run_once(tmp_path, capsys):
     assert code == 2
     result = json.loads(shown.out)
     assert [one["machine"] for one in result["findings"]] == list(truth.machines)
-    assert set(result) == set(schema()["required"])
+    assert set(result) == set(Result.__dataclass_fields__)
 
 
 def test_a_healthy_trace_is_clean(tmp_path, capsys):

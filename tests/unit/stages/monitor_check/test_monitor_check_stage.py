@@ -10,7 +10,7 @@ import pytest
 from planish import store
 from planish.base.errors import ConfigError
 from planish.minder.detect.frame import Frame
-from planish.minder.detect.result import schema
+from planish.minder.detect.result import Result
 from planish.minder.lab.files import write_frame
 from planish.minder.service.config import service_settings
 from planish.records import layout
@@ -72,7 +72,7 @@ def test_a_faulty_machine_of_a_recording_is_named(file_root, tmp_path, recorded)
     assert result["job"] == "trace"
     assert [finding["machine"] for finding in result["findings"]] == ["node-3"]
     assert abs(result["findings"][0]["run_start"] - 1800) <= 8
-    assert set(result) == set(schema()["required"])
+    assert set(result) == set(Result.__dataclass_fields__)
     assert metrics == {
         "num_calls": 1.0,
         "num_failed_calls": 0.0,
