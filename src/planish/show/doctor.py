@@ -127,7 +127,7 @@ def _s3() -> Finding:
         S3Store(replace(settings, retry_seconds=0.0), "planish-doctor").folder("")
     except ConfigError as error:
         # No such bucket: the server answers and takes the keys.
-        if "bucket" not in str(error):
+        if "bucket 'planish-doctor' must exist" not in str(error):
             return Finding("s3 server", "wrong", str(error))
     except PlanishError as error:
         return Finding("s3 server", "wrong", str(error))

@@ -49,7 +49,7 @@ from planish.store.base import (
 )
 from planish.store.retry import RETRY_SECONDS, Transient
 from planish.store.s3_client import Client, Refused, Settings, drained
-from planish.store.wire import READ_SECONDS, Answer, Line
+from planish.store.wire import READ_SECONDS, Answer
 
 _LONGEST_RETRY_SECONDS = 86_400
 _DELETE_KEYS = 1000
@@ -416,7 +416,7 @@ class _Download:
             return {"range": f"bytes={first}-", **condition} if first else condition
         return {"range": f"bytes={first}-{self._start + self._length - 1}", **condition}
 
-    def _take(self, line: Line, answer: Answer, deadline: float) -> None:
+    def _take(self, answer: Answer) -> None:
         """Read what came."""
         first, place = self._start + self.done, self._client.place(self._key)
         span = answer.headers.get("Content-Range", "")
@@ -434,7 +434,7 @@ class _Download:
             self.target = memoryview(bytearray(answer.length))
         self.etag = self.etag or answer.headers.get("ETag", "")
         expected = min(answer.length, self.target.nbytes - self.done)
-        count = line.read_into(answer, self.target[self.done : self.done + expected], deadline)
+        count = answer.fill(self.target[self.done : self.done + expected])
         self._client.counters.received(count)
         self.done += count
         if count < expected:

@@ -40,11 +40,11 @@ from planish.store.retry import (
     passes,
     transient,
 )
-from planish.store.wire import READ_SECONDS, Answer, Line, Pool
+from planish.store.wire import READ_SECONDS, Answer, Pool
 
 T = TypeVar("T")
-Take = Callable[[Line, Answer, float], T]
-"""Reads the body of a good answer: line, answer, deadline."""
+Take = Callable[[Answer], T]
+"""Reads the body of a good answer."""
 
 _ERROR_BYTES = 64 << 10
 _PAGE_BYTES = 16 << 20
@@ -145,7 +145,7 @@ class Client:
 
         def once() -> T:
             own = headers() if callable(headers) else headers or {}
-            return self._once(kind, method, key, take, query or {}, own, view, tries.deadline)
+            return self._send(kind, method, key, take, query or {}, own, view, tries.deadline)
 
         try:
             return tries.run(once)
@@ -186,7 +186,7 @@ class Client:
         except (TypeError, ValueError):
             return time.time()
 
-    def _once(
+    def _send(
         self,
         kind: str,
         method: str,
@@ -215,8 +215,8 @@ class Client:
                 answer = line.request(method, target, signed, body, deadline)
                 self._date = (answer.headers.get("Date", ""), time.monotonic())
                 if answer.status < 300:
-                    return take(line, answer, deadline)
-                data = line.read_all(answer, _ERROR_BYTES, deadline) or b""
+                    return take(answer)
+                data = answer.read_whole(_ERROR_BYTES) or b""
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, StoreError):
                     raise
@@ -241,55 +241,85 @@ class Client:
 
     def error(self, refused: Refused, key: str) -> StoreError:
         """Return our error for an answer: which thing is wrong and who must change it."""
-        place, status, code = self.place(key), refused.status, refused.code
-        if code == "NoSuchBucket":
-            return StoreMisconfigured(
-                f"bucket {self.bucket!r} must exist, but the server {self.endpoint!r} has none of "
-                "that name; create it or correct the URI"
+        code = refused.code if refused.code in _ERRORS else _CODE_OF_STATUS.get(refused.status, "")
+        if not code:
+            return StoreError(f"{self.place(key)}: the server answers {refused}")
+        error, text = _ERRORS[code]
+        return error(
+            text.format(
+                place=self.place(key),
+                bucket=self.bucket,
+                endpoint=self.endpoint,
+                answer=refused.code or f"HTTP {refused.status}",
+                ours=datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT"),
+                theirs=self._date[0],
             )
-        if code == "InvalidBucketName":
-            return StoreMisconfigured(f"{place} is not what an S3 server takes ({code})")
-        if code in {"NoSuchKey", "NoSuchVersion", "NoSuchUpload"} or (status, code) == (404, ""):
-            return ObjectMissing(f"{place} must be an object, but there is none ({code or status})")
-        if code in FULL_CODES or status == 507:
-            return StoreError(f"{place} can not be written: the server is full ({code}); make room")
-        if code == "InvalidAccessKeyId":
-            return AccessRefused(
-                f"`MINIO_ACCESS_KEY` must be a key of the server, which knows no such key ({place} "
-                f"answers {code}); correct the secret that sets it"
-            )
-        if code == "SignatureDoesNotMatch":
-            return AccessRefused(
-                f"`MINIO_SECRET_KEY` must belong to `MINIO_ACCESS_KEY`, but {place} answers {code};"
-                " correct the secret that sets it"
-            )
-        if code in {"ExpiredToken", "InvalidToken", "InvalidTokenId"}:
-            return AccessRefused(
-                "`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but "
-                f"{place} answers {code}; ask the security token service for new keys"
-            )
-        if code == "RequestTimeTooSkewed":
-            ours = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-            return AccessRefused(
-                "the clocks of this machine and of the server must agree within 15 minutes, got "
-                f"{ours!r} here and {self._date[0]!r} at {place}; set the clock of this node"
-            )
-        if status in {401, 403} or code == "AccessDenied":
-            return AccessRefused(
-                f"`MINIO_ACCESS_KEY` must be allowed to use {place}, but the server answers "
-                f"{code or status}; give the user a policy for this bucket"
-            )
-        return StoreError(f"{place}: the server answers {refused}")
+        )
 
 
-def drained(line: Line, answer: Answer, deadline: float) -> Mapping[str, str]:
+_MISSING = (ObjectMissing, "{place} must be an object, but there is none ({answer})")
+_FULL = (StoreError, "{place} can not be written: the server is full ({answer}); make room")
+_BAD_TOKEN = (
+    AccessRefused,
+    "`MINIO_SESSION_TOKEN` must be a valid token of `MINIO_ACCESS_KEY`, but {place} answers "
+    "{answer}; ask the security token service for new keys",
+)
+_ERRORS: dict[str, tuple[type[StoreError], str]] = {
+    "NoSuchKey": _MISSING,
+    "NoSuchVersion": _MISSING,
+    "NoSuchUpload": _MISSING,
+    **dict.fromkeys(FULL_CODES, _FULL),
+    "NoSuchBucket": (
+        StoreMisconfigured,
+        "bucket {bucket!r} must exist, but the server {endpoint!r} has none of that name; create "
+        "it or correct the URI",
+    ),
+    "InvalidBucketName": (
+        StoreMisconfigured,
+        "{place} is not what an S3 server takes ({answer}); correct the name of the bucket",
+    ),
+    "InvalidAccessKeyId": (
+        AccessRefused,
+        "`MINIO_ACCESS_KEY` must be a key of the server, which knows no such key ({place} answers "
+        "{answer}); correct the secret that sets it",
+    ),
+    "SignatureDoesNotMatch": (
+        AccessRefused,
+        "`MINIO_SECRET_KEY` must belong to `MINIO_ACCESS_KEY`, but {place} answers {answer}; "
+        "correct the secret that sets it",
+    ),
+    "ExpiredToken": _BAD_TOKEN,
+    "InvalidToken": _BAD_TOKEN,
+    "InvalidTokenId": _BAD_TOKEN,
+    "RequestTimeTooSkewed": (
+        AccessRefused,
+        "the clocks of this machine and of the server must agree within 15 minutes, got {ours!r} "
+        "here and {theirs!r} at {place}; set the clock of this node",
+    ),
+    "AccessDenied": (
+        AccessRefused,
+        "`MINIO_ACCESS_KEY` must be allowed to use {place}, but the server answers {answer}; give "
+        "the user a policy for this bucket",
+    ),
+}
+"""What an error code of S3 means and who must change what; see `retry` for those that pass."""
+_CODE_OF_STATUS = {
+    401: "AccessDenied",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    507: "XMinioStorageFull",
+}
+"""The code to take an HTTP status for where the server's own is missing or unknown."""
+
+
+def drained(answer: Answer) -> Mapping[str, str]:
     """Read an empty body away and return the headers."""
-    line.read_all(answer, _ERROR_BYTES, deadline)
+    answer.read_whole(_ERROR_BYTES)
     return dict(answer.headers.items())
 
 
-def _document(line: Line, answer: Answer, deadline: float) -> ElementTree.Element:
-    data = line.read_all(answer, _PAGE_BYTES, deadline)
+def _document(answer: Answer) -> ElementTree.Element:
+    data = answer.read_whole(_PAGE_BYTES)
     try:
         root = ElementTree.fromstring(data or b"")
     except ElementTree.ParseError:

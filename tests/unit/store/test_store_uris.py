@@ -105,3 +105,11 @@ def test_a_uri_lists_in_the_spelling_of_the_caller_and_what_it_lists_can_be_read
 def test_what_is_refused_is_refused_also_when_it_is_encoded(uri):
     with pytest.raises(ConfigError):
         parse_uri(uri)
+
+
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch):
+    for name in ("ACCESS_KEY", "SECRET_KEY"):
+        monkeypatch.setenv(f"MINIO_{name}", "a")
+    monkeypatch.setenv("MINIO_ENDPOINT", "host:port")
+    with pytest.raises(ConfigError, match="`MINIO_ENDPOINT` must be `host:port`, got 'host:port'"):
+        open_store("s3://bucket/a")
