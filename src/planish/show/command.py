@@ -46,8 +46,8 @@ def show(text: str, console: Console, *, rows: int) -> None:
     if "#" in text:
         text, digest = parse_pin(text)
     uri = text if "://" in text else file_uri(os.path.abspath(text))
-    for found in tables_of(uri.rstrip("/"), digest, rows=rows):
-        console.print(found)
+    for piece in tables_of(uri.rstrip("/"), digest, rows=rows):
+        console.print(piece)
 
 
 def tables_of(uri: str, digest: str | None, *, rows: int) -> list[RenderableType]:
@@ -67,7 +67,7 @@ def tables_of(uri: str, digest: str | None, *, rows: int) -> list[RenderableType
         return [*manifest_tables(uri, manifest), *details]
     if store.exists(layout.run_file(uri)):
         return run_tables(uri)
-    found = folder_tables(uri)
-    if not found:
+    tables = folder_tables(uri)
+    if not tables:
         raise ObjectMissing(f"`{uri}` must be a set, a report or a run root, but nothing is there")
-    return found
+    return tables

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from planish import __version__
 from planish.base.errors import ConfigError, PlanishError
+from planish.base.text import bytes_text
 
 TOOLS = {
     "go": "builds the servers of the tests",
@@ -31,7 +32,7 @@ _EXTRA = re.compile(r"extra\s*==\s*['\"]([a-z-]+)['\"]")
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFact:
     """One line of the answer."""
 
     what: str
@@ -42,12 +43,12 @@ class Finding:
     """Versions, counts, or the remedy."""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[MachineFact]:
     """Look at packages, devices, servers and tools; nothing is changed."""
     return [*packages(), *devices(), *servers(), *tools()]
 
 
-def packages(requirements: list[str] | None = None) -> list[Finding]:
+def packages(requirements: list[str] | None = None) -> list[MachineFact]:
     """Return one finding for the base and one per extra."""
     if requirements is None:
         requirements = metadata.requires("planish") or []
@@ -56,19 +57,20 @@ def packages(requirements: list[str] | None = None) -> list[Finding]:
         name, extra = _REQUIREMENT.match(text), _EXTRA.search(text)
         if name and name[1] != "planish":
             groups.setdefault(extra[1] if extra else "", []).append(name[1])
-    own = Finding("planish", "ok", f"{__version__}, Python {platform.python_version()}")
+    own = MachineFact("planish", "ok", f"{__version__}, Python {platform.python_version()}")
     return [own, *(_group(extra, names) for extra, names in sorted(groups.items()))]
 
 
-def _group(extra: str, names: list[str]) -> Finding:
+def _group(extra: str, names: list[str]) -> MachineFact:
+    """Return the versions of the packages of an extra, or how to install what is missing."""
     versions = {name: _version(name) for name in sorted(set(names))}
     missing = [name for name, version in versions.items() if version is None]
     title = f"extra {extra}" if extra else "base packages"
     if not missing:
-        return Finding(title, "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
+        return MachineFact(title, "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
     target = f"'planish[{extra}]'" if extra else "planish"
     remedy = f"missing {', '.join(missing)}: pip install {target}"
-    return Finding(title, "absent" if extra else "wrong", remedy)
+    return MachineFact(title, "absent" if extra else "wrong", remedy)
 
 
 def _version(name: str) -> str | None:
@@ -78,69 +80,60 @@ def _version(name: str) -> str | None:
         return None
 
 
-def devices() -> list[Finding]:
+def devices() -> list[MachineFact]:
     """Return processors, memory, free disk and accelerators."""
     cpus = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(Path.cwd()).free
-    machine = (
-        f"{cpus} processors, {memory / 2**30:.1f} GiB memory, {free / 2**30:.1f} GiB free disk"
-    )
-    return [Finding("machine", "ok", machine), _accelerators()]
+    machine = f"{cpus} processors, {bytes_text(memory)} memory, {bytes_text(free)} free disk"
+    accelerators = MachineFact("accelerators", "absent", "torch is not installed")
+    if _version("torch") is not None:
+        import torch
+
+        names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        none = MachineFact("accelerators", "absent", "none; everything runs on the processors")
+        accelerators = MachineFact("accelerators", "ok", ", ".join(names)) if names else none
+    return [MachineFact("machine", "ok", machine), accelerators]
 
 
-def _accelerators() -> Finding:
-    if _version("torch") is None:
-        return Finding("accelerators", "absent", "torch is not installed")
-    import torch
-
-    if not torch.cuda.is_available():
-        return Finding("accelerators", "absent", "none; everything runs on the processors")
-    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    return Finding("accelerators", "ok", ", ".join(names))
-
-
-def servers() -> list[Finding]:
+def servers() -> list[MachineFact]:
     """Return whether the S3 server of the environment answers, and which test server is built."""
-    built = shutil.which("minio") or _built("minio")
-    state = (
-        Finding("minio program", "ok", str(built))
-        if built
-        else Finding("minio program", "absent", "only tests need it: make servers")
-    )
-    return [_s3(), state]
+    own = Path.cwd() / ".cache" / "bin" / "minio"
+    path = shutil.which("minio") or (str(own) if own.is_file() else "")
+    program = MachineFact("minio program", "absent", "only tests need it: make servers")
+    if path:
+        program = MachineFact("minio program", "ok", path)
+    return [_s3(), program]
 
 
-def _built(name: str) -> Path | None:
-    path = Path.cwd() / ".cache" / "bin" / name
-    return path if path.is_file() else None
-
-
-def _s3() -> Finding:
+def _s3() -> MachineFact:
+    """Return whether the S3 server of the environment answers and takes the keys."""
     from planish.store.s3 import S3Store, read_settings
 
     try:
         settings = read_settings()
     except ConfigError as error:
-        return Finding("s3 server", "absent", str(error))
+        return MachineFact("s3 server", "absent", str(error))
     try:
         S3Store(replace(settings, retry_seconds=0.0), "planish-doctor").folder("")
     except ConfigError as error:
         # No such bucket: the server answers and takes the keys.
         if "bucket 'planish-doctor' must exist" not in str(error):
-            return Finding("s3 server", "wrong", str(error))
+            return MachineFact("s3 server", "wrong", str(error))
     except PlanishError as error:
-        return Finding("s3 server", "wrong", str(error))
-    return Finding("s3 server", "ok", f"{settings.endpoint} answers and takes the keys")
+        return MachineFact("s3 server", "wrong", str(error))
+    return MachineFact("s3 server", "ok", f"{settings.endpoint} answers and takes the keys")
 
 
-def tools(which: Callable[[str], str | None] = shutil.which) -> list[Finding]:
+def tools(which: Callable[[str], str | None] = shutil.which) -> list[MachineFact]:
     """Return which programs are on the PATH."""
-    found = []
+    programs = []
     for name, purpose in TOOLS.items():
         path = which(name)
-        found.append(Finding(name, "ok", path) if path else Finding(name, "absent", purpose))
-    return found
+        programs.append(
+            MachineFact(name, "ok", path) if path else MachineFact(name, "absent", purpose)
+        )
+    return programs
 
 
 def doctor(console: Console) -> int:
@@ -150,7 +143,7 @@ def doctor(console: Console) -> int:
     table = Table(show_edge=False, pad_edge=False)
     for column in ("what", "state", "detail"):
         table.add_column(column, overflow="fold")
-    for found in findings:
-        table.add_row(found.what, Text(found.state, style[found.state]), Text(found.detail))
+    for fact in findings:
+        table.add_row(fact.what, Text(fact.state, style[fact.state]), Text(fact.detail))
     console.print(table)
-    return int(any(found.state == "wrong" for found in findings))
+    return int(any(fact.state == "wrong" for fact in findings))

@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from rich.console import RenderableType
@@ -41,68 +41,56 @@ def run_tables(root: str) -> list[RenderableType]:
         table(root, "", "", rows=facts, width=100),
         table("configuration", "section", "values", rows=[[k, v] for k, v in sections], width=400),
         *_iteration_tables(names),
-        *_set_tables("policies and states", root, names, ("policies", "states", "prompts")),
-        *_evaluation_tables(root, names),
-        *_log_tables(root, names),
+        *_other_tables(root, names),
     ]
 
 
 def _iteration_tables(names: list[str]) -> list[RenderableType]:
-    counts: dict[int, dict[str, int]] = defaultdict(dict)
+    """Return how many rows each kind of set has, per iteration."""
+    counts: dict[int, Counter[str]] = defaultdict(Counter)
     for name in names:
         match = _ITERATION.search(name)
-        if not match or not name.endswith("/manifest.json"):
-            continue
-        kind = match[2].partition("/")[0]
-        found = counts[int(match[1])]
-        num_rows = read_manifest(name.removesuffix("/manifest.json")).num_rows
-        found[kind] = found.get(kind, 0) + num_rows
-    if not counts:
-        return []
-    kinds = sorted({kind for found in counts.values() for kind in found})
-    rows: list[list[Any]] = [
-        [number, *(found.get(kind, "-") for kind in kinds)]
-        for number, found in sorted(counts.items())
+        if match and name.endswith("/manifest.json"):
+            num_rows = read_manifest(name.removesuffix("/manifest.json")).num_rows
+            counts[int(match[1])][match[2].partition("/")[0]] += num_rows
+    kinds = sorted({kind for rows_of in counts.values() for kind in rows_of})
+    rows = [
+        [number, *(rows_of.get(kind, "-") for kind in kinds)]
+        for number, rows_of in sorted(counts.items())
     ]
-    return [table("iterations (rows)", "iteration", *kinds, rows=rows)]
+    return [table("iterations (rows)", "iteration", *kinds, rows=rows)] if rows else []
 
 
-def _set_tables(
-    title: str, root: str, names: list[str], folders: tuple[str, ...]
-) -> list[RenderableType]:
-    rows = []
+def _other_tables(root: str, names: list[str]) -> list[RenderableType]:
+    """Return the sets outside iterations, the evaluations and the log entries of the stages."""
+    sets: list[list[Any]] = []
+    evaluations: list[list[Any]] = []
+    tasks: list[list[Any]] = []
     for name in names:
         place = name.removeprefix(f"{root}/")
-        if place.endswith("/manifest.json") and place.split("/")[0] in folders:
+        folder = place.removesuffix("/manifest.json")
+        if folder != place and place.split("/")[0] in ("policies", "states", "prompts"):
             manifest = read_manifest(name.removesuffix("/manifest.json"))
             attributes = {k: v for k, v in manifest.attributes.items() if k != "config_sha256"}
-            rows.append([place.removesuffix("/manifest.json"), manifest.schema, attributes])
-    return [table(title, "folder", "schema", "attributes", rows=rows, width=100)] if rows else []
-
-
-def _evaluation_tables(root: str, names: list[str]) -> list[RenderableType]:
-    rows = []
-    for name in names:
-        if not name.startswith(f"{root}/evals/") or not name.endswith(".json"):
-            continue
-        try:
-            report = read_report(EvalReport, name)
-        except RecordError:
-            continue  # another small file beside the report
-        rows.append([name.removeprefix(f"{root}/"), _scalars_line(report.scalars)])
-    return [table("evaluations", "file", "scalars", rows=rows, width=300)] if rows else []
-
-
-def _log_tables(root: str, names: list[str]) -> list[RenderableType]:
-    rows = []
-    for name in names:
-        if name.startswith(f"{layout.logs(root)}/") and name.endswith(".json"):
+            sets.append([folder, manifest.schema, attributes])
+        elif place.startswith("evals/") and place.endswith(".json"):
+            # other small files lie beside the reports
+            with contextlib.suppress(RecordError):
+                evaluations.append([place, _scalars_line(read_report(EvalReport, name).scalars)])
+        elif name.startswith(f"{layout.logs(root)}/") and name.endswith(".json"):
             entry = read_json(name)
             if isinstance(entry, dict):
                 fields = ("iteration", "stage", "shard", "state", "seconds", "already_done")
-                rows.append([*(entry.get(f, "-") for f in fields), entry.get("error") or ""])
+                tasks.append([*(entry.get(f, "-") for f in fields), entry.get("error") or ""])
     columns = ("iteration", "stage", "shard", "state", "seconds", "already done", "error")
-    return [table("stages", *columns, rows=rows[-_MAX_ROWS:], width=100)] if rows else []
+    tables = [
+        ("policies and states", ("folder", "schema", "attributes"), sets, 100),
+        ("evaluations", ("file", "scalars"), evaluations, 300),
+        ("stages", columns, tasks[-_MAX_ROWS:], 100),
+    ]
+    return [
+        table(title, *heads, rows=rows, width=width) for title, heads, rows, width in tables if rows
+    ]
 
 
 def _scalars_line(scalars: dict[str, float]) -> str:
@@ -143,7 +131,9 @@ def document_tables(uri: str, data: bytes) -> list[RenderableType]:
     ]
     rows: list[list[Any]]
     if isinstance(report, EvalReport):
-        rows = [[source, _scalars_line(found)] for source, found in sorted(report.sources.items())]
+        rows = [
+            [source, _scalars_line(scores)] for source, scores in sorted(report.sources.items())
+        ]
         return [*tables, table("sources", "source", "scalars", rows=rows, width=300)]
     names = sorted({name for entry in report.minibatches for name in entry})
     rows = [

@@ -81,8 +81,8 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
     return [
         table("columns", "column", "type", "values", "meaning", rows=specs),
         *(
-            table(f"row {row} of {manifest.num_rows}", "", "", rows=found, width=100)
-            for row, found in enumerate(cells)
+            table(f"row {row} of {manifest.num_rows}", "", "", rows=values, width=100)
+            for row, values in enumerate(cells)
         ),
     ]
 

@@ -27,7 +27,7 @@ from planish.records.refs import parse_pin
 from planish.records.reports import EvalReport, read_report
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import PathArtifact
-from planish.stages.prepare.run_file import RunFile, Start, write_run_file
+from planish.stages.prepare.run_file import RunFile, StartPins, write_run_file
 from tests.benchmarks.facts import commit
 from tests.benchmarks.studies.arms import (
     SHARED,
@@ -54,7 +54,7 @@ def write_json(path: Path, value: Any) -> None:
 class Stages:
     """Calls stages on one run root and keeps what they say and what they cost."""
 
-    def __init__(self, root: Path, config: dict[str, dict[str, Any]], start: Start) -> None:
+    def __init__(self, root: Path, config: dict[str, dict[str, Any]], start: StartPins) -> None:
         self.root, self._folder = root.as_uri(), root / "artifacts"
         self.digest = config_sha256(config)
         write_run_file(self.root, RunFile(config, planish.__version__, "", start, start))
@@ -109,7 +109,7 @@ def make_base(arm: Arm, seed: int) -> dict[str, Any]:
     dataset = task_tables(arm.task)["study"].get("dataset")
     if dataset:
         dataset_file(dataset)
-    stages = Stages(root, resolve_config(definition["tables"]), Start())
+    stages = Stages(root, resolve_config(definition["tables"]), StartPins())
     prompts = stages.artifact("prompts")
     stages.call("curate", curate, prompts=prompts, report=stages.artifact("report"))
     start, found = stages.call("sft", sft, prompts=prompts, policy=stages.artifact("policy"))
@@ -188,7 +188,7 @@ def train_arm(arm: Arm, seed: int) -> dict[str, Any]:
     root = run_root(arm, seed)
     if not (root / "prompts").exists():
         shutil.copytree(base_root(arm.task, seed) / "prompts", root / "prompts")
-    start = Start(base["policy_pin"])
+    start = StartPins(base["policy_pin"])
     stages = Stages(root, resolve_config(definition["tables"]), start)
     rows: list[dict[str, Any]] = []
     evaluations = list(base["evaluations"])

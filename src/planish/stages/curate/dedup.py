@@ -103,8 +103,8 @@ def remove_near_duplicates(
         return list(problems), []
     from datasketch import MinHashLSH
 
-    found = without_boilerplate([shingles(tokens[i]) for i in long_enough])
-    sets = {i: own for i, own in zip(long_enough, found, strict=True) if own}
+    shingle_sets = without_boilerplate([shingles(tokens[i]) for i in long_enough])
+    sets = {i: own for i, own in zip(long_enough, shingle_sets, strict=True) if own}
     hashed = sketches(list(sets.values()), workers)
     index = MinHashLSH(threshold=CANDIDATES * threshold, num_perm=NUM_PERMUTATIONS)
     twins: dict[int, int] = {}

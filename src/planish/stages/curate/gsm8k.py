@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 
 from planish.stages.curate.arithmetic import ColumnExpression
-from planish.stages.curate.problem import Drop, Ledger, Problem
-from planish.stages.curate.records import Row
+from planish.stages.curate.problem import CurationLedger, Drop, Problem
+from planish.stages.curate.records import DataRow
 from planish.stages.curate.tasks import column_problem
 from planish.verifiers.expressions import ExpressionError, evaluate
 
@@ -25,7 +25,7 @@ _TWO_OPERANDS = re.compile(r"([0-9]+)([-+*])([0-9]+)")
 _WHOLE = re.compile(r"-?[0-9]+")
 
 
-def is_gsm8k(rows: Sequence[Row]) -> bool:
+def is_gsm8k(rows: Sequence[DataRow]) -> bool:
     """Tell whether rows are in GSM8K's form, by the first one."""
     return bool(rows) and parse_row(rows[0].fields) is not None
 
@@ -57,7 +57,9 @@ def problem_row(fields: dict[str, object]) -> dict[str, object] | None:
     }
 
 
-def step_problems(rows: Sequence[Row], max_digits: int, ledger: Ledger) -> list[Problem]:
+def step_problems(
+    rows: Sequence[DataRow], max_digits: int, ledger: CurationLedger
+) -> list[Problem]:
     """Turn every `<<expression=result>>` of every solution into a column-arithmetic prompt.
 
     Args:
@@ -75,18 +77,18 @@ def step_problems(rows: Sequence[Row], max_digits: int, ledger: Ledger) -> list[
         if parsed is None:
             bad.append(Drop("not_in_gsm8k_form", f"{row.origin}: {row.fields!r:.200}"))
             continue
-        found = _STEP.findall(parsed[1])
-        if not found:
+        texts = _STEP.findall(parsed[1])
+        if not texts:
             bad.append(Drop("no_steps", f"{row.origin}: {parsed[1]}"))
-        steps += [(f"{row.origin} step {n}", text) for n, text in enumerate(found, 1)]
+        steps += [(f"{row.origin} step {n}", text) for n, text in enumerate(texts, 1)]
     ledger.record("problems with steps", "problems", len(rows), len(rows) - len(bad), bad)
     kept, drops = [], []
     for origin, text in steps:
-        seen = read_step(text, max_digits)
-        if isinstance(seen, str):
-            drops.append(Drop(seen, f"{origin}: {text}"))
+        column = read_step(text, max_digits)
+        if isinstance(column, str):
+            drops.append(Drop(column, f"{origin}: {text}"))
         else:
-            kept.append(column_problem(seen, source="gsm8k-steps", origin=origin))
+            kept.append(column_problem(column, source="gsm8k-steps", origin=origin))
     ledger.record("column arithmetic", "steps", len(steps), len(kept), drops)
     different = {problem.question: problem for problem in reversed(kept)}
     unique = [problem for problem in kept if different[problem.question] is problem]

@@ -308,15 +308,15 @@ def load_rewriter(reference: str) -> Rewriter | None:
         return None
     module, _, name = reference.partition(":")
     try:
-        found: object = getattr(importlib.import_module(module), name)
+        loaded: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"`curate.rewriter` must name a callable that can be imported, got {reference!r} "
             f"({error})"
         ) from None
-    if not callable(found):
+    if not callable(loaded):
         raise ConfigError(f"`curate.rewriter` must name a callable, got {reference!r}")
-    rewriter: Rewriter = found
+    rewriter: Rewriter = loaded
     return rewriter
 
 
@@ -343,7 +343,13 @@ def rewrite_problems(
             continue
         done = rewrite(problem.question, problem.answer)
         if done.method == "rejected" and rewriter is not None:
-            done = _by_rewriter(problem, done, rewriter)
+            result = rewriter(problem.question, problem.answer)
+            if result is not None:
+                question, answer = result
+                is_good = question.strip() and answer_fault("integer", answer) is None
+                done = replace(done, reason="rewriter_gave_no_integer")
+                if is_good:
+                    done = Rewrite(problem.answer, "rewriter", question, answer, "rewriter")
         if done.method == "rejected":
             drops.append(drop(problem, done.reason))
         elif done.method == "unchanged":
@@ -361,13 +367,3 @@ def rewrite_problems(
                 )
             )
     return kept, drops
-
-
-def _by_rewriter(problem: Problem, rejected: Rewrite, rewriter: Rewriter) -> Rewrite:
-    result = rewriter(problem.question, problem.answer)
-    if result is None:
-        return rejected
-    question, answer = result
-    if not question.strip() or answer_fault("integer", answer) is not None:
-        return replace(rejected, reason="rewriter_gave_no_integer")
-    return Rewrite(problem.answer, "rewriter", question, answer, "rewriter")

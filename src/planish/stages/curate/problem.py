@@ -85,11 +85,11 @@ class Filter:
 
 
 @dataclass
-class Ledger:
+class CurationLedger:
     """The filters of one curation in order.
 
     Example:
-        >>> ledger = Ledger()
+        >>> ledger = CurationLedger()
         >>> ledger.record("length", "prompts", 3, 2, [Drop("too_long", "line 2")])
         >>> ledger.filters[0].reasons
         {'too_long': 1}

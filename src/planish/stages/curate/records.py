@@ -17,7 +17,7 @@ from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.records.files import hash_file
-from planish.stages.curate.problem import Drop, Ledger
+from planish.stages.curate.problem import CurationLedger, Drop
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One row of a data set."""
 
     fields: dict[str, Any]
@@ -38,10 +38,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """All rows of a data set."""
 
-    rows: list[Row]
+    rows: list[DataRow]
     """In the order of the file."""
     sha256: str
     """Digest of the file, or of the canonical rows of a hub data set."""
@@ -59,10 +59,10 @@ def read_table(
     dataset: str,
     *,
     skip_bad: bool,
-    ledger: Ledger,
+    ledger: CurationLedger,
     hub: Callable[[str], Iterable[Any]],
     label: str = "",
-) -> Table:
+) -> DataTable:
     """Read a data set by path or hub id.
 
     Args:
@@ -80,7 +80,9 @@ def read_table(
         if path.suffix == ".parquet":
             rows, bad = _parse(_parquet_rows(path), "row", path.name, skip_bad)
         else:
-            rows, bad = _parse(_lines(path), "line", path.name, skip_bad)
+            with path.open("rb") as file:
+                lines = (line.removesuffix(b"\n") for line in file)
+                rows, bad = _parse(lines, "line", path.name, skip_bad)
         digest = hash_file(path)[1]
     elif path.exists() or path.suffix in (".jsonl", ".json", ".parquet") or path.is_absolute():
         raise ConfigError(
@@ -96,21 +98,26 @@ def read_table(
         canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
         digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
     ledger.record(f"{label}rows of the data set", "rows", len(rows) + len(bad), len(rows), bad)
-    return Table(rows, digest)
+    return DataTable(rows, digest)
 
 
 def _parse(
     items: Iterable[Any], unit: str, name: str, skip_bad: bool
-) -> tuple[list[Row], list[Drop]]:
-    rows: list[Row] = []
+) -> tuple[list[DataRow], list[Drop]]:
+    rows: list[DataRow] = []
     drops: list[Drop] = []
     ids: dict[str, str] = {}
     for number, item in enumerate(items, 1):
         origin = f"{unit} {number}"
         try:
             fields = _json_line(item) if isinstance(item, bytes) else _plain(item)
-            _check_id(fields, origin, ids)
-            rows.append(Row(fields, origin))
+            if fields.get("id") is not None:
+                key = str(fields["id"])
+                if key in ids:
+                    detail = f"the id {key!r:.80} stands in {ids[key]} already"
+                    raise BadRow("duplicate_id", detail)
+                ids[key] = origin
+            rows.append(DataRow(fields, origin))
         except BadRow as error:
             if not skip_bad:
                 raise ConfigError(
@@ -153,22 +160,6 @@ def _plain(value: Any) -> dict[str, Any]:
     except (UnicodeEncodeError, ValueError, RecursionError) as error:
         raise BadRow("not_utf8", f"text that is no valid Unicode: {error}") from None
     return fields
-
-
-def _check_id(fields: dict[str, Any], origin: str, ids: dict[str, str]) -> None:
-    name = fields.get("id")
-    if name is None:
-        return
-    key = str(name)
-    if key in ids:
-        raise BadRow("duplicate_id", f"the id {key!r:.80} stands in {ids[key]} already")
-    ids[key] = origin
-
-
-def _lines(path: Path) -> Iterable[bytes]:
-    with path.open("rb") as file:
-        for line in file:
-            yield line.removesuffix(b"\n")
 
 
 def _parquet_rows(path: Path) -> Iterable[Any]:

@@ -25,8 +25,8 @@ from planish.stages.curate.filters import (
 )
 from planish.stages.curate.gsm8k import is_gsm8k, problem_row, step_problems
 from planish.stages.curate.integers import load_rewriter, rewrite_problems
-from planish.stages.curate.problem import Drop, Ledger, Messages, Problem, drop
-from planish.stages.curate.records import Row, Table, as_answer, field_of
+from planish.stages.curate.problem import CurationLedger, Drop, Messages, Problem, drop
+from planish.stages.curate.records import DataRow, DataTable, as_answer, field_of
 from planish.stages.curate.tasks import task_stream
 from planish.verifiers import answer_fault
 
@@ -51,15 +51,15 @@ class Curated:
     """Held-out problems."""
     traced: list[Problem]
     """Training problems whose worked traces teach the cold start."""
-    ledger: Ledger
+    ledger: CurationLedger
     """Counts of every filter."""
 
 
 def curate(
     config: CurateConfig,
     seed: int,
-    tables: Sequence[Table],
-    ledger: Ledger,
+    tables: Sequence[DataTable],
+    ledger: CurationLedger,
     pass_rates: PassRates | None = None,
 ) -> Curated:
     """Select problems.
@@ -107,7 +107,7 @@ def curate(
     return Curated(train, evaluation, _traced(config, train, ledger), ledger)
 
 
-def _traced(config: CurateConfig, train: list[Problem], ledger: Ledger) -> list[Problem]:
+def _traced(config: CurateConfig, train: list[Problem], ledger: CurationLedger) -> list[Problem]:
     good = [problem for problem in train if has_good_trace(problem)]
     count = len(good) if config.num_traces is None else config.num_traces
     chosen = choose(good, count)
@@ -126,7 +126,7 @@ def _traced(config: CurateConfig, train: list[Problem], ledger: Ledger) -> list[
 
 
 def _generate(
-    config: CurateConfig, seed: int, ledger: Ledger
+    config: CurateConfig, seed: int, ledger: CurationLedger
 ) -> tuple[list[Problem], list[Problem]]:
     """Draw different problems until both sides are full or the task has no more."""
     sides: tuple[list[Problem], list[Problem]] = ([], [])
@@ -151,7 +151,9 @@ def _generate(
     return sides
 
 
-def _prepare(config: CurateConfig, table: Table, ledger: Ledger, label: str) -> list[Problem]:
+def _prepare(
+    config: CurateConfig, table: DataTable, ledger: CurationLedger, label: str
+) -> list[Problem]:
     """Turn rows into problems and apply the filters that look at one set."""
     rows = table.rows
     if is_gsm8k(rows) and config.gsm8k_as == "steps":
@@ -186,17 +188,19 @@ def _prepare(config: CurateConfig, table: Table, ledger: Ledger, label: str) -> 
     return problems
 
 
-def read_problems(config: CurateConfig, rows: Sequence[Row]) -> tuple[list[Problem], list[Drop]]:
+def read_problems(
+    config: CurateConfig, rows: Sequence[DataRow]
+) -> tuple[list[Problem], list[Drop]]:
     """Find question, answer, verifier and trace in the fields of each row."""
     kept: list[Problem] = []
     drops: list[Drop] = []
     for row in rows:
         fields = problem_row(row.fields) or row.fields
-        found = _read_problem(config, fields, row.origin)
-        if isinstance(found, str):
-            drops.append(Drop(found, f"{row.origin}: {json.dumps(row.fields, default=str):.200}"))
+        problem = _read_problem(config, fields, row.origin)
+        if isinstance(problem, str):
+            drops.append(Drop(problem, f"{row.origin}: {json.dumps(row.fields, default=str):.200}"))
         else:
-            kept.append(found)
+            kept.append(problem)
     return kept, drops
 
 

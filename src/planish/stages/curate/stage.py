@@ -14,8 +14,8 @@ from planish.records.refs import parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.pass_rate import measure_pass_rates, prompt_set
-from planish.stages.curate.problem import Ledger
-from planish.stages.curate.records import Table, read_hub, read_table
+from planish.stages.curate.problem import CurationLedger
+from planish.stages.curate.records import DataTable, read_hub, read_table
 from planish.stages.curate.report import curation_metrics, curation_report
 from planish.stages.curate.select import curate
 
@@ -46,7 +46,7 @@ def run(
 def make_prompts(context: Context) -> Outcome:
     """Select problems and write the three sets unless an earlier attempt has."""
     config = context.section(CurateConfig, "curate")
-    ledger = Ledger()
+    ledger = CurationLedger()
     tables = read_tables(config, ledger)
     parents = dict(zip(("source", "evaluation_source"), (t.sha256 for t in tables), strict=False))
     if config.pass_rate_policy:
@@ -110,7 +110,7 @@ def make_prompts(context: Context) -> Outcome:
     return Outcome(refs={"prompts": ref}, metrics=metrics, documents={"report": text})
 
 
-def read_tables(config: CurateConfig, ledger: Ledger) -> list[Table]:
+def read_tables(config: CurateConfig, ledger: CurationLedger) -> list[DataTable]:
     """Read the configured data sets: none for generated tasks, else one or two.
 
     Raises:

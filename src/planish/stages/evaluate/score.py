@@ -43,9 +43,9 @@ class Judged:
 
     def answers(self) -> list[list[str | None]]:
         """Return [P] lists of n extracted answers; None is invalid."""
-        found = [None if v.invalid or v.error else v.extracted for v in self.verdicts]
+        answers = [None if v.invalid or v.error else v.extracted for v in self.verdicts]
         step = self.num_samples
-        return [found[start : start + step] for start in range(0, len(found), step)]
+        return [answers[start : start + step] for start in range(0, len(answers), step)]
 
 
 def scalars(
@@ -68,7 +68,11 @@ def scalars(
     accuracy = sampled.accuracy()[rows]
     error, (low, high) = metrics.bootstrap(accuracy, num_resamples=config.num_resamples, seed=seed)
     answers = sampled.answers()
-    found: Scalars = {
+    chosen = (np.asarray(rows)[:, None] * n + np.arange(n)).ravel()
+    finish = sampled.rollouts.finish[chosen]
+    lengths = sampled.rollouts.response_tokens.lengths[chosen]
+    verdicts = [sampled.verdicts[row] for row in chosen]
+    scores: Scalars = {
         "accuracy": metrics.average(accuracy),
         "accuracy_bootstrap_error": error,
         "accuracy_bootstrap_low": low,
@@ -76,16 +80,21 @@ def scalars(
         f"cons@{n}": metrics.consensus(accuracy, [answers[row] for row in rows]),
         "num_prompts": float(len(rows)),
         "num_samples": float(n),
-        **_response_facts(sampled, rows),
+        "invalid_fraction": float(np.mean([v.invalid for v in verdicts])),
+        "truncated_fraction": float((finish == FinishReason.LENGTH).mean()),
+        "refused_fraction": float((finish == FinishReason.ABORT).mean()),
+        "verifier_errors": float(sum(v.error for v in verdicts)),
+        "response_length_mean": float(lengths.mean()),
+        "num_generated_tokens": float(lengths.sum()),
     }
     if n > 1:
-        found["accuracy_standard_error"] = metrics.sampling_error(accuracy)
+        scores["accuracy_standard_error"] = metrics.sampling_error(accuracy)
     for k in config.pass_at:
         if k <= n:
-            found[f"pass@{k}"] = metrics.mean_pass_at_k(accuracy, k)
+            scores[f"pass@{k}"] = metrics.mean_pass_at_k(accuracy, k)
     if greedy is not None:
-        found["greedy"] = metrics.average(greedy.accuracy()[rows])
-    return found
+        scores["greedy"] = metrics.average(greedy.accuracy()[rows])
+    return scores
 
 
 def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
@@ -106,22 +115,6 @@ def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
     return metrics.sampling_error(tables[1] - tables[0])
 
 
-def _response_facts(sampled: Judged, rows: Sequence[int]) -> Scalars:
-    n = sampled.num_samples
-    chosen = (np.asarray(rows)[:, None] * n + np.arange(n)).ravel()
-    finish = sampled.rollouts.finish[chosen]
-    lengths = sampled.rollouts.response_tokens.lengths[chosen]
-    verdicts = [sampled.verdicts[row] for row in chosen]
-    return {
-        "invalid_fraction": float(np.mean([v.invalid for v in verdicts])),
-        "truncated_fraction": float((finish == FinishReason.LENGTH).mean()),
-        "refused_fraction": float((finish == FinishReason.ABORT).mean()),
-        "verifier_errors": float(sum(v.error for v in verdicts)),
-        "response_length_mean": float(lengths.mean()),
-        "num_generated_tokens": float(lengths.sum()),
-    }
-
-
 def rows_by_source(sources: Sequence[str]) -> dict[str, list[int]]:
     """Return the prompt indices of each source, sources sorted.
 
@@ -129,7 +122,7 @@ def rows_by_source(sources: Sequence[str]) -> dict[str, list[int]]:
         >>> rows_by_source(["b", "a", "b"])
         {'a': [1], 'b': [0, 2]}
     """
-    found: dict[str, list[int]] = {}
+    rows: dict[str, list[int]] = {}
     for row, source in enumerate(sources):
-        found.setdefault(source, []).append(row)
-    return dict(sorted(found.items()))
+        rows.setdefault(source, []).append(row)
+    return dict(sorted(rows.items()))

@@ -45,7 +45,7 @@ def run(
     """
     execute(
         "evaluate",
-        lambda context: _work(context, baseline_pin, policy_pin),
+        lambda context: evaluate(context, baseline_pin, policy_pin),
         root=root,
         config_sha256=config_sha256,
         outputs={"evaluation": evaluation, "metrics": metrics},
@@ -65,9 +65,24 @@ class _Task:
     parents: dict[str, str]
 
 
-def _work(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
+def evaluate(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
+    """Evaluate both policies unless an earlier attempt has.
+
+    Raises:
+        RecordError: there is no held-out prompt.
+    """
     config = context.section(EvaluateConfig, "evaluate")
-    prompts, digest = _read_prompts(context, config)
+    place = layout.evaluation_prompts(context.root)
+    digest = read_manifest(place).sha256
+    prompts = read_set(PromptSet, place, sha256=digest)
+    if not prompts.num_rows:
+        raise RecordError(
+            f"an evaluation needs at least one prompt, got none at `{place}`; give `curate` a "
+            "larger evaluation share"
+        )
+    if config.max_prompts:
+        order = sorted(range(prompts.num_rows), key=lambda row: prompts.prompt_id[row])
+        prompts = prompts.take(sorted(order[: config.max_prompts]))
     reports: list[EvalReport] = []
     refs: list[Ref] = []
     fresh = False
@@ -83,23 +98,8 @@ def _work(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
         fresh = fresh or is_new
         refs.append(ref)
         reports.append(report)
-    found = compare(reports[0], reports[-1])
-    return Outcome(refs={"evaluation": refs[-1]}, metrics=found, already_done=not fresh)
-
-
-def _read_prompts(context: Context, config: EvaluateConfig) -> tuple[PromptSet, str]:
-    uri = layout.evaluation_prompts(context.root)
-    manifest = read_manifest(uri)
-    prompts = read_set(PromptSet, uri, sha256=manifest.sha256)
-    if not prompts.num_rows:
-        raise RecordError(
-            f"an evaluation needs at least one prompt, got none at `{uri}`; give `curate` a larger "
-            "evaluation share"
-        )
-    if config.max_prompts:
-        order = sorted(range(prompts.num_rows), key=lambda row: prompts.prompt_id[row])
-        prompts = prompts.take(sorted(order[: config.max_prompts]))
-    return prompts, manifest.sha256
+    scores = compare(reports[0], reports[-1])
+    return Outcome(refs={"evaluation": refs[-1]}, metrics=scores, already_done=not fresh)
 
 
 def compare(before: EvalReport, after: EvalReport) -> Scalars:
@@ -112,16 +112,16 @@ def compare(before: EvalReport, after: EvalReport) -> Scalars:
         {'accuracy_before': 0.25, 'accuracy_after': 0.5, 'accuracy_rise': 0.25}
     """
     old, new = before.scalars, after.scalars
-    found: Scalars = {}
+    scores: Scalars = {}
     for name in sorted(set(old) & set(new)):
         if name.startswith(("accuracy", "greedy", "pass@", "cons@", "response_length_mean")):
             plain = name.replace("@", "_at_")
-            found[f"{plain}_before"], found[f"{plain}_after"] = old[name], new[name]
-    found["accuracy_rise"] = new["accuracy"] - old["accuracy"]
+            scores[f"{plain}_before"], scores[f"{plain}_after"] = old[name], new[name]
+    scores["accuracy_rise"] = new["accuracy"] - old["accuracy"]
     marks: list[Any] = [report.attributes.get(MARKS) for report in (before, after)]
     if all(marks) and "accuracy_standard_error" in new:
-        found["accuracy_rise_standard_error"] = rise_error(marks[0], marks[1])
-    return found
+        scores["accuracy_rise_standard_error"] = rise_error(marks[0], marks[1])
+    return scores
 
 
 def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
@@ -147,13 +147,17 @@ def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
     ref = Ref(EvalReport.SCHEMA, uri, digest, facts)
     logger.info(
         "evaluated policy_version=%d accuracy=%.4f greedy=%.4f prompts=%d already_done=%s",
-        *(task.version, report.scalars["accuracy"], report.scalars.get("greedy", float("nan"))),
-        *(report.scalars["num_prompts"], not is_new),
+        task.version,
+        report.scalars["accuracy"],
+        report.scalars.get("greedy", float("nan")),
+        report.scalars["num_prompts"],
+        not is_new,
     )
     return ref, report, is_new
 
 
 def _score(task: _Task, attributes: dict[str, object]) -> EvalReport:
+    """Sample and verify responses to all prompts, and work out the scores."""
     from planish.engines.measure import judge
     from planish.verifiers import VerifierOptions
 
@@ -175,8 +179,8 @@ def _score(task: _Task, attributes: dict[str, object]) -> EvalReport:
         source: scalars(sampled, greedy, rows, config, seed)
         for source, rows in rows_by_source(task.prompts.source).items()
     }
-    found = scalars(sampled, greedy, everything, config, seed)
-    return EvalReport(found, sources, attributes | {MARKS: sampled.marks()})
+    scores = scalars(sampled, greedy, everything, config, seed)
+    return EvalReport(scores, sources, attributes | {MARKS: sampled.marks()})
 
 
 def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
@@ -189,21 +193,8 @@ def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
         if done is not None:
             sets[name] = read_set(RolloutSet, uri, sha256=done.manifest_sha256)
     missing = {name: n for name, n in counts.items() if name not in sets}
-    if missing:
-        for name, rollouts in _generate(task, missing).items():
-            facts = {
-                "config_sha256": digest,
-                "policy_version": task.version,
-                "seed": task.context.seed,
-                "temperature": 0.0 if name == GREEDY else task.config.temperature,
-                "top_p": 1.0 if name == GREEDY else task.config.top_p,
-            }
-            write_set(f"{task.folder}/{name}", rollouts, parents=task.parents, attributes=facts)
-            sets[name] = rollouts
-    return sets
-
-
-def _generate(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
+    if not missing:
+        return sets
     import torch
 
     from planish.base.parallel import pick_device
@@ -215,18 +206,17 @@ def _generate(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
     config = task.config
     torch.set_num_threads(config.num_threads)
     device = str(pick_device(config.device))
-    uri, digest = parse_pin(task.pin)
-    tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
-    found = {}
+    policy_uri, sha256 = parse_pin(task.pin)
+    tokenizer = load_tokenizer(fetch_files(policy_uri, sha256=sha256, schema="policy/1"))
     with open_engine(config.engine, task.pin, max_rows=config.max_rows, device=device) as engine:
-        for name, num_samples in counts.items():
-            greedy = name == GREEDY
+        for name, num_samples in missing.items():
+            is_greedy = name == GREEDY
             sampling = Sampling(
                 max_new_tokens=config.max_response_tokens,
-                temperature=0.0 if greedy else config.temperature,
-                top_p=1.0 if greedy else config.top_p,
+                temperature=0.0 if is_greedy else config.temperature,
+                top_p=1.0 if is_greedy else config.top_p,
             )
-            found[name] = generate_rollouts(
+            sets[name] = generate_rollouts(
                 engine,
                 tokenizer,
                 task.prompts,
@@ -234,4 +224,12 @@ def _generate(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
                 sampling=sampling,
                 run_seed=task.context.seed,
             )
-    return found
+            facts = {
+                "config_sha256": digest,
+                "policy_version": task.version,
+                "seed": task.context.seed,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+            }
+            write_set(f"{task.folder}/{name}", sets[name], parents=task.parents, attributes=facts)
+    return sets

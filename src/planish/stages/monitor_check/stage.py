@@ -61,13 +61,13 @@ def run(
     def work(_: Context) -> Outcome:
         if is_stopped(root, iteration):
             return _outcome(_nothing(job), 0, 0)
-        raw = _read_settings(settings)
+        raw = load_toml(store.read(settings), name=settings) if settings else {}
         if trace:
-            found = _outcome(_look_back(raw, trace, job), 1, 0)
+            outcome = _outcome(_look_back(raw, trace, job), 1, 0)
         else:
-            found = _look_on(raw, job, root, iteration, float(watch_seconds))
-        _write_down(root, iteration, str(found.values["faulty_machine"]))
-        return found
+            outcome = _look_on(raw, job, root, iteration, float(watch_seconds))
+        _write_down(root, iteration, str(outcome.values["faulty_machine"]))
+        return outcome
 
     outcome = execute(
         "monitor_check",
@@ -92,12 +92,6 @@ def _write_down(root: str, iteration: int, machine: str) -> None:
     avoid(root, AvoidedNode(machine, "monitor_check", run_id, iteration))
 
 
-def _read_settings(uri: str) -> dict[str, Any]:
-    if not uri:
-        return {}
-    return load_toml(store.read(uri), name=uri)
-
-
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
     """Return the first result with a fault of a recorded trace, else the last one."""
     from dataclasses import replace
@@ -117,12 +111,12 @@ def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:
         store.read_file(trace, path)
         frame = read_frame(path)
     frame = replace(frame, job=job or frame.job)
-    found = None
+    result = _nothing(frame.job)
     for call in replay(frame, models, config):
-        found = call.result
-        if found.findings:
+        result = call.result
+        if result.findings:
             break
-    return found if found is not None else _nothing(frame.job)
+    return result
 
 
 def _look_on(

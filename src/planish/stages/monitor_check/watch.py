@@ -56,8 +56,8 @@ def watch(
     Raises:
         ConfigError: no such job, or no models.
     """
-    from planish.minder.detect.job_monitor import too_few_machines
-    from planish.minder.service.build import models_of
+    from planish.minder.detect.job_monitor import JobMonitor, too_few_machines
+    from planish.minder.service.build import models_of, pull_once
 
     models = models_of(settings)
     monitors: dict[str, JobMonitor] = {}
@@ -67,16 +67,22 @@ def watch(
     while True:
         watched.num_calls += 1
         try:
-            found = find(settings, job)
-            watched.result = too_few_machines(found.key, found.machines, settings.minder)
+            info = find(settings, job)
+            watched.result = too_few_machines(info.key, info.machines, settings.minder)
             if watched.result is None:
-                monitor = monitors.setdefault(found.key, _monitor(found, models, settings))
-                watched.result = _look(settings, found, monitor)
+                if info.key not in monitors:
+                    monitors[info.key] = JobMonitor(info.key, models, settings.minder)
+                frame, board = pull_once(settings, info)
+                watched.result = monitors[info.key].call(
+                    frame, started=info.started, stages=dict(info.stages), board=board
+                )
             elif not has_said:
                 has_said = True
                 logger.warning(
                     "nothing to compare job=%s machines=%d least=%d",
-                    *(found.key, len(found.machines), settings.minder.detect.min_machines),
+                    info.key,
+                    len(info.machines),
+                    settings.minder.detect.min_machines,
                 )
         except (BackendUnavailable, ClusterError) as error:
             watched.num_failed += 1
@@ -103,28 +109,15 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
         jobs = static_jobs(settings)
         if len(jobs) != 1:
             raise ConfigError(
-                "`job` must be named unless the settings list exactly one, got "
-                f"{[one.name for one in jobs]}"
+                "`job` must be named unless the settings list exactly info, got "
+                f"{[info.name for info in jobs]}"
             )
         return jobs[0]
     from planish.minder.act.kube.client import Cluster
 
     run_id = os.environ.get("RUN_ID", "")
     jobs = Cluster.connect(settings.kubernetes).jobs()
-    ours = [one for one in jobs if one.run_id == run_id and one.stage != OWN_STAGE]
+    ours = [info for info in jobs if info.run_id == run_id and info.stage != OWN_STAGE]
     if not run_id or not ours:
         raise ClusterError(f"no pod of the run {run_id!r} works yet")
-    return max(ours, key=lambda one: (len(one.machines), one.key))
-
-
-def _monitor(job: JobInfo, models: object, settings: ServiceSettings) -> JobMonitor:
-    from planish.minder.detect.job_monitor import JobMonitor
-
-    return JobMonitor(job.key, models, settings.minder)  # type: ignore[arg-type]
-
-
-def _look(settings: ServiceSettings, job: JobInfo, monitor: JobMonitor) -> Result:
-    from planish.minder.service.build import pull_once
-
-    frame, board = pull_once(settings, job)
-    return monitor.call(frame, started=job.started, stages=dict(job.stages), board=board)
+    return max(ours, key=lambda info: (len(info.machines), info.key))

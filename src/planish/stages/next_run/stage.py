@@ -44,14 +44,15 @@ def run(root: str, config_sha256: str, chain_index: int, max_runs: int, metrics:
     """
     execute(
         "next",
-        lambda context: _work(context, chain_index, max_runs),
+        lambda context: submit_next(context, chain_index, max_runs),
         root=root,
         config_sha256=config_sha256,
         outputs={"metrics": metrics},
     )
 
 
-def _work(context: Context, chain_index: int, max_runs: int) -> Outcome:
+def submit_next(context: Context, chain_index: int, max_runs: int) -> Outcome:
+    """Connect to Kubeflow where a following run is due, and submit it."""
     run_id = os.environ.get("RUN_ID", "")
     is_stopped = store.exists(layout.stop_file(context.root))
     # Connecting imports the client of Kubeflow, which takes a second: only when a run is due.
@@ -104,9 +105,9 @@ def follow(
         return Following("not in a cluster")
     facts = runs.facts(run_id)
     name = run_name(root, chain_index + 1)
-    found = runs.find(name, facts.experiment_id)
-    if found:
-        return Following("exists", found)
+    existing = runs.find(name, facts.experiment_id)
+    if existing:
+        return Following("exists", existing)
     parameters = {**facts.parameters, "chain_index": chain_index + 1}
     created = runs.create(name, replace(facts, parameters=parameters))
     logger.info("submitted run=%s name=%s chain_index=%d", created, name, chain_index + 1)

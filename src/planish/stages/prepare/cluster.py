@@ -102,20 +102,20 @@ class KubernetesApi:
 
     def quotas(self) -> Sequence[Mapping[str, Mapping[str, str]]]:
         """List the ResourceQuotas of the namespace."""
-        found = self._core.list_namespaced_resource_quota(
+        response = self._core.list_namespaced_resource_quota(
             self.namespace, _request_timeout=TIMEOUT_SECONDS
         )
         return [
             {"hard": item.status.hard or {}, "used": item.status.used or {}}
-            for item in found.items
+            for item in response.items
             if item.status is not None
         ]
 
     def nodes(self) -> Sequence[Mapping[str, str]]:
         """List the nodes that take pods."""
-        found = self._core.list_node(_request_timeout=TIMEOUT_SECONDS)
+        response = self._core.list_node(_request_timeout=TIMEOUT_SECONDS)
         return [
-            item.status.allocatable or {} for item in found.items if not item.spec.unschedulable
+            item.status.allocatable or {} for item in response.items if not item.spec.unschedulable
         ]
 
     def run_is_active(self, run_id: str) -> bool:
@@ -124,7 +124,7 @@ class KubernetesApi:
             {"label_selector": f"pipeline/runid={run_id}"},
             {"field_selector": f"metadata.name={run_id}"},
         ):
-            found = self._custom.list_namespaced_custom_object(
+            response = self._custom.list_namespaced_custom_object(
                 "argoproj.io",
                 "v1alpha1",
                 self.namespace,
@@ -132,7 +132,7 @@ class KubernetesApi:
                 **selector,
                 _request_timeout=TIMEOUT_SECONDS,
             )
-            phases = [item.get("status", {}).get("phase", "") for item in found["items"]]
+            phases = [item.get("status", {}).get("phase", "") for item in response["items"]]
             if any(phase in ACTIVE_PHASES for phase in phases):
                 return True
         return False
@@ -173,7 +173,7 @@ def amount(quantity: str) -> float:
 
 
 @dataclass(frozen=True)
-class Requests:
+class PodRequests:
     """What the pipeline was compiled with."""
 
     pod: Mapping[str, str]
@@ -182,7 +182,7 @@ class Requests:
     """Largest sum of requests of pods that run at the same time."""
 
     @classmethod
-    def parse(cls, text: str) -> Requests:
+    def parse(cls, text: str) -> PodRequests:
         """Parse the JSON that the pipeline passes; empty for none.
 
         Raises:
@@ -206,7 +206,7 @@ def inside_cluster() -> bool:
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and SERVICE_ACCOUNT.is_dir()
 
 
-def check_cluster(api: ClusterApi, requests: Requests, *, assume_autoscaling: bool) -> Findings:
+def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling: bool) -> Findings:
     """Check permissions, quota, node sizes and accelerator types.
 
     Args:
@@ -234,7 +234,7 @@ def check_cluster(api: ClusterApi, requests: Requests, *, assume_autoscaling: bo
 
 
 def _quota_faults(
-    quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: Requests
+    quotas: Sequence[Mapping[str, Mapping[str, str]]], requests: PodRequests
 ) -> list[str]:
     """Return where the quotas of the namespace leave less than the largest stage asks for."""
     faults = []
@@ -254,7 +254,7 @@ def _quota_faults(
     return faults
 
 
-def _node_faults(nodes: Sequence[Mapping[str, str]], requests: Requests) -> list[str]:
+def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> list[str]:
     """Return what the largest pod asks for and no node has."""
     faults = []
     for resource, wanted in sorted(requests.pod.items()):

@@ -11,7 +11,7 @@ from planish.stages.prepare.run_file import RunFile
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What `prepare` found out."""
 
     root: str
@@ -63,7 +63,7 @@ def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     return rows
 
 
-def render(plan: Plan) -> str:
+def render(plan: RunPlan) -> str:
     """Return the plan as Markdown."""
     link = plan.link
     kind = "new run" if plan.is_new else "goes on with a run that is here"

@@ -28,7 +28,7 @@ Config = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPins:
     """Policy and train state to begin with, as pinned URIs; empty for none."""
 
     policy: str = ""
@@ -47,9 +47,9 @@ class RunFile:
     """Version of the package that wrote it."""
     resumed_from: str
     """Root of the run that this one began from; empty for none."""
-    origin: Start
+    origin: StartPins
     """Where the root began."""
-    initial: Start
+    initial: StartPins
     """Where the present run of the chain begins."""
 
     @property
@@ -81,7 +81,7 @@ def read_run_file(root: str) -> RunFile | None:
     except ObjectMissing:
         return None
     try:
-        origin, initial = Start(**raw["origin"]), Start(**raw["initial"])
+        origin, initial = StartPins(**raw["origin"]), StartPins(**raw["initial"])
         for pin in (*vars(origin).values(), *vars(initial).values()):
             if pin:
                 parse_pin(pin)
@@ -138,7 +138,7 @@ def open_run_file(
     resume_from = "" if resume_from.rstrip("/") == root else resume_from.rstrip("/")
     before = read_run_file(root)
     if before is None:
-        origin = Start()
+        origin = StartPins()
         changed: list[str] = []
         if resume_from:
             origin, changed = _start_of_other(resume_from, config, allow_config_change)
@@ -156,7 +156,7 @@ def open_run_file(
 
 def _start_of_other(
     other: str, config: Config, allow_config_change: bool
-) -> tuple[Start, list[str]]:
+) -> tuple[StartPins, list[str]]:
     theirs = read_run_file(other)
     if theirs is None:
         raise ConfigError(
@@ -178,15 +178,15 @@ def _start_of_other(
 def newest_version(root: str) -> int | None:
     """Return the newest finished policy version of a root; None when there is none."""
     folder = layout.policy(root, 0).rpartition("/")[0]
-    found = []
+    versions = []
     for uri in store.list_uris(folder):
         parts = uri[len(folder) + 1 :].split("/")
         if len(parts) == 2 and parts[1] == "manifest.json" and parts[0].isdecimal():
-            found.append(int(parts[0]))
-    return max(found, default=None)
+            versions.append(int(parts[0]))
+    return max(versions, default=None)
 
 
-def start_after(root: str, version: int) -> Start:
+def start_after(root: str, version: int) -> StartPins:
     """Return the pins of a policy version and of the train state that it was exported from.
 
     Raises:
@@ -203,9 +203,9 @@ def start_after(root: str, version: int) -> Start:
     for state in sorted(states, reverse=True):
         digest = read_manifest(state).sha256
         if digest in parents:
-            return Start(pin, f"{state}#sha256={digest}")
+            return StartPins(pin, f"{state}#sha256={digest}")
     if version == 0:
-        return Start(pin, "")
+        return StartPins(pin, "")
     raise RecordError(
         f"the train state that `{uri}` was exported from must be under `{root}/states`, but is "
         "not; restore it, or start a new root from the policy alone (`model=<policy folder>`)"

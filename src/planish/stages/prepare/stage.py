@@ -21,14 +21,14 @@ from planish.stages.prepare.cluster import (
     ClusterApi,
     Findings,
     KubernetesApi,
-    Requests,
+    PodRequests,
     check_cluster,
     inside_cluster,
 )
-from planish.stages.prepare.plan import Plan, render
+from planish.stages.prepare.plan import RunPlan, render
 from planish.stages.prepare.run_file import (
     Config,
-    Start,
+    StartPins,
     newest_version,
     open_run_file,
     start_after,
@@ -39,7 +39,7 @@ from planish.stages.prepare.settings import build_config
 logger = logging.getLogger(__name__)
 
 
-class Prepared(NamedTuple):
+class PreparedRun(NamedTuple):
     """Output parameters."""
 
     config_sha256: str
@@ -90,7 +90,7 @@ def run(
     max_avoided_nodes: int,
     summary: Artifact,
     metrics: Artifact,
-) -> Prepared:
+) -> PreparedRun:
     """Check everything that needs no GPU, take the lock and write run.json.
 
     Args:
@@ -136,7 +136,7 @@ def run(
         outputs={"summary": summary, "metrics": metrics},
     )
     values = outcome.values
-    return Prepared(
+    return PreparedRun(
         config_sha256=str(values["config_sha256"]),
         offset=int(values["offset"]),
         chain_index=int(values["chain_index"]),
@@ -155,7 +155,7 @@ def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
     return alive
 
 
-def check_reference(config: Config, start: Start) -> None:
+def check_reference(config: Config, start: StartPins) -> None:
     """Look for the reference policy of a KL penalty, where the configuration has one.
 
     Args:
@@ -227,7 +227,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     )
     findings = Findings()
     if api is not None:
-        requests = Requests.parse(wish.requests)
+        requests = PodRequests.parse(wish.requests)
         findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults:
@@ -246,7 +246,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     check_reference(config, run_file.initial)
     write_run_file(root, run_file)
     record_link(root, link)
-    plan = Plan(
+    plan = RunPlan(
         root=root,
         run=run_file,
         link=link,

@@ -17,11 +17,11 @@ SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
 
 
 @dataclass(frozen=True)
-class Attempt:
+class TaskLog:
     """One stage attempt, from its log.
 
     Example:
-        >>> Attempt("rollout", 3, 1, "done", 100.0, 2.5).end_seconds
+        >>> TaskLog("rollout", 3, 1, "done", 100.0, 2.5).end_seconds
         102.5
     """
 
@@ -127,7 +127,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SampleComparison:
     """Responses to one prompt by two policies, or by one."""
 
     title: str
@@ -137,7 +137,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Alert:
+class MachineAlert:
     """An anomaly that the monitor reported while the run was alive."""
 
     machine: str
@@ -172,7 +172,7 @@ class ReportFacts:
     """Final state as the scheduler tells it; empty where it tells none."""
     run: dict[str, Any] = field(default_factory=dict)
     """`run.json`."""
-    tasks: list[Attempt] = field(default_factory=list)
+    tasks: list[TaskLog] = field(default_factory=list)
     """Newest attempt of each task, by start."""
     updates: dict[int, dict[str, float]] = field(default_factory=dict)
     """Iteration to the scalars of its update."""
@@ -182,7 +182,7 @@ class ReportFacts:
     """Finished exports by version."""
     states: list[Saved] = field(default_factory=list)
     """Finished train states by step."""
-    alerts: list[Alert] = field(default_factory=list)
+    alerts: list[MachineAlert] = field(default_factory=list)
     """By first second."""
     avoided: list[AvoidedNode] = field(default_factory=list)
     """Nodes that following runs keep away from, where they are told to."""
@@ -190,7 +190,7 @@ class ReportFacts:
     """Whether this run is started again; empty where restarts are off or none was due."""
     curation: str = ""
     """Markdown of the curation report."""
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[SampleComparison] = field(default_factory=list)
     """Sample rollouts."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, in words."""
@@ -221,7 +221,7 @@ class ReportFacts:
         return self.final_state in SUCCESS
 
     @property
-    def failed(self) -> list[Attempt]:
+    def failed(self) -> list[TaskLog]:
         """Tasks that failed or were cut off, newest first."""
         return [task for task in reversed(self.tasks) if task.state != "done"]
 
@@ -238,8 +238,8 @@ class ReportFacts:
     @property
     def rise_error(self) -> float | None:
         """Standard error of the rise of accuracy, as the evaluate stage measured it."""
-        found = [task.metrics for task in self.tasks if task.stage == "evaluate"]
-        return found[-1].get("accuracy_rise_standard_error") if found else None
+        measured = [task.metrics for task in self.tasks if task.stage == "evaluate"]
+        return measured[-1].get("accuracy_rise_standard_error") if measured else None
 
     @property
     def last_policy(self) -> Saved | None:
@@ -270,16 +270,16 @@ class ReportFacts:
     @property
     def stage_seconds(self) -> dict[str, float]:
         """Stage to seconds, summed over its tasks."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for task in self.tasks:
-            found[task.stage] = found.get(task.stage, 0.0) + task.seconds
-        return dict(sorted(found.items()))
+            seconds[task.stage] = seconds.get(task.stage, 0.0) + task.seconds
+        return dict(sorted(seconds.items()))
 
     @property
     def num_tokens(self) -> float | None:
         """Response tokens generated in the iterations, dropped groups included."""
-        found = self.per_iteration("rollout", "num_generated_tokens", sum)
-        return sum(found.values()) if found else None
+        counts = self.per_iteration("rollout", "num_generated_tokens", sum)
+        return sum(counts.values()) if counts else None
 
     @property
     def iterations(self) -> list[int]:
@@ -293,12 +293,12 @@ class ReportFacts:
 
         Without `combine` it is their mean, weighted by the groups that each shard generated.
         """
-        found: dict[int, list[Attempt]] = {}
+        measured: dict[int, list[TaskLog]] = {}
         for task in self.tasks:
             if task.stage == stage and task.iteration and key in task.metrics:
-                found.setdefault(task.iteration, []).append(task)
+                measured.setdefault(task.iteration, []).append(task)
         values: dict[int, float] = {}
-        for iteration, tasks in sorted(found.items()):
+        for iteration, tasks in sorted(measured.items()):
             numbers = [task.metrics[key] for task in tasks]
             if combine is not None:
                 values[iteration] = combine(numbers)

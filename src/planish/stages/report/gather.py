@@ -18,7 +18,7 @@ from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import EvalReport, UpdateReport, read_report
 from planish.run.avoid import avoided
-from planish.stages.report.facts import Alert, Attempt, Evaluation, ReportFacts, Saved
+from planish.stages.report.facts import Evaluation, MachineAlert, ReportFacts, Saved, TaskLog
 from planish.stages.report.samples import sample_comparisons
 from planish.stages.report.words import one_line
 from planish.store.documents import read_json
@@ -138,7 +138,7 @@ def _tail(uri: str) -> str:
     return uri.rpartition("/")[2]
 
 
-def _tasks(reader: Reader) -> list[Attempt]:
+def _tasks(reader: Reader) -> list[TaskLog]:
     """Read the log entries of the stages, by their begin."""
     tasks = []
     for uri in reader.list(layout.logs(reader.root), "the stage logs"):
@@ -152,7 +152,7 @@ def _tasks(reader: Reader) -> list[Attempt]:
             continue
         if raw.get("stage") != OWN_STAGE:
             tasks.append(
-                Attempt(
+                TaskLog(
                     stage=_UNPRINTABLE.sub("?", str(raw.get("stage", "?")))[:40],
                     iteration=int(_number(raw, "iteration")),
                     shard=int(_number(raw, "shard")),
@@ -173,7 +173,7 @@ def _tasks(reader: Reader) -> list[Attempt]:
 def _read_updates(reader: Reader, facts: ReportFacts) -> None:
     """Fill in the updates, and whether an operator stopped the run."""
     uris = reader.list(f"{reader.root}/iterations", "the iterations")
-    numbers = {int(found[1]) for uri in uris if (found := _ITERATION.search(uri))}
+    numbers = {int(match[1]) for uri in uris if (match := _ITERATION.search(uri))}
     stopped = {n for n in numbers if layout.stopped_file(reader.root, n) in set(uris)}
     facts.is_stopped = bool(stopped)
     for number in sorted(numbers - stopped):
@@ -192,7 +192,7 @@ def _read_updates(reader: Reader, facts: ReportFacts) -> None:
 
 
 def _evaluations(reader: Reader) -> list[Evaluation]:
-    found = []
+    evaluations = []
     for uri in reader.list(f"{reader.root}/evals", "the evaluations"):
         match = _VERSION.search(uri)
         if match is None or match["name"] == "manifest":
@@ -203,16 +203,16 @@ def _evaluations(reader: Reader) -> list[Evaluation]:
         )
         if report is not None:
             sources = {one_line(k): scalars(v) for k, v in report.sources.items()}
-            found.append(Evaluation(version, scalars(report.scalars), sources))
-    if not found:
+            evaluations.append(Evaluation(version, scalars(report.scalars), sources))
+    if not evaluations:
         reader.missing.append("evaluation: no policy has been evaluated")
-    return sorted(found, key=lambda evaluation: evaluation.version)
+    return sorted(evaluations, key=lambda evaluation: evaluation.version)
 
 
 def _saved(reader: Reader, kind: str, example: str) -> list[Saved]:
     """Find finished sets whose folders are numbered like `example`."""
     folder = example.rpartition("/")[0]
-    found = []
+    sets = []
     for uri in reader.list(folder, f"the folder of each {kind}"):
         match = re.fullmatch(r"(?:step-)?(\d{1,12})/manifest\.json", uri[len(folder) + 1 :])
         if match is None:
@@ -220,14 +220,14 @@ def _saved(reader: Reader, kind: str, example: str) -> list[Saved]:
         place = uri.rpartition("/")[0]
         manifest = reader.attempt(f"{kind} {int(match[1])}", partial(read_manifest, place), None)
         if manifest is not None:
-            found.append(Saved(kind, int(match[1]), place, manifest.sha256))
-    return sorted(found, key=lambda saved: saved.number)
+            sets.append(Saved(kind, int(match[1]), place, manifest.sha256))
+    return sorted(sets, key=lambda saved: saved.number)
 
 
-def _alerts(reader: Reader, tasks: Sequence[Attempt]) -> list[Alert]:
+def _alerts(reader: Reader, tasks: Sequence[TaskLog]) -> list[MachineAlert]:
     """Return the alerts whose evidence overlaps the time of the run."""
     begin = min((task.start_seconds for task in tasks), default=0.0)
-    found = []
+    alerts = []
     for uri in reader.list(layout.alerts(reader.root), "the alerts"):
         raw = reader.json(uri, f"alert {_tail(uri)}")
         if not isinstance(raw, dict):
@@ -236,7 +236,7 @@ def _alerts(reader: Reader, tasks: Sequence[Attempt]) -> list[Alert]:
             continue
         machines = raw.get("machines")
         whole_job = f"{len(machines)} machines" if isinstance(machines, list) else "?"
-        alert = Alert(
+        alert = MachineAlert(
             machine=str(raw.get("machine", "?")) or whole_job,
             metric=str(raw.get("metric", "?")),
             score=_number(raw, "score"),
@@ -249,5 +249,5 @@ def _alerts(reader: Reader, tasks: Sequence[Attempt]) -> list[Alert]:
             iteration=int(_number(raw, "iteration")),
         )
         if alert.last_second == 0.0 or alert.last_second >= begin:
-            found.append(alert)
-    return sorted(found, key=lambda alert: (alert.first_second, alert.machine, alert.metric))
+            alerts.append(alert)
+    return sorted(alerts, key=lambda alert: (alert.first_second, alert.machine, alert.metric))

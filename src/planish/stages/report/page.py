@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from planish.stages.report import tables
-from planish.stages.report.facts import Comparison, Evaluation, ReportFacts
+from planish.stages.report.facts import Evaluation, ReportFacts, SampleComparison
 from planish.stages.report.figures.charts import Chart, Mark
 from planish.stages.report.figures.run_charts import all_charts
-from planish.stages.report.tables import Change, Table, change_of
+from planish.stages.report.tables import ScoreChange, ScoreTable, change_of
 from planish.stages.report.words import number, one_line, percent, seconds, visible
 
 FAILURES = {"FAILED", "ERROR", "CANCELLED", "CANCELED", "TERMINATED"}
@@ -33,7 +33,7 @@ class Card:
     """Small print."""
     before: str = ""
     """The number before the run; empty when there is none."""
-    change: Change | None = None
+    change: ScoreChange | None = None
     """Difference, judged."""
     is_big: bool = False
     """Takes twice the width."""
@@ -73,7 +73,7 @@ class Page:
     """None after success."""
     charts: list[Chart] = field(default_factory=list)
     """Curves."""
-    scores: list[Table] = field(default_factory=list)
+    scores: list[ScoreTable] = field(default_factory=list)
     """Evaluation tables."""
     evaluation_lead: str = ""
     """How to read them."""
@@ -167,7 +167,7 @@ def _utc(second: float) -> str:
 
 
 def _header_facts(facts: ReportFacts) -> list[tuple[str, str]]:
-    found = [
+    pairs = [
         ("preset", facts.run.get("preset")),
         ("algorithm", facts.config.get("algorithm", {}).get("name")),
         ("seed", facts.config.get("run", {}).get("seed")),
@@ -175,7 +175,7 @@ def _header_facts(facts: ReportFacts) -> list[tuple[str, str]]:
         ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
     ]
     return [
-        (label, one_line(str(value), limit=60)) for label, value in found if value not in (None, "")
+        (label, one_line(str(value), limit=60)) for label, value in pairs if value not in (None, "")
     ]
 
 
@@ -272,7 +272,7 @@ def _alerts(facts: ReportFacts) -> list[dict[str, str]]:
     return rows
 
 
-def _comparison(comparison: Comparison) -> dict[str, Any]:
+def _comparison(comparison: SampleComparison) -> dict[str, Any]:
     prompts: dict[str, dict[str, Any]] = {}
     columns: list[tuple[str, Sequence[dict[str, Any]]]] = []
     for heading, samples in comparison.columns:

@@ -74,7 +74,8 @@ def restart(
         return Restarted("not restarted: no machine was named in this run")
     if store.exists(layout.stop_file(root)):
         return Restarted("not restarted: stop file", nodes=nodes)
-    if _failed_for_good(root, run_id):
+    marks = [read_json(uri) for uri in store.list_uris(f"{layout.failed(root)}/")]
+    if any(isinstance(mark, dict) and mark.get("run_id") == run_id for mark in marks):
         return Restarted("not restarted: a task failed for a reason that stays", nodes=nodes)
     runs = connect()
     facts = runs.facts(run_id)
@@ -84,19 +85,13 @@ def restart(
     if not counter:
         return Restarted(f"not restarted: {max_restarts} restarts are spent", nodes=nodes)
     name = restart_name(root, counter)
-    found = runs.find(name, facts.experiment_id)
-    if found:
-        return Restarted("restarted before as run", found, nodes)
+    existing = runs.find(name, facts.experiment_id)
+    if existing:
+        return Restarted("restarted before as run", existing, nodes)
     hand_over(root, current_holder())
     created = runs.create(name, facts)
     logger.info("restarted run=%s name=%s without=%s", created, name, ",".join(nodes))
     return Restarted("restarted as run", created, nodes)
-
-
-def _failed_for_good(root: str, run_id: str) -> bool:
-    """Tell whether a task of this run must not be tried again on any machine."""
-    marks = [read_json(uri) for uri in store.list_uris(f"{layout.failed(root)}/")]
-    return any(isinstance(mark, dict) and mark.get("run_id") == run_id for mark in marks)
 
 
 def _claim(root: str, run_id: str, nodes: tuple[str, ...], limit: int) -> int:

@@ -17,7 +17,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.stages.report.facts import Comparison, ReportFacts, Sample
+from planish.stages.report.facts import ReportFacts, Sample, SampleComparison
 
 if TYPE_CHECKING:
     from planish.stages.report.gather import Reader
@@ -32,7 +32,7 @@ RESPONSES_PER_COLUMN = 2
 Groups = dict[str, list[Sample]]
 
 
-def sample_comparisons(reader: Reader, facts: ReportFacts) -> list[Comparison]:
+def sample_comparisons(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
     """Read the sets that samples come from and choose; missing sets give fewer comparisons."""
     comparisons = _held_out(reader, facts)
     trained = dict.fromkeys([*facts.iterations[:1], *facts.iterations[-1:]])
@@ -61,7 +61,7 @@ def _prompt_texts(reader: Reader, uri: str, what: str) -> dict[str, str]:
 def _rows(rollouts: RolloutSet, accuracy: Sequence[float], extracted: Sequence[str]) -> Groups:
     """Group rows by prompt; unfinished or failed rows are left out."""
     lengths = rollouts.response_tokens.lengths
-    found: Groups = {}
+    groups: Groups = {}
     for row in range(rollouts.num_rows):
         if rollouts.finish[row] not in (FinishReason.STOP, FinishReason.LENGTH):
             continue
@@ -74,8 +74,8 @@ def _rows(rollouts: RolloutSet, accuracy: Sequence[float], extracted: Sequence[s
             extracted=extracted[row],
             num_tokens=int(lengths[row]),
         )
-        found.setdefault(sample.prompt_id, []).append(sample)
-    return dict(sorted(found.items()))
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    return dict(sorted(groups.items()))
 
 
 def _iteration_groups(reader: Reader, iteration: int) -> Groups:
@@ -94,7 +94,7 @@ def _iteration_groups(reader: Reader, iteration: int) -> Groups:
     return reader.attempt(f"sample rollouts of iteration {iteration}", read, {})
 
 
-def _held_out(reader: Reader, facts: ReportFacts) -> list[Comparison]:
+def _held_out(reader: Reader, facts: ReportFacts) -> list[SampleComparison]:
     """Compare the first and the last evaluated policy on the same held-out prompts."""
     if len(facts.evaluations) < 2:
         return []
@@ -109,7 +109,7 @@ def _held_out(reader: Reader, facts: ReportFacts) -> list[Comparison]:
         ("Not yet: wrong before and after", False, False),
         ("Lost: right before, wrong after", True, False),
     )
-    found = []
+    comparisons = []
     for title, was_right, is_right in cases:
         key = _first(before, after, was_right, is_right)
         if key is not None:
@@ -117,8 +117,8 @@ def _held_out(reader: Reader, facts: ReportFacts) -> list[Comparison]:
                 (f"policy {first}, before", _column(before[key], texts, prefer=was_right)),
                 (f"policy {last}, after", _column(after[key], texts, prefer=is_right)),
             ]
-            found.append(Comparison(f"Held-out prompt. {title}", columns))
-    return found
+            comparisons.append(SampleComparison(f"Held-out prompt. {title}", columns))
+    return comparisons
 
 
 def _first(before: Groups, after: Groups, was_right: bool, is_right: bool) -> str | None:
@@ -149,8 +149,8 @@ def _evaluation_groups(reader: Reader, version: int) -> Groups:
         rollouts = read_set(RolloutSet, uri)
         rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
         rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
-        found = verify_many(rows, VerifierOptions())
-        return _rows(rollouts, [v.accuracy for v in found], [v.extracted for v in found])
+        verdicts = verify_many(rows, VerifierOptions())
+        return _rows(rollouts, [v.accuracy for v in verdicts], [v.extracted for v in verdicts])
 
     return reader.attempt(f"sample rollouts of the evaluation of policy {version}", read, {})
 
@@ -165,27 +165,29 @@ def _rollouts_below(folder: str) -> str:
     return ""
 
 
-def _training(groups: Mapping[int, Groups], texts: Mapping[str, str]) -> list[Comparison]:
+def _training(groups: Mapping[int, Groups], texts: Mapping[str, str]) -> list[SampleComparison]:
     """Show a right and a wrong response of the first and of the last iteration."""
     mixed = {
         number: [
             key
-            for key, samples in found.items()
+            for key, samples in comparisons.items()
             if 0 < sum(sample.is_correct for sample in samples) < len(samples)
         ]
-        for number, found in groups.items()
+        for number, comparisons in groups.items()
     }
     shared = sorted(set.intersection(*map(set, mixed.values()))) if len(mixed) > 1 else []
     if shared:
         columns = [(f"iteration {n}", _pair(groups[n][shared[0]], texts)) for n in groups]
-        return [Comparison("One training prompt, early and late", columns)]
-    found = []
+        return [SampleComparison("One training prompt, early and late", columns)]
+    comparisons = []
     for place, (number, keys) in zip(("early", "late"), mixed.items(), strict=False):
         if keys:
             right, wrong = _pair(groups[number][keys[0]], texts)
             columns = [("right", [right]), ("wrong", [wrong])]
-            found.append(Comparison(f"Training prompt, {place} (iteration {number})", columns))
-    return found
+            comparisons.append(
+                SampleComparison(f"Training prompt, {place} (iteration {number})", columns)
+            )
+    return comparisons
 
 
 def _with_prompt(sample: Sample, texts: Mapping[str, str]) -> Sample:

@@ -33,7 +33,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Change:
+class ScoreChange:
     """A difference in words, judged."""
 
     text: str
@@ -45,32 +45,32 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoreRow:
     """One line of a table."""
 
     label: str
     """First cell."""
     cells: list[str]
     """Other cells."""
-    change: Change | None = None
+    change: ScoreChange | None = None
     """Last cell."""
 
 
 @dataclass(frozen=True)
-class Table:
+class ScoreTable:
     """A table of scores."""
 
     title: str
     """Heading."""
     columns: list[str]
     """Heads of all columns."""
-    rows: list[Row]
+    rows: list[ScoreRow]
     """Lines."""
     has_change: bool
     """The last column is a change."""
 
 
-def change_of(before: float, after: float, *, noise: float = 0.0) -> Change:
+def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange:
     """Describe a change of a fraction in percentage points.
 
     Args:
@@ -84,7 +84,7 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> Change:
     """
     difference = after - before
     is_clear = abs(difference) > noise
-    return Change(
+    return ScoreChange(
         f"{100 * difference:+.1f} points", is_clear and difference > 0, is_clear and difference < 0
     )
 
@@ -100,16 +100,16 @@ def _cell(scalars: Mapping[str, float], name: str) -> str:
     return f"{100 * value:.1f}{spread} %"
 
 
-def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) -> Change | None:
+def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) -> ScoreChange | None:
     if name not in first or name not in last:
         return None
     if not name.startswith(_SHARES):
         rise = last[name] - first[name]
-        return Change(f"+{number(rise)}" if rise > 0 else number(rise), False, False)
+        return ScoreChange(f"+{number(rise)}" if rise > 0 else number(rise), False, False)
     noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
     change = change_of(first[name], last[name], noise=noise)
     if name.startswith(_LESS_IS_BETTER):
-        return Change(change.text, change.is_worse, change.is_better)
+        return ScoreChange(change.text, change.is_worse, change.is_better)
     return change
 
 
@@ -120,7 +120,7 @@ def label_of(name: str, scalars: Mapping[str, float]) -> str:
     return _LABELS.get(name, one_line(name.replace("_", " "), limit=60))
 
 
-def score_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+def score_tables(evaluations: Sequence[Evaluation]) -> list[ScoreTable]:
     """Return the table over all prompts and the table per source; none without evaluations."""
     if not evaluations:
         return []
@@ -135,14 +135,14 @@ def score_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     return tables
 
 
-def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> Table:
+def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: bool) -> ScoreTable:
     first, last = evaluations[0].scalars, evaluations[-1].scalars
     # What stands in other cells is no row of its own, and pass@1 is avg@n.
     names = {name for evaluation in evaluations for name in evaluation.scalars}
     names = {n for n in names if not n.startswith(("num_", "accuracy_")) and n != "pass@1"}
     quiet = {n for n in _QUIET if not any(e.scalars.get(n) for e in evaluations)}
     rows = [
-        Row(
+        ScoreRow(
             label_of(name, last),
             [_cell(evaluation.scalars, name) for evaluation in evaluations],
             _change(name, first, last) if has_change else None,
@@ -155,8 +155,8 @@ def _overall(evaluations: Sequence[Evaluation], columns: list[str], has_change: 
         low, high = (None if end is None else f"{100 * end:.1f}" for end in ends)
         intervals.append(f"{low} to {high} %" if low and high else "")
     if any(intervals):
-        rows.insert(1, Row("95 % interval over prompts", intervals))
-    return Table("All held-out prompts", columns, rows, has_change)
+        rows.insert(1, ScoreRow("95 % interval over prompts", intervals))
+    return ScoreTable("All held-out prompts", columns, rows, has_change)
 
 
 def _importance(name: str) -> tuple[int, int, str]:
@@ -167,18 +167,18 @@ def _importance(name: str) -> tuple[int, int, str]:
 
 def _per_source(
     evaluations: Sequence[Evaluation], columns: list[str], has_change: bool
-) -> list[Table]:
+) -> list[ScoreTable]:
     sources = sorted({name for evaluation in evaluations for name in evaluation.sources})
     if len(sources) < 2:
         return []
     rows = []
     for source in sources:
-        found = [evaluation.sources.get(source, {}) for evaluation in evaluations]
-        change = _change("accuracy", found[0], found[-1]) if has_change else None
-        count = found[-1].get("num_prompts")
+        scores = [evaluation.sources.get(source, {}) for evaluation in evaluations]
+        change = _change("accuracy", scores[0], scores[-1]) if has_change else None
+        count = scores[-1].get("num_prompts")
         label = f"{source} ({number(count)} prompts)" if count is not None else source
-        rows.append(Row(label, [_cell(scalars, "accuracy") for scalars in found], change))
-    return [Table("Mean accuracy per source", columns, rows, has_change)]
+        rows.append(ScoreRow(label, [_cell(scalars, "accuracy") for scalars in scores], change))
+    return [ScoreTable("Mean accuracy per source", columns, rows, has_change)]
 
 
 def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:

@@ -56,12 +56,12 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
         RecordError: a file differs from the manifest, or is no safetensors file.
     """
     manifest = read_manifest(ref.uri, sha256=ref.manifest_sha256)
-    found = PolicyFindings()
+    findings = PolicyFindings()
     for shard in manifest.shards:
         _check_digest(f"{ref.uri}/{shard.name}", shard)
-        found.num_bytes += shard.bytes
+        findings.num_bytes += shard.bytes
     if not source_pin:
-        return found
+        return findings
     opened = open_state(source_pin)
     reader = SliceReader(opened)
     role = str(manifest.attributes.get("role", "main"))
@@ -70,10 +70,10 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
         if shard.name.endswith(".safetensors"):
             place = f"{ref.uri}/{shard.name}"
             for name, entry in _entries(place, shard).items():
-                _compare(place, (name, entry, parts.get(name)), reader, found)
-    if not found.num_tensors and not found.faults:
-        found.faults.append("it has no tensors")
-    return found
+                _compare(place, (name, entry, parts.get(name)), reader, findings)
+    if not findings.num_tensors and not findings.faults:
+        findings.faults.append("it has no tensors")
+    return findings
 
 
 def _check_digest(place: str, shard: Shard) -> None:
@@ -100,15 +100,15 @@ def _compare(
     place: str,
     named: tuple[str, StoredEntry, Part | None],
     reader: SliceReader,
-    found: PolicyFindings,
+    findings: PolicyFindings,
 ) -> None:
     name, entry, part = named
     if part is None:
-        found.faults.append(f"`{name}` is made of no tensor of the source")
+        findings.faults.append(f"`{name}` is made of no tensor of the source")
         return
     if part.form.shape != tuple(entry.shape):
         seen = list(part.form.shape)
-        found.faults.append(f"`{name}` is {list(entry.shape)}, the source has {seen}")
+        findings.faults.append(f"`{name}` is {list(entry.shape)}, the source has {seen}")
         return
     size = ITEM_BYTES[entry.dtype]
     (raw,) = reader.read_many([part.slice])
@@ -120,7 +120,7 @@ def _compare(
         wanted = np.ascontiguousarray(cast(some, part.form.dtype, entry.dtype)).view(RAW[size])
         differing += int(np.count_nonzero(np.frombuffer(data, RAW[size]) != wanted.reshape(-1)))
     if differing:
-        found.faults.append(f"`{name}` differs in {differing} elements")
+        findings.faults.append(f"`{name}` differs in {differing} elements")
     else:
-        found.num_tensors += 1
-        found.num_compared_bytes += len(raw) * size
+        findings.num_tensors += 1
+        findings.num_compared_bytes += len(raw) * size

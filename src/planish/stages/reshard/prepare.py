@@ -21,7 +21,7 @@ from planish.store import open_store
 from planish.store.documents import write_json
 
 
-class Prepared(NamedTuple):
+class PreparedReshard(NamedTuple):
     """Output parameters."""
 
     config_sha256: str
@@ -38,7 +38,7 @@ def run(
     policy: str,
     summary: Artifact,
     metrics: Artifact,
-) -> Prepared:
+) -> PreparedReshard:
     """Pin the source, check that it is whole, and write what the other stages obey.
 
     Args:
@@ -55,7 +55,9 @@ def run(
 
     def work(context: Context) -> Outcome:
         return prepare(
-            *(context.root, source, target_layout),
+            context.root,
+            source,
+            target_layout,
             target=target,
             parts=parts,
             role=role,
@@ -69,15 +71,23 @@ def run(
         config_sha256=None,
         outputs={"summary": summary, "metrics": metrics},
     )
-    return Prepared(str(outcome.values["config_sha256"]))
+    return PreparedReshard(str(outcome.values["config_sha256"]))
 
 
-def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
+def prepare(
+    root: str,
+    source: str,
+    target_layout: str,
+    *,
+    target: str,
+    parts: str,
+    role: str,
+    policy: str,
+) -> Outcome:
     """Do the work of `run`; see there."""
     # The first touch of both stores: tells a missing bucket, refused keys and silence apart.
     present = store.exists(layout.run_file(root))
-    open_store(wish["target"] or root)
-    policy = wish.pop("policy")
+    open_store(target or root)
     try:
         opened = open_state(checkpoint_place(source))
     except CheckpointNotFound as error:
@@ -88,10 +98,20 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
             f"`{opened.uri}` must be whole before it is resharded: {'; '.join(faults[:8])}; "
             "choose an earlier checkpoint"
         )
+    policy_pin = ""
+    if policy:
+        # Reading the manifest makes sure that the policy is there.
+        uri, sha256 = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
+        policy_pin = read_manifest(uri, sha256=sha256).ref(uri).pin()
     job = ReshardJob.of(
-        opened.pin, *(wish["target"], target_layout), root=root, policy_pin=_policy_pin(policy),
-        parts=wish["parts"], role=wish["role"],
-    )  # fmt: skip
+        opened.pin,
+        target,
+        target_layout,
+        root=root,
+        policy_pin=policy_pin,
+        parts=parts,
+        role=role,
+    )
     roles = sorted(set(opened.metadata.tensors.roles))
     if job.parsed.is_merged:
         policy_role(roles, job.role)
@@ -111,15 +131,8 @@ def prepare(root: str, source: str, target_layout: str, **wish: str) -> Outcome:
     )
 
 
-def _policy_pin(policy: str) -> str:
-    """Return the pin of a policy, and be sure that it is there."""
-    if not policy:
-        return ""
-    uri, digest = parse_pin(policy) if "#" in policy else (policy.rstrip("/"), None)
-    return read_manifest(uri, sha256=digest).ref(uri).pin()
-
-
 def _record(root: str, job: ReshardJob, *, present: bool) -> str:
+    """Write `run.json`, or check that it says the same; return the configuration's digest."""
     config = {SECTION: job.as_config()}
     digest = config_sha256(config)
     uri = layout.run_file(root)
@@ -141,6 +154,7 @@ def _record(root: str, job: ReshardJob, *, present: bool) -> str:
 
 
 def _summary(job: ReshardJob, opened: Opened) -> str:
+    """Return in Markdown what will happen."""
     ranks = job.parsed.num_ranks
     how = "one Hugging Face folder" if job.parsed.is_merged else f"{ranks} rank(s)"
     saved = str(opened.metadata.header.get("layout", "")) or "unknown"

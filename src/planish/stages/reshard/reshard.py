@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from planish import store
@@ -11,7 +12,7 @@ from planish.base.errors import CheckpointExists
 from planish.base.telemetry import event
 from planish.checkpoint.convert.merge import merge
 from planish.checkpoint.convert.reshard_job import CHECKPOINT_SCHEMA, ReshardJob
-from planish.checkpoint.convert.rewrite import Rewritten, rewrite
+from planish.checkpoint.convert.rewrite import rewrite
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.watch.report_page import html_report
 from planish.checkpoint.watch.report_text import wall_seconds
@@ -67,21 +68,34 @@ def run(
     return Resharded(str(values["source_pin"]), str(values["result_pin"]))
 
 
-def _rewrite(job: ReshardJob) -> Outcome:
-    said = [0]
+def log_tenths(what: str) -> Callable[[int, int], None]:
+    """Return what logs every tenth of a long work when it is told (bytes done, bytes in all)."""
+    logged = 0
 
     def progress(done: int, total: int) -> None:
+        nonlocal logged
         tenth = 10 * done // max(total, 1)
-        if tenth > said[0]:
-            said[0] = tenth
-            logger.info("%s", event("resharding", done_bytes=done, of_bytes=total))
+        if tenth > logged:
+            logged = tenth
+            logger.info("%s", event(what, done_bytes=done, of_bytes=total))
 
+    return progress
+
+
+def _rewrite(job: ReshardJob) -> Outcome:
+    """Write a checkpoint for another layout."""
     made = rewrite(
-        *(job.source_pin, job.target, job.parsed),
+        job.source_pin,
+        job.target,
+        job.parsed,
         parts=job.parts,
         roles=[job.role] if job.role else [],
-        progress=progress,
+        progress=log_tenths("resharding"),
     )
+    costs: dict[str, float] = {}
+    if not made.already_done:
+        seconds = wall_seconds(made.timeline)
+        costs = {"read_bytes": float(made.bytes_read), "write_seconds": seconds}
     ref = Ref(
         CHECKPOINT_SCHEMA,
         made.uri,
@@ -95,21 +109,15 @@ def _rewrite(job: ReshardJob) -> Outcome:
             "result_bytes": float(made.commit.total_bytes),
             "result_objects": float(made.commit.n_objects),
             "ranks": float(job.parsed.num_ranks),
-            **_costs(made),
+            **costs,
         },
         values={"source_pin": job.source_pin, "result_pin": ref.pin()},
         already_done=made.already_done,
     )
 
 
-def _costs(made: Rewritten) -> dict[str, float]:
-    if made.already_done:
-        return {}
-    seconds = wall_seconds(made.timeline)
-    return {"read_bytes": float(made.bytes_read), "write_seconds": seconds}
-
-
 def _merge(job: ReshardJob, digest: str) -> Outcome:
+    """Write a policy, unless an earlier attempt has."""
     parents = {"policy": parse_pin(job.policy_pin)[1], "state": job.source_sha256}
     done = finished(job.target, POLICY_SCHEMA, parents=parents, config_sha256=digest)
     timeline = Timeline()
@@ -139,10 +147,16 @@ def _export(job: ReshardJob, digest: str, timeline: Timeline) -> Ref:
     before = read_manifest(uri, sha256=sha256).attributes
     opened = open_state(job.source_pin)
     state = opened.metadata.header.get("attributes", {})
-    kept = {name: found[name] for found in (before, state) for name in _KEPT if name in found}
+    kept = {
+        name: attributes[name]
+        for attributes in (before, state)
+        for name in _KEPT
+        if name in attributes
+    }
     start = time.time()
     made = merge(
-        *(job.source_pin, job.target),
+        job.source_pin,
+        job.target,
         policy=job.policy_pin,
         attributes={**kept, "step": opened.commit.step, "config_sha256": digest},
         role=job.role,

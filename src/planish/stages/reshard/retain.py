@@ -51,7 +51,11 @@ def apply_retention(
     _: Context, *, state: str, folder: str, keep_last: int, keep_every: int
 ) -> Outcome:
     """Do the work of `run`; see there."""
-    reason = _reason_to_rest(state, folder, keep_last)
+    reason = ""
+    if not folder or keep_last == 0:
+        reason = "retention is not asked for"
+    elif state != SUCCEEDED:
+        reason = f"the run ended as {state[:40]}"
     if reason:
         return Outcome(
             documents={"summary": f"# Retention\n\nNothing was removed: {reason}.\n"},
@@ -70,14 +74,6 @@ def apply_retention(
             "leftovers_cleared": float(len(gone)),
         },
     )
-
-
-def _reason_to_rest(state: str, folder: str, keep_last: int) -> str:
-    if not folder or keep_last == 0:
-        return "retention is not asked for"
-    if state != SUCCEEDED:
-        return f"the run ended as {state[:40]}"
-    return ""
 
 
 def _summary(folder: str, verdicts: list[Verdict]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from planish.base.errors import CheckpointCorrupt, RecordError
-from planish.base.telemetry import event
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import Diff, diff
 from planish.checkpoint.convert.reshard_job import CHECKPOINT_SCHEMA
@@ -16,6 +15,7 @@ from planish.checkpoint.load.verify import verify as verify_blocks
 from planish.records.refs import Ref
 from planish.run.stage import Artifact, Context, Outcome, execute, read_ref
 from planish.stages.reshard.policy import compare_policy
+from planish.stages.reshard.reshard import log_tenths
 
 logger = logging.getLogger(__name__)
 
@@ -62,20 +62,23 @@ def verify_checkpoint(ref: Ref, source_pin: str) -> Outcome:
     Raises:
         CheckpointCorrupt: an object, a block or a tensor differs; all of them are listed.
     """
-    report = verify_blocks(ref.pin(), progress=_say("checking"))
+    report = verify_blocks(ref.pin(), progress=log_tenths("checking"))
     if not report.is_intact:
         _refuse(ref, [fault.text for fault in report.faults])
     rows = [("read", f"{bytes_text(report.num_bytes)}, every block as its checksum says")]
     metrics = {"checked_bytes": float(report.num_bytes)}
     if source_pin:
         opened = open_state(ref.pin())
-        found = diff(ref.pin(), source_pin, parts=_kinds(opened), progress=_say("comparing"))
-        faults = _faults(found, opened, open_state(source_pin))
+        # A rewrite may have been told to keep the weights alone.
+        only_model = opened.metadata.header.get("parts") == "model"
+        kinds = ("model",) if only_model else ("model", "optim", "extra")
+        difference = diff(ref.pin(), source_pin, parts=kinds, progress=log_tenths("comparing"))
+        faults = _faults(difference, opened, open_state(source_pin))
         if faults:
             _refuse(ref, faults)
-        rows.append(_equal_row(source_pin, found.num_equal, found.num_bytes))
-        metrics["compared_tensors"] = float(found.num_equal)
-        metrics["compared_bytes"] = float(found.num_bytes)
+        rows.append(_equal_row(source_pin, difference.num_equal, difference.num_bytes))
+        metrics["compared_tensors"] = float(difference.num_equal)
+        metrics["compared_bytes"] = float(difference.num_bytes)
     return Outcome(documents={"summary": _summary(ref, rows)}, metrics=metrics)
 
 
@@ -86,57 +89,41 @@ def verify_policy(ref: Ref, source_pin: str) -> Outcome:
         CheckpointCorrupt: a tensor differs from the source's, rounded to the policy's type.
         RecordError: a file differs from the manifest.
     """
-    found = compare_policy(ref, source_pin)
-    if found.faults:
-        _refuse(ref, found.faults)
-    rows = [("read", f"{bytes_text(found.num_bytes)}, every file as its digest says")]
-    metrics = {"checked_bytes": float(found.num_bytes)}
+    findings = compare_policy(ref, source_pin)
+    if findings.faults:
+        _refuse(ref, findings.faults)
+    rows = [("read", f"{bytes_text(findings.num_bytes)}, every file as its digest says")]
+    metrics = {"checked_bytes": float(findings.num_bytes)}
     if source_pin:
-        rows.append(_equal_row(source_pin, found.num_tensors, found.num_compared_bytes))
-        metrics["compared_tensors"] = float(found.num_tensors)
-        metrics["compared_bytes"] = float(found.num_compared_bytes)
+        rows.append(_equal_row(source_pin, findings.num_tensors, findings.num_compared_bytes))
+        metrics["compared_tensors"] = float(findings.num_tensors)
+        metrics["compared_bytes"] = float(findings.num_compared_bytes)
     return Outcome(documents={"summary": _summary(ref, rows)}, metrics=metrics)
 
 
-def _kinds(opened: Opened) -> tuple[str, ...]:
-    """Return the kinds of tensors that a rewrite was told to keep."""
-    only_model = opened.metadata.header.get("parts") == "model"
-    return ("model",) if only_model else ("model", "optim", "extra")
-
-
-def _faults(found: Diff, opened: Opened, source: Opened) -> list[str]:
+def _faults(difference: Diff, opened: Opened, source: Opened) -> list[str]:
     """Return what differs, but for roles and parts that were left out on purpose."""
     header = opened.metadata.header
     roles = set(header.get("roles", opened.metadata.tensors.roles))
     wanted = {quoted_name(*key) for key in source.metadata.tensor_ids if key[0] in roles}
-    faults = [f"{name} is not in the source" for name in found.only_a]
-    faults += [f"{name} is missing" for name in found.only_b if name in wanted]
-    faults += [f"{one.name}: {one.reason}, {one.num_elements} elements" for one in found.differing]
+    faults = [f"{name} is not in the source" for name in difference.only_a]
+    faults += [f"{name} is missing" for name in difference.only_b if name in wanted]
+    faults += [
+        f"{tensor.name}: {tensor.reason}, {tensor.num_elements} elements"
+        for tensor in difference.differing
+    ]
     if header.get("parts") != "model":
-        faults += [f"small values of role `{role}`" for role in found.values if role in roles]
+        faults += [f"small values of role `{role}`" for role in difference.values if role in roles]
     return faults
 
 
 def _refuse(ref: Ref, faults: Sequence[str]) -> None:
     more = len(faults) - _MAX_LISTED
-    told = "; ".join(faults[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    listed = "; ".join(faults[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
     raise CheckpointCorrupt(
-        f"`{ref.uri}` must be intact and hold what its source holds, got {told}; remove it and "
+        f"`{ref.uri}` must be intact and hold what its source holds, got {listed}; remove it and "
         "write it again"
     )
-
-
-def _say(what: str) -> Callable[[int, int], None]:
-    """Return what logs every tenth of a long work."""
-    said = [0]
-
-    def progress(done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > said[0]:
-            said[0] = tenth
-            logger.info("%s", event(what, done_bytes=done, of_bytes=total))
-
-    return progress
 
 
 def _equal_row(source_pin: str, num_tensors: int, num_bytes: int) -> tuple[str, str]:

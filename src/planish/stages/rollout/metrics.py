@@ -11,11 +11,11 @@ import numpy as np
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.rollout.groups import Fate, Group, Slot
 from planish.stages.rollout.sampler import Batch
-from planish.stages.rollout.surplus import Exchange
+from planish.stages.rollout.surplus import SurplusExchange
 from planish.verifiers import Verdict
 
 
-def batch_metrics(batch: Batch, exchange: Exchange | None = None) -> dict[str, float]:
+def batch_metrics(batch: Batch, exchange: SurplusExchange | None = None) -> dict[str, float]:
     """Return counts, shares of the fates of groups, and lengths.
 
     Response lengths and accuracy are those of all complete groups that were generated, not of the

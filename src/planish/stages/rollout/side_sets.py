@@ -32,13 +32,13 @@ def read_side_set(
     rollouts = read_set(RolloutSet, uri, sha256=digest)
     columns: dict[str, list[int]] = {}
     for name in names:
-        found: Any = manifest.attributes.get(name)
-        if not isinstance(found, list) or any(type(k) is not int or k < 0 for k in found):
+        counts: Any = manifest.attributes.get(name)
+        if not isinstance(counts, list) or any(type(k) is not int or k < 0 for k in counts):
             raise RecordError(
                 f"`{name}` of the {kind} set with manifest {manifest.sha256} must be a list of "
-                f"counts, got {found!r:.80}; resume from an earlier state"
+                f"counts, got {counts!r:.80}; resume from an earlier state"
             )
-        columns[name] = found
+        columns[name] = counts
     if any(len(column) != rollouts.num_groups for column in columns.values()):
         raise RecordError(
             f"the {kind} set `{uri}` must name {sorted(columns)} for each of its "

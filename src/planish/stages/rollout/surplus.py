@@ -17,7 +17,7 @@ from planish.stages.rollout.side_sets import read_side_set
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SurplusExchange:
     """What becomes of all surplus groups of one shard.
 
     taken + surplus of this batch = used + carried + undrawn + expired.
@@ -41,7 +41,9 @@ def share(groups: Sequence[Group], shard: int, num_shards: int) -> list[Group]:
     return ordered[shard::num_shards]
 
 
-def take_over(mine: Sequence[Group], *, room: int, version: int, max_staleness: int) -> Exchange:
+def take_over(
+    mine: Sequence[Group], *, room: int, version: int, max_staleness: int
+) -> SurplusExchange:
     """Fill the batch from a shard's share.
 
     Args:
@@ -51,12 +53,12 @@ def take_over(mine: Sequence[Group], *, room: int, version: int, max_staleness: 
         max_staleness: highest age that may be trained on, in policy versions.
     """
     usable = [group for group in mine if version - group.oldest_version <= max_staleness]
-    return Exchange(usable[:room], usable[room:], len(mine), len(mine) - len(usable))
+    return SurplusExchange(usable[:room], usable[room:], len(mine), len(mine) - len(usable))
 
 
 def settle(
-    taken: Exchange, fresh: Sequence[Group], *, next_version: int, max_staleness: int
-) -> Exchange:
+    taken: SurplusExchange, fresh: Sequence[Group], *, next_version: int, max_staleness: int
+) -> SurplusExchange:
     """Decide which groups the next iteration gets: those that it may still train on.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planish.base.errors import ConfigError
-from planish.engines.requests import Output, Request
+from planish.engines.requests import Output
 from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import FinishReason
@@ -49,7 +49,13 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         num_new = len(groups) - len(carried)
         places = place(groups, job.num_slots)
         growing = [(groups[g], groups[g].slots[s]) for g, s in places]
-        outputs = sampler.generate([_request(job, sampler, *pair) for pair in growing])
+        budget, longest = job.config.window_tokens, job.config.max_response_tokens
+        outputs = sampler.generate(
+            [
+                sampler.request(group, slot, min(budget, longest - slot.num_tokens))
+                for group, slot in growing
+            ]
+        )
         growths = [
             _grow(job, sampler, group, slot, output)
             for (group, slot), output in zip(growing, outputs, strict=True)
@@ -114,11 +120,6 @@ def _new_groups(
                 f"{job.config.max_prompt_tokens} tokens, got {num_missed} in a row with more; "
                 "raise it, or curate shorter prompts"
             )
-
-
-def _request(job: RolloutJob, sampler: GroupSampler, group: Group, slot: Slot) -> Request:
-    left = job.config.max_response_tokens - slot.num_tokens
-    return sampler.request(group, slot, min(job.config.window_tokens, left))
 
 
 def _grow(

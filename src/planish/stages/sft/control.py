@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     try:
-        found = measure_control(
+        measured = measure_control(
             arguments.root.rstrip("/"),
             arguments.seconds,
             policy_pin=arguments.policy_pin,
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanishError as error:
         logger.error("failed error=%s", error)
         return exit_code(error)
-    sys.stdout.write(json.dumps(found, sort_keys=True) + "\n")
+    sys.stdout.write(json.dumps(measured, sort_keys=True) + "\n")
     return 0
 
 

@@ -27,7 +27,7 @@ POLICY = "policy/1"
 FIRST_VERSION = 0
 
 
-class Start(NamedTuple):
+class FirstPolicy(NamedTuple):
     """What the first iteration begins with."""
 
     policy_pin: str
@@ -38,7 +38,7 @@ class Start(NamedTuple):
 
 def run(
     root: str, config_sha256: str, prompts: Artifact, policy: Artifact, metrics: Artifact
-) -> Start:
+) -> FirstPolicy:
     """Give the policy that the first iteration starts from.
 
     Args:
@@ -53,12 +53,12 @@ def run(
     """
     outcome = execute(
         "sft",
-        lambda context: _work(context, read_ref(prompts)),
+        lambda context: first_policy(context, read_ref(prompts)),
         root=root,
         config_sha256=config_sha256,
         outputs={"policy": policy, "metrics": metrics},
     )
-    return Start(str(outcome.values["policy_pin"]), str(outcome.values["state_pin"]))
+    return FirstPolicy(str(outcome.values["policy_pin"]), str(outcome.values["state_pin"]))
 
 
 def _outcome(
@@ -72,21 +72,21 @@ def _outcome(
     )
 
 
-def _start(context: Context) -> tuple[str, str]:
-    """Return the pins of the policy and the state that the run begins with; empty for none."""
+def first_policy(context: Context, prompts: Ref) -> Outcome:
+    """Resume, import or train the first policy unless an earlier attempt has.
+
+    Raises:
+        ConfigError: `run.json` does not say where the run begins, or the accuracy to begin with
+            lies outside the band that is enforced.
+    """
     initial = context.run.get("initial")
     pins = initial if isinstance(initial, dict) else {}
-    policy, state = pins.get("policy"), pins.get("state")
-    if isinstance(policy, str) and isinstance(state, str):
-        return policy, state
-    raise ConfigError(
-        f"`{layout.run_file(context.root)}` must hold initial with the pins policy and state, got "
-        f"{initial!r:.200}; choose a new root"
-    )
-
-
-def _work(context: Context, prompts: Ref) -> Outcome:
-    policy_pin, state_pin = _start(context)
+    policy_pin, state_pin = pins.get("policy"), pins.get("state")
+    if not (isinstance(policy_pin, str) and isinstance(state_pin, str)):
+        raise ConfigError(
+            f"`{layout.run_file(context.root)}` must hold initial with the pins policy and state, "
+            f"got {initial!r:.200}; choose a new root"
+        )
     if policy_pin:
         uri, digest = parse_pin(policy_pin)
         ref = read_manifest(uri, sha256=digest).ref(uri)
@@ -95,7 +95,10 @@ def _work(context: Context, prompts: Ref) -> Outcome:
     config = context.section(SftConfig, "sft")
     model_config = context.section(ModelConfig, "model")
     imports = bool(model_config.path) and not config.force
-    parents = {} if imports else _parents(context, prompts)
+    parents: dict[str, str] = {}
+    if not imports:
+        traces = read_manifest(layout.traces(context.root)).sha256
+        parents = {"prompts": prompts.manifest_sha256, "traces": traces}
     uri = layout.policy(context.root, FIRST_VERSION)
     done = finished(uri, POLICY, parents=parents, config_sha256=context.config_sha256)
     if done is not None:
@@ -103,37 +106,38 @@ def _work(context: Context, prompts: Ref) -> Outcome:
         if not imports:
             check_start(known["accuracy"], config)
         return _outcome(done, dict(known), already_done=True)
-    policy = _first_policy(model_config, config, context.seed)
-    numbers = {"imported": 1.0}
-    if not imports:
-        numbers = _train(context, policy, config, prompts)
-    ref = _save(context, policy, model_config, parents, numbers)
+    import torch
+
+    from planish.models.policy import DTYPES, build_policy, save_policy
+    from planish.models.pretrained import load_pretrained
+
+    torch.set_num_threads(config.num_threads)
+    if model_config.path:
+        policy = load_pretrained(
+            model_config.path,
+            revision=model_config.revision,
+            chat_template=model_config.chat_template,
+            stop_strings=model_config.stop_strings,
+        )
+    else:
+        policy = build_policy(model_config, context.seed)
+    numbers = {"imported": 1.0} if imports else _train(context, policy, config, prompts)
+    policy.model.to("cpu", DTYPES[model_config.dtype])
+    ref = save_policy(
+        uri,
+        policy,
+        version=FIRST_VERSION,
+        parents=parents,
+        attributes={
+            "config_sha256": context.config_sha256,
+            "seed": context.seed,
+            "metrics": numbers,
+        },
+    )
     if not imports:
         # After saving: the policy can be looked at even where the run must end here.
         check_start(numbers["accuracy"], config)
     return _outcome(ref, numbers)
-
-
-def _parents(context: Context, prompts: Ref) -> dict[str, str]:
-    traces = read_manifest(layout.traces(context.root))
-    return {"prompts": prompts.manifest_sha256, "traces": traces.sha256}
-
-
-def _first_policy(model_config: ModelConfig, config: SftConfig, seed: int) -> Policy:
-    import torch
-
-    from planish.models.policy import build_policy
-    from planish.models.pretrained import load_pretrained
-
-    torch.set_num_threads(config.num_threads)
-    if not model_config.path:
-        return build_policy(model_config, seed)
-    return load_pretrained(
-        model_config.path,
-        revision=model_config.revision,
-        chat_template=model_config.chat_template,
-        stop_strings=model_config.stop_strings,
-    )
 
 
 def _train(
@@ -163,14 +167,18 @@ def _train(
     )
     policy.model.float().to(pick_device(config.device))
     with Probe(policy, config, context.seed) as probe:
-        found = train_until(
+        numbers = train_until(
             policy,
             encoded,
             config,
             seed=context.seed,
             measure=lambda: probe.accuracy(probes, num_samples=config.probe_samples),
         )
-    return {**found, "num_traces": float(len(encoded.tokens)), "num_probes": float(probes.num_rows)}
+    return {
+        **numbers,
+        "num_traces": float(len(encoded.tokens)),
+        "num_probes": float(probes.num_rows),
+    }
 
 
 def check_start(accuracy: float, config: SftConfig) -> None:
@@ -193,26 +201,3 @@ def check_start(accuracy: float, config: SftConfig) -> None:
     if config.enforce_start_band:
         raise ConfigError(message)
     logger.warning("%s", message)
-
-
-def _save(
-    context: Context,
-    policy: Policy,
-    model_config: ModelConfig,
-    parents: dict[str, str],
-    numbers: dict[str, float],
-) -> Ref:
-    from planish.models.policy import DTYPES, save_policy
-
-    policy.model.to("cpu", DTYPES[model_config.dtype])
-    return save_policy(
-        layout.policy(context.root, FIRST_VERSION),
-        policy,
-        version=FIRST_VERSION,
-        parents=parents,
-        attributes={
-            "config_sha256": context.config_sha256,
-            "seed": context.seed,
-            "metrics": numbers,
-        },
-    )

@@ -119,8 +119,8 @@ class Fsdp2Trainer:
 
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Score the tokens in `policy_mask`; log-probabilities and entropies."""
-        found = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
-        return found[0], found[1]
+        results = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
+        return results[0], results[1]
 
     def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:
         """Score the tokens in `policy_mask` under a policy that is loaded for this call alone."""
@@ -129,11 +129,11 @@ class Fsdp2Trainer:
         def score(micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
             return (reference.scorer(micro.input_ids, None, select, self.temperature, False)[0],)
 
-        found = reference.compute(batch, batch.policy_mask, score)[0]
+        scored = reference.compute(batch, batch.policy_mask, score)[0]
         reference.close()
         # Sharded modules refer to each other in circles; the first step needs their memory.
         gc.collect()
-        return found
+        return scored
 
     def _load_reference(self, pin: str) -> ShardedModel:
         loaded = load_policy(pin, dtype=torch.float32)

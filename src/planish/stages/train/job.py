@@ -256,15 +256,15 @@ def _side_set(
 
 def _ordinals(manifest: Manifest, place: str, name: str, *, count: int = -1) -> list[int]:
     """Return a list of prompt ordinals from a manifest, of a certain length where one is given."""
-    found = manifest.attributes.get(name, [])
-    good = isinstance(found, list) and all(type(k) is int and k >= 0 for k in found)
-    if not good or (count >= 0 and len(found) != count):
+    ordinals = manifest.attributes.get(name, [])
+    good = isinstance(ordinals, list) and all(type(k) is int and k >= 0 for k in ordinals)
+    if not good or (count >= 0 and len(ordinals) != count):
         many = "" if count < 0 else f"{count} "
         raise RecordError(
-            f"`{name}` of `{place}` must be a list of {many}prompt ordinals, got {found!r:.80}; "
+            f"`{name}` of `{place}` must be a list of {many}prompt ordinals, got {ordinals!r:.80}; "
             "run the rollout stage again"
         )
-    return list(found)
+    return list(ordinals)
 
 
 def already_done(job: TrainJob, next_step: int) -> Ref | None:

@@ -107,16 +107,16 @@ def step_summary(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]
     for name in sorted({name for step in steps for name in step}):
         if name in _COUNTS:
             continue
-        found = [step[name] for step in steps if name in step and math.isfinite(step[name])]
-        if found:
-            summary[name] = sum(found) / len(found)
+        numbers = [step[name] for step in steps if name in step and math.isfinite(step[name])]
+        if numbers:
+            summary[name] = sum(numbers) / len(numbers)
     # Before the first step the policy is the old policy: any other ratio is a bug, or a
     # temperature, mask or dropout that differs between the two passes.
     first = next((step for step in steps if "ratio_error_max" in step), None)
     if first is not None:
         summary["first_step_ratio_error"] = first["ratio_error_max"]
     for skipped, name in (("skipped", "skipped_steps"), ("value_skipped", "value_skipped_steps")):
-        found = [step[skipped] for step in steps if skipped in step]
-        if found:
-            summary[name] = sum(found)
+        numbers = [step[skipped] for step in steps if skipped in step]
+        if numbers:
+            summary[name] = sum(numbers)
     return summary

@@ -75,7 +75,8 @@ class ShardedModel:
         if ranks.size > 1:
             self._shard(body, exact)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
-        self.buffers = _persistent_buffers(model)
+        saved = set(model.state_dict())
+        self.buffers = {name: x for name, x in model.named_buffers() if name in saved}
         self.optimizer = None if is_frozen else self._build_optimizer()
 
     def _build_optimizer(self) -> torch.optim.AdamW:
@@ -193,7 +194,10 @@ class ShardedModel:
             torch.autograd.backward(output.loss * self.ranks.size)
             tally.add(output)
         metrics = tally.result(self.ranks)
-        norm = self._clip()
+        clipped: Any = torch.nn.utils.clip_grad_norm_(
+            list(self.parameters.values()), self.config.grad_clip or math.inf
+        )
+        norm = float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
         metrics |= {"grad_norm": norm, "skipped": 0.0 if math.isfinite(norm) else 1.0}
         if math.isfinite(norm):
             self.optimizer.step()
@@ -227,12 +231,6 @@ class ShardedModel:
         with precision:
             results = score(micro, select)
         return [scatter_tokens(select, result) for result in results]
-
-    def _clip(self) -> float:
-        norm: Any = torch.nn.utils.clip_grad_norm_(
-            list(self.parameters.values()), self.config.grad_clip or math.inf
-        )
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and saved buffers by name: this rank's shards."""
@@ -296,12 +294,6 @@ def _total(parts: Iterable[Tensor]) -> Tensor:
 def decoder_layers(body: Any) -> list[Any]:
     """Return the layers of a decoder of transformers; none where it names no `layers`."""
     return list(getattr(body, "layers", []))
-
-
-def _persistent_buffers(model: Any) -> dict[str, Tensor]:
-    """Return the buffers that belong to the saved model."""
-    saved = set(model.state_dict().keys())
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _checkpoint_layers(body: Any) -> None:

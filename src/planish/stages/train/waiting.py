@@ -123,19 +123,14 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
     known["is_finished"] = np.ones(len(ids), np.bool_)
     joined: dict[str, Tensor] = {}
     for name in (f.name for f in fields(TrainBatch)):
-        own = _padded(getattr(batch, name), width)
+        own = getattr(batch, name)
+        if own.dim() == 2:
+            own = torch.cat([own, own.new_zeros((len(own), width - own.shape[1]))], 1)
         blank = own.new_zeros((len(ids), *own.shape[1:]))
         earlier = torch.from_numpy(known[name]) if name in known else blank
         joined[name] = torch.cat([earlier, own])
     joined["position_ids"] = row_positions(*joined["input_ids"].shape)
     return TrainBatch(**joined)
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    """Widen [B, S] by zeros on the right; [B] stays as it is."""
-    if x.dim() == 1:
-        return x
-    return torch.cat([x, x.new_zeros((x.shape[0], width - x.shape[1]))], 1)
 
 
 def as_waiting(batch: TrainBatch) -> WaitingSet:

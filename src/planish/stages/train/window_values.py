@@ -53,7 +53,7 @@ def earlier_values(
         RecordError: a response has more stored values than tokens from before this iteration.
     """
     known, keys = stored.to_rows(), row_keys(rollouts, ordinals)
-    found = torch.full(batch.values.shape, float("nan"))
+    kept = torch.full(batch.values.shape, float("nan"))
     for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
         values = known.get(keys[row], np.zeros(0, np.float32))
         start = int(rollouts.window_start[row])
@@ -64,8 +64,8 @@ def earlier_values(
                 "from different iterations"
             )
         columns = batch.value_mask[position].nonzero().flatten()[: len(values)]
-        found[position, columns] = torch.from_numpy(values.copy())
-    return found
+        kept[position, columns] = torch.from_numpy(values.copy())
+    return kept
 
 
 def values_to_store(
@@ -88,11 +88,11 @@ def values_to_store(
         ordinals: of each group.
         stored: from the iteration before.
     """
-    keys, found = row_keys(rollouts, ordinals), stored.to_rows()
+    keys, kept = row_keys(rollouts, ordinals), stored.to_rows()
     goes_on = rollouts.finish == FinishReason.WINDOW
     for row in np.flatnonzero(~goes_on).tolist():
-        found.pop(keys[row], None)
+        kept.pop(keys[row], None)
     for position, row in enumerate(np.flatnonzero(rewards.keep).tolist()):
         if goes_on[row] and values is not None:
-            found[keys[row]] = values[position][batch.value_mask[position]].numpy()
-    return ValueSet.from_rows(found)
+            kept[keys[row]] = values[position][batch.value_mask[position]].numpy()
+    return ValueSet.from_rows(kept)

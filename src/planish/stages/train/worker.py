@@ -25,12 +25,13 @@ from planish.records.reference import named_reference
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
+from planish.records.stream import StreamState
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
 from planish.stages.train.job import JobResult, TrainJob, read_inputs, relative_pin
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import open_trainer
-from planish.stages.train.update import run_update
+from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 
 if TYPE_CHECKING:
@@ -103,17 +104,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
             stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
         report = UpdateReport(result.scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    # A run without a penalty passes the name of the reference on to one that has it again.
-    pin = job.reference_pin or named_reference(job.state_pin, job.info)
-    extra: dict[str, Any] = {
-        **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
-        **result.progress.to_json(),
-        "data": stream.to_data(),
-        "policy_version": job.iteration,
-        "num_ranks": ranks.size,
-        "device": device.type,
-        "config_sha256": job.config_sha256,
-    }
+    extra = {**_extra(job, result, stream, ranks), "device": device.type}
     if shape := trainer.critic_shape():
         extra["critic"] = shape
     state = checkpoint.save(
@@ -127,6 +118,22 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     speed = result.scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
     metrics = {**result.scalars, "update_seconds": seconds, "tokens_per_second": speed}
     return JobResult(state, metrics)
+
+
+def _extra(
+    job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks
+) -> dict[str, Any]:
+    """Return the JSON part of the train state; that of the first rank is written."""
+    # A run without a penalty passes the name of the reference on to one that has it again.
+    pin = job.reference_pin or named_reference(job.state_pin, job.info)
+    return {
+        **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
+        **result.progress.to_json(),
+        "data": stream.to_data(),
+        "policy_version": job.iteration,
+        "num_ranks": ranks.size,
+        "config_sha256": job.config_sha256,
+    }
 
 
 def _write(job: TrainJob, at: Callable[[str, int], str], record: Record) -> str:

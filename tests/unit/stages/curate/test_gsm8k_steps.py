@@ -8,8 +8,8 @@ import pytest
 
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.gsm8k import is_gsm8k, parse_row, problem_row, read_step
-from planish.stages.curate.problem import Ledger
-from planish.stages.curate.records import Row
+from planish.stages.curate.problem import CurationLedger
+from planish.stages.curate.records import DataRow
 from planish.stages.curate.select import curate
 from planish.stages.curate.stage import read_tables
 
@@ -70,13 +70,13 @@ def test_a_row_is_taken_apart():
 def test_rows_of_another_form_are_recognised(fields):
     assert parse_row(fields) is None
     assert problem_row(fields) is None
-    assert not is_gsm8k([Row(fields, "line 1")])
-    assert is_gsm8k([Row(ROW, "line 1")])
+    assert not is_gsm8k([DataRow(fields, "line 1")])
+    assert is_gsm8k([DataRow(ROW, "line 1")])
 
 
 def run(**options):
     config = CurateConfig(dataset=str(GSM8K), **options)
-    ledger = Ledger()
+    ledger = CurationLedger()
     curated = curate(config, 0, read_tables(config, ledger), ledger)
     return curated, {f.name: f for f in ledger.filters}
 

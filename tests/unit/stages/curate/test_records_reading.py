@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from planish.base.errors import ConfigError
-from planish.stages.curate.problem import Ledger
+from planish.stages.curate.problem import CurationLedger
 from planish.stages.curate.records import as_answer, field_of, read_hub, read_table
 from tests.unit.records.bombs import bomb
 
@@ -21,7 +21,7 @@ def no_hub(_):
 
 
 def read(path, *, skip_bad=False, hub=no_hub):
-    ledger = Ledger()
+    ledger = CurationLedger()
     table = read_table(str(path), skip_bad=skip_bad, ledger=ledger, hub=hub)
     return table, ledger.filters[0]
 

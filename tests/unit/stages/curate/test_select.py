@@ -17,8 +17,8 @@ from planish.stages.curate.filters import (
     remove_unverifiable,
     split,
 )
-from planish.stages.curate.problem import Drop, Ledger, Problem, fraction_of, words
-from planish.stages.curate.records import Row, Table
+from planish.stages.curate.problem import CurationLedger, Drop, Problem, fraction_of, words
+from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.report import curation_metrics, curation_report
 from planish.stages.curate.select import curate, read_problems
 
@@ -30,13 +30,13 @@ def problem(question, answer="2", verifier="integer", **facts):
 
 
 def rows(*fields):
-    return [Row(dict(f), f"line {n}") for n, f in enumerate(fields, 1)]
+    return [DataRow(dict(f), f"line {n}") for n, f in enumerate(fields, 1)]
 
 
 def select(config, *fields, pass_rates=None, held=()):
-    tables = [Table(rows(*fields), "0" * 64)] if fields else []
-    tables += [Table(rows(*held), "1" * 64)] if held else []
-    return curate(config, 0, tables, Ledger(), pass_rates)
+    tables = [DataTable(rows(*fields), "0" * 64)] if fields else []
+    tables += [DataTable(rows(*held), "1" * 64)] if held else []
+    return curate(config, 0, tables, CurationLedger(), pass_rates)
 
 
 def test_words_are_lower_case_in_one_unicode_form_with_operators():
@@ -46,7 +46,7 @@ def test_words_are_lower_case_in_one_unicode_form_with_operators():
 
 def test_the_ledger_refuses_to_lose_a_row():
     with pytest.raises(AssertionError):
-        Ledger().record("x", "rows", 3, 1, [Drop("a", "b")])
+        CurationLedger().record("x", "rows", 3, 1, [Drop("a", "b")])
 
 
 def test_the_split_depends_on_the_problem_alone():

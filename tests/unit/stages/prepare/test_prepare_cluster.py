@@ -14,14 +14,14 @@ from planish.stages.prepare.cluster import (
     PERMISSIONS,
     KubernetesApi,
     Permission,
-    Requests,
+    PodRequests,
     amount,
     check_cluster,
     inside_cluster,
 )
 
 GPU = "nvidia.com/gpu"
-REQUESTS = Requests.parse(
+REQUESTS = PodRequests.parse(
     json.dumps(
         {
             "pod": {"cpu": "64", "memory": "1200Gi", GPU: "8"},
@@ -117,14 +117,14 @@ def test_an_absent_accelerator_and_small_nodes_are_told_or_only_warned_about():
 
 
 def test_no_requests_need_no_room():
-    nothing = Requests.parse("")
+    nothing = PodRequests.parse("")
     assert check_cluster(FakeCluster(machines=()), nothing, assume_autoscaling=False).faults == ()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "x", '{"pod": {"cpu": "8GB"}, "total": {}}'])
 def test_damaged_requests_are_refused(text):
     with pytest.raises(ConfigError):
-        Requests.parse(text)
+        PodRequests.parse(text)
 
 
 def test_outside_a_cluster_nothing_is_asked(monkeypatch):

@@ -9,7 +9,7 @@ from planish.base.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.records.io import write_files
 from planish.stages.prepare.run_file import (
-    Start,
+    StartPins,
     newest_version,
     open_run_file,
     read_run_file,
@@ -46,7 +46,7 @@ def add_state(root, step):
 
 def test_a_new_root_starts_supervised(file_root):
     run, changed, is_new = begin(file_root)
-    assert (run.initial, changed, is_new) == (Start("", ""), [], True)
+    assert (run.initial, changed, is_new) == (StartPins("", ""), [], True)
     document = json.loads(store.read(layout.run_file(file_root)))
     assert document["config"] == CONFIG
     assert document["config_sha256"] == run.sha256
@@ -87,7 +87,7 @@ def test_a_run_can_start_from_the_newest_policy_of_another(tmp_path):
     newest = add_policy(old, 2, states[1])
     run, _, is_new = begin(new, resume_from=f"{old}/")
     assert is_new
-    assert run.initial == Start(newest.pin(), states[1].pin()) == run.origin
+    assert run.initial == StartPins(newest.pin(), states[1].pin()) == run.origin
     assert run.resumed_from == old
     again, _, is_new = begin(new, resume_from=old)
     assert (again, is_new) == (run, False)
@@ -98,7 +98,7 @@ def test_a_supervised_start_of_another_run_has_no_state(tmp_path):
     old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
     begin(old)
     policy = add_policy(old, 0)
-    assert begin(new, resume_from=old)[0].initial == Start(policy.pin(), "")
+    assert begin(new, resume_from=old)[0].initial == StartPins(policy.pin(), "")
 
 
 def test_a_run_that_only_began_hands_on_its_own_start(tmp_path):
@@ -106,7 +106,7 @@ def test_a_run_that_only_began_hands_on_its_own_start(tmp_path):
     begin(roots[0])
     policy = add_policy(roots[0], 0)
     begin(roots[1], resume_from=roots[0])
-    assert begin(roots[2], resume_from=roots[1])[0].initial == Start(policy.pin(), "")
+    assert begin(roots[2], resume_from=roots[1])[0].initial == StartPins(policy.pin(), "")
 
 
 def test_resuming_needs_a_run_a_policy_and_the_same_configuration(tmp_path):
@@ -134,7 +134,7 @@ def test_a_root_keeps_the_run_that_it_came_from(tmp_path):
 def test_the_state_of_a_policy_is_found_by_digest(file_root):
     states = [add_state(file_root, step) for step in (16, 32, 48)]
     policy = add_policy(file_root, 2, states[1])
-    assert start_after(file_root, 2) == Start(policy.pin(), states[1].pin())
+    assert start_after(file_root, 2) == StartPins(policy.pin(), states[1].pin())
     assert newest_version(file_root) == 2
     assert newest_version(f"{file_root}-none") is None
 

@@ -68,7 +68,7 @@ AFTER = {
 
 CURATION = """# Curation report
 
-Source: <code>gsm8k.jsonl</code>, sha256 `00ff`
+SeriesSource: <code>gsm8k.jsonl</code>, sha256 `00ff`
 
 **4168** training prompts, **595** held out, **500** worked traces.
 

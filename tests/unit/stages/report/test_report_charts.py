@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 from planish.stages.report.figures.canvas import PALETTE, canvas
 from planish.stages.report.figures.charts import (
-    Line,
+    BarPart,
+    LineSeries,
     Mark,
-    Part,
     Span,
     line_chart,
     stacked_bars,
@@ -24,25 +24,25 @@ def _text(svg):
 
 
 def test_equal_charts_give_equal_text():
-    lines = [Line("reward", "blue", [1, 2, 3], [0.1, 0.4, 0.2])]
+    lines = [LineSeries("reward", "blue", [1, 2, 3], [0.1, 0.4, 0.2])]
     assert line_chart("Reward", lines, y_label="r") == line_chart("Reward", lines, y_label="r")
 
 
 def test_colours_leave_as_variables_of_the_page():
-    svg = line_chart("Reward", [Line("reward", "blue", [1, 2], [0.0, 1.0])], y_label="r")
+    svg = line_chart("Reward", [LineSeries("reward", "blue", [1, 2], [0.0, 1.0])], y_label="r")
     assert "stroke: var(--blue)" in svg
     assert not any(stand_in in svg for stand_in in PALETTE.values())
 
 
 def test_text_takes_the_font_of_the_page_at_twelve_pixels():
-    svg = line_chart("Reward", [Line("reward", "blue", [1, 2], [0.0, 1.0])], y_label="r")
+    svg = line_chart("Reward", [LineSeries("reward", "blue", [1, 2], [0.0, 1.0])], y_label="r")
     assert "font-family" not in svg
     assert set(re.findall(r"font-size: ([\d.]+)px", svg)) == {"12"}
 
 
 def test_each_point_tells_its_value():
     svg = line_chart(
-        "Clip", [Line("high", "blue", [1, 2], [0.011, 0.02])], y_label="share", unit="percent"
+        "Clip", [LineSeries("high", "blue", [1, 2], [0.011, 0.02])], y_label="share", unit="percent"
     )
     assert _tips(svg) == ["high, iteration 1: 1.1 %", "high, iteration 2: 2 %"]
 
@@ -54,7 +54,7 @@ def test_a_mark_tells_its_standard_error():
 
 
 def test_a_hostile_label_stays_text():
-    svg = line_chart("x", [Line("<script>&", "blue", [1], [1.0])], y_label="<b>")
+    svg = line_chart("x", [LineSeries("<script>&", "blue", [1], [1.0])], y_label="<b>")
     assert "<script>" not in svg
     assert "&lt;script&gt;&amp;, iteration 1: 1" in svg
     ElementTree.fromstring(svg)
@@ -62,35 +62,38 @@ def test_a_hostile_label_stays_text():
 
 def test_a_limit_is_drawn_with_its_label():
     svg = line_chart(
-        "Length", [Line("mean", "blue", [1, 2], [20, 22])], y_label="t", limit=("limit 48", 48)
+        "Length",
+        [LineSeries("mean", "blue", [1, 2], [20, 22])],
+        y_label="t",
+        limit=("limit 48", 48),
     )
     assert "limit 48" in _text(svg)
 
 
 def test_axes_name_their_quantity_and_unit():
-    svg = line_chart("Entropy", [Line("e", "blue", [1, 9], [1, 0])], y_label="nats per token")
+    svg = line_chart("Entropy", [LineSeries("e", "blue", [1, 9], [1, 0])], y_label="nats per token")
     assert {"nats per token", "iteration"} <= set(_text(svg))
 
 
 def test_a_logarithmic_axis_is_used_only_for_positive_values():
-    positive = line_chart("m", [Line("a", "blue", [1, 2], [1e-7, 1e-5])], y_label="", is_log=True)
-    zero = line_chart("m", [Line("a", "blue", [1, 2], [0.0, 1e-5])], y_label="", is_log=True)
+    positive = line_chart(
+        "m", [LineSeries("a", "blue", [1, 2], [1e-7, 1e-5])], y_label="", is_log=True
+    )
+    zero = line_chart("m", [LineSeries("a", "blue", [1, 2], [0.0, 1e-5])], y_label="", is_log=True)
     assert {"1e-7", "1e-6", "1e-5"} <= set(_text(positive))
     assert "0" in _text(zero)
 
 
 def test_a_long_line_has_no_tips_and_stays_small():
     many = list(range(1, 5001))
-    svg = line_chart("r", [Line("a", "blue", many, [i % 7 for i in many])], y_label="r")
+    svg = line_chart("r", [LineSeries("a", "blue", many, [i % 7 for i in many])], y_label="r")
     assert _tips(svg) == []
     assert len(svg) < 60_000
 
 
 def test_bars_stack_to_the_values_given():
-    svg = stacked_bars(
-        "Groups", [1, 2], [Part("kept", "blue", [0.5, 0.25]), Part("wrong", "red", [0.5, 0.75])],
-        y_label="share", unit="percent",
-    )  # fmt: skip
+    parts = [BarPart("kept", "blue", [0.5, 0.25]), BarPart("wrong", "red", [0.5, 0.75])]
+    svg = stacked_bars("Groups", [1, 2], parts, y_label="share", unit="percent")
     assert _tips(svg) == [
         "kept, iteration 1: 50 %",
         "kept, iteration 2: 25 %",
@@ -100,7 +103,7 @@ def test_bars_stack_to_the_values_given():
 
 
 def test_many_bars_are_averaged_over_neighbours():
-    svg = stacked_bars("g", range(1, 121), [Part("kept", "blue", [0, 1] * 60)], y_label="s")
+    svg = stacked_bars("g", range(1, 121), [BarPart("kept", "blue", [0, 1] * 60)], y_label="s")
     tips = _tips(svg)
     assert len(tips) == 60
     assert tips[0] == "kept, iteration 1.5: 0.5"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from planish.stages.report.figures.charts import Band, Line, line_chart
+from planish.stages.report.figures.charts import Band, LineSeries, line_chart
 from planish.stages.report.figures.run_charts import all_charts, pretraining
 from planish.stages.report.gather import gather
 from tests.unit.stages.report.critic_run import build_critic_run
@@ -66,7 +66,7 @@ def test_groups_are_not_called_kept_where_nothing_is_filtered(charts, healthy_ro
 
 def test_a_curve_that_begins_after_value_pretraining_keeps_the_axis_of_the_others():
     bands = (Band("value pretraining", 1, 3),)
-    svg = line_chart("e", [Line("e", "blue", [4, 5], [1, 2])], y_label="nats", bands=bands)
+    svg = line_chart("e", [LineSeries("e", "blue", [4, 5], [1, 2])], y_label="nats", bands=bands)
     assert {"1", "2", "3", "4", "5"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
 
 

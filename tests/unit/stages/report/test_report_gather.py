@@ -8,7 +8,7 @@ import pytest
 from planish import store
 from planish.base.errors import StoreUnavailable
 from planish.records import layout
-from planish.stages.report.facts import Attempt, ReportFacts
+from planish.stages.report.facts import ReportFacts, TaskLog
 from planish.stages.report.gather import Reader, gather
 from planish.stages.report.page import build_page
 from planish.store.documents import read_json
@@ -51,9 +51,9 @@ def test_the_largest_gradient_norm_comes_from_the_minibatches(healthy_root):
 
 def test_seconds_of_parallel_tasks_count_once():
     tasks = [
-        Attempt("rollout", 1, 0, "done", 10.0, 5.0),
-        Attempt("rollout", 1, 1, "done", 11.0, 6.0),
-        Attempt("reward", 1, 0, "done", 20.0, 1.0),
+        TaskLog("rollout", 1, 0, "done", 10.0, 5.0),
+        TaskLog("rollout", 1, 1, "done", 11.0, 6.0),
+        TaskLog("reward", 1, 0, "done", 20.0, 1.0),
     ]
     assert ReportFacts("file:///r", tasks=tasks).busy_seconds == 8.0
 
@@ -61,9 +61,9 @@ def test_seconds_of_parallel_tasks_count_once():
 def test_means_of_shards_are_weighted_by_their_groups():
     facts = ReportFacts("file:///r")
     facts.tasks = [
-        Attempt("rollout", 1, 0, "done", 0, 1, metrics={"a": 0.2, "num_generated_groups": 30.0}),
-        Attempt("rollout", 1, 1, "done", 0, 1, metrics={"a": 0.6, "num_generated_groups": 10.0}),
-        Attempt("rollout", 2, 0, "done", 0, 1, metrics={"a": 0.5, "num_generated_groups": 0.0}),
+        TaskLog("rollout", 1, 0, "done", 0, 1, metrics={"a": 0.2, "num_generated_groups": 30.0}),
+        TaskLog("rollout", 1, 1, "done", 0, 1, metrics={"a": 0.6, "num_generated_groups": 10.0}),
+        TaskLog("rollout", 2, 0, "done", 0, 1, metrics={"a": 0.5, "num_generated_groups": 0.0}),
     ]
     assert facts.per_iteration("rollout", "a") == {1: pytest.approx(0.3), 2: 0.5}
     assert facts.per_iteration("rollout", "a", max) == {1: 0.6, 2: 0.5}

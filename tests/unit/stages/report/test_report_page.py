@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 import pytest
 
 from planish.stages.report.facts import (
-    Alert,
-    Attempt,
-    Comparison,
     Evaluation,
+    MachineAlert,
     ReportFacts,
     Sample,
+    SampleComparison,
     Saved,
+    TaskLog,
 )
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page, resume_command
@@ -105,16 +105,16 @@ def hostile_facts():
     return ReportFacts(
         root=f"file:///runs/{HOSTILE}",
         run={"preset": HOSTILE, "config": {HOSTILE: {HOSTILE: HOSTILE}}, "code_version": HOSTILE},
-        tasks=[Attempt("$\\frac{$", 1, 0, "failed", 5.0, 1.0, error=HOSTILE)],
+        tasks=[TaskLog("$\\frac{$", 1, 0, "failed", 5.0, 1.0, error=HOSTILE)],
         updates={1: {"entropy": 0.5}},
         evaluations=[
             Evaluation(v, {"accuracy": 0.5, HOSTILE: 1.0}, {HOSTILE: {}, "b": {}}) for v in (0, 1)
         ],
         policies=[Saved("policy", 1, f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)],
-        alerts=[Alert(HOSTILE, HOSTILE, 1.0, 1e300, -1.0, *[HOSTILE] * 4, 3)],
+        alerts=[MachineAlert(HOSTILE, HOSTILE, 1.0, 1e300, -1.0, *[HOSTILE] * 4, 3)],
         curation=f"# {HOSTILE}\n\n| filter | unit | in | out | dropped |\n| --- | --- | --- | --- "
         f"| --- |\n| x | rows | 5 | 4 | 1 |\n\n{HOSTILE}\n\n<div onclick=x>\n\n<b>\n",
-        comparisons=[Comparison(HOSTILE, [(HOSTILE, [sample])])],
+        comparisons=[SampleComparison(HOSTILE, [(HOSTILE, [sample])])],
         missing=[HOSTILE],
     )
 
@@ -141,9 +141,9 @@ def test_a_failure_names_stage_error_last_good_state_and_command():
     facts = ReportFacts(
         root="file:///runs/a b",
         tasks=[
-            Attempt("rollout", 3, 0, "done", 10, 5),
-            Attempt("rollout", 3, 1, "running", 11, 4),
-            Attempt("train", 2, 0, "failed", 20, 2, error="PeerLost: rank 1 is gone"),
+            TaskLog("rollout", 3, 0, "done", 10, 5),
+            TaskLog("rollout", 3, 1, "running", 11, 4),
+            TaskLog("train", 2, 0, "failed", 20, 2, error="PeerLost: rank 1 is gone"),
         ],
         policies=[Saved("policy", 1, "file:///runs/a b/policies/00001", "1" * 64)],
         states=[Saved("state", 16, "file:///runs/a b/states/step-00000016", "2" * 64)],
@@ -200,8 +200,8 @@ def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
     for i in range(1, 1001):
         for shard in range(4):
             metrics = {"accuracy_mean": 0.5, "ds/kept_frac": 0.5, "ds/all_wrong_frac": 0.5}
-            facts.tasks.append(Attempt("rollout", i, shard, "done", 10.0 * i, 5, metrics=metrics))
-        facts.tasks.append(Attempt("train", i, 0, "done", 10.0 * i + 6, 3))
+            facts.tasks.append(TaskLog("rollout", i, shard, "done", 10.0 * i, 5, metrics=metrics))
+        facts.tasks.append(TaskLog("train", i, 0, "done", 10.0 * i + 6, 3))
     facts.missing = [f"update of iteration {i}" for i in range(500)]
     html, _ = pages(facts)
     assert len(html.encode()) < MAX_BYTES
@@ -212,7 +212,7 @@ def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
 def test_a_page_that_would_be_too_large_loses_its_samples_first():
     sample = Sample("0" * 16, "p", "a", "x" * 1500, True)
     facts = ReportFacts("file:///r", updates={1: {"entropy": 1.0}, 2: {"entropy": 0.9}})
-    facts.comparisons = [Comparison("many", [("c", [sample] * 2000)])]
+    facts.comparisons = [SampleComparison("many", [("c", [sample] * 2000)])]
     html, _ = pages(facts)
     assert len(html.encode()) < MAX_BYTES
     assert "Sample rollouts" not in html

@@ -133,6 +133,7 @@ def canvas(
 
 
 def _export(figure: Figure, name: str, tips: Mapping[str, str]) -> str:
+    """Return a figure as SVG whose colours, font and ids are those of the page."""
     buffer = io.StringIO()
     blank = {"Date": None, "Creator": None, "Format": None, "Type": None}
     figure.savefig(buffer, format="svg", transparent=True, metadata=blank)
@@ -142,7 +143,11 @@ def _export(figure: Figure, name: str, tips: Mapping[str, str]) -> str:
     for extra in [*root.findall(f"{{{_SVG}}}metadata"), *root.findall(f"{{{_SVG}}}defs[1]")]:
         if extra.find(f"{{{_SVG}}}clipPath") is None:
             root.remove(extra)
-    referenced = _referenced_ids(root)
+    referenced: set[str] = set()
+    for element in root.iter():
+        for value in element.attrib.values():
+            referenced.update(re.findall(r"url\(#([^)]+)\)", value))
+        referenced.add(element.get(f"{{{_XLINK}}}href", "").removeprefix("#"))
     # A list: tool tips are added on the way and must not be visited.
     for element in list(root.iter()):
         _clean(element, referenced, tips)
@@ -154,17 +159,6 @@ def _export(figure: Figure, name: str, tips: Mapping[str, str]) -> str:
     root.set("style", f"max-width: {float(width):.0f}px; aspect-ratio: {width} / {height}")
     text = ElementTree.tostring(root, encoding="unicode")
     return _ANY_COLOR.sub(lambda match: _COLOR[match[0]], text)
-
-
-def _referenced_ids(root: ElementTree.Element) -> set[str]:
-    found: set[str] = set()
-    for element in root.iter():
-        for value in element.attrib.values():
-            found.update(re.findall(r"url\(#([^)]+)\)", value))
-        link = element.get(f"{{{_XLINK}}}href", "")
-        if link.startswith("#"):
-            found.add(link[1:])
-    return found
 
 
 def _clean(element: ElementTree.Element, referenced: set[str], tips: Mapping[str, str]) -> None:

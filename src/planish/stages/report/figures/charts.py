@@ -49,11 +49,11 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineSeries:
     """One curve.
 
     Example:
-        >>> Line("reward", "blue", (1, 2), (-0.5, -0.1)).label
+        >>> LineSeries("reward", "blue", (1, 2), (-0.5, -0.1)).label
         'reward'
     """
 
@@ -103,7 +103,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One layer of stacked bars."""
 
     label: str
@@ -132,7 +132,7 @@ class Span:
 
 def line_chart(
     name: str,
-    lines: Sequence[Line],
+    lines: Sequence[LineSeries],
     *,
     y_label: str,
     unit: Unit = "number",
@@ -197,7 +197,7 @@ def line_chart(
     return page.svg
 
 
-def _draw_line(page: Canvas, line: Line, unit: Unit, floor: float | None) -> None:
+def _draw_line(page: Canvas, line: LineSeries, unit: Unit, floor: float | None) -> None:
     stride = max(1, -(-len(line.x) // MAX_POINTS))
     x, y = list(line.x[::stride]), list(line.y[::stride])
     height = y if floor is None else [max(floor, value) for value in y]
@@ -262,7 +262,7 @@ def _iteration_axis(axes: Any, first: float, last: float) -> None:
 def stacked_bars(
     name: str,
     x: Sequence[float],
-    parts: Sequence[Part],
+    parts: Sequence[BarPart],
     *,
     y_label: str,
     unit: Unit = "number",
@@ -334,15 +334,15 @@ def _merge(spans: Sequence[Span], end: float) -> list[Span]:
     """Join neighbours of one row and colour that a reader could not tell apart."""
     merged: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
     for span in sorted(spans, key=lambda span: span.start):
-        found = merged.setdefault((span.row, span.color), [])
+        bars = merged.setdefault((span.row, span.color), [])
         stop = span.start + span.length
-        if found and span.start - found[-1][1] < end / 60:
-            start, reached, count = found[-1]
-            found[-1] = (start, max(reached, stop), count + 1)
+        if bars and span.start - bars[-1][1] < end / 60:
+            start, reached, count = bars[-1]
+            bars[-1] = (start, max(reached, stop), count + 1)
         else:
-            found.append((span.start, stop, 1))
+            bars.append((span.start, stop, 1))
     return [
         Span(row, color, start, stop - start, f"{row}: {count} tasks")
-        for (row, color), found in merged.items()
-        for start, stop, count in found
+        for (row, color), bars in merged.items()
+        for start, stop, count in bars
     ]

@@ -13,11 +13,11 @@ from planish.stages.report.figures.charts import Unit
 
 
 @dataclass(frozen=True)
-class Source:
+class SeriesSource:
     """Where a series lies.
 
     Example:
-        >>> Source("rollout", "num_generated_tokens", sum).key
+        >>> SeriesSource("rollout", "num_generated_tokens", sum).key
         'num_generated_tokens'
     """
 
@@ -37,13 +37,13 @@ class Curve:
     """Name in the legend."""
     color: str
     """Key of the palette."""
-    sources: tuple[Source, ...]
+    sources: tuple[SeriesSource, ...]
     """The first that exists is drawn."""
     is_secondary: bool = False
     """Drawn thinner and dashed."""
     is_quiet: bool = False
     """Left out where it is 0 throughout."""
-    unless: Source | None = None
+    unless: SeriesSource | None = None
     """Iterations in which this is not 0 have no point."""
 
 
@@ -69,9 +69,9 @@ class Panel:
     """The vertical axis ends here at the latest; lower points are drawn on its edge."""
 
 
-def update(key: str) -> Source:
+def update(key: str) -> SeriesSource:
     """Return the source of a scalar of the update report."""
-    return Source("update", key)
+    return SeriesSource("update", key)
 
 
 ACCURACY = Panel(
@@ -80,11 +80,11 @@ ACCURACY = Panel(
     "Groups that are all right or all wrong do not train, so the dashed curve stays near one half "
     "by construction.",
     (
-        Curve("all sampled", "blue", (Source("rollout", "accuracy_mean"),)),
+        Curve("all sampled", "blue", (SeriesSource("rollout", "accuracy_mean"),)),
         Curve(
             "trained on",
             "slate",
-            (update("accuracy_mean"), Source("reward", "accuracy_mean")),
+            (update("accuracy_mean"), SeriesSource("reward", "accuracy_mean")),
             is_secondary=True,
         ),
     ),
@@ -101,12 +101,12 @@ LENGTHS = Panel(
         Curve(
             "mean",
             "blue",
-            (Source("rollout", "response_length_mean"), update("response_tokens_mean")),
+            (SeriesSource("rollout", "response_length_mean"), update("response_tokens_mean")),
         ),
         Curve(
             "longest",
             "slate",
-            (Source("rollout", "response_length_max", max), update("response_tokens_max")),
+            (SeriesSource("rollout", "response_length_max", max), update("response_tokens_max")),
             is_secondary=True,
         ),
     ),
@@ -119,7 +119,7 @@ PANELS: tuple[Panel, ...] = (
         "mean reward per response",
         "What the update trains on: the verdict's reward plus the length penalty. It should rise; "
         "with dynamic sampling it rises less than accuracy, because solved prompts drop out.",
-        (Curve("reward", "blue", (update("reward_mean"), Source("reward", "reward_mean"))),),
+        (Curve("reward", "blue", (update("reward_mean"), SeriesSource("reward", "reward_mean"))),),
     ),
     Panel(
         "Entropy",
@@ -273,8 +273,8 @@ PREFIX = Panel(
     "Tokens of earlier windows that were read again under the newer policy, beside those that were "
     "sampled: what it costs to go on with a response.",
     (
-        Curve("sampled", "blue", (Source("rollout", "num_generated_tokens", sum),)),
-        Curve("read again", "orange", (Source("rollout", "num_prefix_tokens", sum),)),
+        Curve("sampled", "blue", (SeriesSource("rollout", "num_generated_tokens", sum),)),
+        Curve("read again", "orange", (SeriesSource("rollout", "num_prefix_tokens", sum),)),
     ),
     from_zero=True,
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from planish.stages.report.facts import Attempt, ReportFacts
+from planish.stages.report.facts import ReportFacts, TaskLog
 from planish.stages.report.figures.charts import (
     Band,
+    BarPart,
     Chart,
-    Line,
+    LineSeries,
     Mark,
-    Part,
     Span,
     line_chart,
     stacked_bars,
@@ -25,7 +25,7 @@ from planish.stages.report.figures.panels import (
     SLOTS,
     Curve,
     Panel,
-    Source,
+    SeriesSource,
     update,
 )
 from planish.stages.report.words import seconds
@@ -75,25 +75,25 @@ def all_charts(facts: ReportFacts, before: Mark | None, after: Mark | None) -> l
     if any("critic_learning_rate" in scalars for scalars in facts.updates.values()):
         charts += [draw(facts, panel) for panel in CRITIC_PANELS]
     charts += _window_charts(facts)
-    found = [chart for chart in charts if chart is not None]
+    drawn = [chart for chart in charts if chart is not None]
     # Two columns: an odd count would leave a hole before the timeline.
-    times = stage_times(facts, is_wide=len(found) % 2 == 0)
-    return found + [chart for chart in (times, task_timeline(facts)) if chart is not None]
+    times = stage_times(facts, is_wide=len(drawn) % 2 == 0)
+    return drawn + [chart for chart in (times, task_timeline(facts)) if chart is not None]
 
 
-def series(facts: ReportFacts, sources: Sequence[Source]) -> dict[int, float]:
+def series(facts: ReportFacts, sources: Sequence[SeriesSource]) -> dict[int, float]:
     """Return iteration -> value of the first source that has any."""
     for source in sources:
         if source.stage == "update":
-            found = {
+            values = {
                 iteration: scalars[source.key]
                 for iteration, scalars in sorted(facts.updates.items())
                 if source.key in scalars
             }
         else:
-            found = facts.per_iteration(source.stage, source.key, source.combine)
-        if found:
-            return found
+            values = facts.per_iteration(source.stage, source.key, source.combine)
+        if values:
+            return values
     return {}
 
 
@@ -109,17 +109,19 @@ def pretraining(facts: ReportFacts) -> tuple[Band, ...]:
     return tuple(Band("value pretraining", first, last) for first, last in stretches)
 
 
-def lines_of(facts: ReportFacts, curves: Sequence[Curve]) -> list[Line]:
+def lines_of(facts: ReportFacts, curves: Sequence[Curve]) -> list[LineSeries]:
     """Return the curves that have numbers."""
     lines = []
     for curve in curves:
-        found = series(facts, curve.sources)
+        points = series(facts, curve.sources)
         if curve.unless is not None:
             hidden = series(facts, (curve.unless,))
-            found = {number: y for number, y in found.items() if not hidden.get(number)}
-        if found and (any(found.values()) or not curve.is_quiet):
+            points = {number: y for number, y in points.items() if not hidden.get(number)}
+        if points and (any(points.values()) or not curve.is_quiet):
             lines.append(
-                Line(curve.label, curve.color, [*found], [*found.values()], curve.is_secondary)
+                LineSeries(
+                    curve.label, curve.color, [*points], [*points.values()], curve.is_secondary
+                )
             )
     return lines
 
@@ -128,7 +130,7 @@ def draw(
     facts: ReportFacts,
     panel: Panel,
     *,
-    lines: Sequence[Line] | None = None,
+    lines: Sequence[LineSeries] | None = None,
     marks: Sequence[Mark] = (),
     limit: int = 0,
     hint: str = "",
@@ -181,17 +183,17 @@ def _max_response_tokens(facts: ReportFacts) -> int:
 
 def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
     """Draw the shares of groups by what the filter of dynamic sampling sees in them."""
-    found = [(label, color, facts.per_iteration("rollout", key)) for label, color, key in GROUPS]
-    iterations = sorted({iteration for _, _, values in found for iteration in values})
+    fates = [(label, color, facts.per_iteration("rollout", key)) for label, color, key in GROUPS]
+    iterations = sorted({iteration for _, _, values in fates for iteration in values})
     if not iterations:
         return None
     parts = [
-        Part(
+        BarPart(
             "mixed" if keeps_all and label == "kept" else label,
             color,
             [values.get(i, 0.0) for i in iterations],
         )
-        for label, color, values in found
+        for label, color, values in fates
         if values
     ]
     svg = stacked_bars(
@@ -219,9 +221,9 @@ def _window_charts(facts: ReportFacts) -> list[Chart | None]:
         return []
     shares = {number: continued.get(number, 0.0) / max(n, 1.0) for number, n in live.items()}
     used = facts.per_iteration("rollout", "slot_utilisation")
-    lines = [Line("continued", "orange", [*shares], [*shares.values()])]
+    lines = [LineSeries("continued", "orange", [*shares], [*shares.values()])]
     if used:
-        lines.append(Line("utilisation", "teal", [*used], [*used.values()]))
+        lines.append(LineSeries("utilisation", "teal", [*used], [*used.values()]))
     return [draw(facts, SLOTS, lines=lines), draw(facts, PREFIX)]
 
 
@@ -236,7 +238,7 @@ def stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
         return None
     iterations = sorted(times)
     parts = [
-        Part(
+        BarPart(
             name,
             STAGE_COLORS.get(name, "slate"),
             [times[iteration].get(name, 0.0) for iteration in iterations],
@@ -285,7 +287,7 @@ def task_timeline(facts: ReportFacts) -> Chart | None:
     return Chart("Timeline", timeline("Timeline", [*rows], spans), hint, is_wide=True)
 
 
-def _spans(task: Attempt, rows: Collection[str], zero: float) -> list[Span]:
+def _spans(task: TaskLog, rows: Collection[str], zero: float) -> list[Span]:
     """Return the bar of a task, and one for the start of its process."""
     row = task.stage if task.stage in rows else f"{task.stage} {task.shard}"
     color = "red" if task.state == "failed" else STAGE_COLORS.get(task.stage, "slate")
