@@ -54,7 +54,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, progress: Progress) -> int:
     """Do what the parsed options ask for and return the exit code.
 
-    An error of ours is one line on standard error: 4 where a server does not answer, else 3.
+    A `PlanishError` becomes one line on standard error, and the code 4 where a server does not
+    answer, else 3.
     """
     options.progress = progress
     try:

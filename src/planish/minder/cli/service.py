@@ -49,8 +49,8 @@ def add_commands(verbs: Any) -> None:
         metavar="FILE",
         help="ends in .npz, .csv or .parquet; a .json beside it has room for the label of a fault",
     )
-    for one in (serve, validate, breaker, record):
-        one.add_argument(
+    for verb in (serve, validate, breaker, record):
+        verb.add_argument(
             "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
         )
 

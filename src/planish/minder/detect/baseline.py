@@ -1,4 +1,4 @@
-"""What machines of a healthy job differ by for good: collector hosts, capped boards, stages.
+"""What machines of a healthy job always differ by: collector hosts, capped boards, stages.
 
 Ours; the paper compares machines as they are.
 """
@@ -64,8 +64,8 @@ class Baseline:
         for chunks in self._chunks.values():
             if chunks:
                 counts = np.maximum(counts, np.isfinite(np.stack(chunks)).sum(axis=0))
-        found: Mask = counts * self._stride * CHUNK_SECONDS >= self.config.baseline_min_seconds
-        return found
+        seconds = counts * self._stride * CHUNK_SECONDS
+        return np.asarray(seconds >= self.config.baseline_min_seconds)
 
     @property
     def begun(self) -> bool:
@@ -89,8 +89,8 @@ class Baseline:
         for waiting in self._waiting.values():
             waiting[:] = [(count, moved(row)) for count, row in waiting]
         self._used = {
-            metric: {name: value for name, value in found.items() if name in names}
-            for metric, found in self._used.items()
+            metric: {name: value for name, value in used.items() if name in names}
+            for metric, used in self._used.items()
         }
         for decided in self._decided.values():
             for name in old.keys() - set(names):
@@ -126,7 +126,7 @@ class Baseline:
 
     def table(self) -> dict[str, dict[str, float]]:
         """Return metric to machine to the accepted difference, normalised; machines without: 0."""
-        return {metric: found for metric, found in self._used.items() if found}
+        return {metric: used for metric, used in self._used.items() if used}
 
     def unknown(self, metric: str) -> list[str]:
         """Return the machines without an accepted difference."""
@@ -163,9 +163,9 @@ class Baseline:
             due = (minutes >= needed * self._stride) & (minutes >= _GROWTH * last)
             if not due.any():
                 continue
-            found = _agreed(rows, floor, needed)
+            agreed = _agreed(rows, floor, needed)
             for place in np.flatnonzero(due).tolist():
-                name, value = self.machines[place], float(found[place])
+                name, value = self.machines[place], float(agreed[place])
                 if np.isfinite(value):
                     decided[name] = int(minutes[place])
                 # A comparison with NaN is false.
@@ -194,22 +194,22 @@ class Baseline:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        made = cls(config)
-        made.machines, made.until = tuple(map(str, raw["machines"])), int(raw["until"])
-        made._stride = 1
+        baseline = cls(config)
+        baseline.machines, baseline.until = tuple(map(str, raw["machines"])), int(raw["until"])
+        baseline._stride = 1
         count = int(raw["minutes"]) // 2
         for metric, (first, second) in raw["halves"].items():
             rows = [np.array(row, np.float32) for row in (first, second)]
-            if any(row.shape != (len(made.machines),) for row in rows):
+            if any(row.shape != (len(baseline.machines),) for row in rows):
                 raise ValueError("a baseline must have one number for each machine")
             # Shorter when it is very long: new history then weighs more, as it should.
             times = max(1, min(count, _MAX_CHUNKS // 4))
-            made._chunks[str(metric)] = [rows[0]] * times + [rows[1]] * times
-        made._used = {
-            str(metric): {str(name): float(value) for name, value in found.items()}
-            for metric, found in raw["used"].items()
+            baseline._chunks[str(metric)] = [rows[0]] * times + [rows[1]] * times
+        baseline._used = {
+            str(metric): {str(name): float(value) for name, value in used.items()}
+            for metric, used in raw["used"].items()
         }
-        return made
+        return baseline
 
 
 def _agreed(rows: F32, floor: float, needed: int) -> F32:
@@ -232,8 +232,8 @@ def _agreed(rows: F32, floor: float, needed: int) -> F32:
 def _median(rows: F32) -> F32:
     """Return the median [N] of the known numbers of [R, N]; NaN where fewer than half are known."""
     known = np.isfinite(rows)
-    found = median_of_known(rows.T, known.T)
-    return np.where(2 * known.sum(axis=0) >= len(rows), found, np.nan).astype(np.float32)
+    median = median_of_known(rows.T, known.T)
+    return np.where(2 * known.sum(axis=0) >= len(rows), median, np.nan).astype(np.float32)
 
 
 def _plain(row: F32) -> list[float | None]:

@@ -31,9 +31,9 @@ class PreprocessConfig(Section):
     join_grace_seconds: int = Field(default=120, ge=0)
     """Younger machines are left out."""
     mask_broken_exporter: bool = True
-    """A GPU metric that is 0 on one machine alone, whose other GPU metrics move, is no fault."""
+    """A GPU metric that is 0 on a single machine, whose other GPU metrics move, is no fault."""
     silent_after_seconds: int = Field(default=60, ge=0)
-    """No sample of any metric for longer is an anomaly of its own; 0 is off, as published."""
+    """A machine without a sample of any metric for longer is silent; 0 is off, as published."""
     outage_share: float = Field(default=0.2, gt=0.0, le=1.0)
     """More silent machines than this are an outage of the telemetry."""
     widen_limits: bool = True
@@ -85,10 +85,10 @@ class DetectConfig(Section):
     """A machine's floor lies above the distance that it has had in healthy history of the same
     job: hosts that hold their samples, or take them at another moment, are always apart."""
     unknown_role_distance: float = Field(default=0.1, ge=0.0)
-    """A machine without a baseline, as all are at first, counts only when it is so much further
-    away; 0 is off, as published."""
+    """Distance that is added to the floor of a machine without a baseline, as all are at first; 0
+    is off, as published."""
     baseline_min_seconds: int = Field(default=600, ge=60)
-    """Healthy history from which on a baseline is no longer learned while anyone is candidate."""
+    """With this much healthy history a baseline is not learned while a machine is candidate."""
     baseline_early_seconds: int = Field(default=120, ge=120)
     """Healthy history that a first baseline needs."""
     compare_within_stage: bool = True
@@ -109,12 +109,12 @@ class DetectConfig(Section):
     job_wide_share: float = Field(default=0.05, gt=0.0, le=1.0)
     """More faulty machines than this share, and than two, are an event of the whole job."""
     two_modes: bool = True
-    """So is a part of the machines, of that size up to half of them, that lies apart from the rest;
-    each of them is too like the others of its part to be named alone."""
+    """A part of the machines, larger than `job_wide_share` and up to half of them, that lies apart
+    from the rest is such an event too; its machines are too alike to be named one by one."""
     warmup_seconds: int = Field(default=180, ge=0)
     """Ignored after a start of the job; 0 as published."""
     idle_seconds: int = Field(default=60, ge=0)
-    """Detection stops when all machines have been idle for so long; 0 is off."""
+    """Detection stops when all machines have been idle for this time; 0 is off."""
     min_machines: int = Field(default=4, ge=3)
     """Smaller jobs are not looked at."""
 
@@ -143,11 +143,11 @@ class AlertConfig(Section):
     """How long an alert stays."""
 
     keep_firing_seconds: int = Field(default=900, ge=0)
-    """A machine must have been like its peers for so long before its alert is resolved."""
+    """Time for which a machine must have been like its peers before its alert is resolved."""
     telemetry_hold_seconds: int = Field(default=120, ge=0)
     """The same for alerts about the measuring itself."""
     max_age_seconds: int = Field(default=86_400, ge=60)
-    """Older alerts are resolved, whatever is seen; the same run never raises another one."""
+    """Older alerts are resolved in any case; the same run never raises another one."""
 
 
 Range = Annotated[tuple[float, float], Field(strict=False)]
@@ -155,7 +155,7 @@ Range = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class MinderConfig(Section):
-    """All sections that decide what is found; those of servers and actions stand beside them."""
+    """The sections that decide what is found; the service adds those of servers and actions."""
 
     profile: Profile = "default"
     preprocess: PreprocessConfig = PreprocessConfig()
@@ -241,7 +241,7 @@ def minder_config(raw: Mapping[str, Any] | None = None) -> MinderConfig:
         480
 
     Raises:
-        ConfigError: an unknown section or key, or a value that can not be; every one is named.
+        ConfigError: unknown sections or keys, or wrong values; all of them are named.
     """
     table = dict(raw or {})
     profile = table.get("profile", "default")

@@ -63,8 +63,8 @@ def runs(machine: int, named: Mask, masked: Mask, *, gap_tolerance: int = 0) -> 
     """Return the runs of one machine, in order.
 
     A window in which it is no candidate ends a run, unless the tolerance allows it: at most
-    `gap_tolerance` such windows, and at most 2 % of what follows them. Masked windows neither count
-    nor end anything.
+    `gap_tolerance` such windows, and at most 2 % of the run. Masked windows neither count nor end
+    anything.
 
     Args:
         machine: its column.
@@ -103,10 +103,10 @@ def long_runs(named: Mask, masked: Mask, min_windows: int, *, gap_tolerance: int
         gap_tolerance: as for `runs`.
     """
     result = []
-    # A machine that is candidate in so few windows has no such run, gaps included.
+    # In a run, gaps are few: a machine that is candidate less often has no run of this length.
     for machine in np.flatnonzero(named.sum(axis=0) > 0.9 * min_windows).tolist():
-        found = runs(machine, named[:, machine], masked, gap_tolerance=gap_tolerance)
-        result += [run for run in found if run.length > min_windows][:1]
+        mine = runs(machine, named[:, machine], masked, gap_tolerance=gap_tolerance)
+        result += [run for run in mine if run.length > min_windows][:1]
     return sorted(result, key=lambda run: (run.first, run.machine))
 
 
@@ -181,7 +181,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
 
 @dataclass(frozen=True)
 class _Named:
-    """Candidates in one metric, without the machines that have been found before."""
+    """Candidates in one metric."""
 
     trace: Trace
     candidates: Mask
@@ -190,10 +190,10 @@ class _Named:
     """[W], windows of which too little is known."""
 
 
-def _named(view: View, found: set[str]) -> dict[str, _Named]:
-    """Return the candidates by metric when some machines have been found before."""
+def _named(view: View, excluded: set[str]) -> dict[str, _Named]:
+    """Return the candidates by metric, without machines that were found in an earlier round."""
     rules = view.config.detect
-    gone = np.array([name in found for name in view.frame.machines])
+    gone = np.array([name in excluded for name in view.frame.machines])
     theta = thresholds(rules, view.groups, gone)
     result = {}
     for name, trace in view.traces.items():
@@ -210,7 +210,7 @@ def _named(view: View, found: set[str]) -> dict[str, _Named]:
 def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
     """Go through the metrics once and return the machines that were candidates for long enough."""
     rules, frame = view.config.detect, view.frame
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for name, metric in named.items():
         trace = metric.trace
         for run in long_runs(
@@ -237,15 +237,15 @@ def _round(view: View, named: Mapping[str, _Named]) -> list[Finding]:
                 score_mean=float(trace.scores[cells][trace.present[cells]].mean()),
                 evidence=evidence,
             )
-            found.setdefault(finding.machine, finding)
-        if found and not rules.exhaustive:
-            return list(found.values())[:1]
-    return list(found.values())
+            findings.setdefault(finding.machine, finding)
+        if findings and not rules.exhaustive:
+            return list(findings.values())[:1]
+    return list(findings.values())
 
 
 def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
     """Return the runs that reach the end of the frame and have lasted for half a minute."""
-    tolerance, found = view.config.detect.gap_tolerance, []
+    tolerance, ongoing = view.config.detect.gap_tolerance, []
     for name, metric in named.items():
         flags = metric.candidates
         recent = flags[-1 - tolerance :].any(axis=0) & (flags.sum(axis=0) >= _FEWEST_WINDOWS)
@@ -254,10 +254,9 @@ def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
             if run.length >= _FEWEST_WINDOWS and run.last >= len(flags) - 1 - tolerance:
                 score = float(metric.trace.scores[run.last, machine])
                 since = int(view.frame.ts[run.first])
-                found.append(
-                    Candidate(view.frame.machines[machine], name, since, run.length, score)
-                )
-    return tuple(sorted(found, key=lambda one: (-one.seconds, one.machine, one.metric)))
+                machine_name = view.frame.machines[machine]
+                ongoing.append(Candidate(machine_name, name, since, run.length, score))
+    return tuple(sorted(ongoing, key=lambda c: (-c.seconds, c.machine, c.metric)))
 
 
 def _silent_findings(view: View, silent: Mask) -> list[Finding]:

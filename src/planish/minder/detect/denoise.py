@@ -19,7 +19,7 @@ from planish.minder.detect.frame import F32, Mask
 WINDOW = 8
 """Samples of a window (section 4.2)."""
 _SAMPLED_WINDOWS = 256
-"""The error of a model on what it sees now is measured on about so many windows."""
+"""The error of a model on current values is measured on about this number of windows."""
 _BLOCK_WINDOWS = 2_048
 """Windows that go through the network together: their gates stay in the cache."""
 
@@ -72,7 +72,7 @@ def restoration_error(denoiser: Denoiser, values: F32, known: Mask) -> float:
     """Return the mean squared error of a denoiser on a spread sample of windows; NaN without any.
 
     Args:
-        denoiser: gives windows back; others than such (`embedding: latent`) have no error, NaN.
+        denoiser: of the metric; the error of `embedding: latent`, which is no window, is NaN.
         values: [T, N] in 0 .. 1.
         known: [T - 7, N], windows that count.
     """
@@ -131,8 +131,8 @@ class Pca:
         mean = windows.mean(axis=0, dtype=np.float64)
         centred = windows.astype(np.float64) - mean
         covariance = centred.T @ centred / max(1, len(windows))
-        found = np.linalg.eigh(covariance)[1][:, ::-1][:, :components].T.astype(np.float32)
-        return cls(metric, mean.astype(np.float32), np.ascontiguousarray(found))
+        axes = np.linalg.eigh(covariance)[1][:, ::-1][:, :components].T.astype(np.float32)
+        return cls(metric, mean.astype(np.float32), np.ascontiguousarray(axes))
 
     def embed(self, windows: F32) -> F32:
         """Return the projected windows [M, 8]."""
@@ -148,14 +148,14 @@ def shapes(hidden: int, latent: int) -> dict[str, tuple[int, ...]]:
         (16, 4)
     """
     gates = 4 * hidden
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for part, width in (("encoder", 1), ("decoder", latent)):
-        found[f"{part}.weight_ih_l0"] = (gates, width)
-        found[f"{part}.weight_hh_l0"] = (gates, hidden)
-        found[f"{part}.bias_ih_l0"] = found[f"{part}.bias_hh_l0"] = (gates,)
+        result[f"{part}.weight_ih_l0"] = (gates, width)
+        result[f"{part}.weight_hh_l0"] = (gates, hidden)
+        result[f"{part}.bias_ih_l0"] = result[f"{part}.bias_hh_l0"] = (gates,)
     for part in ("mean", "logvar"):
-        found |= {f"{part}.weight": (latent, hidden), f"{part}.bias": (latent,)}
-    return found | {"output.weight": (1, hidden), "output.bias": (1,)}
+        result |= {f"{part}.weight": (latent, hidden), f"{part}.bias": (latent,)}
+    return result | {"output.weight": (1, hidden), "output.bias": (1,)}
 
 
 @dataclass(frozen=True)

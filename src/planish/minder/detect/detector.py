@@ -55,7 +55,7 @@ class Detector:
 
         Args:
             frame: of one job.
-            job: stages, baseline and start.
+            job: what is known of the job besides.
         """
         started = time.perf_counter()
         rules, job = self.config.detect, job or Job()
@@ -158,5 +158,4 @@ def _ignored_windows(frame: Frame, job: Job) -> Mask:
         seconds |= (frame.ts >= start) & (frame.ts < end)
     if frame.num_seconds < WINDOW:
         return np.zeros(0, bool)
-    found: Mask = np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).max(axis=1)
-    return found
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).max(axis=1))

@@ -22,10 +22,10 @@ Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
 """Metric to machine to (timestamps in unix seconds, values), in any order."""
 
 COARSEST_SECONDS = 60.0
-"""Samples that come less often than this say nothing about the seconds between them."""
+"""Samples that come less often say nothing about the seconds between them."""
 _DENSE_SECONDS = 1.5
 _FEWEST_SPACINGS = 8
-"""A series with fewer samples has no spacing to speak of."""
+"""A series with fewer samples has no known spacing."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ def align(
     Each grid point takes the sample nearest in time within half a second, after the timestamps of
     the series have been moved by their median distance from whole seconds: exporters of one machine
     are asked at different fractions of a second, and its clock may be off. A series whose samples
-    come regularly but less than once a second, up to `COARSEST_SECONDS`, stands for as long as it
-    takes until the next one. Samples that are not finite, or negative where that can not be, are
-    dropped; of equal timestamps the last one wins.
+    come regularly but less than once a second counts until the next sample, for at most
+    `COARSEST_SECONDS`. Samples that are not finite, or negative where that can not be, are
+    dropped; of samples with equal timestamps the last one counts.
 
     Args:
         job: name of the job.
@@ -172,8 +172,8 @@ def align(
         array = np.full((len(grid), len(names)), np.nan, np.float32)
         for column, name in enumerate(names):
             if name in by_machine:
-                ts, found = clean(*by_machine[name], keep_negative=keep_negative)
-                array[:, column] = nearest(ts - _skew(ts), found, grid, reach=_reach(ts))
+                ts, sent = clean(*by_machine[name], keep_negative=keep_negative)
+                array[:, column] = nearest(ts - _skew(ts), sent, grid, reach=_reach(ts))
         values[metric] = array
     return Frame(job, grid, names, values)
 
@@ -228,7 +228,7 @@ def _skew(ts: F64) -> float:
 
 
 def _reach(ts: F64) -> float:
-    """Return how far from a sample it still speaks for its series, in seconds."""
+    """Return how far from a second its nearest sample may be, in seconds."""
     if len(ts) < _FEWEST_SPACINGS:
         return 0.5
     spacing = float(np.median(np.diff(ts)))

@@ -1,4 +1,4 @@
-"""One job, call after call: what the service does, and what a replay of a recorded trace does."""
+"""One job, call after call: the detector, and what is learned and known of the job besides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDLE_METRICS = ("gpu_duty_cycle", "gpu_graphics_engine_activity")
 _IDLE_SHARE = 0.05
 """A GPU that does less than this share of what it could is idle."""
 _CANDIDATE_SECONDS = 60
-"""A machine that has been unlike its peers for so long stops the learning of baselines."""
+"""A machine that has been a candidate for this time stops the learning of baselines."""
 _SAME_JOB_SHARE = 0.5
 """A job that keeps fewer of its machines runs on other nodes."""
 
@@ -33,7 +33,7 @@ class JobMonitor:
     def __init__(
         self, job: str, models: Models, config: MinderConfig, *, detector: Detector | None = None
     ) -> None:
-        """Begin with nothing known of the job; another detector takes the default one's place."""
+        """Begin with nothing known of the job; `detector` replaces the usual one."""
         self.job, self.config = job, config
         self.baseline, self.usual = Baseline(config.detect), Baseline(config.detect)
         self._detector = detector or Detector(models, config)
@@ -54,7 +54,7 @@ class JobMonitor:
 
         Args:
             frame: until now, of all machines that the job has now; at least the last
-                `service.window_seconds`, where there are so many.
+                `service.window_seconds`, if the job is as old.
             started: unix seconds of the last start of the job; 0 when not known.
             stages: machine to pipeline stage.
             board: model of the boards that it runs on; empty when not known.
@@ -139,14 +139,14 @@ class JobMonitor:
         """Return the stretches after a start, and in which all machines are idle."""
         rules = self.config.detect
         warmup = rules.warmup_seconds
-        found = [(started, started + warmup)] if started and warmup else []
+        ignored = [(started, started + warmup)] if started and warmup else []
         if rules.idle_seconds and frame.num_seconds:
             for start, stop in stretches(_idle(frame)):
                 if stop - start >= rules.idle_seconds:
                     first = int(frame.ts[0])
                     # A job that goes on has to warm up again.
-                    found.append((first + start, first + stop + warmup))
-        return found
+                    ignored.append((first + start, first + stop + warmup))
+        return ignored
 
     def usual_distances(self) -> dict[str, dict[str, float]]:
         """Return the usual distances, further for machines whose role is not known yet."""
@@ -170,9 +170,9 @@ class JobMonitor:
         unhealthy = any(
             start < now and stop > max(baseline.until, recent) for start, stop in ignored
         )
-        found = {finding.machine for finding in result.findings}
-        unsure = np.array([name in found for name in baseline.machines], bool)
-        if found or any(one.seconds >= _CANDIDATE_SECONDS for one in result.candidates):
+        faulty = {finding.machine for finding in result.findings}
+        unsure = np.array([name in faulty for name in baseline.machines], bool)
+        if faulty or any(c.seconds >= _CANDIDATE_SECONDS for c in result.candidates):
             unsure |= baseline.mature
         if unhealthy or unsure.all():
             baseline.skip(now)
@@ -217,13 +217,13 @@ class JobMonitor:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        made = cls(str(state["job"]), models, config, detector=detector)
-        made.baseline = Baseline.from_json(config.detect, state["baseline"])
-        made.usual = Baseline.from_json(config.detect, state["usual"])
-        made._joined = {str(name): int(at) for name, at in state["joined"].items()}
-        made._started = int(state["started"])
-        made._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
-        return made
+        monitor = cls(str(state["job"]), models, config, detector=detector)
+        monitor.baseline = Baseline.from_json(config.detect, state["baseline"])
+        monitor.usual = Baseline.from_json(config.detect, state["usual"])
+        monitor._joined = {str(name): int(at) for name, at in state["joined"].items()}
+        monitor._started = int(state["started"])
+        monitor._scales = {str(name): float(scale) for name, scale in state["scales"].items()}
+        return monitor
 
 
 def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) -> Result | None:
@@ -238,11 +238,10 @@ def too_few_machines(job: str, machines: Sequence[str], config: MinderConfig) ->
 
 
 def _idle(frame: Frame) -> Mask:
-    """Return [T], seconds in which every machine that is heard of does nothing on its GPUs."""
+    """Return [T], seconds in which the GPUs of all machines with samples are idle."""
     for name, full in zip(_IDLE_METRICS, (100.0, 1.0), strict=True):
         if name in frame.values:
             real = frame.mask[name]
             busy = real & (frame.values[name] >= _IDLE_SHARE * full)
-            found: Mask = np.logical_and(real.any(axis=1), ~busy.any(axis=1))
-            return found
+            return np.asarray(real.any(axis=1) & ~busy.any(axis=1))
     return np.zeros(frame.num_seconds, bool)

@@ -1,4 +1,4 @@
-"""From a frame to numbers between 0 and 1: fill short gaps, scale, say which metrics will do.
+"""From a frame to numbers between 0 and 1: fill short gaps, scale, say which metrics are usable.
 
 Source: Minder, arXiv 2411.01791, section 4.1 (nearest padding, min-max by the limits of the
 metric); limits on gaps, usability and silence are ours.
@@ -132,7 +132,7 @@ def needed_scale(
         frame: of the job.
         metric: that the limits are of.
         limits: transformed values that become 0 and 1.
-        known: factor that was found before.
+        known: factor of the last call.
     """
     low, high = limits
     values, real = frame.values[metric.name], frame.mask[metric.name]
@@ -224,7 +224,7 @@ def _is_coarse(real: Mask) -> bool:
 def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
     """Find GPU metrics that are 0 on one machine only, while another one of it moves."""
     gpu = [name for name in frame.values if name in table and table[name].is_gpu]
-    found: dict[str, tuple[str, ...]] = {}
+    broken: dict[str, tuple[str, ...]] = {}
     moves = {}
     for name in gpu:
         values, real = frame.values[name], frame.mask[name]
@@ -235,8 +235,8 @@ def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tup
         zero = real.any(axis=0) & ~((values != 0) & real).any(axis=0)
         others = [moves[other] for other in gpu if other != name]
         if zero.sum() == 1 and others and np.logical_or.reduce(others)[zero].all():
-            found[name] = (frame.machines[int(np.flatnonzero(zero)[0])],)
-    return found
+            broken[name] = (frame.machines[int(np.flatnonzero(zero)[0])],)
+    return broken
 
 
 def frozen_exporters(
@@ -256,9 +256,9 @@ def frozen_exporters(
     Returns:
         Metric to machine to the first row that stands still.
     """
-    found: dict[str, dict[str, int]] = {}
+    frozen: dict[str, dict[str, int]] = {}
     if not after_seconds or frame.num_seconds <= after_seconds:
-        return found
+        return frozen
     for is_gpu in (False, True):
         names = [name for name in frame.values if name in table and table[name].is_gpu == is_gpu]
         still = {name: still_since(frame.values[name], frame.mask[name]) for name in names}
@@ -279,8 +279,8 @@ def frozen_exporters(
         for place in np.flatnonzero(alive & (since < needed)).tolist():
             for name in names:
                 if frame.mask[name][:, place].any():
-                    found.setdefault(name, {})[frame.machines[place]] = int(since[place])
-    return found
+                    frozen.setdefault(name, {})[frame.machines[place]] = int(since[place])
+    return frozen
 
 
 def still_since(values: F32, real: Mask) -> I64:

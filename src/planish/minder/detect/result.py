@@ -1,4 +1,4 @@
-"""What a call finds, as an object and as JSON."""
+"""The result of a call, as an object and as JSON."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Result:
     n_machines: int
     profile: str
     theta: float
-    """Threshold of the normal score for so many machines."""
+    """Threshold of the normal score for `n_machines`."""
     distance: str
     findings: tuple[Finding, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Result:
     clipped: dict[str, float] = field(default_factory=dict)
     """Metric to the share of its values beyond the limits."""
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Metric to machines whose exporter says 0 and can not be believed."""
+    """Metric to machines whose exporter is broken, see `Prepared.broken`."""
     call_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A part of a job's machines that lies apart from the rest: a switch, a rack, a power feed.
 
-Ours. Where a fifth to a half of the machines differ alike, each has so many like itself that no
+Ours. Where a fifth to a half of the machines differ alike, each has many peers like itself and no
 normal score is large: of two equal halves all scores are 0. The values themselves show two modes.
 """
 

@@ -106,8 +106,8 @@ def _read_npz(path: Path) -> Frame:
             total = sum(entry.file_size for entry in archive.infolist())
         if total > limit:
             raise RecordError(f"`{path}` must decode to at most {limit} bytes, got {total}")
-        with np.load(path, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
     except RecordError:
         raise
     except (OSError, ValueError, zipfile.BadZipFile) as error:
@@ -175,10 +175,10 @@ def _read_long(path: Path) -> Frame:
             f"`ts` and `value` in `{path}` must be numbers, the others text, got {error}"
         ) from None
     texts = [
-        np.asarray(one.dictionary.to_numpy(zero_copy_only=False), np.str_)[
-            one.indices.fill_null(0).to_numpy()
+        np.asarray(column.dictionary.to_numpy(zero_copy_only=False), np.str_)[
+            column.indices.fill_null(0).to_numpy()
         ]
-        for one in names
+        for column in names
     ]
     return _from_long(path, ts, texts[0], texts[1], values)
 

@@ -25,9 +25,9 @@ FAULT_KINDS = ("dissimilar", "silent", "job_wide")
 """Alerts that a replay returns; those about missing telemetry are for the operators of it."""
 
 _TOGETHER_SECONDS = 60
-"""Machines whose first samples come so soon after the start have been there from the beginning."""
+"""Machines with a sample within this time of the start belong to the job from the start."""
 _REPLACED_SECONDS = 300
-"""Another machine that comes so long before or after a silence begins takes the place."""
+"""A machine that comes within this time of the last sample of another one replaces it."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def replay(
 
 
 class Membership:
-    """Which machines a job had at a time, as far as its trace tells."""
+    """Which machines a job had at a time, as far as its trace shows."""
 
     def __init__(self, frame: Frame, config: MinderConfig) -> None:
         """Look at a whole trace; answers use only what was known by then."""

@@ -165,11 +165,13 @@ def bootstrap(
     Cases with and without a fault are drawn apart; equal seeds draw equal cases. The arguments are
     those of `score`.
     """
-    counts = np.array([one.counts(counting) for one in outcomes], np.float64).reshape(-1, 3)
+    counts = np.array([outcome.counts(counting) for outcome in outcomes], np.float64).reshape(-1, 3)
     if detectable:
-        hidden = np.array([one.fault is not None and not one.fault.detectable for one in outcomes])
+        hidden = np.array(
+            [outcome.fault is not None and not outcome.fault.detectable for outcome in outcomes]
+        )
         counts[hidden, 0::2] = 0.0
-    with_fault = np.array([one.fault is not None for one in outcomes], bool)
+    with_fault = np.array([outcome.fault is not None for outcome in outcomes], bool)
     generator = np.random.default_rng(seed)
     samples = np.zeros((RESAMPLES, 3))
     for rows in (np.flatnonzero(with_fault), np.flatnonzero(~with_fault)):
@@ -207,34 +209,34 @@ def _share(part: Counts, whole: Counts) -> Counts:
 
 def normal_share(outcomes: Sequence[Outcome]) -> float:
     """Return the share of cases without a fault that have no alarm; 1 when there is none."""
-    normal = [not one.alarms for one in outcomes if one.fault is None]
+    normal = [not outcome.alarms for outcome in outcomes if outcome.fault is None]
     return float(np.mean(normal)) if normal else 1.0
 
 
 def false_alarm_rate(outcomes: Sequence[Outcome]) -> float:
     """Return false alarms per 1,000 machine-hours, every machine that is named counted."""
-    hours = sum(one.machines * one.seconds for one in outcomes) / 3600
-    return 1000 * sum(len(one.wrong) for one in outcomes) / hours if hours else 0.0
+    hours = sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600
+    return 1000 * sum(len(outcome.wrong) for outcome in outcomes) / hours if hours else 0.0
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return every figure of one detector as plain values."""
-    delays = [one.delay for one in outcomes if one.delay is not None]
-    calls = [cost for one in outcomes for cost in one.call_seconds]
+    delays = [outcome.delay for outcome in outcomes if outcome.delay is not None]
+    calls = [cost for outcome in outcomes for cost in outcome.call_seconds]
     return {
         **_numbers_of_cases(outcomes),
         "first": asdict(score(outcomes, "first")),
         "strict": asdict(score(outcomes, "strict")),
         "detectable_first": asdict(score(outcomes, "first", detectable=True)),
         "detectable_strict": asdict(score(outcomes, "strict", detectable=True)),
-        "by_kind": _grouped(outcomes, lambda one: one.fault.kind if one.fault else ""),
-        "by_size": _grouped(outcomes, lambda one: size_name(one.machines)),
+        "by_kind": _grouped(outcomes, lambda outcome: outcome.fault.kind if outcome.fault else ""),
+        "by_size": _grouped(outcomes, lambda outcome: size_name(outcome.machines)),
         "delay_median_s": float(np.median(delays)) if delays else None,
         "delay_p90_s": float(np.quantile(delays, 0.9)) if delays else None,
         "call_mean_s": float(np.mean(calls)) if calls else None,
         "call_max_s": float(np.max(calls)) if calls else None,
         "calls": len(calls),
-        "machine_hours": sum(one.machines * one.seconds for one in outcomes) / 3600,
+        "machine_hours": sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600,
         "false_alarms_per_1000_machine_hours": false_alarm_rate(outcomes),
         "normal_without_alert": normal_share(outcomes),
     }
@@ -256,14 +258,14 @@ def size_name(machines: int) -> str:
 def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> dict[str, Any]:
     """Return the figures of each group of cases; the group "" is left out."""
     groups: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        groups.setdefault(key(one), []).append(one)
+    for outcome in outcomes:
+        groups.setdefault(key(outcome), []).append(outcome)
     return {
         name: {
             **_numbers_of_cases(members),
             "first": asdict(score(members, "first")),
             "detectable_recall": score(members, "first", detectable=True).recall.value,
-            "false_alarms": sum(len(one.wrong) for one in members),
+            "false_alarms": sum(len(outcome.wrong) for outcome in members),
         }
         for name, members in sorted(groups.items())
         if name
@@ -271,7 +273,7 @@ def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> dict
 
 
 def _numbers_of_cases(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    faults = [one.fault for one in outcomes if one.fault is not None]
+    faults = [outcome.fault for outcome in outcomes if outcome.fault is not None]
     return {
         "cases": len(outcomes),
         "faults": len(faults),

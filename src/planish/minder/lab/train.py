@@ -58,18 +58,18 @@ def train_models(
         if METRICS[name].limits is None and any(name in frame.values for frame in train)
     }
     save_limits(folder, limits)
-    found: dict[str, Facts] = {}
+    facts: dict[str, Facts] = {}
     for name in config.detect.metrics:
         windows = training_windows(train, name, config, limits, seed=training.seed)
         test = training_windows(held_out, name, config, limits, seed=training.seed)
         if len(windows) and len(test):
-            found[name] = _train_one(name, windows, test, folder, limits, training, progress)
-    if not found:
+            facts[name] = _train_one(name, windows, test, folder, limits, training, progress)
+    if not facts:
         raise ConfigError(
             f"training needs frames with some of {list(config.detect.metrics)}, got "
             f"{sorted({name for frame in frames for name in frame.values})}"
         )
-    return found
+    return facts
 
 
 def split_by_job(frames: Sequence[Frame], seed: int) -> tuple[list[Frame], list[Frame]]:
@@ -101,11 +101,11 @@ def training_windows(
     """
     # The limits of a model are those of its own frames.
     detect = config.detect.model_copy(update={"metrics": (name,)})
-    one = config.model_copy(update={"detect": detect, "limits": {}, "boards": {}})
+    own = config.model_copy(update={"detect": detect, "limits": {}, "boards": {}})
     generator = np.random.default_rng(seed)
     parts = []
     for frame in frames:
-        prepared = prepare(frame, one, limits)
+        prepared = prepare(frame, own, limits)
         if name not in prepared.values:
             continue
         windows = windows_of(prepared.values[name]).reshape(-1, WINDOW)

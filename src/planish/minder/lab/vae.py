@@ -22,9 +22,9 @@ _BATCH_ROWS = 8_192
 """Windows of one forward pass when nothing is learned."""
 _FIRST_LOGVAR = -6.0
 _START_WINDOWS = 10_000
-"""Of them a model that is begun sees so many an epoch."""
+"""Windows that each started model sees in an epoch."""
 _LAST_RATE = 0.02
-"""Of the learning rate, at the end; it falls like half a cosine."""
+"""Share of the learning rate that is left at the end; it falls like half a cosine."""
 
 
 class LstmVae(nn.Module):
@@ -78,11 +78,11 @@ class Training:
     """Weight of the divergence at the end; it grows from 0 over the first third of the epochs."""
     grad_clip: float = 1.0
     starts: int = 4
-    """Models that are begun; the one that learns fastest in a tenth of the epochs goes on."""
+    """Models that are started; the one that learns fastest in a tenth of the epochs goes on."""
     max_windows: int = 200_000
     """A random subset of the training windows this large is used."""
     max_seconds: float = math.inf
-    """No epoch is begun after this time, by which the learning rate has fallen."""
+    """No epoch begins after this time, by which the learning rate has fallen."""
     seed: int = 0
 
 
@@ -162,7 +162,7 @@ def _best_start(
     generator: torch.Generator,
     elapsed: Callable[[], float],
 ) -> tuple[LstmVae, torch.optim.Optimizer]:
-    """Begin with several models, and return the one that learns fastest: some never begin to.
+    """Start several models, and return the one that learns fastest: some never learn.
 
     That takes a third of the time at most.
     """
@@ -170,7 +170,7 @@ def _best_start(
         part[torch.randperm(len(part), generator=generator)[:_START_WINDOWS]]
         for part in (data, test)
     )
-    found = []
+    starts = []
     for number in range(training.starts):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(training.seed + number)
@@ -181,8 +181,8 @@ def _best_start(
             _epoch(model, optimizer, data, 0.0, training, generator)
             if elapsed() > until:
                 break
-        found.append((reconstruction_error(model, test), number, model, optimizer))
-    _, _, model, optimizer = min(found, key=lambda one: one[:2])
+        starts.append((reconstruction_error(model, test), number, model, optimizer))
+    _, _, model, optimizer = min(starts, key=lambda start: start[:2])
     return model, optimizer
 
 
