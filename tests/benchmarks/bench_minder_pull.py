@@ -23,10 +23,9 @@ from planish.minder.detect.config import minder_config
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.detect.model_files import default_models, load_models
-from planish.minder.service.http_client import Deadline
-from planish.minder.service.prometheus import Prometheus, PrometheusConfig
-from planish.minder.service.prometheus_pull import Puller
-from planish.minder.service.prometheus_query import Source
+from planish.minder.service.http import Deadline
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig, Source
+from planish.minder.service.pull import Puller
 from tests.benchmarks.facts import write_result
 from tests.servers.run_prometheus import PrometheusServer
 

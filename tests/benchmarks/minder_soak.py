@@ -19,15 +19,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+from kubernetes.client import ApiClient
 
 from planish.base.errors import BackendUnavailable
+from planish.minder.act.actor import Actor, Outcome
+from planish.minder.act.alerts import Alert
+from planish.minder.act.config import ActConfig, KubernetesConfig
+from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.denoise import Identity, Models
 from planish.minder.detect.frame import Frame
-from planish.minder.service.alerts import Alert
 from planish.minder.service.config import service_settings
-from planish.minder.service.job import Surroundings
+from planish.minder.service.job import Shared
 from planish.minder.service.own_metrics import OwnMetrics
 from planish.minder.service.service import Service
 from tests.benchmarks.facts import write_result
@@ -117,21 +121,24 @@ class DaySource:
         return self.day.frame(self.job, machines, seconds)
 
 
-@dataclass
-class Heard:
-    """What people are told, once a change."""
+class Heard(Actor):
+    """An actor that touches no machine and notes each alert that begins to fire or ends."""
 
-    clock: FastClock
-    states: dict[str, str] = field(default_factory=dict)
-    told: list[tuple[float, str, Alert]] = field(default_factory=list)
+    def __init__(self, clock: FastClock, outcome: Outcome | None = None):
+        super().__init__(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
+        self.clock, self.outcome = clock, outcome
+        self.states: dict[str, str] = {}
+        self.told: list[tuple[float, str, Alert]] = []
 
-    def send(self, now, alerts, context, deadline) -> int:
-        for alert in alerts:
+    def handle(self, alert, result, now) -> Outcome:
+        if alert.state != "candidate":
             state = "resolved" if alert.state == "resolved" else "firing"
             if self.states.get(alert.id) != state:
                 self.states[alert.id] = state
                 self.told.append((self.clock.seconds, state, alert))
-        return len(alerts)
+        if self.outcome is None or alert.state != "firing":
+            return Outcome("none", "none", "", False)
+        return self.outcome
 
 
 def soak(hours: int) -> dict:
@@ -141,9 +148,9 @@ def soak(hours: int) -> dict:
     raw = {"prometheus": {"url": "http://none"}, "detect": {"metrics": list(METRICS)}}
     config = minder_config({"detect": raw["detect"]})
     models = Models({name: Identity(name) for name in METRICS})
-    around = Surroundings(config, models, OwnMetrics(), notifier=heard, clock=clock)
+    shared = Shared(config, models, OwnMetrics(), actor=heard, clock=clock)
     service = Service(
-        service_settings(raw), around, jobs=day.jobs, source_of=lambda job: DaySource(day, job.key)
+        service_settings(raw), shared, jobs=day.jobs, source_of=lambda job: DaySource(day, job.key)
     )
     service.prepare()
     memory, calls, begun = [], 0, time.perf_counter()
@@ -161,7 +168,7 @@ def soak(hours: int) -> dict:
         memory.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     wall = time.perf_counter() - begun
-    text = around.metrics.text().decode()
+    text = shared.metrics.text().decode()
     return {**_judged(day, heard), "hours": hours, "calls": calls, "wall_seconds": wall,
             "memory_bytes": memory, "series": sum(line[0] != "#" for line in text.splitlines()),
             "growth_bytes": max(memory[-6:]) - max(memory[: 8])}  # fmt: skip

@@ -15,7 +15,7 @@ from planish.minder.detect.metrics_table import JOB_SELECTOR, PUBLISHED_ORDER
 from planish.minder.detect.metrics_table import METRICS as MINDER_METRICS
 from planish.minder.service.config import service_settings
 from planish.minder.service.own_metrics import OwnMetrics
-from planish.minder.service.prometheus_query import Source
+from planish.minder.service.prometheus import Source
 from tests.contract.promql import metric_names
 from tests.golden.write_rules import (
     MONITORING,

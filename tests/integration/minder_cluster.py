@@ -9,11 +9,11 @@ import time
 import yaml
 
 from planish.base.errors import ClusterError
+from planish.minder.act.alerts import Alert
+from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
-from planish.minder.act.kube.client import Cluster
-from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.kube.cluster import Cluster
 from planish.minder.detect.result import Finding, Result
-from planish.minder.service.alerts import Alert
 from tests.integration.waiting import wait_for
 from tests.servers.program import REPOSITORY
 

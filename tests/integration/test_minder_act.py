@@ -9,8 +9,8 @@ import pytest
 
 from planish.minder.act.actor import Actor
 from planish.minder.act.config import ActConfig
+from planish.minder.act.drain import change_node, cordon_change
 from planish.minder.act.kube import names
-from planish.minder.act.steps import change_node, cordon_change
 from tests.integration.minder_cluster import Fleet, alert, result
 from tests.integration.waiting import wait_for
 
@@ -143,7 +143,7 @@ def test_a_node_that_somebody_else_cordoned_is_left_alone(fleet):
     outcome = twice(actor_of(fleet), alert(fleet))
     assert outcome.detail == "the node was cordoned by somebody else"
     assert fleet.versions() == before
-    assert actor_of(fleet).undo(fleet.name(0)).result == "refused"
+    assert actor_of(fleet).reconcile(NOW) == []
     assert fleet.node(0).is_unschedulable
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from planish.base.errors import ClusterError, ConfigError, RecordError
+from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
-from planish.minder.act.kube.client import Cluster
-from planish.minder.act.kube.config import KubernetesConfig
-from planish.minder.act.kube.events import EventBook, Subject
+from planish.minder.act.kube.cluster import Cluster
+from planish.minder.act.kube.events import EventBook
 from planish.minder.act.kube.lease import Lease
-from planish.minder.act.kube.state import ConfigMapState
+from planish.minder.service.state import ConfigMapState
 from tests.integration.minder_cluster import Fleet
 
 pytestmark = pytest.mark.server
@@ -96,7 +96,7 @@ def test_a_namespace_says_what_it_allows(fleet):
 
 def test_an_event_is_written_once_in_ten_minutes_and_counts_the_others(fleet):
     book = EventBook(fleet.admin, 600)
-    subject = Subject.of(fleet.node(2))
+    subject = fleet.node(2)
     written = [book.note(subject, "MinderCandidate", "odd", now) for now in (0, 60, 599)]
     assert written == [True, False, False]
     assert fleet.events(fleet.name(2)) == [("MinderCandidate", 1)]
@@ -110,7 +110,7 @@ def test_an_event_is_written_once_in_ten_minutes_and_counts_the_others(fleet):
 
 def test_an_event_that_the_server_has_forgotten_is_written_anew(fleet):
     book = EventBook(fleet.admin, 600)
-    subject = Subject.of(fleet.node(1))
+    subject = fleet.node(1)
     assert book.note(subject, "MinderCandidate", "odd", 0)
     fleet.call(fleet.core.delete_collection_namespaced_event, "default")
     assert book.note(subject, "MinderCandidate", "odd", 3600)

@@ -15,10 +15,9 @@ from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.lab.cases import read_case
 from planish.minder.service.build import run_once
 from planish.minder.service.config import service_settings
-from planish.minder.service.http_client import Deadline
-from planish.minder.service.prometheus import Prometheus, PrometheusConfig
-from planish.minder.service.prometheus_pull import Puller
-from planish.minder.service.prometheus_query import Source, queries_of
+from planish.minder.service.http import Deadline
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig, Source, queries_of
+from planish.minder.service.pull import Puller
 from tests.integration.minder_service import raw_settings, write_toml
 from tests.integration.waiting import wait_for
 from tests.servers.exporter_fleet import Fault

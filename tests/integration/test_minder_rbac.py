@@ -13,9 +13,9 @@ from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
 from planish.minder.act.config import ActConfig
 from planish.minder.act.kube.lease import Lease
-from planish.minder.act.kube.state import ConfigMapState
 from planish.minder.cli.command import add_commands
 from planish.minder.service.config import service_settings
+from planish.minder.service.state import ConfigMapState
 from tests.integration.minder_cluster import Fleet, account, alert, install_workflows, result
 from tests.integration.waiting import wait_for
 from tests.servers.program import REPOSITORY
@@ -95,8 +95,7 @@ def test_the_settings_that_ship_are_valid_and_fit_the_roles():
     kept = [state["metadata"]["name"] for state in states]
     settings = service_settings(tomllib.loads(shipped["data"]["minder.toml"]))
     assert (settings.act.mode, settings.act.dry_run) == ("observe", True)
-    # The rules tell people; what is sent besides would tell them again under other labels.
-    assert (bool(settings.alertmanager.url), settings.alertmanager.send) == (True, False)
+    assert settings.alertmanager.url
     assert settings.server.leader_election
     assert kept == [settings.kubernetes.state_config_map, settings.kubernetes.actor_config_map]
     assert settings.kubernetes.own_namespace == "planish"
@@ -132,7 +131,12 @@ def fleet(control_plane):
 
 
 def actor_of(cluster):
-    config = ActConfig(mode="evict", dry_run=False, max_node_share=1.0)
+    config = ActConfig(
+        mode="evict",
+        dry_run=False,
+        max_node_share=1.0,
+        auto_uncordon_after_validation="health=good",
+    )
     return Actor(cluster, config, clock=lambda: NOW)
 
 
@@ -154,7 +158,7 @@ def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_
     assert fleet.pods() == ["train-1", "train-2"]
     # Written with the first call, counted at the second, told ten minutes later.
     later = EVENT_SECONDS + NOW
-    assert actor.events.note(_subject(fleet), "MinderFaultyMachine", "again", later)
+    assert actor.events.note(fleet.node(0), "MinderFaultyMachine", "again", later)
     assert ("MinderFaultyMachine", 3) in fleet.events(fleet.name(0))
     lease = Lease(cluster, "me")
     assert lease.renew()
@@ -163,7 +167,9 @@ def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_
         state = ConfigMapState(cluster, name)
         state.save({"x": 1})
         assert state.load() == {"x": 1}
-    assert actor.undo(fleet.name(0)).result == "done"
+    control_plane.kubectl("label", "node", fleet.name(0), "health=good")
+    ((_, undone),) = actor.reconcile(NOW)
+    assert undone.result == "done"
     core, namespace = cluster.core, fleet.namespace
     for function, arguments in (
         (core.delete_namespaced_pod, ("train-1", namespace)),
@@ -182,12 +188,6 @@ def test_every_verb_succeeds_with_the_roles_and_the_next_one_is_refused(control_
 
 
 EVENT_SECONDS = 600
-
-
-def _subject(fleet):
-    from planish.minder.act.kube.events import Subject
-
-    return Subject.of(fleet.node(0))
 
 
 def _allowed(ask):

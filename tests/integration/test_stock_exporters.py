@@ -15,10 +15,9 @@ import yaml
 
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.service.config import service_settings
-from planish.minder.service.http_client import Deadline
-from planish.minder.service.prometheus import Prometheus, PrometheusConfig
-from planish.minder.service.prometheus_pull import Puller
-from planish.minder.service.prometheus_query import Source
+from planish.minder.service.http import Deadline
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig, Source
+from planish.minder.service.pull import Puller
 from tests.integration.waiting import wait_for
 from tests.servers.program import Program, few_variables, free_port, require
 

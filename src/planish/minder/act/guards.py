@@ -1,16 +1,95 @@
-"""What must hold before a machine is taken out of service; every guard can refuse alone."""
+"""What must hold before a machine is taken out of service; every guard can refuse alone.
+
+The breaker stops all actions when more than one machine is wrong. It opens by itself, and only a
+human closes it. It never holds an alert back.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from planish.minder.act.breaker import Breaker
 from planish.minder.act.config import ActConfig
 from planish.minder.act.kube import names
-from planish.minder.act.kube.objects import NodeInfo, PodInfo
-from planish.minder.act.kube.parse import is_exempt, seconds
+from planish.minder.act.kube.objects import NodeInfo, PodInfo, is_set, unix_seconds
+
+
+class Breaker:
+    """Open or closed, and why.
+
+    Example:
+        >>> breaker = Breaker(ActConfig())
+        >>> breaker.open("cap of 3 nodes", 100.0)
+        True
+        >>> breaker.close(2000.0)
+        >>> breaker.is_open, breaker.discards(1000.0), breaker.discards(1200.0)
+        (False, True, False)
+    """
+
+    def __init__(self, config: ActConfig) -> None:
+        """Begin closed."""
+        self.config = config
+        self.reason = ""
+        """Why it is open; empty when it is closed."""
+        self.opened = 0.0
+        """Unix seconds of the last opening."""
+        self.closed = 0.0
+        """Unix seconds of the last closing by a human."""
+        self._requests: deque[tuple[float, bool]] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all actions are blocked."""
+        return bool(self.reason)
+
+    def open(self, reason: str, now: float) -> bool:
+        """Block all actions; return whether it was closed before."""
+        if self.is_open:
+            return False
+        self.reason, self.opened = reason, now
+        return True
+
+    def close(self, now: float) -> None:
+        """Allow actions again, for alerts that are young enough; only a human may ask for it."""
+        self.reason, self.closed = "", now
+        self._requests.clear()
+
+    def discards(self, fired: float) -> bool:
+        """Tell whether an alert is too old to be acted upon after the last closing."""
+        return bool(self.closed) and fired < self.closed - self.config.discard_seconds
+
+    def record(self, succeeded: bool, now: float) -> bool:
+        """Count a request to the API server; return whether that opened the breaker."""
+        self._requests.append((now, succeeded))
+        while self._requests[0][0] <= now - self.config.breaker_seconds:
+            self._requests.popleft()
+        count = len(self._requests)
+        failed = sum(not succeeded for _, succeeded in self._requests)
+        if count < self.config.breaker_min_requests:
+            return False
+        if failed <= self.config.breaker_error_share * count:
+            return False
+        return self.open(
+            f"{failed} of {count} requests to the API server failed in "
+            f"{self.config.breaker_seconds} s",
+            now,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what must outlive a restart."""
+        return {"reason": self.reason, "opened": self.opened, "closed": self.closed}
+
+    @classmethod
+    def from_json(cls, config: ActConfig, state: Mapping[str, Any]) -> Breaker:
+        """Return the breaker that `to_json` described."""
+        breaker = cls(config)
+        breaker.reason = str(state.get("reason", ""))
+        breaker.opened = float(state.get("opened", 0.0))
+        breaker.closed = float(state.get("closed", 0.0))
+        return breaker
 
 
 @dataclass(frozen=True)
@@ -20,12 +99,12 @@ class Taken:
     time: float
     """Unix seconds."""
     job: str
-    """Key of the job that it was taken from."""
+    """Key of the job that lost it."""
     node: str
 
 
 class Ledger:
-    """Which nodes were taken when. A window slides over it, so that no hour holds too many.
+    """Which nodes were taken when. Limits count over a sliding window, not over clock hours.
 
     Example:
         >>> ledger = Ledger([Taken(0.0, "team/job", "n1")])
@@ -43,21 +122,20 @@ class Ledger:
         return sorted(self._taken.values(), key=lambda entry: (entry.time, entry.node))
 
     def add(self, entry: Taken) -> None:
-        """Note one more."""
+        """Add an entry."""
         self._taken[entry.node, entry.time] = entry
 
     def learn(self, nodes: Sequence[NodeInfo], owner: str) -> None:
-        """Take in what annotations of nodes tell, which outlive any state that was lost."""
+        """Add what the annotations of nodes tell; they outlive any state that was lost."""
         for node in nodes:
-            since = float(seconds(node.annotations.get(names.SINCE)))
+            since = float(unix_seconds(node.annotations.get(names.SINCE)))
             if not since or node.annotations.get(names.CORDONED_BY) != owner:
                 continue
-            known = any(e.node == node.name and abs(e.time - since) < 2 for e in self.entries)
-            if not known:
+            if not any(e.node == node.name and abs(e.time - since) < 2 for e in self.entries):
                 self.add(Taken(since, node.annotations.get(names.JOB, ""), node.name))
 
     def recent(self, now: float, window_seconds: float, job: str | None = None) -> list[Taken]:
-        """Return what was taken in the seconds before `now`, for one job or all."""
+        """Return what was taken in the seconds before `now`, from one job or from all."""
         return [
             entry
             for entry in self.entries
@@ -66,7 +144,7 @@ class Ledger:
 
     def forget(self, before: float) -> None:
         """Drop older entries."""
-        self._taken = {key: e for key, e in self._taken.items() if e.time >= before}
+        self._taken = {key: entry for key, entry in self._taken.items() if entry.time >= before}
 
 
 @dataclass(frozen=True)
@@ -75,9 +153,9 @@ class Situation:
 
     alert_id: str
     fired: float
-    """Unix seconds of the call that confirmed it."""
+    """Unix seconds of the call that confirmed the alert."""
     job: str
-    """Key of the job."""
+    """Namespace and name of the job."""
     node: NodeInfo
     """The machine."""
     pods: Sequence[PodInfo]
@@ -85,7 +163,7 @@ class Situation:
     nodes: Sequence[NodeInfo]
     """All nodes."""
     used: Mapping[str, Mapping[str, float]]
-    """Node to resource to what pods ask for there."""
+    """Node to resource to what its pods request."""
     is_leader: bool
     now: float
 
@@ -94,40 +172,50 @@ def cap(nodes: Sequence[NodeInfo], config: ActConfig) -> int:
     """Return how many nodes may be taken in the window of the cap."""
     resource = config.gpu_resource
     count = sum(not resource or node.allocatable.get(resource, 0.0) > 0 for node in nodes)
-    # 0.1 * 30 is a little more than 3.
+    # In floating point 0.1 * 30 is a little more than 3.
     return min(config.max_nodes, math.ceil(config.max_node_share * count - 1e-9))
 
 
 def standing_refusals(situation: Situation, breaker: Breaker) -> list[str]:
-    """Return what forbids every action, also going on with one that was begun."""
-    found = []
+    """Return what forbids every action, even to continue one that was begun."""
+    reasons = []
     if not situation.is_leader:
-        found.append("this replica is not the leader")
+        reasons.append("this replica is not the leader")
     if breaker.is_open:
-        found.append(f"the breaker is open: {breaker.reason}")
+        reasons.append(f"the breaker is open: {breaker.reason}")
     if breaker.discards(situation.fired):
-        found.append("the alert is older than the closing of the breaker allows")
-    if is_exempt(situation.node):
-        found.append(f"the node is exempt by its label {names.EXEMPT}")
+        reasons.append("the alert is older than the closing of the breaker allows")
+    if is_set(situation.node.labels, names.EXEMPT):
+        reasons.append(f"the node is exempt by its label {names.EXEMPT}")
     exempt = sorted(pod.name for pod in situation.pods if pod.is_exempt)
     if exempt:
-        found.append(f"pods are exempt by their label {names.EXEMPT}: {', '.join(exempt)}")
+        reasons.append(f"pods are exempt by their label {names.EXEMPT}: {', '.join(exempt)}")
     if situation.node.annotations.get(names.MANUAL_UNCORDON) == situation.alert_id:
-        found.append("a human made the node schedulable again after this alert")
-    return found
+        reasons.append("a human made the node schedulable again after this alert")
+    return reasons
 
 
 def refusals(
     situation: Situation, ledger: Ledger, breaker: Breaker, config: ActConfig
 ) -> list[str]:
     """Return what forbids taking the node, in words; empty when nothing does."""
-    found = standing_refusals(situation, breaker)
+    reasons = standing_refusals(situation, breaker)
     if situation.node.is_unschedulable:
-        found.append("the node was cordoned by somebody else")
-    found += _too_many(situation, ledger, config)
+        reasons.append("the node was cordoned by somebody else")
+    limits = (
+        (config.nodes_per_job, config.job_seconds, situation.job, "of this job"),
+        (config.nodes_per_cluster, config.cluster_seconds, None, "of the cluster"),
+        (1, config.spacing_seconds, None, "of the cluster"),
+        (cap(situation.nodes, config), config.cap_seconds, None, "of the cluster"),
+    )
+    for limit, window, job, whose in limits:
+        taken = {entry.node for entry in ledger.recent(situation.now, window, job)}
+        reason = f"{len(taken)} of at most {limit} nodes {whose} were taken in {window} s"
+        if len(taken) >= limit and reason not in reasons:
+            reasons.append(reason)
     if not config.allow_without_spare and not spares(situation):
-        found.append("no other schedulable node fits the pods")
-    return found
+        reasons.append("no other schedulable node fits the pods")
+    return reasons
 
 
 def cap_is_used_up(situation: Situation, ledger: Ledger, config: ActConfig) -> bool:
@@ -136,23 +224,8 @@ def cap_is_used_up(situation: Situation, ledger: Ledger, config: ActConfig) -> b
     return len({entry.node for entry in taken}) >= cap(situation.nodes, config)
 
 
-def _too_many(situation: Situation, ledger: Ledger, config: ActConfig) -> list[str]:
-    now, found = situation.now, []
-    limits = (
-        (config.nodes_per_job, config.job_seconds, situation.job, "of this job"),
-        (config.nodes_per_cluster, config.cluster_seconds, None, "of the cluster"),
-        (1, config.spacing_seconds, None, "of the cluster"),
-        (cap(situation.nodes, config), config.cap_seconds, None, "of the cluster"),
-    )
-    for limit, window, job, whose in limits:
-        taken = {entry.node for entry in ledger.recent(now, window, job)}
-        if len(taken) >= limit:
-            found.append(f"{len(taken)} of at most {limit} nodes {whose} were taken in {window} s")
-    return list(dict.fromkeys(found))
-
-
 def spares(situation: Situation) -> list[str]:
-    """Return the other nodes that could take all the pods at once."""
+    """Return the names of the other nodes that could take all the pods at once."""
     wanted: dict[str, float] = {}
     for pod in situation.pods:
         for name, amount in pod.requests.items():
@@ -164,11 +237,11 @@ def spares(situation: Situation) -> list[str]:
         and not node.is_unschedulable
         and node.is_ready
         and all(_admits(node, pod) for pod in situation.pods)
-        and _holds(node, situation.used.get(node.name, {}), wanted)
+        and _has_room(node, situation.used.get(node.name, {}), wanted)
     ]
 
 
-def _holds(node: NodeInfo, used: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+def _has_room(node: NodeInfo, used: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
     return all(
         amount <= node.allocatable.get(name, 0.0) - used.get(name, 0.0) + 1e-9
         for name, amount in wanted.items()
@@ -177,6 +250,7 @@ def _holds(node: NodeInfo, used: Mapping[str, float], wanted: Mapping[str, float
 
 
 def _admits(node: NodeInfo, pod: PodInfo) -> bool:
+    """Tell whether labels and taints of a node allow a pod."""
     if any(node.labels.get(key) != value for key, value in pod.selector.items()):
         return False
     return all(

@@ -75,26 +75,56 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(settings: Any, options: argparse.Namespace) -> int:
-    from planish.minder.lab.cases import write_recorded
-    from planish.minder.lab.files import ENDINGS
-    from planish.minder.service.build import record
+    """Write what Prometheus has of a job, of which no fault is known, to a file."""
+    import numpy as np
 
+    from planish.minder.detect.frame import Frame
+    from planish.minder.lab.cases import Case, Truth, write_recorded
+    from planish.minder.lab.files import ENDINGS
+    from planish.minder.service.build import find_job
+    from planish.minder.service.http import Deadline
+    from planish.minder.service.prometheus import Prometheus
+    from planish.minder.service.pull import Puller
+
+    service = settings.minder.service
     seconds = int(3600 * options.hours) if 0 < options.hours <= _MAX_HOURS else 0
-    if seconds < settings.minder.service.window_seconds or options.out.suffix not in ENDINGS:
+    if seconds < service.window_seconds or options.out.suffix not in ENDINGS:
         raise ConfigError(
-            f"`--hours` must be {settings.minder.service.window_seconds} s to {_MAX_HOURS} h and "
-            f"`--out` end in {ENDINGS}, got {options.hours} and `{options.out}`"
+            f"`--hours` must be {service.window_seconds} s to {_MAX_HOURS} h and `--out` end in "
+            f"{ENDINGS}, got {options.hours} and `{options.out}`"
         )
-    case = record(
-        settings,
-        options.job,
-        seconds,
-        end=options.end and int(options.end),
-        progress=lambda done: options.progress("seconds", done, seconds),
-    )
-    write_recorded(options.out, case)
-    shares = {name: round(float(mask.mean()), 4) for name, mask in case.frame.mask.items()}
-    facts = {"machines": case.frame.num_machines, "seconds": seconds, "board": case.board}
+    job = find_job(settings, options.job)
+    prometheus = Prometheus(settings.prometheus)
+    puller = Puller(prometheus, settings.sources, job.key)
+
+    def deadline() -> Deadline:
+        return Deadline.after(service.call_timeout_seconds)
+
+    end = options.end and int(options.end)
+    if end is None:
+        end = int(prometheus.now(deadline())) - settings.prometheus.delay_seconds + 1
+    pieces = []
+    # In the pieces that a call pulls.
+    for start in range(end - seconds, end, service.window_seconds):
+        stop = min(end, start + service.window_seconds)
+        pieces.append(puller.pull(job.machines, stop - start, deadline(), end=stop))
+        options.progress("seconds", stop - end + seconds, seconds)
+    values = {
+        metric: np.concatenate([piece.values[metric] for piece in pieces])
+        for metric in pieces[0].values
+    }
+    values = {metric: array for metric, array in values.items() if np.isfinite(array).any()}
+    if not values:
+        raise ConfigError(
+            f"`--job` must name a job with samples in the {seconds} s before {end}, got none of "
+            f"{sorted(settings.sources)} for {job.key!r}; check the queries with validate-config"
+        )
+    ts = np.concatenate([piece.ts for piece in pieces])
+    frame = Frame(job.key, ts, pieces[0].machines, values)
+    board = puller.board(job.machines, deadline(), end=end)
+    write_recorded(options.out, Case(frame, Truth(), dict(job.stages), name=job.key, board=board))
+    shares = {name: round(float(mask.mean()), 4) for name, mask in frame.mask.items()}
+    facts = {"machines": frame.num_machines, "seconds": seconds, "board": board}
     sys.stdout.write(json.dumps({**facts, "measured": shares}) + "\n")
     return CLEAN
 
@@ -123,7 +153,7 @@ def run_once_live(options: argparse.Namespace) -> int:
 
 def _validate(settings: Any, *, is_offline: bool) -> int:
     from planish.minder.service.build import check_queries, models_of
-    from planish.minder.service.http_client import Deadline, HttpClient
+    from planish.minder.service.http import Deadline, HttpClient
     from planish.minder.service.prometheus import Prometheus
 
     models = models_of(settings)
@@ -157,8 +187,7 @@ def _serve(settings: Any) -> int:
     """Watch until SIGTERM or SIGINT; return within 10 s of it."""
     from planish.base.errors import BackendUnavailable
     from planish.minder.service.build import build, check_queries
-    from planish.minder.service.http_client import Deadline
-    from planish.minder.service.http_status import StatusServer
+    from planish.minder.service.http import Deadline, StatusServer
     from planish.minder.service.prometheus import Prometheus
 
     telemetry.configure_logging(logging.INFO)
@@ -173,7 +202,7 @@ def _serve(settings: Any) -> int:
         # A monitor that starts before its Prometheus waits for it.
         logger.warning("queries_not_checked reason=%r", str(error)[:300])
     server = settings.server
-    status = StatusServer(server.host, server.port, service, service.around.metrics)
+    status = StatusServer(server.host, server.port, service, service.shared.metrics)
     service.start()
     logger.info("serving host=%s port=%d", server.host, status.port)
     try:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planish.minder.act.alerts import AlertBook
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.result import Result
-from planish.minder.service.alerts import AlertBook
 
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
 """Alerts that a replay returns; those about missing telemetry are for the operators of it."""

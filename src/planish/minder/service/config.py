@@ -7,7 +7,7 @@ profile = "default"
 [[jobs]]              name = "pretrain", machines = [...]     without Kubernetes
 [kubernetes]          jobs are found there when the table exists
 [act] [alertmanager] [server]
-[detect] [preprocess] [denoise] [service] [alerts]            what is found, and how
+[detect] [preprocess] [denoise] [service] [alerts]            what is detected, and how
 [limits] [boards.NAME]                                        of metrics, for this hardware
 """
 
@@ -22,35 +22,11 @@ from pydantic import Field, model_validator
 
 from planish.base.config import Section, nearest, parse_section, read_toml
 from planish.base.errors import ConfigError
-from planish.minder.act.config import ActConfig, Mode
-from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.detect.config import MinderConfig, minder_config
 from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Transform
-from planish.minder.service.http_client import AccessConfig
-from planish.minder.service.prometheus import PrometheusConfig
-from planish.minder.service.prometheus_query import Source, check_source
-
-
-class AlertmanagerConfig(AccessConfig):
-    """Where people are told and silence alerts; no `url`: nobody is asked."""
-
-    send: bool = False
-    """Send alerts directly, in place of the rules in `monitoring/rules/minder.yaml`; with both,
-    people are told twice."""
-    resend_seconds: int = Field(default=60, ge=1)
-    """A firing alert is sent again after so long; it ends by itself after four times that."""
-    timeout_seconds: float = Field(default=10.0, gt=0.0)
-    """For one request."""
-    cluster: str = ""
-    """Label `cluster` of every alert; empty where Alertmanager serves one cluster only."""
-    labels: dict[str, str] = Field(default_factory=dict)
-    """Further labels of every alert, the same for all."""
-    runbook_url: str = ""
-    """Folder of the runbooks; the page of an alert is `<runbook_url>/<alertname>.md`."""
-    dashboard_url: str = ""
-    """Dashboard of the monitor; job and node are added as variables."""
-    honour_silences: bool = True
-    """A silenced alert leads to no action, and neither does one that Alertmanager does not have."""
+from planish.minder.service.alertmanager import AlertmanagerConfig
+from planish.minder.service.prometheus import PrometheusConfig, Source, check_source
 
 
 class ServerConfig(Section):
@@ -63,17 +39,17 @@ class ServerConfig(Section):
     concurrency: int = Field(default=4, ge=1)
     """Calls at the same time."""
     discovery_seconds: int = Field(default=30, ge=1)
-    """Between two looks at which jobs there are."""
+    """Between two searches for jobs."""
     min_backoff_seconds: float = Field(default=1.0, gt=0.0)
-    """Before a failed call is tried again; doubles."""
+    """Pause before a failed call is tried again; doubles each time."""
     max_backoff_seconds: float = Field(default=60.0, gt=0.0)
-    """Longest of those pauses, and every one after refused credentials."""
+    """Longest of those pauses, and each pause after refused credentials."""
     stop_seconds: float = Field(default=8.0, gt=0.0)
-    """After SIGTERM, calls that are not done by then are dropped."""
+    """Calls that last longer than this after SIGTERM are dropped."""
     state_file: str = ""
     """File that keeps the state between restarts; empty: the ConfigMap of `kubernetes`, if any."""
     leader_election: bool = False
-    """Only the replica that holds the lease looks and acts; needs `kubernetes`."""
+    """Only the replica that holds the lease watches and acts; needs `kubernetes`."""
 
     @model_validator(mode="after")
     def _order(self) -> ServerConfig:
@@ -89,11 +65,11 @@ class ModelsConfig(Section):
     """Trained models."""
 
     folder: str = ""
-    """As `planish minder train` wrote it; empty for those that ship with the package."""
+    """Folder that `planish minder train` wrote; empty: the models that ship with the package."""
 
 
 class StaticJob(Section):
-    """A job that is named here instead of being found in Kubernetes."""
+    """A job that the configuration names; no search in Kubernetes."""
 
     name: str = Field(min_length=1)
     machines: tuple[str, ...] = Field(min_length=1, strict=False)
@@ -106,7 +82,7 @@ class StaticJob(Section):
 
 
 class MetricConfig(Section):
-    """Where one metric is; what is not given stays as it is by default."""
+    """Where one metric is; a key that is not given keeps its default for that metric."""
 
     promql: str = ""
     """One value for each device or machine; holds `$job_selector` within braces."""
@@ -120,12 +96,12 @@ class MetricConfig(Section):
     limits: Annotated[tuple[float, float], Field(strict=False)] | Literal["fit"] | None = None
     """Must be those that the models were trained with; those of the site stand in `limits`."""
     transform: Transform | None = None
-    """The same."""
+    """Must be the one that the models were trained with."""
 
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Everything that the service is told."""
+    """The whole configuration of the service."""
 
     minder: MinderConfig
     prometheus: PrometheusConfig
@@ -148,14 +124,13 @@ _SECTIONS: dict[str, type[Section]] = {
     "models": ModelsConfig,
     "kubernetes": KubernetesConfig,
 }
-_OTHER = ("metrics", "jobs")
 
 
 def load_service_config(path: Path) -> ServiceSettings:
     """Read the configuration of the service.
 
     Raises:
-        ConfigError: no such file, no TOML, an unknown key or a value that can not be.
+        ConfigError: no such file, no TOML, an unknown key or an invalid value.
     """
     return service_settings(read_toml(path))
 
@@ -172,8 +147,8 @@ def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
         ConfigError: names the key.
     """
     core = {"profile", *MinderConfig.model_fields}
+    valid = {*core, *_SECTIONS, "metrics", "jobs"}
     for name, value in raw.items():
-        valid = {*core, *_SECTIONS, *_OTHER}
         if name not in valid:
             raise ConfigError(
                 f"`{name}` is not a known key, got {value!r:.80}"
@@ -191,7 +166,13 @@ def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
         raise ConfigError("`prometheus.url` must be given, as http://prometheus:9090")
     if parsed["server"].leader_election and "kubernetes" not in parsed:
         raise ConfigError("`server.leader_election` needs a table `kubernetes`, got none")
-    _check_alertmanager(parsed["alertmanager"], parsed["act"].mode)
+    alertmanager, mode = parsed["alertmanager"], parsed["act"].mode
+    if mode != "observe" and alertmanager.honour_silences and not alertmanager.url:
+        raise ConfigError(
+            f"`alertmanager.url` must be given where `act.mode` is {mode!r}, since only "
+            "Alertmanager knows the silences; to act without it set "
+            "`alertmanager.honour_silences = false`"
+        )
     return ServiceSettings(
         minder=minder,
         sources=_sources(minder, raw.get("metrics", {})),
@@ -200,28 +181,11 @@ def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
     )
 
 
-def _check_alertmanager(alertmanager: AlertmanagerConfig, mode: Mode) -> None:
-    """Refuse settings that need an Alertmanager where none is given.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    if alertmanager.url:
-        return
-    if alertmanager.send:
-        raise ConfigError("`alertmanager.url` must be given where `alertmanager.send` is on")
-    if mode != "observe" and alertmanager.honour_silences:
-        raise ConfigError(
-            f"`alertmanager.url` must be given where `act.mode` is {mode!r}, since nobody else "
-            "knows the silences; to act without it set `alertmanager.honour_silences = false`"
-        )
-
-
 def _jobs(raw: Any) -> tuple[StaticJob, ...]:
-    if not isinstance(raw, list) or not all(isinstance(one, Mapping) for one in raw):
+    if not isinstance(raw, list) or not all(isinstance(item, Mapping) for item in raw):
         raise ConfigError(f"`jobs` must be written as [[jobs]], got {raw!r:.80}")
     jobs = tuple(
-        parse_section(StaticJob, one, section=f"jobs[{number}]") for number, one in enumerate(raw)
+        parse_section(StaticJob, item, section=f"jobs[{number}]") for number, item in enumerate(raw)
     )
     names = [(job.namespace, job.name) for job in jobs]
     if len(set(names)) != len(names):
@@ -230,7 +194,7 @@ def _jobs(raw: Any) -> tuple[StaticJob, ...]:
 
 
 def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Source]:
-    """Return where the metrics are that detection looks at."""
+    """Return where the metrics of detection are."""
     for name, value in raw.items():
         if name not in METRICS:
             raise ConfigError(f"`metrics.{name}` is no known metric{nearest(name, METRICS)}")
@@ -238,38 +202,20 @@ def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Source]:
             raise ConfigError(f"`metrics.{name}` must be a table, got {value!r:.80}")
     sources = {}
     for name in minder.detect.metrics:
-        key = f"metrics.{name}"
+        key, metric = f"metrics.{name}", METRICS[name]
         given = parse_section(MetricConfig, raw.get(name, {}), section=key)
-        _check_trained(given, key)
-        named = {
-            "series": given.promql or None,
-            "node_label": given.node_label or None,
-            "node_regex": given.node_regex,
-            "kind": given.kind,
-            "scale": given.scale,
-            "offset": given.offset,
-            "agg": given.agg,
-            "required": given.required,
-        }
-        changes: dict[str, Any] = {k: value for k, value in named.items() if value is not None}
-        sources[name] = replace(Source.of(METRICS[name]), **changes)
+        limits = list(metric.limits) if metric.limits else "fit"
+        for field_name, trained in (("limits", limits), ("transform", metric.transform)):
+            value = getattr(given, field_name)
+            if value is not None and value != trained:
+                raise ConfigError(
+                    f"`{key}.{field_name}` must be {trained!r}, with which the models are trained, "
+                    f"got {value!r}; limits of this site stand in the table `limits`"
+                )
+        table = given.model_dump(exclude={"promql", "limits", "transform"})
+        changes = {key: value for key, value in table.items() if value not in (None, "")}
+        if given.promql:
+            changes["series"] = given.promql
+        sources[name] = replace(Source.of(metric), **changes)
         check_source(sources[name], key)
     return sources
-
-
-def _check_trained(given: MetricConfig, key: str) -> None:
-    """Refuse limits that the models do not know.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    metric = METRICS[key.removeprefix("metrics.")]
-    limits = list(metric.limits) if metric.limits else "fit"
-    wanted = {"limits": limits, "transform": metric.transform}
-    for name, value in wanted.items():
-        seen = getattr(given, name)
-        if seen is not None and seen != value:
-            raise ConfigError(
-                f"`{key}.{name}` must be {value!r}, with which the models are trained, got "
-                f"{seen!r}; limits of this site stand in the table `limits`"
-            )

@@ -1,6 +1,6 @@
-"""What the monitor tells about itself, in a registry of its own.
+"""Metrics of the monitor about itself and its findings, in a registry of its own.
 
-Series of a job go when the job goes, so that nothing keeps firing for a machine that left.
+Series of a job are removed with the job, so that nothing keeps firing for a machine that left.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from planish import __version__
+from planish.minder.act.alerts import Alert
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.result import Result
-from planish.minder.service.alerts import Alert
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.6, 5.0, 10.0, 30.0, 60.0)
 """Seconds; 3.6 is the mean time of a call that the paper reports (section 6.4)."""
 TOP = 3
-"""Machines of each metric whose score is told."""
+"""Machines of each metric whose score is exported."""
 _MACHINE_KINDS = ("dissimilar", "silent")
+_Levels = dict[tuple[str, ...], float]
+"""Label values to the value of a gauge."""
 
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "last_success_timestamp_seconds": ("Unix time of the last call that was done.", ("job_name",)),
@@ -65,13 +67,13 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass
 class _Followed:
-    """Totals that somebody else counts."""
+    """Totals that another object counts."""
 
     counter: str
     totals: Mapping[str, int]
     is_labelled: bool = False
     job: str = ""
-    told: dict[str, int] = field(default_factory=dict)
+    exported: dict[str, int] = field(default_factory=dict)
 
 
 class OwnMetrics:
@@ -103,11 +105,11 @@ class OwnMetrics:
         self._gauges["breaker_open"].set(0)
 
     def follow(self, errors: Mapping[str, int]) -> None:
-        """Tell from now on how often questions to Prometheus failed, by code."""
+        """Export from now on how often questions to Prometheus failed, by code."""
         self._followed.append(_Followed("prometheus_errors", errors, is_labelled=True))
 
     def follow_duplicates(self, job: str, series: Mapping[str, int]) -> None:
-        """Tell from now on how many series of a job lay over another one, by metric."""
+        """Export from now on how many series of a job lay over another one, by metric."""
         self._followed.append(_Followed("duplicate_series", series, job=job))
 
     def text(self) -> bytes:
@@ -115,11 +117,12 @@ class OwnMetrics:
         from prometheus_client import generate_latest
 
         with self._lock:
-            for one in self._followed:
-                for key, total in list(one.totals.items()):
-                    labels = (key,) if one.is_labelled else ()
-                    self.count(one.counter, *labels, amount=total - one.told.get(key, 0))
-                    one.told[key] = total
+            for followed in self._followed:
+                for key, total in list(followed.totals.items()):
+                    labels = (key,) if followed.is_labelled else ()
+                    new = total - followed.exported.get(key, 0)
+                    self.count(followed.counter, *labels, amount=new)
+                    followed.exported[key] = total
             return generate_latest(self.registry)
 
     def count(self, name: str, *labels: str, amount: float = 1.0) -> None:
@@ -132,38 +135,35 @@ class OwnMetrics:
         self._durations.labels(stage).observe(seconds)
 
     def breaker(self, *, is_open: bool) -> None:
-        """Tell whether actions are blocked."""
+        """Export whether actions are blocked."""
         self._gauges["breaker_open"].set(float(is_open))
 
     def model(self, metric: str, version: str, quality: str, denoiser: str) -> None:
-        """Tell that a model is in use."""
+        """Export that a model is in use."""
         self._gauges["model_info"].labels(metric, version, quality, denoiser).set(1)
 
     def model_error(self, metric: str, mse: float) -> None:
-        """Tell the error of a model on held-out jobs."""
+        """Export the error of a model on held-out jobs."""
         self._gauges["model_mse"].labels(metric).set(mse)
 
     def restored(self, job: str, errors: Mapping[str, float]) -> None:
-        """Tell how well the models restored what a healthy job measured now, by metric."""
-        levels: dict[tuple[str, ...], float] = {
-            (job, metric): error for metric, error in errors.items()
-        }
+        """Export how well the models restore what a healthy job measures now, by metric."""
         with self._lock:
-            self._replace("model_recent_mse", job, levels)
+            self._replace("model_recent_mse", job, _by_metric(job, errors))
 
     def pulled(self, frame: Frame, intervals: Mapping[str, float]) -> None:
-        """Tell how good the samples of a job are."""
+        """Export how complete the samples of a job are."""
+        missing = {
+            name: 1.0 - float(mask.mean()) if mask.size else 1.0
+            for name, mask in frame.mask.items()
+        }
         with self._lock:
-            ratios: dict[tuple[str, ...], float] = {
-                (frame.job, name): 1.0 - float(mask.mean()) if mask.size else 1.0
-                for name, mask in frame.mask.items()
-            }
-            self._replace("missing_ratio", frame.job, ratios)
+            self._replace("missing_ratio", frame.job, _by_metric(frame.job, missing))
             for name, seconds in intervals.items():
                 self._gauges["sample_interval_seconds"].labels(name).set(seconds)
 
     def called(self, result: Result, now: float, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Tell what a call found.
+        """Export the result of a call.
 
         Args:
             result: of the call.
@@ -171,33 +171,29 @@ class OwnMetrics:
             scores: metric to machine to normal score.
         """
         job = result.job
+        usable = dict.fromkeys(result.model_ids, 1.0) | dict.fromkeys(result.skipped, 0.0)
+        candidates: _Levels = {
+            (job, item.machine, item.metric): float(item.seconds) for item in result.candidates
+        }
+        highest: _Levels = {}
+        for metric, by_machine in scores.items():
+            best = sorted(by_machine.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP]
+            highest |= {(job, machine, metric): score for machine, score in best}
         with self._lock:
             self._replace("last_success_timestamp_seconds", job, {(job,): now})
             self._replace("silent_machines", job, {(job,): float(len(result.silent))})
-            usable: dict[tuple[str, ...], float] = {(job, name): 1.0 for name in result.model_ids}
-            usable |= {(job, name): 0.0 for name in result.skipped}
-            self._replace("metric_usable", job, usable)
-            top: dict[tuple[str, ...], float] = {}
-            for metric, by_machine in scores.items():
-                best = sorted(by_machine.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP]
-                top |= {(job, machine, metric): score for machine, score in best}
-            self._replace("machine_score", job, top)
-            candidates: dict[tuple[str, ...], float] = {
-                (job, one.machine, one.metric): float(one.seconds) for one in result.candidates
-            }
+            self._replace("metric_usable", job, _by_metric(job, usable))
+            self._replace("machine_score", job, highest)
             self._replace("candidate_seconds", job, candidates)
-            shares: dict[tuple[str, ...], float] = {
-                (job, metric): share for metric, share in result.clipped.items()
-            }
-            self._replace("clipped_ratio", job, shares)
+            self._replace("clipped_ratio", job, _by_metric(job, result.clipped))
         for metric, reason in result.skipped.items():
             self.count("metric_skipped", metric, reason)
 
     def alerts(
         self, job: str, namespace: str, machines: tuple[str, ...], active: list[Alert]
     ) -> None:
-        """Tell which machines of a job have an open alert."""
-        levels: dict[tuple[str, ...], float] = {
+        """Export which machines of a job have an open alert; the alerting rules read this."""
+        levels: _Levels = {
             (job, namespace, machine, kind): 0.0 for machine in machines for kind in _MACHINE_KINDS
         }
         for alert in active:
@@ -208,7 +204,7 @@ class OwnMetrics:
     def end_job(self, job: str) -> None:
         """Remove all series of a job."""
         with self._lock:
-            self._followed = [one for one in self._followed if one.job != job]
+            self._followed = [item for item in self._followed if item.job != job]
             for name in list(self._series.get(job, {})):
                 self._replace(name, job, {})
             self._series.pop(job, None)
@@ -216,7 +212,7 @@ class OwnMetrics:
                 if labels[0] == job:
                     self._counters["calls"].remove(*labels)
 
-    def _replace(self, name: str, job: str, levels: Mapping[tuple[str, ...], float]) -> None:
+    def _replace(self, name: str, job: str, levels: _Levels) -> None:
         """Set the series of one job, and remove those that it no longer has."""
         seen = self._series.setdefault(job, {}).setdefault(name, set())
         gauge = self._gauges[name]
@@ -225,3 +221,7 @@ class OwnMetrics:
         for labels, value in levels.items():
             gauge.labels(*labels).set(value)
         self._series[job][name] = set(levels)
+
+
+def _by_metric(job: str, values: Mapping[str, float]) -> _Levels:
+    return {(job, metric): value for metric, value in values.items()}

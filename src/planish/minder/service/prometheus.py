@@ -1,9 +1,16 @@
-"""A client of the HTTP API of Prometheus: what it was asked, as numbers, or a clear failure."""
+"""Ask Prometheus for one metric of one job: the queries, the client, and its answers as numbers.
+
+Three queries for each metric: its values, the seconds in which there was a sample at all
+(Prometheus repeats the last sample for five minutes, so a dead exporter would look constant), and,
+for counters, where they were reset. `timestamp()` would tell more, but older servers evaluate it a
+hundred times slower than a range.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +22,8 @@ from pydantic import Field
 
 from planish.base.errors import BackendUnavailable, ConfigError
 from planish.minder.detect.frame import F64
-from planish.minder.service.http_client import AccessConfig, Deadline, HttpClient
+from planish.minder.detect.metrics_table import JOB_SELECTOR, Aggregation, Kind, Metric
+from planish.minder.service.http import AccessConfig, Deadline, HttpClient
 
 logger = logging.getLogger(__name__)
 
@@ -23,23 +31,179 @@ T = TypeVar("T")
 
 REFUSED = ("401", "403")
 """Codes that the next try will not change."""
+MIN_RATE_SECONDS = 5
+"""Range of a rate at one sample a second."""
+_SELECTOR = re.compile(r"[a-zA-Z_:][\w:]*\{[^{}]*" + re.escape(JOB_SELECTOR) + r"[^{}]*\}")
+_AGGREGATIONS = {"mean": "avg", "min": "min", "max": "max", "sum": "sum"}
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|`[^`]*`')
+_INNER = r"""[^(){}\[\]"'`]*"""
+_PAIR = re.compile(rf"\({_INNER}\)|\{{{_INNER}\}}|\[{_INNER}\]")
+"""A pair of brackets with no bracket and no quote in it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where Prometheus has one metric.
+
+    Example:
+        >>> Source("cpu_usage", 'node_load1{$job_selector}').selector
+        'node_load1{$job_selector}'
+    """
+
+    name: str
+    """Canonical name of the metric."""
+    series: str
+    """PromQL of one value for each device or machine; holds `$job_selector`."""
+    node_label: str = "node"
+    """Label of the series that names the machine. What an exporter says of itself (`Hostname` of
+    the GPU exporter) may be its pod: the scrape configuration sets `node`."""
+    node_regex: str = ""
+    """First group of this expression is the machine, as `([^:]+).*` to drop a port; empty for the
+    whole label."""
+    kind: Kind = "gauge"
+    scale: float = 1.0
+    offset: float = 0.0
+    agg: Aggregation = "mean"
+    nonnegative: bool = True
+    required: bool = False
+    """A call without this metric has failed."""
+
+    @classmethod
+    def of(cls, metric: Metric) -> Source:
+        """Return the source that a metric has by default."""
+        return cls(
+            name=metric.name,
+            series=metric.series,
+            kind=metric.kind,
+            scale=metric.scale,
+            offset=metric.offset,
+            agg=metric.agg,
+            nonnegative=metric.nonnegative,
+        )
+
+    @property
+    def selector(self) -> str:
+        """The first series of the query that is chosen by job; it tells how fresh all is."""
+        match = _SELECTOR.search(self.series)
+        return match.group() if match else ""
+
+    def machine_of(self, label: str) -> str:
+        """Return the machine that a label's value names; empty where it names none.
+
+        Example:
+            >>> Source("m", "", node_regex="([^:]+):[0-9]+").machine_of("n1:9100")
+            'n1'
+        """
+        if not self.node_regex:
+            return label
+        match = re.fullmatch(self.node_regex, label)
+        return match.group(1) if match and match.groups() else ""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """PromQL for one metric of one job."""
+
+    values: str
+    seen: str
+    """A value for each second that has a sample."""
+    resets: str
+    """More than 0 where a counter was reset; empty for gauges."""
+
+
+def queries_of(
+    source: Source, machines: Sequence[str], series_labels: Sequence[str], rate_seconds: int
+) -> Queries:
+    """Return the queries for some machines.
+
+    Args:
+        source: the metric.
+        machines: of the job.
+        series_labels: labels besides the machine's that tell exporters apart; the server
+            aggregates the devices of one exporter.
+        rate_seconds: range of a counter's rate.
+    """
+    matcher = job_matcher(source, machines)
+    series = source.series.replace(JOB_SELECTOR, matcher)
+    selector = source.selector.replace(JOB_SELECTOR, matcher)
+    by = ", ".join(dict.fromkeys([source.node_label, *series_labels]))
+    value = f"rate({series}[{rate_seconds}s])" if source.kind == "counter" else f"({series})"
+    if source.agg == "spread":
+        values = f"max by ({by}) ({value}) - min by ({by}) ({value})"
+    else:
+        values = f"{_AGGREGATIONS[source.agg]} by ({by}) ({value})"
+    resets = f"sum by ({by}) (resets({selector}[{rate_seconds}s])) > 0"
+    return Queries(
+        values,
+        f"max by ({by}) (count_over_time({selector}[1s]))",
+        resets if source.kind == "counter" else "",
+    )
+
+
+def job_matcher(source: Source, machines: Sequence[str]) -> str:
+    """Return what replaces `$job_selector`: a matcher of the label that names machines.
+
+    Example:
+        >>> job_matcher(Source("m", "m{$job_selector}"), ["n1", "n2"])
+        'node=~"n1|n2"'
+    """
+    names = "|".join(re.escape(name).replace("\\", "\\\\").replace('"', '\\"') for name in machines)
+    if source.node_regex:
+        names = f"(?:{names})(?:[:./].*)?"
+    return f'{source.node_label}=~"{names}"'
+
+
+def check_source(source: Source, key: str) -> None:
+    """Refuse a query that can not be right, without asking Prometheus, which knows the rest.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    where = f"`{key}.promql`"
+    if not source.selector:
+        raise ConfigError(
+            f"{where} must hold `{JOB_SELECTOR}` within the braces of a series, got "
+            f"{source.series!r}"
+        )
+    # What is left without quoted texts and pairs of brackets has no partner.
+    rest, before = _QUOTED.sub("", source.series), ""
+    while rest != before:
+        rest, before = _PAIR.sub("", rest), rest
+    alone = "".join(letter for letter in rest if letter in "(){}[]\"'`")
+    if alone:
+        raise ConfigError(
+            f"{where} must be PromQL, got {source.series!r}: {alone!r} has no partner"
+        )
+    if source.kind == "counter" and source.selector != source.series.strip():
+        raise ConfigError(
+            f"{where} must be one series and nothing else where `kind` is 'counter', got "
+            f'{source.series!r}; write the rates yourself and set `kind = "gauge"`'
+        )
+    try:
+        groups = re.compile(source.node_regex).groups
+    except re.error as error:
+        raise ConfigError(f"`{key}.node_regex` must be an expression: {error}") from None
+    if source.node_regex and groups < 1:
+        raise ConfigError(
+            f"`{key}.node_regex` must hold one group, the machine, got {source.node_regex!r}"
+        )
 
 
 class PrometheusConfig(AccessConfig):
     """Where the metrics of the machines are."""
 
     timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """For one query."""
+    """Limit of one query."""
     stale_after_seconds: float = Field(default=5.0, gt=0.0)
-    """A value whose newest sample is older is none."""
+    """A value whose newest sample is older counts as missing."""
     delay_seconds: int = Field(default=2, ge=0)
-    """A call looks at seconds that are at least so old: samples need time to arrive."""
+    """A call looks at seconds that are at least this old: samples need time to arrive."""
     late_seconds: int = Field(default=30, ge=0)
-    """Seconds that are asked for again in the next call: some samples come late."""
+    """The next call asks again for this many seconds: some samples come late."""
     max_points: int = Field(default=11_000, ge=2)
-    """Points of one series in one answer; Prometheus gives no more."""
+    """Most points of one series in one answer; Prometheus gives no more."""
     max_samples: int = Field(default=600_000, ge=1)
-    """Of all series in one answer: longer stretches are asked for piece by piece."""
+    """Most samples of all series in one answer; longer spans are asked for in pieces."""
     post_over_bytes: int = Field(default=2000, ge=0)
     """Longer queries are sent by POST."""
     concurrency: int = Field(default=4, ge=1)
@@ -58,7 +222,12 @@ class Series:
     ts: F64
     """Unix seconds."""
     values: F64
-    """As long; may hold NaN and infinities."""
+    """As many; may hold NaN and infinities."""
+
+    @property
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """The labels without the name of the metric, sorted."""
+        return tuple(sorted((k, v) for k, v in self.labels.items() if k != "__name__"))
 
 
 @dataclass
@@ -68,22 +237,22 @@ class Counts:
     errors: Counter[str] = field(default_factory=Counter)
     """By HTTP status or kind of failure."""
     warnings: Counter[str] = field(default_factory=Counter)
-    """`warnings` and `infos` of answers that were given all the same."""
+    """`warnings` and `infos` of valid answers."""
 
 
 class Prometheus:
-    """Asks one Prometheus; may be used by several threads."""
+    """One Prometheus; several threads may ask it."""
 
     def __init__(self, config: PrometheusConfig) -> None:
-        """Connect at the first question.
+        """Take the address; the first question connects.
 
         Raises:
-            ConfigError: the address can not be.
+            ConfigError: the address is not valid.
         """
         self.config = config
         self.counts = Counts()
         self._http = HttpClient(config, connections=4 * config.concurrency)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def now(self, deadline: Deadline) -> float:
         """Return the time of Prometheus, unix seconds."""
@@ -112,21 +281,21 @@ class Prometheus:
     def query_range(
         self, query: str, start: int, end: int, deadline: Deadline, *, series: int = 1
     ) -> list[Series]:
-        """Return what a query gives in each second `start <= t < end`.
+        """Return the value of a query at each second `start <= t < end`, each series once.
 
         Args:
             query: PromQL.
             start: unix seconds.
             end: second after the last.
             deadline: for all requests together.
-            series: how many there will be about, for the size of one answer.
+            series: expected number of series; it bounds the size of one answer.
 
         Raises:
             BackendUnavailable: no valid answer in time.
         """
         config = self.config
         step = max(2, min(config.max_points, config.max_samples // max(1, series)))
-        found: list[Series] = []
+        pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
         for low in range(start, end, step):
             fields = {
                 "query": query,
@@ -134,8 +303,16 @@ class Prometheus:
                 "end": str(min(end, low + step) - 1),
                 "step": "1s",
             }
-            found += self._ask("/api/v1/query_range", fields, deadline, self._matrix)
-        return found
+            for item in self._ask("/api/v1/query_range", fields, deadline, self._matrix):
+                pieces.setdefault(item.key, []).append(item)
+        return [
+            Series(
+                items[0].labels,
+                np.concatenate([item.ts for item in items]),
+                np.concatenate([item.values for item in items]),
+            )
+            for items in pieces.values()
+        ]
 
     def _ask(
         self, path: str, fields: Mapping[str, str], deadline: Deadline, read: Callable[[Any], T]
@@ -144,66 +321,63 @@ class Prometheus:
         deadline = deadline.sooner(self.config.timeout_seconds)
         try:
             seconds = max(1, int(deadline.left()))
-            asked = urllib.parse.urlencode({**fields, "timeout": f"{seconds}s"})
-            if len(asked) + len(path) > self.config.post_over_bytes:
+            form = urllib.parse.urlencode({**fields, "timeout": f"{seconds}s"})
+            if len(form) + len(path) > self.config.post_over_bytes:
                 status, body = self._http.request(
-                    *("POST", path),
+                    "POST",
+                    path,
                     deadline=deadline,
-                    body=asked.encode(),
+                    body=form.encode(),
                     content_type="application/x-www-form-urlencoded",
                 )
             else:
-                status, body = self._http.request("GET", f"{path}?{asked}", deadline=deadline)
+                status, body = self._http.request("GET", f"{path}?{form}", deadline=deadline)
             return read(self._data(status, body))
         except BackendUnavailable as error:
             self.counts.errors[error.code] += 1
             raise
 
     def _data(self, status: int, body: bytes) -> Any:
+        """Return the data of an answer; its warnings are counted and each is logged once."""
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError):
             answer = None
         if status != 200:
-            told = answer.get("error", "") if isinstance(answer, dict) else ""
+            reason = answer.get("error", "") if isinstance(answer, dict) else ""
             hint = "; check the token and the tenant" if str(status) in REFUSED else ""
             raise BackendUnavailable(
                 f"Prometheus at `{self.config.url}` must answer with 200, got {status} "
-                f"{str(told)[:200]!r}{hint}",
+                f"{str(reason)[:200]!r}{hint}",
                 code=str(status),
             )
         if not isinstance(answer, dict) or answer.get("status") != "success":
             raise self._invalid(f"an answer must be JSON and a success, got {body[:80]!r}")
         for kind in ("warnings", "infos"):
-            for text in answer.get(kind) or ():
-                self._tell(kind, str(text))
+            for text in map(str, answer.get(kind) or ()):
+                self.counts.warnings[kind] += 1
+                if text not in self._logged and len(self._logged) < 1000:
+                    self._logged.add(text)
+                    logger.warning("prometheus %s=%r", kind, text[:300])
         return answer.get("data")
 
-    def _tell(self, kind: str, text: str) -> None:
-        """Count a warning, and log each one once."""
-        self.counts.warnings[kind] += 1
-        if text not in self._told and len(self._told) < 1000:
-            self._told.add(text)
-            logger.warning("prometheus %s=%r", kind, text[:300])
-
     def _matrix(self, data: Any) -> list[Series]:
+        """Turn JSON into arrays; values are text there, as "NaN" or "+Inf"."""
+        matrix = []
         try:
             if data["resultType"] != "matrix":
                 raise ValueError(f"resultType is {data['resultType']!r}")
-            return [_series(one) for one in data["result"]]
+            for item in data["result"]:
+                pairs: Sequence[tuple[float, str]] = item["values"]
+                ts = np.fromiter((pair[0] for pair in pairs), np.float64, len(pairs))
+                values = np.fromiter((float(pair[1]) for pair in pairs), np.float64, len(pairs))
+                labels = {str(key): str(value) for key, value in item["metric"].items()}
+                matrix.append(Series(labels, ts, values))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise self._invalid(
                 f"a range must be a matrix of times and values, got {error!r:.120}"
             ) from None
+        return matrix
 
     def _invalid(self, message: str) -> BackendUnavailable:
         return BackendUnavailable(f"Prometheus at `{self.config.url}`: {message}", code="invalid")
-
-
-def _series(one: Mapping[str, Any]) -> Series:
-    """Turn one series of JSON into arrays; values are text there, as "NaN" or "+Inf"."""
-    pairs: Sequence[tuple[float, str]] = one["values"]
-    ts = np.fromiter((pair[0] for pair in pairs), np.float64, len(pairs))
-    values = np.fromiter((float(pair[1]) for pair in pairs), np.float64, len(pairs))
-    labels = {str(key): str(value) for key, value in one["metric"].items()}
-    return Series(labels, ts, values)

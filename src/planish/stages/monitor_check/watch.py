@@ -113,7 +113,7 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
                 f"{[info.name for info in jobs]}"
             )
         return jobs[0]
-    from planish.minder.act.kube.client import Cluster
+    from planish.minder.act.kube.cluster import Cluster
 
     run_id = os.environ.get("RUN_ID", "")
     jobs = Cluster.connect(settings.kubernetes).jobs()

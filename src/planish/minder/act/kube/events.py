@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish.base.errors import ClusterError
-from planish.minder.act.kube.client import Cluster
-from planish.minder.act.kube.objects import NodeInfo, PodInfo
-from planish.minder.act.kube.parse import timestamp
+from planish.minder.act.kube.cluster import Cluster
+from planish.minder.act.kube.objects import NodeInfo, PodInfo, timestamp
 
 logger = logging.getLogger(__name__)
 
@@ -20,26 +19,7 @@ COMPONENT = "minder"
 MAX_MESSAGE = 1024
 """Bytes that the API server takes."""
 MAX_SAVED = 1000
-"""Series that outlive a restart; one that does not is begun anew at the server."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What an Event is about."""
-
-    kind: str
-    """Node or Pod."""
-    name: str
-    namespace: str
-    """Empty for a node."""
-    uid: str
-
-    @classmethod
-    def of(cls, thing: NodeInfo | PodInfo) -> Subject:
-        """Return the subject for a node or a pod."""
-        if isinstance(thing, PodInfo):
-            return cls("Pod", thing.name, thing.namespace, thing.uid)
-        return cls("Node", thing.name, "", thing.uid)
+"""Series that outlive a restart; for others a new Event is created."""
 
 
 @dataclass
@@ -54,52 +34,58 @@ class _Series:
 
 
 class EventBook:
-    """Writes Events and counts those that come too soon after one of their kind."""
+    """Writes Events, and counts those that come too soon after an equal one."""
 
     def __init__(self, cluster: Cluster, seconds: float) -> None:
-        """Allow one for each object and reason in so many seconds."""
+        """Allow one Event for each object and reason in so many seconds."""
         self._cluster = cluster
         self._seconds = seconds
         self._series: dict[str, _Series] = {}
 
     def note(
-        self, subject: Subject, reason: str, message: str, now: float, *, is_warning: bool = True
+        self,
+        about: NodeInfo | PodInfo,
+        reason: str,
+        message: str,
+        now: float,
+        *,
+        is_warning: bool = True,
     ) -> bool:
         """Write an Event, or count it for the next one; return whether the server has it."""
-        key = f"{subject.kind}/{subject.namespace}/{subject.name}/{subject.uid}/{reason}"
-        known = self._series.get(key)
-        if known is not None and now - known.written < self._seconds:
-            known.pending += 1
+        kind, namespace = "Node", ""
+        if isinstance(about, PodInfo):
+            kind, namespace = "Pod", about.namespace
+        key = f"{kind}/{namespace}/{about.name}/{about.uid}/{reason}"
+        series = self._series.get(key)
+        if series is not None and now - series.written < self._seconds:
+            series.pending += 1
             return False
         text = message.encode()[:MAX_MESSAGE].decode(errors="ignore")
+        involved = {"apiVersion": "v1", "kind": kind, "name": about.name, "uid": about.uid}
+        if namespace:
+            involved["namespace"] = namespace
         try:
-            if known is None or not self._again(known, text, now):
-                self._series[key] = self._first(subject, reason, text, now, is_warning)
+            if series is None or not self._count_up(series, text, now):
+                body = {
+                    "involvedObject": involved,
+                    "reason": reason,
+                    "message": text,
+                    "type": "Warning" if is_warning else "Normal",
+                }
+                self._series[key] = self._create(body, namespace or "default", now)
         except ClusterError as error:
-            # An Event is news, never a condition: what it tells of goes on without it.
+            # What an Event reports goes on without the Event.
             logger.warning("event not written reason=%s error=%s", reason, error)
             return False
         return True
 
-    def _first(
-        self, subject: Subject, reason: str, message: str, now: float, is_warning: bool
-    ) -> _Series:
-        namespace = subject.namespace or "default"
-        mark = f"{subject.uid}/{reason}/{now}".encode()
-        name = f"{subject.name[:200]}.{hashlib.sha256(mark).hexdigest()[:16]}"
-        involved = {
-            "apiVersion": "v1",
-            "kind": subject.kind,
-            "name": subject.name,
-            "uid": subject.uid,
-            **({"namespace": subject.namespace} if subject.namespace else {}),
-        }
-        body = {
+    def _create(self, body: dict[str, Any], namespace: str, now: float) -> _Series:
+        involved = body["involvedObject"]
+        mark = f"{involved['uid']}/{body['reason']}/{now}".encode()
+        name = f"{involved['name'][:200]}.{hashlib.sha256(mark).hexdigest()[:16]}"
+        event = {
+            **body,
             "metadata": {"name": name, "namespace": namespace},
-            "involvedObject": involved,
-            "reason": reason,
-            "message": message,
-            "type": "Warning" if is_warning else "Normal",
             "source": {"component": COMPONENT},
             "reportingComponent": COMPONENT,
             "reportingInstance": socket.gethostname(),
@@ -107,20 +93,21 @@ class EventBook:
             "lastTimestamp": timestamp(now),
             "count": 1,
         }
-        self._cluster.create_event(namespace, body)
+        self._cluster.call(self._cluster.core.create_namespaced_event, namespace, event)
         return _Series(name, namespace, now, 1)
 
-    def _again(self, known: _Series, message: str, now: float) -> bool:
-        """Count up an Event; return False when the server has forgotten it."""
-        count = known.count + known.pending + 1
+    def _count_up(self, series: _Series, message: str, now: float) -> bool:
+        """Raise the count of an Event; return False when the server has forgotten the Event."""
+        count = series.count + series.pending + 1
         body = {"count": count, "lastTimestamp": timestamp(now), "message": message}
+        patch = self._cluster.core.patch_namespaced_event
         try:
-            self._cluster.patch_event(known.namespace, known.name, body)
+            self._cluster.call(patch, series.name, series.namespace, body)
         except ClusterError as error:
             if error.status != 404:
                 raise
             return False
-        known.count, known.pending, known.written = count, 0, now
+        series.count, series.pending, series.written = count, 0, now
         return True
 
     def forget(self, before: float) -> None:
@@ -133,5 +120,5 @@ class EventBook:
         return {key: vars(series) for key, series in newest[-MAX_SAVED:]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Continue from what was saved."""
         self._series = {key: _Series(**series) for key, series in state.items()}

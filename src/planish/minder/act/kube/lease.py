@@ -1,7 +1,7 @@
 """Election of the one replica that acts, by a Lease.
 
-A replica trusts its own clock only: how long a lease has not changed is measured from when this
-process first saw it so.
+A replica trusts its own clock only: it measures how long a lease has not changed from the moment
+at which it first saw this version of it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from planish.base.errors import ClusterError
-from planish.minder.act.kube.client import Cluster
+from planish.minder.act.kube.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """A place that one replica holds at a time; renew it every few seconds."""
+    """A lease that one replica holds at a time; renew it every few seconds."""
 
     def __init__(
         self, cluster: Cluster, identity: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Run for the lease of the configuration under a name that no other replica has."""
+        """Compete for the lease of the configuration under a name that no other replica has."""
         self._cluster = cluster
         self.identity = identity
         self._clock = clock
@@ -34,62 +34,62 @@ class Lease:
         self._seen: tuple[Any, float] = (None, 0.0)
 
     def is_leader(self) -> bool:
-        """Tell whether this replica may act: it renewed recently enough that no other can have
-        taken the place.
+        """Tell whether this replica may act, without asking the server.
+
+        It may while it renewed so recently that no other replica can hold the lease.
         """
         if self._renewed is None:
             return False
         return self._clock() - self._renewed < self._seconds * 2 / 3
 
     def renew(self) -> bool:
-        """Take or keep the place if that is allowed; return whether this replica leads."""
+        """Take or keep the lease if that is allowed; return whether this replica leads."""
         begun = self._clock()
         try:
-            succeeded = self._try()
+            if self._take():
+                self._renewed = begun
         except ClusterError as error:
             # Another replica was faster, or the server is away: the time limit decides.
             logger.debug("lease not renewed error=%s", error)
-            succeeded = False
-        if succeeded:
-            self._renewed = begun
         return self.is_leader()
 
     def release(self) -> None:
-        """Give the place up at once, so that another replica need not wait."""
+        """Give the lease up at once, so that another replica need not wait."""
         if not self.is_leader():
             return
         self._renewed = None
         try:
-            found = self._read()
-            if found["spec"].get("holderIdentity") == self.identity:
-                found["spec"]["holderIdentity"] = ""
-                self._write(found)
+            lease = self._read()
+            if lease["spec"].get("holderIdentity") == self.identity:
+                lease["spec"]["holderIdentity"] = ""
+                self._write(lease)
         except ClusterError as error:
             logger.debug("lease not released error=%s", error)
 
-    def _try(self) -> bool:
+    def _take(self) -> bool:
         try:
-            found = self._read()
+            lease = self._read()
         except ClusterError as error:
             if error.status != 404:
                 raise
-            self._create()
+            body = {"metadata": {"name": self._name}, "spec": self._spec(0)}
+            create = self._cluster.coordination.create_namespaced_lease
+            self._cluster.call(create, self._namespace, body)
             return True
-        spec = found.setdefault("spec", {})
+        spec = lease.setdefault("spec", {})
         record = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         if record != self._seen[0]:
             self._seen = (record, self._clock())
         holder = spec.get("holderIdentity")
+        unchanged_seconds = self._clock() - self._seen[1]
         if holder == self.identity:
             spec["renewTime"] = _now()
-        elif not holder or self._clock() - self._seen[1] >= spec.get(
-            "leaseDurationSeconds", self._seconds
-        ):
-            found["spec"] = self._spec((spec.get("leaseTransitions") or 0) + 1)
+        elif not holder or unchanged_seconds >= spec.get("leaseDurationSeconds", self._seconds):
+            lease["spec"] = self._spec((spec.get("leaseTransitions") or 0) + 1)
         else:
             self._renewed = None
             return False
-        self._write(found)
+        self._write(lease)
         return True
 
     def _spec(self, transitions: int) -> dict[str, Any]:
@@ -103,20 +103,13 @@ class Lease:
         }
 
     def _read(self) -> Any:
-        cluster = self._cluster
-        return cluster.call(cluster.coordination.read_namespaced_lease, self._name, self._namespace)
+        read = self._cluster.coordination.read_namespaced_lease
+        return self._cluster.call(read, self._name, self._namespace)
 
-    def _create(self) -> None:
-        body = {"metadata": {"name": self._name}, "spec": self._spec(0)}
-        cluster = self._cluster
-        cluster.call(cluster.coordination.create_namespaced_lease, self._namespace, body)
-
-    def _write(self, found: Any) -> None:
-        # Its resourceVersion comes along: the server refuses if another replica was faster.
-        cluster = self._cluster
-        cluster.call(
-            cluster.coordination.replace_namespaced_lease, self._name, self._namespace, found
-        )
+    def _write(self, lease: Any) -> None:
+        # The server refuses it if another replica was faster: its resourceVersion comes along.
+        replace = self._cluster.coordination.replace_namespaced_lease
+        self._cluster.call(replace, self._name, self._namespace, lease)
 
 
 def _now() -> str:

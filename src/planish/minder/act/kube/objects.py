@@ -1,12 +1,29 @@
-"""Pods, nodes and jobs as plain values, made from the JSON of the API server.
+"""Pods, nodes and jobs as plain values, read from the JSON of the API server.
 
-Knows no client and asks nobody. The identity of a machine is the name of its node.
+A machine is named by its node. A field that is missing or of another type counts as absent, since
+people write labels. Which machines belong to one job is told by the labels of its pods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from planish.minder.act.config import KubernetesConfig
+from planish.minder.act.kube import names
+
+Raw = Mapping[str, Any]
+
+RUNNING = "Running"
+ENDED = ("Succeeded", "Failed")
+_GANGS = (names.TRAINING_LABEL, names.VOLCANO_LABEL)
+MAX_ROOT = 1024
+"""A longer value is not taken for the URI of a run."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,7 @@ class PodInfo:
     """Neither of a DaemonSet nor run by the kubelet itself."""
     is_exempt: bool = False
     is_terminating: bool = False
-    """Its end has been asked for already."""
+    """It has been asked to end already."""
     is_observed_only: bool = False
     """Its label forbids any action on its machine."""
     requests: dict[str, float] = field(default_factory=dict)
@@ -56,7 +73,7 @@ class NodeInfo:
     name: str
     uid: str
     version: str
-    """resourceVersion, which a patch must still find."""
+    """resourceVersion; a patch succeeds only while the node still has it."""
     is_unschedulable: bool = False
     is_ready: bool = True
     labels: dict[str, str] = field(default_factory=dict)
@@ -82,7 +99,7 @@ class JobInfo:
     stages: Mapping[str, str] = field(default_factory=dict)
     """Machine to stage of pipeline parallelism, where a label tells it."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Machine to role; one and the same for all, since each role is a group of its own."""
+    """Machine to role; the same for all machines, since each role is a group of its own."""
     started: int = 0
     """Unix seconds of the last (re)start of one of its pods."""
     run_id: str = ""
@@ -108,3 +125,242 @@ class JobInfo:
     def full_name(self) -> str:
         """Namespace and name: all its roles together."""
         return f"{self.namespace}/{self.name}"
+
+
+def group_jobs(pods: Iterable[PodInfo]) -> list[JobInfo]:
+    """Return one job for each (namespace, name, role), sorted by key.
+
+    Only Running pods on a node count. Drivers of Kubeflow start pods and compute nothing.
+    """
+    groups: dict[tuple[str, str, str], list[PodInfo]] = defaultdict(list)
+    for pod in pods:
+        if pod.phase == RUNNING and pod.machine and not pod.is_driver:
+            groups[pod.namespace, pod.job, pod.role].append(pod)
+    return [_job(members) for _, members in sorted(groups.items())]
+
+
+def _job(members: list[PodInfo]) -> JobInfo:
+    pods = sorted(members, key=lambda pod: (pod.machine, pod.name))
+    # Stages of one workflow follow each other; the one that started last is the one that runs.
+    newest = max(pods, key=lambda pod: (pod.started, pod.iteration, pod.stage))
+    joined: dict[str, int] = {}
+    for pod in pods:
+        joined[pod.machine] = min(joined.get(pod.machine, pod.started), pod.started)
+    machines = tuple(sorted(joined))
+    return JobInfo(
+        name=newest.job,
+        namespace=newest.namespace,
+        machines=machines,
+        stages={pod.machine: pod.pipeline_stage for pod in pods if pod.pipeline_stage},
+        roles={machine: newest.role for machine in machines if newest.role},
+        started=newest.started,
+        run_id=newest.run_id,
+        stage=newest.stage,
+        iteration=newest.iteration,
+        run_root=newest.run_root or next((p.run_root for p in pods if p.run_root), ""),
+        role=newest.role,
+        joined=joined,
+        pods=tuple(pods),
+        is_observed_only=any(pod.is_observed_only for pod in pods),
+    )
+
+
+def pods_on(pods: Iterable[PodInfo], job: JobInfo, machine: str) -> tuple[PodInfo, ...]:
+    """Return the pods of a job on one machine that have not ended, whatever their role."""
+    return tuple(
+        pod
+        for pod in pods
+        if (pod.namespace, pod.job, pod.machine) == (job.namespace, job.name, machine)
+        and pod.phase not in ENDED
+    )
+
+
+def job_selector(label: str) -> str:
+    """Return the label selector for pods whose job a label names."""
+    return f"{label},{names.RANK_LABEL}" if label == names.BATCH_LABEL else label
+
+
+def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
+    """Return a pod; None for one that belongs to no job."""
+    metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
+    labels, annotations = _part(metadata, "labels"), _part(metadata, "annotations")
+    # A Job of Kubernetes counts only where it is an Indexed one, whose pods are ranks.
+    is_ranked = names.RANK_LABEL in labels
+    keys = (key for key in config.job_labels if key != names.BATCH_LABEL or is_ranked)
+    job_label = next((key for key in keys if labels.get(key)), "")
+    if not job_label:
+        return None
+    role = _role(job_label, labels, annotations)
+    is_launcher = job_label in _GANGS and role in names.LAUNCHER_ROLES
+    # Engines of a LeaderWorkerSet work on whatever requests arrive: they need not be alike.
+    default = "observe" if job_label == names.LEADER_WORKER_LABEL else ""
+    owners = [owner.get("kind") for owner in metadata.get("ownerReferences") or ()]
+    starts = [unix_seconds(status.get("startTime"))]
+    for container in status.get("containerStatuses") or ():
+        running = _part(_part(container, "state"), "running")
+        starts.append(unix_seconds(running.get("startedAt")))
+    rank = labels.get(names.RANK_LABEL, annotations.get(names.RANK_LABEL))
+    return PodInfo(
+        name=str(metadata["name"]),
+        namespace=str(metadata["namespace"]),
+        uid=str(metadata.get("uid", "")),
+        machine=str(spec.get("nodeName") or ""),
+        job=str(labels[job_label]),
+        phase=str(status.get("phase") or "Pending"),
+        started=max(starts),
+        role=str(labels.get(config.role_label, role)),
+        pipeline_stage=str(labels.get(config.pipeline_stage_label, "")),
+        run_id=str(labels.get(names.RUN_ID_LABEL, "")),
+        stage=str(labels.get(names.STAGE_LABEL, "")),
+        iteration=_integer(labels.get(names.ITERATION_LABEL), 0),
+        rank=_integer(rank, -1),
+        workflow=str(labels.get(names.WORKFLOW_LABEL, "")),
+        run_root=_run_root(annotations, spec),
+        is_driver=is_launcher or annotations.get(names.KFP_ROLE) == "driver",
+        is_evictable="DaemonSet" not in owners and names.MIRROR not in annotations,
+        is_exempt=is_set(labels, names.EXEMPT),
+        is_terminating=bool(metadata.get("deletionTimestamp")),
+        is_observed_only=labels.get(names.OPT_IN_LABEL, default) == "observe",
+        requests=requests_of(spec),
+        selector=_texts(spec, "nodeSelector"),
+        tolerations=tuple(spec.get("tolerations") or ()),
+    )
+
+
+def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
+    """Return what a pod does in its job, where its controller tells it."""
+    if job_label == names.LEADER_WORKER_LABEL:
+        return "leader" if labels.get(names.WORKER_INDEX) == "0" else "worker"
+    keys = names.ROLE_LABELS.get(job_label, ())
+    role = next((str(labels[key]) for key in keys if labels.get(key)), "")
+    if not role and job_label == names.WORKFLOW_LABEL:
+        return _task(str(annotations.get(names.NODE_NAME, "")))
+    return "" if job_label in _GANGS and role in names.RANK_ROLES else role
+
+
+def _task(node_name: str) -> str:
+    """Return the task of a pod of a workflow, the same for all iterations of a loop over it.
+
+    Example:
+        >>> _task("run-x.root.for-loop-1.iteration-iterations(3:3).iteration-item.fit.executor(0)")
+        'fit'
+    """
+    _, *path = re.sub(r"\([^)]*\)|\[\d+\]", "", node_name).split(".")
+    return next((part for part in reversed(path) if part != "executor"), "")
+
+
+def _run_root(annotations: Raw, spec: Raw) -> str:
+    """Return the URI of the run that a pod names: by annotation, or in its own arguments."""
+    value = annotations.get(names.RUN_ROOT) or next(_root_arguments(spec), "")
+    root = value if isinstance(value, str) and len(value) <= MAX_ROOT else ""
+    return root.rstrip("/") if "://" in root else ""
+
+
+def _root_arguments(spec: Raw) -> Iterator[object]:
+    """Yield what the arguments of containers give as root: Kubeflow's executor, or `--root`."""
+    for container in spec.get("containers") or ():
+        words = [*(container.get("command") or ()), *(container.get("args") or ())]
+        for word, following in zip(words, [*words[1:], ""], strict=False):
+            if word == "--executor_input":
+                try:
+                    yield json.loads(following)["inputs"]["parameterValues"]["root"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+            elif word == "--root":
+                yield following
+            elif str(word).startswith("--root="):
+                yield str(word).partition("=")[2]
+
+
+def parse_node(raw: Raw) -> NodeInfo:
+    """Return a node."""
+    metadata, spec, status = _part(raw, "metadata"), _part(raw, "spec"), _part(raw, "status")
+    ready = [c.get("status") for c in status.get("conditions") or () if c.get("type") == "Ready"]
+    return NodeInfo(
+        name=str(metadata["name"]),
+        uid=str(metadata.get("uid", "")),
+        version=str(metadata.get("resourceVersion", "")),
+        is_unschedulable=bool(spec.get("unschedulable")),
+        is_ready=ready == ["True"],
+        labels=_texts(metadata, "labels"),
+        annotations=_texts(metadata, "annotations"),
+        taints=tuple(spec.get("taints") or ()),
+        allocatable=amounts(_part(status, "allocatable")),
+    )
+
+
+def requests_of(spec: Raw) -> dict[str, float]:
+    """Return what a pod requests, by resource; one place for a pod counts as a resource too."""
+    total: dict[str, float] = {"pods": 1.0}
+    for container in spec.get("containers") or ():
+        resources = _part(container, "resources")
+        # Kubernetes requests what has only a limit to the same amount.
+        wanted = {**_part(resources, "limits"), **_part(resources, "requests")}
+        for name, amount in amounts(wanted).items():
+            total[name] = total.get(name, 0.0) + amount
+    for container in spec.get("initContainers") or ():
+        requested = amounts(_part(_part(container, "resources"), "requests"))
+        for name, amount in requested.items():
+            total[name] = max(total.get(name, 0.0), amount)
+    return total
+
+
+def amounts(quantities: Raw) -> dict[str, float]:
+    """Return quantities as numbers, without those that are no quantities.
+
+    Example:
+        >>> amounts({"cpu": "500m", "memory": "1Ki", "x": "?"})
+        {'cpu': 0.5, 'memory': 1024.0}
+    """
+    from kubernetes.utils import parse_quantity
+
+    numbers = {}
+    for name, text in quantities.items():
+        try:
+            numbers[str(name)] = float(parse_quantity(text))
+        except (ValueError, TypeError):
+            continue
+    return numbers
+
+
+def is_set(labels: Raw, key: str) -> bool:
+    """Tell whether a label is there and does not say no."""
+    return key in labels and str(labels[key]).lower() not in ("false", "0", "no")
+
+
+def unix_seconds(text: object) -> int:
+    """Return a time as the API server writes it as unix seconds; 0 where there is none.
+
+    Example:
+        >>> unix_seconds("1970-01-01T00:01:00Z"), unix_seconds(None)
+        (60, 0)
+    """
+    if not isinstance(text, str) or not text:
+        return 0
+    try:
+        return int(datetime.fromisoformat(text).timestamp())
+    except ValueError:
+        return 0
+
+
+def timestamp(now: float) -> str:
+    """Return unix seconds as the API server reads them, whole seconds.
+
+    Example:
+        >>> timestamp(60.7)
+        '1970-01-01T00:01:00Z'
+    """
+    return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _part(raw: Raw, key: str) -> Raw:
+    value = raw.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _texts(raw: Raw, key: str) -> dict[str, str]:
+    return {str(name): str(value) for name, value in _part(raw, key).items()}
+
+
+def _integer(text: object, default: int) -> int:
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 10 else default

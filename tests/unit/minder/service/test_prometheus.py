@@ -11,9 +11,14 @@ import pytest
 
 from planish.base.errors import BackendUnavailable, ConfigError
 from planish.minder.detect.metrics_table import METRICS
-from planish.minder.service.http_client import Deadline
-from planish.minder.service.prometheus import Prometheus, PrometheusConfig
-from planish.minder.service.prometheus_query import Source, check_source, queries_of
+from planish.minder.service.http import Deadline
+from planish.minder.service.prometheus import (
+    Prometheus,
+    PrometheusConfig,
+    Source,
+    check_source,
+    queries_of,
+)
 from tests.servers.scripted_http import Reply, ScriptedServer
 
 GOLDEN = {
@@ -215,9 +220,9 @@ def test_every_default_query_passes_the_check_and_leaves_no_placeholder(name):
     ("change", "message"),
     [
         ({"series": "node_load1"}, "promql.*must hold"),
-        ({"series": "sum(m{$job_selector}"}, "no closing"),
-        ({"series": 'm{a="x,$job_selector}'}, "no closing"),
-        ({"series": "m{$job_selector})"}, "unexpected"),
+        ({"series": "sum(m{$job_selector}"}, "'\\(' has no partner"),
+        ({"series": 'm{a="x,$job_selector}'}, "has no partner"),
+        ({"series": "m{$job_selector})"}, "'\\)' has no partner"),
         ({"series": "m{$job_selector} * 2", "kind": "counter"}, "one series and nothing else"),
         ({"node_regex": "([^:]+"}, "node_regex"),
         ({"node_regex": ".*"}, "one group"),

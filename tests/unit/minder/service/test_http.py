@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from planish.base.errors import ConfigError
-from planish.minder.service.http_status import StatusServer
+from planish.minder.service.http import StatusServer
 from planish.minder.service.own_metrics import OwnMetrics
 from tests import pages
 

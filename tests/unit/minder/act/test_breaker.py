@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planish.minder.act.breaker import Breaker
 from planish.minder.act.config import ActConfig
+from planish.minder.act.guards import Breaker
 
 
 def test_more_than_half_of_the_requests_failing_opens_it():

@@ -1,7 +1,7 @@
 """The Kubernetes API server, as far as the monitor needs it.
 
 Every request goes through `Cluster.call`, which counts it for the breaker and turns the errors of
-the client into ours. Nothing here decides anything.
+the client library into `ClusterError`. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -13,55 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ClusterError, ConfigError
-from planish.minder.act.config import Mode
+from planish.minder.act.config import KubernetesConfig, Mode
 from planish.minder.act.kube import names
-from planish.minder.act.kube.config import KubernetesConfig
-from planish.minder.act.kube.jobs import group_jobs
-from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo
-from planish.minder.act.kube.parse import ENDED, Raw, parse_node, parse_pod, requests_of, selector
+from planish.minder.act.kube.objects import (
+    ENDED,
+    JobInfo,
+    NodeInfo,
+    PodInfo,
+    Raw,
+    group_jobs,
+    job_selector,
+    parse_node,
+    parse_pod,
+    requests_of,
+)
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DRY_RUN_ALL = "All"
-"""What the API server takes for: check it, and change nothing."""
+"""Asks the API server to check a request and change nothing."""
 LIVE = ",".join(f"status.phase!={phase}" for phase in ENDED)
 """Field selector: workflows leave many pods that have ended."""
-
-Listener = Callable[[bool], None]
-"""Called after every request with whether the API server did its part."""
-
-
-def _client(config: KubernetesConfig) -> Any:
-    """Return a configured client that sends merge patches."""
-    from kubernetes import client
-    from kubernetes.config import (
-        ConfigException,
-        load_incluster_config,
-        load_kube_config,
-    )
-
-    class MergingClient(client.ApiClient):  # type: ignore[misc]
-        """The client names the first type of patch that exists, which is one of lists of steps;
-        workflows know no other that it offers.
-        """
-
-        def select_header_content_type(self, content_types: list[str]) -> Any:
-            if "application/merge-patch+json" in content_types:
-                return "application/merge-patch+json"
-            return super().select_header_content_type(content_types)
-
-    settings = client.Configuration()
-    settings.retries = 1
-    try:
-        if config.kubeconfig:
-            load_kube_config(config.kubeconfig, client_configuration=settings)
-        else:
-            load_incluster_config(client_configuration=settings)
-    except (ConfigException, OSError) as error:
-        raise ConfigError(
-            f"the API server must be named by `kubernetes.kubeconfig` or by the service account of "
-            f"this pod, got {config.kubeconfig!r} ({error})"
-        ) from None
-    return MergingClient(settings)
 
 
 class Cluster:
@@ -75,7 +46,8 @@ class Cluster:
         self.core = CoreV1Api(client)
         self.coordination = CoordinationV1Api(client)
         self._custom = CustomObjectsApi(client)
-        self.listener: Listener = lambda succeeded: None
+        self.listener: Callable[[bool], None] = lambda succeeded: None
+        """Called after every request with whether the API server did its part."""
 
     @classmethod
     def connect(cls, config: KubernetesConfig) -> Cluster:
@@ -84,7 +56,30 @@ class Cluster:
         Raises:
             ConfigError: no such kubeconfig, or no service account.
         """
-        return cls(_client(config), config)
+        from kubernetes import client
+        from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
+
+        class MergingClient(client.ApiClient):  # type: ignore[misc]
+            """Sends merge patches. The library would send lists of steps, which it names first."""
+
+            def select_header_content_type(self, content_types: list[str]) -> Any:
+                if "application/merge-patch+json" in content_types:
+                    return "application/merge-patch+json"
+                return super().select_header_content_type(content_types)
+
+        settings = client.Configuration()
+        settings.retries = 1
+        try:
+            if config.kubeconfig:
+                load_kube_config(config.kubeconfig, client_configuration=settings)
+            else:
+                load_incluster_config(client_configuration=settings)
+        except (ConfigException, OSError) as error:
+            raise ConfigError(
+                "the API server must be named by `kubernetes.kubeconfig` or by the service account "
+                f"of this pod, got {config.kubeconfig!r} ({error})"
+            ) from None
+        return cls(MergingClient(settings), config)
 
     @property
     def own_namespace(self) -> str:
@@ -94,7 +89,7 @@ class Cluster:
         return NAMESPACE_FILE.read_text("utf-8").strip() if NAMESPACE_FILE.exists() else "default"
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do one request and return the JSON of the answer.
+        """Send one request and return the JSON of the answer.
 
         Raises:
             ClusterError: refused or unanswered; `.status` tells which.
@@ -107,11 +102,19 @@ class Cluster:
             answer = function(
                 *arguments, **options, _preload_content=False, _request_timeout=timeout
             )
-            found = json.loads(answer.data)
+            content = json.loads(answer.data)
         except ApiException as error:
-            # Refusals are answers; only a server that fails counts against itself.
+            # A refusal is an answer; only failures of the server itself count for the breaker.
             self.listener(0 < (error.status or 0) < 500)
-            raise _refused(function, error) from None
+            reason = error.reason or "no answer"
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                reason = json.loads(error.body)["message"]
+            pause = str((error.headers or {}).get("Retry-After", ""))
+            raise ClusterError(
+                f"the API server refused {function.__name__}: {error.status} {reason}",
+                status=int(error.status or 0),
+                retry_after=float(pause) if pause.isdecimal() else 0.0,
+            ) from None
         except (HTTPError, OSError, ValueError) as error:
             self.listener(False)
             raise ClusterError(
@@ -119,7 +122,7 @@ class Cluster:
                 f"{type(error).__name__}: {error}"
             ) from None
         self.listener(True)
-        return found
+        return content
 
     def _pages(
         self, function: Callable[..., Any], *arguments: Any, **options: Any
@@ -144,26 +147,26 @@ class Cluster:
     def pods(self, namespace: str = "") -> list[PodInfo]:
         """Return the pods of jobs that have not ended, of one namespace or of all that count.
 
-        The server picks them by the labels that name jobs: most pods of a cluster are of none.
+        The server selects them by the labels that name jobs: most pods belong to no job.
         """
         allowed = self.config.namespaces
         if namespace and allowed and namespace not in allowed:
             return []
         namespaces = (namespace,) if namespace else allowed
-        found: dict[str, PodInfo] = {}
+        pods: dict[str, PodInfo] = {}
         for label in self.config.job_labels:
-            for raw in self._live_pods(namespaces, selector(label)):
+            for raw in self._live_pods(namespaces, job_selector(label)):
                 pod = parse_pod(raw, self.config)
                 if pod is not None:
-                    found[pod.uid] = pod
-        return list(found.values())
+                    pods[pod.uid] = pod
+        return list(pods.values())
 
     def jobs(self) -> list[JobInfo]:
         """Return all jobs that run now, one for each role, by key."""
         return group_jobs(self.pods())
 
     def used(self) -> dict[str, dict[str, float]]:
-        """Return what the pods of each node ask for together: node to resource to amount."""
+        """Return what the pods of each node request together: node to resource to amount."""
         total: dict[str, dict[str, float]] = {}
         for raw in self._live_pods():
             node = raw.get("spec", {}).get("nodeName")
@@ -176,22 +179,22 @@ class Cluster:
 
     def nodes(self) -> list[NodeInfo]:
         """Return all nodes, by name."""
-        found = [parse_node(raw) for raw in self._pages(self.core.list_node)]
-        return sorted(found, key=lambda node: node.name)
+        nodes = [parse_node(raw) for raw in self._pages(self.core.list_node)]
+        return sorted(nodes, key=lambda node: node.name)
 
     def node(self, name: str) -> NodeInfo:
         """Return one node as it is now.
 
         Raises:
-            ClusterError: 404 for a node that is no more.
+            ClusterError: 404 for a node that does not exist any more.
         """
         return parse_node(self.call(self.core.read_node, name))
 
     def patch_node(self, node: NodeInfo, change: Raw, *, dry_run: bool = False) -> NodeInfo:
-        """Merge a change into a node, if it is still the one that was read.
+        """Merge a change into a node, if it is still the version that was read.
 
         Raises:
-            ClusterError: 409 when somebody else was faster; 403 without the right.
+            ClusterError: 409 when somebody else changed it first; 403 without the right.
         """
         metadata = {**change.get("metadata", {}), "resourceVersion": node.version}
         options = {"dry_run": DRY_RUN_ALL} if dry_run else {}
@@ -199,14 +202,14 @@ class Cluster:
         return parse_node(self.call(self.core.patch_node, node.name, body, **options))
 
     def opted_in(self, namespace: str) -> Mode:
-        """Return the most that a namespace allows: `observe` where it says nothing we know."""
-        found = self.call(self.core.read_namespace, namespace)
-        value = (found["metadata"].get("labels") or {}).get(names.OPT_IN_LABEL, "observe")
+        """Return the strongest action that a namespace allows; `observe` without a valid label."""
+        content = self.call(self.core.read_namespace, namespace)
+        value = (content["metadata"].get("labels") or {}).get(names.OPT_IN_LABEL, "observe")
         allowed: dict[str, Mode] = {"cordon": "cordon", "evict": "evict"}
         return allowed.get(value, "observe")
 
     def evict(self, pod: PodInfo, *, dry_run: bool = False) -> None:
-        """Ask for the eviction of one pod; only the very pod that was seen.
+        """Request the eviction of the very pod that was seen, not of a new one of its name.
 
         Raises:
             ClusterError: 429 when a disruption budget holds it back, 404 or 409 when it is gone.
@@ -217,38 +220,39 @@ class Cluster:
             "metadata": {"name": pod.name, "namespace": pod.namespace},
             "deleteOptions": {"preconditions": {"uid": pod.uid}},
         }
+        options = {}
         if dry_run:
             body["deleteOptions"]["dryRun"] = [DRY_RUN_ALL]
-        options = {"dry_run": DRY_RUN_ALL} if dry_run else {}
-        self.call(
-            self.core.create_namespaced_pod_eviction, pod.name, pod.namespace, body, **options
-        )
-
-    def create_event(self, namespace: str, body: Raw) -> None:
-        """Create an Event."""
-        self.call(self.core.create_namespaced_event, namespace, body)
-
-    def patch_event(self, namespace: str, name: str, body: Raw) -> None:
-        """Change an Event."""
-        self.call(self.core.patch_namespaced_event, name, namespace, body)
+            options["dry_run"] = DRY_RUN_ALL
+        create = self.core.create_namespaced_pod_eviction
+        self.call(create, pod.name, pod.namespace, body, **options)
 
     def annotate_workflow(self, namespace: str, name: str, annotations: Mapping[str, str]) -> None:
         """Set annotations of a workflow of Argo, which is what a Kubeflow run is."""
-        self.call(
-            self._custom.patch_namespaced_custom_object,
-            *("argoproj.io", "v1alpha1", namespace, "workflows", name),
-            {"metadata": {"annotations": dict(annotations)}},
-        )
+        body = {"metadata": {"annotations": dict(annotations)}}
+        patch = self._custom.patch_namespaced_custom_object
+        self.call(patch, "argoproj.io", "v1alpha1", namespace, "workflows", name, body)
 
+    def read_config_map(self, name: str) -> dict[str, str]:
+        """Return the data of a ConfigMap in the monitor's own namespace.
 
-def _refused(function: Callable[..., Any], error: Any) -> ClusterError:
-    """Return an error of the client as ours, with the reason that the server gives."""
-    reason = error.reason or "no answer"
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        reason = json.loads(error.body)["message"]
-    after = str((error.headers or {}).get("Retry-After", ""))
-    return ClusterError(
-        f"the API server refused {function.__name__}: {error.status} {reason}",
-        status=int(error.status or 0),
-        retry_after=float(after) if after.isdecimal() else 0.0,
-    )
+        Raises:
+            ClusterError: 404 when it does not exist.
+        """
+        namespace = self.own_namespace
+        try:
+            content = self.call(self.core.read_namespaced_config_map, name, namespace)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            raise ClusterError(
+                f"the ConfigMap {namespace}/{name} must exist, but does not; apply "
+                "manifests/base/minder",
+                status=404,
+            ) from None
+        return content.get("data") or {}
+
+    def patch_config_map(self, name: str, data: Mapping[str, str | None]) -> None:
+        """Change keys of a ConfigMap in the monitor's own namespace; None removes a key."""
+        patch = self.core.patch_namespaced_config_map
+        self.call(patch, name, self.own_namespace, {"data": dict(data)})

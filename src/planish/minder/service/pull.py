@@ -1,6 +1,6 @@
 """From Prometheus to the frame of one job, asking in each call only for what is new.
 
-The server gives every query at whole seconds, so nothing has to be aligned here: a cell of the
+The server evaluates every query at whole seconds, so nothing has to be aligned here: a cell of the
 frame is the newest sample of that second, unless it is too old, not a number, or lies beside the
 reset of a counter.
 """
@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ import numpy as np
 from planish.base.errors import BackendUnavailable
 from planish.minder.detect.frame import F32, F64, Frame, Mask
 from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS
-from planish.minder.service.http_client import Deadline
-from planish.minder.service.prometheus import Prometheus, Series
-from planish.minder.service.prometheus_query import (
+from planish.minder.service.http import Deadline
+from planish.minder.service.prometheus import (
     MIN_RATE_SECONDS,
+    Prometheus,
+    Series,
     Source,
     job_matcher,
     queries_of,
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 COARSE_SECONDS = 2.0
 """Samples further apart than this are not second-level data."""
 _DENSE_SHARE = 0.75
-"""More seconds with a sample than this are samples of every second."""
+"""A larger share of seconds with a sample means one sample every second."""
 _SAME_SHARE = 0.01
 """Two exporters that differ by less are averaged."""
 _RATE_JITTER = 0.1
@@ -51,7 +53,7 @@ class PullCounts:
     duplicates: Counter[str] = field(default_factory=Counter)
     """Metric to series that lay over another one of the same machine."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Metric to values that can not be: infinite, negative, too large."""
+    """Metric to values that are not possible: infinite, negative, too large."""
     stale: Counter[str] = field(default_factory=Counter)
     """Metric to values that were too old."""
 
@@ -70,9 +72,9 @@ class Puller:
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
         self.counts = PullCounts()
         self.intervals: dict[str, float] = {}
-        """Metric to the seconds between its samples, in the median."""
+        """Metric to the median seconds between its samples."""
         self.seconds_pulled = 0
-        """Length of what the last call asked for."""
+        """Seconds that the last call asked for."""
         self._kept: Frame | None = None
         self._board: tuple[tuple[str, ...], str] = ((), "")
 
@@ -94,21 +96,29 @@ class Puller:
 
         Raises:
             BackendUnavailable: Prometheus did not answer all queries as it must, or a required
-                metric is not there.
+                metric has no sample.
         """
         config = self._prometheus.config
         if end is None:
             end = math.floor(self._prometheus.now(deadline)) - config.delay_seconds + 1
         names = tuple(sorted(set(machines)))
-        start, kept = end - seconds, self._kept
-        # A frame that ends in the future would say that the clock of the server went back.
-        is_usable = kept is not None and set(names) <= set(kept.machines)
-        if kept is not None and is_usable and start <= int(kept.ts[-1]) < end:
+        first = start = end - seconds
+        kept = self._kept
+        # A kept frame that ends after `end` means that the server's clock went back.
+        if kept is not None and set(names) <= set(kept.machines) and start <= kept.ts[-1] < end:
             first = max(start, int(kept.ts[-1]) + 1 - config.late_seconds)
         else:
-            first, kept = start, None
-        new = self._ask(names, first, end, deadline)
-        frame = new if kept is None else _joined(kept.select(names), new, start)
+            kept = None
+        new: dict[str, F32] = {}
+
+        def ask(source: Source) -> None:
+            new[source.name] = self._metric(source, names, (first, end), deadline)
+
+        run_all([partial(ask, source) for source in self._sources.values()], config.concurrency)
+        values = {name: new[name] for name in self._sources}
+        frame = Frame(self._job, np.arange(first, end, dtype=np.int64), names, values)
+        if kept is not None:
+            frame = _joined(kept.select(names), frame, start)
         self.seconds_pulled = end - first
         self._kept = frame
         return frame
@@ -125,7 +135,7 @@ class Puller:
             BackendUnavailable: Prometheus did not answer as it must.
         """
         names, label = tuple(sorted(set(machines))), self._prometheus.config.board_label
-        gpu = [one for one in self._sources.values() if METRICS[one.name].is_gpu]
+        gpu = [source for source in self._sources.values() if METRICS[source.name].is_gpu]
         if not gpu or not label:
             return ""
         if self._board[0] != names:
@@ -133,62 +143,51 @@ class Puller:
                 end = math.floor(self._prometheus.now(deadline))
             series = gpu[0].selector.replace(JOB_SELECTOR, job_matcher(gpu[0], names))
             query = f"count by ({label}) ({series})"
-            found = self._prometheus.query_range(query, end - 1, end, deadline)
-            most = max(found, key=lambda one: float(one.values[-1]), default=None)
+            counts = self._prometheus.query_range(query, end - 1, end, deadline)
+            most = max(counts, key=lambda count: float(count.values[-1]), default=None)
             if most is None:
                 return ""
             self._board = (names, most.labels.get(label, ""))
         return self._board[1]
 
-    def _ask(self, names: tuple[str, ...], start: int, end: int, deadline: Deadline) -> Frame:
-        """Ask for some seconds of all metrics."""
-        found: dict[str, F32] = {}
-
-        def ask(source: Source) -> None:
-            found[source.name] = self._metric(source, names, (start, end), deadline)
-
-        run_all(
-            [lambda one=one: ask(one) for one in self._sources.values()],  # type: ignore[misc]
-            self._prometheus.config.concurrency,
-        )
-        grid = np.arange(start, end, dtype=np.int64)
-        values = {name: found[name] for name in self._sources if name in found}
-        return Frame(self._job, grid, names, values)
-
     def _metric(
         self, source: Source, names: tuple[str, ...], span: tuple[int, int], deadline: Deadline
     ) -> F32:
-        """Return [T, N] of one metric; NaN where there is no value to believe."""
+        """Return [T, N] of one metric; NaN where no value can be trusted."""
         config = self._prometheus.config
+
+        def ask(query: str, start: int) -> list[Series]:
+            return self._prometheus.query_range(query, start, span[1], deadline, series=len(names))
+
         interval = self.intervals.get(source.name, 1.0)
         for _ in range(2):
             rate = max(MIN_RATE_SECONDS, math.ceil(4 * interval))
             queries = queries_of(source, names, config.series_labels, rate)
-            # A value is as good as the samples before it, a rate as those at both its ends.
+            # A value rests on the samples before it, a rate on those at both its ends.
             before = max(rate, math.ceil(self._stale_after(interval)))
-            wide = (span[0] - before, span[1])
-            seen = self._range(queries.seen, names, wide, deadline)
+            seen = ask(queries.seen, span[0] - before)
             measured = self._interval(source.name, seen) or interval
             is_right = source.kind == "gauge" or math.ceil(4 * measured) <= rate
             interval = measured
             if is_right:
                 break
-        values = self._range(queries.values, names, span, deadline)
-        resets = self._range(queries.resets, names, span, deadline) if queries.resets else []
-        ages = {_key(one): _ages(_on_grid(one, wide)) for one in seen}
-        reset = {_key(one): one for one in resets}
+        values = ask(queries.values, span[0])
+        resets = ask(queries.resets, span[0]) if queries.resets else []
+        wide = (span[0] - before, span[1])
+        ages = {series.key: _ages(_on_grid(series, wide)) for series in seen}
+        reset = {series.key: series for series in resets}
         by_machine: dict[str, list[F64]] = {}
-        for one in values:
-            column = _on_grid(one, span)
+        for series in values:
+            column = _on_grid(series, span)
             self._scale(source, column)
             fresh = np.zeros(len(column), bool)
-            if _key(one) in ages:
-                fresh = self._fresh(source, ages[_key(one)], interval, before, rate)
+            if series.key in ages:
+                fresh = self._fresh(source, ages[series.key], interval, before, rate)
             self.counts.stale[source.name] += int((~fresh & np.isfinite(column)).sum())
             column[~fresh] = np.nan
-            if _key(one) in reset:
-                column[np.isfinite(_on_grid(reset[_key(one)], span))] = np.nan
-            machine = source.machine_of(one.labels.get(source.node_label, ""))
+            if series.key in reset:
+                column[np.isfinite(_on_grid(reset[series.key], span))] = np.nan
+            machine = source.machine_of(series.labels.get(source.node_label, ""))
             by_machine.setdefault(machine, []).append(column)
         array = np.full((span[1] - span[0], len(names)), np.nan, np.float32)
         for place, name in enumerate(names):
@@ -201,29 +200,11 @@ class Puller:
             )
         return array
 
-    def _range(
-        self, query: str, names: Sequence[str], span: tuple[int, int], deadline: Deadline
-    ) -> list[Series]:
-        found = self._prometheus.query_range(query, *span, deadline, series=len(names))
-        pieces: dict[tuple[tuple[str, str], ...], list[Series]] = {}
-        for one in found:
-            pieces.setdefault(_key(one), []).append(one)
-        return [
-            many[0]
-            if len(many) == 1
-            else Series(
-                many[0].labels,
-                np.concatenate([one.ts for one in many]),
-                np.concatenate([one.values for one in many]),
-            )
-            for many in pieces.values()
-        ]
-
     def _interval(self, name: str, seen: Sequence[Series]) -> float:
-        """Return the median seconds between samples; 0 when too few were seen."""
+        """Return the median seconds between samples; 0 when there are too few samples."""
         spacings = []
-        for one in seen:
-            ts = np.unique(one.ts)
+        for series in seen:
+            ts = np.unique(series.ts)
             if len(ts) < 4:
                 continue
             if len(ts) < _DENSE_SHARE * (ts[-1] - ts[0] + 1):
@@ -235,15 +216,17 @@ class Puller:
         interval = float(np.median(spacings))
         if interval > COARSE_SECONDS and self.intervals.get(name, 0.0) <= COARSE_SECONDS:
             logger.warning(
-                "coarse_samples job=%s metric=%s interval_seconds=%.1f remedy=%r",
-                *(self._job, name, interval),
-                "scrape and collect every second",
+                "coarse_samples job=%s metric=%s interval_seconds=%.1f "
+                "remedy='scrape and collect every second'",
+                self._job,
+                name,
+                interval,
             )
         self.intervals[name] = interval
         return interval
 
     def _scale(self, source: Source, column: F64) -> None:
-        """Scale one series and take out what can not be, in place."""
+        """Scale one series and remove values that are not possible, in place."""
         had = np.isfinite(column)
         column *= source.scale
         column += source.offset
@@ -281,7 +264,7 @@ class Puller:
         return counter
 
     def _merged(self, name: str, columns: list[F64]) -> F64:
-        """Make one of the series of all exporters of one machine."""
+        """Merge the series of all exporters of one machine into one."""
         result = columns[0]
         for other in columns[1:]:
             both = np.isfinite(result) & np.isfinite(other)
@@ -304,10 +287,6 @@ def _first(column: F64) -> int:
     return int(rows[0]) if len(rows) else -1
 
 
-def _key(series: Series) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, v) for k, v in series.labels.items() if k != "__name__"))
-
-
 def _on_grid(series: Series, span: tuple[int, int]) -> F64:
     """Put a series on the seconds `span[0] <= t < span[1]`."""
     column = np.full(span[1] - span[0], np.nan)
@@ -318,7 +297,7 @@ def _on_grid(series: Series, span: tuple[int, int]) -> F64:
 
 
 def _ages(seen: F64) -> F64:
-    """Return for each second how long ago the last one was that had a sample; inf before any."""
+    """Return for each second how long ago the last one with a sample was; inf before any."""
     rows = np.arange(len(seen))
     last = np.maximum.accumulate(np.where(np.isfinite(seen), rows, -1))
     return np.where(last >= 0, rows - last, np.inf)
@@ -326,21 +305,17 @@ def _ages(seen: F64) -> F64:
 
 def _joined(old: Frame, new: Frame, start: int) -> Frame:
     """Return the seconds from `start` on, the new ones where both have them."""
-    first = int(new.ts[0])
     ts = np.arange(start, int(new.ts[-1]) + 1, dtype=np.int64)
-    before = old.slice(start, first)
-    values: dict[str, F32] = {}
-    masks: dict[str, Mask] = {}
-    for name, array in new.values.items():
-        values[name] = np.concatenate([before.values[name], array])
-        masks[name] = np.concatenate([before.mask[name], new.mask[name]])
+    before = old.slice(start, int(new.ts[0]))
+    values = {name: np.concatenate([before.values[name], new.values[name]]) for name in new.values}
+    masks = {name: np.concatenate([before.mask[name], new.mask[name]]) for name in new.values}
     return Frame(new.job, ts, new.machines, values, masks)
 
 
 def run_all(tasks: Sequence[Callable[[], Any]], workers: int) -> None:
     """Run tasks in some threads; the first failure is raised when all threads have ended.
 
-    The threads do not keep a process alive that wants to end.
+    The threads do not keep a process alive that wants to end, unlike those of a thread pool.
     """
     waiting = list(reversed(tasks))
     failures: list[BaseException] = []

@@ -8,11 +8,17 @@ import pytest
 
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
-from planish.minder.act.config import ActConfig
+from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.act.kube import names
-from planish.minder.act.kube.config import KubernetesConfig
-from planish.minder.act.kube.jobs import group_jobs, pods_on
-from planish.minder.act.kube.parse import amounts, parse_node, parse_pod, requests_of, seconds
+from planish.minder.act.kube.objects import (
+    amounts,
+    group_jobs,
+    parse_node,
+    parse_pod,
+    pods_on,
+    requests_of,
+    unix_seconds,
+)
 
 CONFIG = KubernetesConfig()
 
@@ -303,7 +309,7 @@ def test_the_pods_of_a_machine_are_those_of_all_roles_that_have_not_ended():
 
 @pytest.mark.parametrize("text", ["", None, 5, "yesterday"])
 def test_what_is_no_time_is_zero(text):
-    assert seconds(text) == 0
+    assert unix_seconds(text) == 0
 
 
 def test_settings_refuse_what_can_not_be():

@@ -10,10 +10,9 @@ import pytest
 
 from planish.base.errors import BackendUnavailable
 from planish.minder.detect.metrics_table import METRICS
-from planish.minder.service.http_client import Deadline
-from planish.minder.service.prometheus import PrometheusConfig, Series
-from planish.minder.service.prometheus_pull import Puller, run_all
-from planish.minder.service.prometheus_query import Source
+from planish.minder.service.http import Deadline
+from planish.minder.service.prometheus import PrometheusConfig, Series, Source
+from planish.minder.service.pull import Puller, run_all
 
 NAMES = ("a", "b", "c", "d")
 T0 = 1_000_000

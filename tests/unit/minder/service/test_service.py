@@ -10,18 +10,14 @@ import pytest
 from kubernetes.client import ApiClient
 
 from planish.base.errors import BackendUnavailable, ClusterError
-from planish.minder.act.actor import Actor
-from planish.minder.act.config import ActConfig
-from planish.minder.act.kube.client import Cluster
-from planish.minder.act.kube.config import KubernetesConfig
+from planish.minder.act.actor import Actor, Outcome
+from planish.minder.act.config import ActConfig, KubernetesConfig
+from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import JobInfo, PodInfo
-from planish.minder.act.kube.state import MAX_BYTES
-from planish.minder.act.types import Outcome
 from planish.minder.service.config import service_settings
-from planish.minder.service.job import JobWatch, Surroundings
-from planish.minder.service.schedule import Schedule
-from planish.minder.service.service import Service
-from planish.minder.service.state import FileState
+from planish.minder.service.job import JobWatch, Shared
+from planish.minder.service.service import Schedule, Service
+from planish.minder.service.state import ConfigMapState, FileState
 from tests import pages
 from tests.benchmarks import minder_soak as day_of
 
@@ -53,19 +49,19 @@ class Failing:
         raise BackendUnavailable(self.message, code=self.code)
 
 
-def surroundings(clock, **changes):
+def shared_of(clock, **changes):
     config = day_of.minder_config({"detect": {"metrics": list(day_of.METRICS)}})
     models = day_of.Models({name: day_of.Identity(name) for name in day_of.METRICS})
     metrics = day_of.OwnMetrics()
-    return Surroundings(config, models, metrics, clock=clock, **changes)
+    return Shared(config, models, metrics, clock=clock, **changes)
 
 
 def watched(**changes):
     clock = day_of.FastClock(T0 + 900.0)
     day = day_of.Day(clock, 2)
-    around = surroundings(clock, **changes)
+    shared = shared_of(clock, **changes)
     info = day.jobs()[0]
-    return JobWatch(info, day_of.DaySource(day, info.key), around), clock, around
+    return JobWatch(info, day_of.DaySource(day, info.key), shared), clock, shared
 
 
 def run(watch, clock, until):
@@ -76,15 +72,14 @@ def run(watch, clock, until):
     return pauses
 
 
-def metric(around, line):
-    return pages.samples(around.metrics.text().decode()).get(line)
+def metric(shared, line):
+    return pages.samples(shared.metrics.text().decode()).get(line)
 
 
 def test_a_fault_is_told_once_acted_upon_and_resolved():
     clock = day_of.FastClock()
-    heard = day_of.Heard(clock)
-    actor = Recorder(Outcome("cordon", "done", "x"))
-    watch, clock, around = watched(notifier=heard, actor=actor)
+    heard = day_of.Heard(clock, Outcome("cordon", "done", "x"))
+    watch, clock, shared = watched(actor=heard)
     heard.clock = clock
     run(watch, clock, FAULT + 480)
     (alert,) = [a for a in watch.book.alerts() if a.is_active]
@@ -92,12 +87,12 @@ def test_a_fault_is_told_once_acted_upon_and_resolved():
     assert abs(alert.since - FAULT) < 10
     assert 247 <= alert.fired - alert.since <= 310
     faulty = 'minder_machine_faulty{job_name="a",kind="dissimilar",namespace="",node="a-0"}'
-    assert metric(around, faulty) == 1
-    assert metric(around, 'minder_actions_total{action="cordon",dry_run="true",result="done"}') == 1
+    assert metric(shared, faulty) == 1
+    assert metric(shared, 'minder_actions_total{action="cordon",dry_run="true",result="done"}') == 1
     run(watch, clock, FAULT + 480 + 1000)
     assert [state for _, state, _ in heard.told] == ["firing", "resolved"]
-    assert metric(around, faulty) == 0
-    assert [m for m, state in actor.seen if state == "resolved"] == ["a-0"]
+    assert metric(shared, faulty) == 0
+    assert {alert.machine for _, _, alert in heard.told} == {"a-0"}
 
 
 def test_what_suppresses_an_action_is_noted_with_its_reason():
@@ -109,13 +104,13 @@ def test_what_suppresses_an_action_is_noted_with_its_reason():
 
 
 def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
-    watch, clock, around = watched()
+    watch, clock, shared = watched()
     run(watch, clock, FAULT + 400)
     source, watch._source = watch._source, None
 
     watch._source = Failing("down", "503")
     assert [watch.call() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert metric(around, 'minder_calls_total{job_name="a",outcome="error"}') == 9
+    assert metric(shared, 'minder_calls_total{job_name="a",outcome="error"}') == 9
     assert [a.machine for a in watch.book.alerts() if a.is_active] == ["a-0"]
     clock.seconds += 86_400
     watch.call()
@@ -125,8 +120,15 @@ def test_failures_are_tried_again_after_1_2_4_to_60_seconds_and_keep_alerts():
     assert watch._failures == 0
 
 
+def test_an_outage_of_days_overflows_no_pause():
+    watch, _, _ = watched()
+    watch._source = Failing("down", "503")
+    watch._failures = 2000
+    assert watch.call() == 60
+
+
 def test_a_metric_without_samples_is_said_once_and_not_for_every_job(caplog):
-    watch, clock, around = watched()
+    watch, clock, shared = watched()
     lacking = day_of.METRICS[0]
 
     class Lacking(day_of.DaySource):
@@ -137,7 +139,7 @@ def test_a_metric_without_samples_is_said_once_and_not_for_every_job(caplog):
 
     day = watch._source.day
     for info in day.jobs()[:2]:
-        other = JobWatch(info, Lacking(day, info.key), around)
+        other = JobWatch(info, Lacking(day, info.key), shared)
         run(other, clock, clock.seconds + 120)
     said = [line for line in caplog.messages if line.startswith("metric_without_samples")]
     assert len(said) == 1
@@ -146,12 +148,12 @@ def test_a_metric_without_samples_is_said_once_and_not_for_every_job(caplog):
 
 
 def test_nothing_is_asked_about_a_job_with_too_few_machines_to_compare():
-    watch, clock, around = watched()
+    watch, clock, shared = watched()
     run(watch, clock, FAULT + 400)
     watch.info = replace(watch.info, machines=watch.info.machines[1:4])
     watch._source = Failing("nobody should ask", "503")
     assert watch.call() == 60
-    assert metric(around, 'minder_calls_total{job_name="a",outcome="skipped"}') == 1
+    assert metric(shared, 'minder_calls_total{job_name="a",outcome="skipped"}') == 1
     assert watch.last.status == "too_few_machines"
     # The faulty machine has left the job.
     assert [a for a in watch.book.alerts() if a.is_active] == []
@@ -167,7 +169,7 @@ def test_refused_credentials_are_tried_again_once_a_minute_and_told_loudly(code,
 
 
 def test_a_call_that_takes_too_long_leaves_no_trace():
-    watch, clock, around = watched()
+    watch, clock, shared = watched()
     run(watch, clock, FAULT + 200)
     pull = watch._source.pull
 
@@ -180,16 +182,16 @@ def test_a_call_that_takes_too_long_leaves_no_trace():
     watch._source.pull = slow
     assert watch.call() == 1.0
     assert [a for a in watch.book.alerts() if a.is_active] == []
-    assert metric(around, 'minder_calls_total{job_name="a",outcome="error"}') == 1
+    assert metric(shared, 'minder_calls_total{job_name="a",outcome="error"}') == 1
 
 
 def test_a_stopped_program_takes_nothing_in_and_does_not_act():
     actor = Recorder()
-    watch, clock, around = watched(actor=actor)
+    watch, clock, shared = watched(actor=actor)
     run(watch, clock, FAULT + 200)
     seen = len(actor.seen)
     clock.seconds = FAULT + 400
-    around.stop.set()
+    shared.stop.set()
     watch.call()
     assert [a for a in watch.book.alerts() if a.is_active] == []
     assert len(actor.seen) == seen
@@ -206,14 +208,14 @@ def test_an_alert_carries_the_run_of_its_machine():
 
 
 def test_a_restart_goes_on_where_it_was_and_damaged_state_is_not_used():
-    watch, clock, around = watched()
+    watch, clock, shared = watched()
     run(watch, clock, FAULT + 400)
-    again = JobWatch(watch.info, watch._source, around, watch.to_json())
+    again = JobWatch(watch.info, watch._source, shared, watch.to_json())
     assert again.book.alerts() == watch.book.alerts()
     clock.seconds += 1
     again.call()
     assert [a.state for a in again.book.alerts() if a.is_active] == ["firing"]
-    fresh = JobWatch(watch.info, watch._source, around, {"monitor": 5, "alerts": {"open": [1]}})
+    fresh = JobWatch(watch.info, watch._source, shared, {"monitor": 5, "alerts": {"open": [1]}})
     assert fresh.book.alerts() == []
 
 
@@ -222,10 +224,10 @@ def settings(**server):
                              "detect": {"metrics": list(day_of.METRICS)}})  # fmt: skip
 
 
-def service_of(jobs, clock, state=None, *, notifier=None, **parts):
+def service_of(jobs, clock, state=None, *, actor=None, **parts):
     day = day_of.Day(clock, 3)
-    around = surroundings(clock, notifier=notifier)
-    return Service(settings(), around, jobs=jobs, state=state, **parts,
+    shared = shared_of(clock, actor=actor)
+    return Service(settings(), shared, jobs=jobs, state=state, **parts,
                    source_of=lambda job: day_of.DaySource(day, job.key))  # fmt: skip
 
 
@@ -268,7 +270,7 @@ def test_jobs_are_found_watched_and_ended_and_a_failing_discovery_ends_none(tmp_
     del found[0]
     play(service, clock, FAULT + 560)
     assert sorted(service.watches) == ["b"]
-    text = service.around.metrics.text().decode()
+    text = service.shared.metrics.text().decode()
     assert 'job_name="a"' not in text
     assert 'job_name="b"' in text
 
@@ -292,12 +294,12 @@ def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(t
     clock = day_of.FastClock()
     day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
     state = FileState(tmp_path / "state.json")
-    first = service_of(day.jobs, clock, state, notifier=heard)
+    first = service_of(day.jobs, clock, state, actor=heard)
     first.prepare()
     play(first, clock, FAULT + 460)
     first.stop()
     assert state.load()["jobs"]["a"]["alerts"]["open"][0]["machine"] == "a-0"
-    second = service_of(day.jobs, clock, state, notifier=heard)
+    second = service_of(day.jobs, clock, state, actor=heard)
     second.prepare()
     play(second, clock, FAULT + 2000)
     assert [(state, a.machine) for _, state, a in heard.told] == [
@@ -310,7 +312,7 @@ def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
     day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
     state = FileState(tmp_path / "state.json")
     state.max_bytes = 2500
-    first = service_of(day.jobs, clock, state, notifier=heard)
+    first = service_of(day.jobs, clock, state, actor=heard)
     first.prepare()
     play(first, clock, FAULT + 460)
     first.stop()
@@ -318,7 +320,7 @@ def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
     saved = state.load()["jobs"]
     assert saved["a"]["alerts"]["open"][0]["machine"] == "a-0"
     assert "monitor" not in saved["a"]
-    second = service_of(day.jobs, clock, state, notifier=heard)
+    second = service_of(day.jobs, clock, state, actor=heard)
     second.prepare()
     play(second, clock, FAULT + 2000)
     assert [(state, a.machine) for _, state, a in heard.told] == [
@@ -326,7 +328,7 @@ def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
     ]  # fmt: skip
 
 
-def actor():
+def new_actor():
     return Actor(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
 
 
@@ -335,13 +337,13 @@ def test_the_breaker_outlives_a_restart_where_the_state_of_the_jobs_can_not_be_s
     day = day_of.Day(clock, 3)
     jobs, kept = FileState(tmp_path / "jobs"), FileState(tmp_path / "actor")
     jobs.path.mkdir()
-    first, second = actor(), actor()
-    before = service_of(day.jobs, clock, jobs, keeper=first, actor_state=kept)
+    first, second = new_actor(), new_actor()
+    before = service_of(day.jobs, clock, jobs, actor=first, actor_state=kept)
     before.prepare()
     play(before, clock, T0 + 100)
     first.breaker.open("too many machines", T0 + 100.0)
     before.stop()
-    after = service_of(day.jobs, clock, jobs, keeper=second, actor_state=kept)
+    after = service_of(day.jobs, clock, jobs, actor=second, actor_state=kept)
     after.prepare()
     play(after, clock, T0 + 200)
     assert (second.breaker.reason, second.breaker.opened) == ("too many machines", T0 + 100.0)
@@ -355,7 +357,7 @@ def test_the_state_of_the_actor_is_bounded_and_keeps_the_breaker_and_the_newest(
     memory = {"first_end": T0, "state": "firing", "last": outcome, "is_finished": True,
               "has_opened": False, "evictions": evictions}  # fmt: skip
     series = {"name": "n" * 200, "namespace": "default", "count": 3, "pending": 0}
-    one = actor()
+    one = new_actor()
     one.load(
         {
             "breaker": {"reason": "too many machines", "opened": T0},
@@ -365,7 +367,7 @@ def test_the_state_of_the_actor_is_bounded_and_keeps_the_breaker_and_the_newest(
         }
     )
     saved = one.to_json()
-    assert len(json.dumps(saved)) < MAX_BYTES
+    assert len(json.dumps(saved)) < ConfigMapState(one.cluster, "minder-actor").max_bytes
     assert saved["breaker"]["reason"] == "too many machines"
     assert saved["taken"] == [{"time": T0, "job": "team/job", "node": "n1"}]
     assert f"{number - 1:016x}" in saved["alerts"]
@@ -394,7 +396,7 @@ def test_only_the_leader_watches_and_a_new_one_goes_on_with_what_the_old_one_kne
     state = FileState(tmp_path / "state.json")
     replicas, elections = [], [Election(), Election()]
     for election in elections:
-        one = service_of(day.jobs, clock, state, leader=election, notifier=heard)
+        one = service_of(day.jobs, clock, state, lease=election, actor=heard)
         one.prepare()
         replicas.append(one)
     elections[0].leads = True
@@ -403,7 +405,7 @@ def test_only_the_leader_watches_and_a_new_one_goes_on_with_what_the_old_one_kne
     elections[0].leads, elections[1].leads = False, True
     play_all(replicas, clock, FAULT + 2000)
     assert [sorted(one.watches) for one in replicas] == [[], ["a", "b"]]
-    assert 'job_name="a"' not in replicas[0].around.metrics.text().decode()
+    assert 'job_name="a"' not in replicas[0].shared.metrics.text().decode()
     assert [(state, a.machine) for _, state, a in heard.told] == [
         ("firing", "a-0"), ("resolved", "a-0"),
     ]  # fmt: skip

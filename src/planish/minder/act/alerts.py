@@ -1,7 +1,7 @@
 """The life of an alert: candidate, firing, acted or suppressed, resolved.
 
-One book follows the alerts of the jobs that it is shown. It knows no clock and no server: the
-caller says what time it is, so that a replay and the service give the same alerts.
+An `AlertBook` follows the alerts of the jobs that it is shown. It reads no clock and asks no
+server: the caller gives the time, so that a replay and the service raise the same alerts.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from planish.minder.detect.config import MinderConfig
-from planish.minder.detect.result import Candidate, Finding, Result
+from planish.minder.detect.result import Candidate, Result
 
 AlertKind = Literal["dissimilar", "silent", "job_wide", "outage", "broken"]
 State = Literal["candidate", "firing", "acted", "suppressed", "resolved"]
+_Key = tuple[str, str, str]
+"""Job, subject and machine of an alert."""
 
 ACTIVE: tuple[State, ...] = ("firing", "acted", "suppressed")
-"""States of an alert that people are told of."""
+"""States in which people see the alert."""
 
 _SUBJECT: dict[str, str] = {"dissimilar": "machine", "silent": "machine"}
-"""Kinds that are one and the same trouble of a machine: only one of them is open at a time."""
+"""Kinds that are the same trouble of a machine: only one of them is open at a time."""
 
+_NAMES = {
+    "job_wide": "MinderJobWide",
+    "outage": "MinderTelemetryOutage",
+    "broken": "MinderTelemetryBroken",
+}
 _CLOSED_SECONDS = 86_400
 """How long a resolved run is remembered, so that its last windows do not raise it again."""
-
-
-def alert_name(kind: str) -> str:
-    """Return the name under which people know alerts of a kind."""
-    return {
-        "job_wide": "MinderJobWide",
-        "outage": "MinderTelemetryOutage",
-        "broken": "MinderTelemetryBroken",
-    }.get(kind, "MinderFaultyMachine")
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,12 @@ class Alert:
     id: str
     """16 hexadecimal digits from job, machine, kind and start: equal after a restart."""
     job: str
+    """Key of its job."""
     machine: str
     """Node name; empty for an event of the whole job."""
     kind: AlertKind
     metric: str
-    """What confirmed it; empty for silence and events of the whole job."""
+    """Metric that confirmed it; empty for silence and events of the whole job."""
     state: State
     since: float
     """Unix seconds at which the machine began to differ."""
@@ -66,7 +65,7 @@ class Alert:
     duration_s: float = 0.0
     """How long it has differed."""
     machines: tuple[str, ...] = ()
-    """All that are concerned, for `job_wide` and `outage`."""
+    """All machines concerned, for `job_wide` and `outage`."""
     action: str = ""
     """What was done: cordon, evict; empty for nothing."""
     reason: str = ""
@@ -76,13 +75,13 @@ class Alert:
 
     @property
     def is_active(self) -> bool:
-        """Whether people are told of it."""
+        """Whether people see it."""
         return self.state in ACTIVE
 
     @property
     def name(self) -> str:
         """Value of the label `alertname`."""
-        return alert_name(self.kind)
+        return _NAMES.get(self.kind, "MinderFaultyMachine")
 
 
 @dataclass(frozen=True)
@@ -101,18 +100,18 @@ class AlertBook:
     def __init__(self, config: MinderConfig) -> None:
         """Begin without alerts; `config.alerts` says how long they are kept."""
         self.config = config.alerts
-        self._open: dict[tuple[str, str, str], Alert] = {}
-        self._closed: dict[tuple[str, str, str], float] = {}
+        self._open: dict[_Key, Alert] = {}
+        self._closed: dict[_Key, float] = {}
 
     def alerts(self, job: str | None = None) -> list[Alert]:
         """Return all alerts that are not resolved, candidates included, by job and machine."""
         return [self._open[key] for key in sorted(self._open) if job in (None, key[0])]
 
     def update(self, now: int, result: Result, members: Sequence[str]) -> list[Change]:
-        """Take in the answer of one call.
+        """Update the alerts of a job by the result of one call.
 
-        An answer that says nothing (skipped, outage, too few machines) resolves no machine: only
-        one that looked and found it alike does.
+        A result without a verdict (skipped, outage, too few machines) resolves no machine: only a
+        call that compared the machine and found it like its peers does.
 
         Args:
             now: unix seconds.
@@ -121,31 +120,31 @@ class AlertBook:
         """
         job = result.job
         changes = self._fire(now, result)
-        changes += self._candidates(result)
-        changes += self._telemetry(now, result)
+        changes += self._follow_candidates(result)
+        changes += self._follow_telemetry(now, result)
         changes += self._resolve(now, result, set(members))
         for key, seen in list(self._closed.items()):
             if key[0] == job and now - seen > _CLOSED_SECONDS:
                 del self._closed[key]
         return changes
 
-    def end_job(self, job: str, now: int, reason: str = "the job has ended") -> list[Change]:
-        """Resolve everything of a job that is no more, and forget it."""
-        changes = [self._close(key, now, reason) for key in self._keys(job)]
+    def end_job(self, job: str) -> list[Change]:
+        """Resolve all alerts of a job that has ended, and forget the job."""
+        changes = [self._close(key, "the job has ended") for key in self._keys(job)]
         self._closed = {key: seen for key, seen in self._closed.items() if key[0] != job}
         return [change for change in changes if change is not None]
 
     def expire(self, job: str, now: int) -> list[Change]:
-        """Resolve what is too old; for a job of which nothing can be learnt at the moment."""
+        """Resolve alerts beyond their maximum age; for a job whose calls fail at the moment."""
         changes = []
         for key in self._keys(job):
             alert = self._open[key]
             if alert.is_active and now - alert.fired >= self.config.max_age_seconds:
-                changes.append(self._close(key, now, "it has been open for too long"))
+                changes.append(self._close(key, "it has been open for too long"))
         return [change for change in changes if change is not None]
 
     def acted(self, alert_id: str, action: str) -> list[Change]:
-        """Note that something was done about an alert."""
+        """Note what was done about an alert."""
         return self._set(alert_id, state="acted", action=action, reason="")
 
     def suppressed(self, alert_id: str, reason: str) -> list[Change]:
@@ -165,22 +164,22 @@ class AlertBook:
 
     @classmethod
     def from_json(cls, config: MinderConfig, raw: Mapping[str, Any]) -> AlertBook:
-        """Go on from what `to_json` gave.
+        """Continue from what `to_json` gave.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
         book = cls(config)
-        names = {one.name for one in fields(Alert)}
+        names = {item.name for item in fields(Alert)}
         for item in raw["open"]:
             plain = {name: value for name, value in item.items() if name in names}
             alert = Alert(**{**plain, "machines": tuple(plain.get("machines", ()))})
-            book._open[_key(alert)] = alert
+            book._open[_key(alert.job, alert.kind, alert.machine)] = alert
         for job, subject, machine, seen in raw["closed"]:
             book._closed[str(job), str(subject), str(machine)] = float(seen)
         return book
 
-    def _keys(self, job: str) -> list[tuple[str, str, str]]:
+    def _keys(self, job: str) -> list[_Key]:
         return sorted(key for key in self._open if key[0] == job)
 
     def _set(self, alert_id: str, **values: Any) -> list[Change]:
@@ -192,133 +191,137 @@ class AlertBook:
         return []
 
     def _fire(self, now: int, result: Result) -> list[Change]:
-        """Open an alert for each finding that belongs to no run known before."""
+        """Open an alert for each finding that continues no earlier run."""
         changes = []
         for finding in result.findings:
-            key = (result.job, _SUBJECT.get(finding.kind, finding.kind), finding.machine)
+            key = _key(result.job, finding.kind, finding.machine)
             seen = finding.run_start + finding.duration_s
             old = self._open.get(key)
             if old is not None and old.is_active:
                 latest = max(seen, old.seen)
                 self._open[key] = replace(old, seen=latest, duration_s=latest - old.since)
                 continue
-            if self._is_known(key, finding) or self._is_of_all(result.job, finding, seen):
+            if finding.run_start <= self._closed.get(key, float("-inf")):
+                # The run was resolved; its last windows still lie in the frame.
+                self._closed[key] = max(self._closed[key], seen)
                 continue
-            changes.append(self._open_alert(key, now, finding))
+            event_key = _key(result.job, "job_wide", "")
+            event = self._open.get(event_key)
+            if (
+                event is not None
+                and finding.kind != "job_wide"
+                and finding.machine in event.machines
+                and finding.run_start <= event.seen
+            ):
+                # The machine belongs to an open event of the whole job.
+                self._open[event_key] = replace(event, seen=max(event.seen, seen))
+                continue
+            since = min(finding.run_start, old.since if old else finding.run_start)
+            self._open[key] = Alert(
+                id=_identity(key, since),
+                job=result.job,
+                machine=finding.machine,
+                kind=finding.kind,
+                metric=finding.metric,
+                state="firing",
+                since=float(since),
+                seen=float(seen),
+                fired=float(now),
+                score=finding.score_mean,
+                duration_s=finding.duration_s,
+                machines=finding.machines,
+            )
+            changes.append(Change(self._open[key], old.state if old else None))
         return changes
 
-    def _is_known(self, key: tuple[str, str, str], finding: Finding) -> bool:
-        """Tell whether a finding goes on with a run that was resolved; follow it if so."""
-        if finding.run_start > self._closed.get(key, float("-inf")):
-            return False
-        self._closed[key] = max(self._closed[key], finding.run_start + finding.duration_s)
-        return True
-
-    def _is_of_all(self, job: str, finding: Finding, seen: float) -> bool:
-        """Tell whether a machine is one of those of an event of the whole job that is open."""
-        key = (job, "job_wide", "")
-        event = self._open.get(key)
-        if event is None or finding.machine not in event.machines or finding.kind == "job_wide":
-            return False
-        if finding.run_start > event.seen:
-            return False
-        self._open[key] = replace(event, seen=max(event.seen, seen))
-        return True
-
-    def _open_alert(self, key: tuple[str, str, str], now: int, finding: Finding) -> Change:
-        before = self._open.pop(key, None)
-        since = min(finding.run_start, before.since if before else finding.run_start)
-        alert = Alert(
-            id=_identity(*key, str(int(since))),
-            job=key[0],
-            machine=finding.machine,
-            kind=finding.kind,
-            metric=finding.metric,
-            state="firing",
-            since=float(since),
-            seen=float(finding.run_start + finding.duration_s),
-            fired=float(now),
-            score=finding.score_mean,
-            duration_s=finding.duration_s,
-            machines=finding.machines,
-        )
-        self._open[key] = alert
-        return Change(alert, before.state if before else None)
-
-    def _candidates(self, result: Result) -> list[Change]:
+    def _follow_candidates(self, result: Result) -> list[Change]:
         """Follow machines that differ, but not yet for long enough."""
         if result.status not in ("ok", "fault"):
             return []
         longest: dict[str, Candidate] = {}
-        for one in result.candidates:
-            best = longest.get(one.machine)
-            if best is None or one.seconds > best.seconds:
-                longest[one.machine] = one
+        for candidate in result.candidates:
+            best = longest.get(candidate.machine)
+            if best is None or candidate.seconds > best.seconds:
+                longest[candidate.machine] = candidate
         changes = []
-        for machine, one in longest.items():
-            key = (result.job, "machine", machine)
+        for machine, candidate in longest.items():
+            key = _key(result.job, "dissimilar", machine)
             old = self._open.get(key)
-            if (old is not None and old.is_active) or one.since <= self._closed.get(key, -1.0):
+            if (old is not None and old.is_active) or candidate.since <= self._closed.get(key, -1):
                 continue
-            begun = float(old.since if old else one.since)
-            alert = Alert(
-                *(_identity(*key, str(int(begun))), result.job, machine, "dissimilar", one.metric),
-                *("candidate", begun, float(result.end)),
-                score=one.score,
-                duration_s=float(one.seconds),
+            since = float(old.since if old else candidate.since)
+            self._open[key] = Alert(
+                id=_identity(key, since),
+                job=result.job,
+                machine=machine,
+                kind="dissimilar",
+                metric=candidate.metric,
+                state="candidate",
+                since=since,
+                seen=float(result.end),
+                score=candidate.score,
+                duration_s=float(candidate.seconds),
             )
-            self._open[key] = alert
             if old is None:
-                changes.append(Change(alert, None))
+                changes.append(Change(self._open[key], None))
         for key in self._keys(result.job):
             if self._open[key].state == "candidate" and key[2] not in longest:
                 del self._open[key]
         return changes
 
-    def _telemetry(self, now: int, result: Result) -> list[Change]:
-        """Raise what is wrong with the measuring rather than with a machine."""
-        found: list[tuple[AlertKind, str, str, tuple[str, ...]]] = []
+    def _follow_telemetry(self, now: int, result: Result) -> list[Change]:
+        """Raise faults of the measuring itself, which say nothing about a machine."""
+        faults: list[tuple[AlertKind, str, str, tuple[str, ...]]] = []
         if result.status == "outage":
-            found.append(("outage", "", "", result.silent))
-        for metric, machines in sorted(result.broken.items()):
-            found += [("broken", machine, metric, ()) for machine in machines]
+            faults.append(("outage", "", "", result.silent))
+        for metric, names in sorted(result.broken.items()):
+            faults += [("broken", machine, metric, ()) for machine in names]
         changes = []
-        for kind, machine, metric, machines in found:
-            key = (result.job, kind, machine)
+        end = float(result.end)
+        for kind, machine, metric, machines in faults:
+            key = _key(result.job, kind, machine)
             old = self._open.get(key)
             if old is not None:
-                self._open[key] = replace(old, seen=float(result.end))
+                self._open[key] = replace(old, seen=end)
                 continue
-            alert = Alert(
-                *(_identity(*key, str(result.end)), result.job, machine, kind, metric, "firing"),
-                *(float(result.end), float(result.end), float(now)),
+            self._open[key] = Alert(
+                id=_identity(key, end),
+                job=result.job,
+                machine=machine,
+                kind=kind,
+                metric=metric,
+                state="firing",
+                since=end,
+                seen=end,
+                fired=float(now),
                 machines=machines,
             )
-            self._open[key] = alert
-            changes.append(Change(alert, None))
+            changes.append(Change(self._open[key], None))
         return changes
 
     def _resolve(self, now: int, result: Result, members: set[str]) -> list[Change]:
-        """Resolve what is alike again, gone or too old."""
+        """Resolve what is alike again, has left or is too old."""
         changes = []
-        has_looked = result.status in ("ok", "fault")
+        has_compared = result.status in ("ok", "fault")
         for key in self._keys(result.job):
             alert = self._open[key]
-            telemetry = alert.kind in ("outage", "broken")
-            hold = self.config.telemetry_hold_seconds
-            if not telemetry:
-                hold = self.config.keep_firing_seconds
+            is_telemetry = alert.kind in ("outage", "broken")
+            hold = (
+                self.config.telemetry_hold_seconds
+                if is_telemetry
+                else self.config.keep_firing_seconds
+            )
             if alert.machine and alert.machine not in members:
-                changes.append(self._close(key, now, "the machine has left the job"))
+                changes.append(self._close(key, "the machine has left the job"))
             elif alert.state == "candidate":
                 continue
-            elif (has_looked or telemetry) and result.end - alert.seen >= hold:
-                changes.append(self._close(key, now, f"nothing seen for {int(hold)} s"))
+            elif (has_compared or is_telemetry) and result.end - alert.seen >= hold:
+                changes.append(self._close(key, f"nothing seen for {int(hold)} s"))
         changes += self.expire(result.job, now)
         return [change for change in changes if change is not None]
 
-    def _close(self, key: tuple[str, str, str], now: int, reason: str) -> Change | None:
-        """Take an alert off; a candidate goes without a word."""
+    def _close(self, key: _Key, reason: str) -> Change | None:
+        """Remove an alert from the open ones; a candidate leaves no trace."""
         alert = self._open.pop(key)
         if alert.state == "candidate":
             return None
@@ -327,9 +330,9 @@ class AlertBook:
         return Change(replace(alert, state="resolved", reason=reason), alert.state)
 
 
-def _key(alert: Alert) -> tuple[str, str, str]:
-    return alert.job, _SUBJECT.get(alert.kind, alert.kind), alert.machine
+def _key(job: str, kind: str, machine: str) -> _Key:
+    return job, _SUBJECT.get(kind, kind), machine
 
 
-def _identity(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _identity(key: _Key, since: float) -> str:
+    return hashlib.sha256("\0".join([*key, str(int(since))]).encode()).hexdigest()[:16]

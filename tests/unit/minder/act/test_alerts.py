@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from planish.minder.act.alerts import AlertBook
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.result import Candidate, Finding, Result
-from planish.minder.service.alerts import AlertBook
 
 MEMBERS = tuple(f"node-{i}" for i in range(8))
 T0 = 1_000_000
@@ -92,7 +92,7 @@ def test_a_machine_that_leaves_and_a_job_that_ends_resolve_their_alerts():
     one.update(T0, result(T0, finding("node-3"), finding("node-5")), MEMBERS)
     (left,) = one.update(T0 + 60, result(T0 + 60, finding("node-5")), MEMBERS[4:])
     assert (left.alert.machine, left.alert.reason) == ("node-3", "the machine has left the job")
-    (ended,) = one.end_job("job", T0 + 120)
+    (ended,) = one.end_job("job")
     assert (ended.alert.machine, ended.alert.reason) == ("node-5", "the job has ended")
     assert one.to_json() == {"open": [], "closed": []}
 

@@ -75,7 +75,10 @@ def test_a_file_changes_queries_jobs_and_detection(tmp_path):
         ({**LEAST, "server": {"max_backoff_seconds": 0.5}}, "max_backoff_seconds"),
         ({**LEAST, "act": {"mode": "delete"}}, "act.mode"),
         ({**LEAST, "act": {"mode": "cordon"}}, r"alertmanager\.url.*honour_silences = false"),
-        ({**LEAST, "alertmanager": {"send": True}}, r"alertmanager\.url.*alertmanager\.send"),
+        (
+            {**LEAST, "alertmanager": {"send": True, "labels": {}}},
+            r"`alertmanager`: .*'send', 'labels'\] must be removed.*load monitoring/rules",
+        ),
         ({**LEAST, "detect": {"theta": -1.0}}, "detect.theta"),
         ({**LEAST, "alerts": {"keep_firing": 5}}, "alerts.keep_firing"),
         ({**LEAST, "metrics": {"cpu": {}}}, "metrics.cpu.*did you mean `cpu_usage`"),

@@ -11,15 +11,13 @@ import pytest
 
 from planish.base.errors import ClusterError
 from planish.minder.act.actor import Actor
-from planish.minder.act.config import ActConfig
+from planish.minder.act.alerts import Alert
+from planish.minder.act.config import ActConfig, KubernetesConfig
+from planish.minder.act.drain import Evictions, change_node, evict_round, uncordon_change
 from planish.minder.act.kube import names
-from planish.minder.act.kube.client import Cluster
-from planish.minder.act.kube.config import KubernetesConfig
-from planish.minder.act.kube.objects import NodeInfo, PodInfo
-from planish.minder.act.kube.parse import selector
-from planish.minder.act.steps import Evictions, change_node, evict_round, uncordon_change
+from planish.minder.act.kube.cluster import Cluster
+from planish.minder.act.kube.objects import NodeInfo, PodInfo, job_selector
 from planish.minder.detect.result import Result
-from planish.minder.service.alerts import Alert
 
 POD = PodInfo("p", "team", "u", "n1", "job", "Running")
 CONFIG = ActConfig()
@@ -179,7 +177,7 @@ def test_only_pods_that_belong_to_a_job_and_live_are_asked_for(fake):
     assert [url.path for url in asked] == [*every, *["/api/v1/namespaces/team/pods"] * len(every)]
     queries = [parse_qs(url.query) for url in asked]
     assert [query.get("labelSelector") for query in queries] == [
-        [selector(label)] for label in names.JOB_LABELS * 2
+        [job_selector(label)] for label in names.JOB_LABELS * 2
     ]
     live = "status.phase!=Succeeded,status.phase!=Failed"
     assert {tuple(query.get("fieldSelector", ())) for query in queries} == {(live,)}

@@ -7,10 +7,10 @@ import subprocess
 import numpy as np
 import pytest
 
+from planish.minder.act.alerts import Alert
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.metrics_table import PUBLISHED_ORDER
 from planish.minder.detect.result import Candidate, Result
-from planish.minder.service.alerts import Alert
 from planish.minder.service.own_metrics import OwnMetrics
 from tests import pages
 from tests.servers.run_prometheus import require_prometheus

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.minder.act.breaker import Breaker
 from planish.minder.act.config import ActConfig
 from planish.minder.act.guards import (
+    Breaker,
     Ledger,
     Situation,
     Taken,

@@ -1,0 +1,217 @@
+"""Report an alert where people look: Events on nodes and pods, and the run that it concerns.
+
+Which run a machine works for is read from labels alone. The run gets an annotation on its workflow
+and an object under its root, from which the report of the run shows the alert. No failure here
+stops an action.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from planish import store
+from planish.base.errors import ClusterError, PlanishError
+from planish.minder.act.alerts import Alert
+from planish.minder.act.config import KubernetesConfig
+from planish.minder.act.kube import names
+from planish.minder.act.kube.cluster import Cluster
+from planish.minder.act.kube.events import EventBook
+from planish.minder.act.kube.objects import JobInfo, NodeInfo
+from planish.records import layout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pod of a run on one machine."""
+
+    machine: str
+    pod: str
+    namespace: str
+    run_id: str
+    stage: str
+    iteration: int
+    job: str
+    """Value of the label that names its job."""
+    rank: int
+    """-1 where no label tells it."""
+    start: int
+    """Unix seconds."""
+    end: int = 0
+    """Unix seconds at which it was no longer seen running; 0 while it is."""
+
+
+class RunTable:
+    """Which pod of which run was on which machine, and when."""
+
+    def __init__(self, config: KubernetesConfig) -> None:
+        """Begin empty."""
+        self._keep_seconds = config.history_seconds
+        self._rows: dict[str, Row] = {}
+
+    def update(self, jobs: Iterable[JobInfo], now: int, namespace: str = "") -> None:
+        """Note what runs now, in one namespace or in all; other rows from there have ended."""
+        running = {pod.uid: pod for job in jobs for pod in job.pods}
+        for uid, row in list(self._rows.items()):
+            if uid not in running and not row.end and namespace in ("", row.namespace):
+                self._rows[uid] = replace(row, end=now)
+            elif row.end and row.end < now - self._keep_seconds:
+                del self._rows[uid]
+        for uid, pod in running.items():
+            if uid not in self._rows:
+                self._rows[uid] = Row(
+                    machine=pod.machine,
+                    pod=pod.name,
+                    namespace=pod.namespace,
+                    run_id=pod.run_id,
+                    stage=pod.stage,
+                    iteration=pod.iteration,
+                    job=pod.job,
+                    rank=pod.rank,
+                    start=pod.started,
+                )
+
+    def rows(self, machine: str = "", at: int = 0) -> list[Row]:
+        """Return the rows of a machine (empty: of all) at a time (0: at any), by time."""
+        rows = [
+            row
+            for row in self._rows.values()
+            if machine in ("", row.machine)
+            and (not at or (row.start <= at and (not row.end or at < row.end)))
+        ]
+        return sorted(rows, key=lambda row: (row.start, row.machine, row.pod))
+
+    def of_alert(self, alert: Alert, job: JobInfo) -> list[Row]:
+        """Return the pods of a job on the machines of an alert, also those that have ended."""
+        return [
+            row
+            for row in self.rows()
+            if row.machine in _machines(alert)
+            and (row.namespace, row.job) == (job.namespace, job.name)
+            and (not row.end or row.end > alert.since)
+        ]
+
+
+class Notifier:
+    """Writes Events on nodes and pods, and links alerts to runs."""
+
+    def __init__(self, cluster: Cluster, events: EventBook, table: RunTable) -> None:
+        """Write through one book of Events, so that none comes too often."""
+        self._cluster, self._config = cluster, cluster.config
+        self._events, self._table = events, table
+
+    def report(
+        self, alert: Alert, job: JobInfo | None, action: str, dry_run: str, breaker: str, now: int
+    ) -> None:
+        """Report a new state of an alert or a new outcome.
+
+        Args:
+            alert: as it is now.
+            job: its job, where it still runs.
+            action: what was done or refused, in words; empty for nothing.
+            dry_run: what would have been done; empty outside a dry run.
+            breaker: why the breaker is open; empty when it is closed.
+            now: unix seconds.
+        """
+        if alert.machine and alert.state != "resolved":
+            try:
+                node = self._cluster.node(alert.machine)
+            except ClusterError as error:
+                # A node that was removed needs no Event; the alert goes on without.
+                logger.debug("no event machine=%s error=%s", alert.machine, error)
+            else:
+                self._on_node(alert, node, dry_run, breaker, now)
+        if job is None or alert.state == "candidate" or not self._config.link_runs:
+            return
+        record = alert_record(alert, job, self._table.of_alert(alert, job), action)
+        if alert.state != "resolved":
+            what = alert.metric or alert.kind
+            whose = (
+                f"machine {alert.machine}" if alert.machine else f"{len(alert.machines)} machines"
+            )
+            message = f"{whose} unlike its peers in {what} since {int(alert.since)}"
+            for pod in job.pods:
+                if pod.machine in _machines(alert):
+                    self._events.note(pod, names.POD_REASON, message, now)
+        self._annotate_workflows(record, job)
+        self._write_under_root(record, alert, job.run_root)
+
+    def _on_node(self, alert: Alert, node: NodeInfo, dry_run: str, breaker: str, now: int) -> None:
+        what = alert.metric or alert.kind
+        message = f"unlike its peers in {what} since {int(alert.since)}, alert {alert.id}"
+        if alert.state == "candidate":
+            self._events.note(node, names.CANDIDATE, message, now, is_warning=False)
+            return
+        self._events.note(node, names.FAULTY_MACHINE, message, now)
+        if dry_run:
+            self._events.note(node, names.DRY_RUN, dry_run, now, is_warning=False)
+        if breaker:
+            self._events.note(node, names.BREAKER_OPEN, breaker, now)
+
+    def _annotate_workflows(self, record: dict[str, Any], job: JobInfo) -> None:
+        text = json.dumps({k: v for k, v in record.items() if k != "pods"}, sort_keys=True)
+        for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
+            try:
+                self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})
+            except ClusterError as error:
+                # The workflow may have been deleted; the alert itself goes on.
+                logger.warning("workflow not annotated name=%s error=%s", workflow, error)
+
+    def _write_under_root(self, record: dict[str, Any], alert: Alert, root: str) -> None:
+        if not allowed_root(root, self._config):
+            if root:
+                logger.debug("run root not allowed root=%s", root)
+            return
+        # The name is the same for all reports of one alert, so the last one stays.
+        time = datetime.fromtimestamp(int(alert.since), UTC).strftime("%Y%m%dT%H%M%SZ")
+        uri = f"{layout.alerts(root)}/{time}-{alert.machine or 'job'}.json"
+        try:
+            text = json.dumps(record, sort_keys=True, allow_nan=False)
+            store.write(uri, text.encode())
+        except (PlanishError, OSError, ValueError) as error:
+            # A store that does not answer must not keep a faulty machine in service.
+            logger.warning("alert not stored uri=%s error=%s", uri, error)
+
+
+def alert_record(alert: Alert, job: JobInfo, pods: Sequence[Row], action: str) -> dict[str, Any]:
+    """Return what is written about an alert: identity, evidence, run, pods and action."""
+    return {
+        "id": alert.id,
+        "job": job.key,
+        "namespace": job.namespace,
+        "machine": alert.machine,
+        "machines": list(alert.machines),
+        "kind": alert.kind,
+        "metric": alert.metric,
+        "score": alert.score,
+        "state": alert.state,
+        "first_second": alert.since,
+        "last_second": alert.seen,
+        "run_id": job.run_id,
+        "stage": job.stage,
+        "iteration": job.iteration,
+        "pods": [asdict(row) for row in pods],
+        "action": action,
+    }
+
+
+def allowed_root(root: str, config: KubernetesConfig) -> bool:
+    """Tell whether alerts may be written below a root that a pod has named.
+
+    Example:
+        >>> config = KubernetesConfig(run_roots=("s3://runs/team",))
+        >>> allowed_root("s3://runs/team/7", config), allowed_root("s3://runs/team-b/7", config)
+        (True, False)
+    """
+    prefixes = [prefix.rstrip("/") for prefix in config.run_roots]
+    return bool(root) and any(root == p or root.startswith(f"{p}/") for p in prefixes)
+
+
+def _machines(alert: Alert) -> set[str]:
+    return {alert.machine} if alert.machine else set(alert.machines)

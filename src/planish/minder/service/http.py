@@ -1,0 +1,250 @@
+"""HTTP of the monitor: requests that end in time, and the three pages that it serves.
+
+The deadline of a request holds for the whole of it: a body that trickles in byte by byte is given
+up as well. Nothing is tried again here; callers know when that makes sense.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import Field
+
+from planish.base.config import Section
+from planish.base.errors import BackendUnavailable, ConfigError
+from planish.minder.service.own_metrics import OwnMetrics
+
+_BLOCK_BYTES = 1 << 18
+
+
+class AccessConfig(Section):
+    """How to reach a server."""
+
+    url: str = ""
+    """As `http://prometheus:9090`, with its path prefix if it has one; empty: there is none."""
+    bearer_token_file: str = ""
+    """File with a token for the header `Authorization`; read again for every request."""
+    ca_file: str = ""
+    """Certificates of the authorities that may sign the server's; empty: those of the system."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent with every request, for instance `X-Scope-OrgID` of the tenant."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a piece of work must be done.
+
+    Example:
+        >>> 59 < Deadline.after(60.0).left() <= 60
+        True
+    """
+
+    at: float
+    """By `time.monotonic()`."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when the program ends."""
+
+    @classmethod
+    def after(cls, seconds: float, stop: threading.Event | None = None) -> Deadline:
+        """Return the deadline in `seconds` from now."""
+        return cls(time.monotonic() + seconds, stop or threading.Event())
+
+    def sooner(self, seconds: float) -> Deadline:
+        """Return the deadline in `seconds` from now, or this one if that is earlier."""
+        return Deadline(min(self.at, time.monotonic() + seconds), self.stop)
+
+    def left(self) -> float:
+        """Return the seconds that are left, more than 0.
+
+        Raises:
+            BackendUnavailable: none are left, or the program ends.
+        """
+        if self.stop.is_set():
+            raise BackendUnavailable("the monitor is being stopped", code="stopped")
+        left = self.at - time.monotonic()
+        if left <= 0:
+            raise BackendUnavailable("the time for this call is used up", code="timeout")
+        return left
+
+
+class HttpClient:
+    """Connections to one server; several threads may use it."""
+
+    def __init__(
+        self, access: AccessConfig, *, connections: int = 4, max_body_bytes: int = 1 << 30
+    ) -> None:
+        """Take the address; the first request connects.
+
+        Raises:
+            ConfigError: the address is no HTTP URL, or the file of certificates is not readable.
+        """
+        import urllib3
+
+        self._access = access
+        self._max_body_bytes = max_body_bytes
+        if not access.url.startswith(("http://", "https://")):
+            raise ConfigError(f"`url` must begin with http:// or https://, got {access.url!r}")
+        if access.ca_file and not Path(access.ca_file).is_file():
+            raise ConfigError(f"`ca_file` must be a file, got {access.ca_file!r}")
+        self._pool = urllib3.PoolManager(
+            num_pools=2, maxsize=connections, retries=False, ca_certs=access.ca_file or None
+        )
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline: Deadline,
+        body: bytes | None = None,
+        content_type: str = "",
+    ) -> tuple[int, bytes]:
+        """Return status and body of one request; redirects are not followed.
+
+        Raises:
+            BackendUnavailable: no connection, no whole answer in time, or one that is too large.
+        """
+        import urllib3
+
+        headers = {"Accept": "application/json", **self._access.headers}
+        if content_type:
+            headers["Content-Type"] = content_type
+        if self._access.bearer_token_file:
+            try:
+                token = Path(self._access.bearer_token_file).read_text("utf-8").strip()
+            except (OSError, ValueError) as error:
+                raise BackendUnavailable(
+                    f"`bearer_token_file` must be readable, got {error}", code="401"
+                ) from None
+            headers["Authorization"] = f"Bearer {token}"
+        wait = deadline.left()
+        try:
+            response = self._pool.request(
+                method,
+                self._access.url.rstrip("/") + path,
+                body=body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=min(wait, 5.0), read=wait),
+                preload_content=False,
+                redirect=False,
+            )
+            try:
+                pieces: list[bytes] = []
+                total = 0
+                while piece := response.read1(_BLOCK_BYTES):
+                    pieces.append(piece)
+                    total += len(piece)
+                    if total > self._max_body_bytes:
+                        raise BackendUnavailable(
+                            f"`{self._access.url}` must answer with at most {self._max_body_bytes} "
+                            "bytes; look at fewer machines or a shorter window",
+                            code="too_large",
+                        )
+                    deadline.left()
+                expected = response.headers.get("Content-Length", "")
+                if expected.isdigit() and total < int(expected):
+                    raise BackendUnavailable(
+                        f"`{self._access.url}` must send {expected} bytes, got {total}",
+                        code="invalid",
+                    )
+                return int(response.status), b"".join(pieces)
+            except BaseException:
+                # The rest of this answer must not be read as the next one.
+                response.close()
+                raise
+            finally:
+                response.release_conn()
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            raise BackendUnavailable(
+                f"`{self._access.url}` must answer, got {type(error).__name__}: "
+                f"{str(error)[:200]}; is the server up, and does this address reach it?",
+                code=_failure_code(error),
+            ) from None
+
+
+def _failure_code(error: Exception) -> str:
+    """Return what kind of failure an exception of the HTTP library is."""
+    from urllib3 import exceptions
+
+    # urllib3 counts a refused connection among its timeouts.
+    if isinstance(error, (exceptions.NewConnectionError, ConnectionError)):
+        return "connection"
+    if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
+        return "timeout"
+    if isinstance(error, exceptions.SSLError):
+        return "tls"
+    if isinstance(error, OSError) or "aborted" in str(error).lower():
+        return "connection"
+    return "invalid"
+
+
+class Health(Protocol):
+    """The part of the service that probes ask."""
+
+    def is_healthy(self) -> bool:
+        """Tell whether it works at all; if not, it should be restarted."""
+
+    def is_ready(self) -> bool:
+        """Tell whether it can do its work."""
+
+
+class StatusServer:
+    """Serves /healthz, /readyz and /metrics from threads of its own until it is closed."""
+
+    def __init__(self, host: str, port: int, health: Health, metrics: OwnMetrics) -> None:
+        """Listen from now on; port 0 picks a free one, which `self.port` tells.
+
+        Raises:
+            ConfigError: the address can not be listened on.
+        """
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                kind, status = "text/plain; charset=utf-8", 200
+                if path == "/metrics":
+                    kind, body = "text/plain; version=0.0.4; charset=utf-8", metrics.text()
+                elif path in ("/healthz", "/readyz"):
+                    good = health.is_healthy() if path == "/healthz" else health.is_ready()
+                    status, body = (200, b"ok\n") if good else (503, b"not ok\n")
+                else:
+                    status, body = 404, b"/healthz /readyz /metrics\n"
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Log nothing: probes come every few seconds."""
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            block_on_close = False
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Log nothing: a client may close its connection at any time."""
+
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"`server.host` and `server.port` must be free to listen on, got {host}:{port}: "
+                f"{error}"
+            ) from None
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
