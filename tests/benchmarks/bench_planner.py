@@ -37,14 +37,14 @@ MAX_MILLION = {"metadata_bytes": 64e6, "decode_metadata_s": 1.0}
 
 def layouts() -> dict[str, Any]:
     """Return all layouts by name: those of the simulator and one of a million shards."""
-    from planish.checkpoint.sim.layouts import GPT_70B, LAYOUTS, Layout
+    from tests.benchmarks.planner.layouts import GPT_70B, LAYOUTS, Layout
 
     return {**LAYOUTS, MILLION: Layout(GPT_70B, dp=1024, rows=True)}
 
 
 def run_one(name: str) -> None:
     """Simulate one layout and print its figures as JSON."""
-    from planish.checkpoint.sim.run import simulate
+    from tests.benchmarks.planner.simulate import simulate
 
     layout = layouts()[name]
     print(json.dumps(simulate(layout, load=layout.ranks <= LARGE).summary))
@@ -67,7 +67,7 @@ def cached_seconds_at_four_ranks() -> float:
     from planish.checkpoint.format.items import Columns
     from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
     from planish.checkpoint.save.agree import plan_key
-    from planish.checkpoint.sim.layouts import GPT_70B, Layout
+    from tests.benchmarks.planner.layouts import GPT_70B, Layout
 
     columns: list[Columns] = list(Layout(GPT_70B, dp=4, rows=True).columns())
     signatures = [one.signature() for one in columns]

@@ -15,6 +15,7 @@ CONFIGS = sorted(
     for path in PACKAGE.rglob("config.py")
 )
 LIGHT = [
+    "planish.checkpoint",
     "planish.records",
     "planish.store",
     "planish.store.s3",

@@ -192,8 +192,7 @@ FAMILIES = {
 def test_two_tensor_parallel_ranks_one_and_hugging_face_have_equal_logits(tmp_path, family):
     import transformers
 
-    from planish.checkpoint.convert.export_hf import export_folder
-    from planish.checkpoint.convert.hf_names import megatron_sources
+    from planish.checkpoint.convert.export_hf import export
 
     here = "tests.integration.test_ckpt_megatron"
     run_ranks(f"{here}:scenario_train", 2, tmp_path, timeout=200, family=family)
@@ -206,8 +205,7 @@ def test_two_tensor_parallel_ranks_one_and_hugging_face_have_equal_logits(tmp_pa
     )  # fmt: skip
     source, out = tmp_path / "config", tmp_path / "model"
     config.save_pretrained(source)
-    names = megatron_sources(config.to_dict())
-    export_folder(f"file://{tmp_path}/state", f"file://{out}", config_dir=source, names=names)
+    export(f"file://{tmp_path}/state", f"file://{out}", folder=source)
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
         found = model(TOKENS).logits

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from planish import store
-from planish.checkpoint.convert.hf_files import Form, encode_header
+from planish.checkpoint.convert.export_hf import encode_header
+from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.fill import RAW

@@ -10,6 +10,7 @@ import torch
 
 from planish.base.errors import LayoutMismatch, PeerLost
 from planish.checkpoint import train_state as api
+from planish.checkpoint.convert.export_hf import export
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.records import layout
@@ -159,9 +160,8 @@ def test_a_state_moves_from_one_process_to_two_and_back_without_a_changed_bit(on
 def test_the_policy_of_two_processes_is_exported_whole(one_and_two):
     tiny, state_pin, _, tensors = one_and_two[2]
     uri = f"{tiny.root}/exported"
-    ref = api.export_hf(
-        state_pin, uri, source=tiny.policy_pin, parents={}, attributes={"policy_version": 2}
-    )
+    pin, facts = api.checkpoint_pin(state_pin), {"policy_version": 2}
+    ref = export(pin, uri, policy=tiny.policy_pin, parents={}, attributes=facts)
     for name, weight in load_policy(ref.pin()).model.named_parameters():
         assert torch.equal(weight, tensors[f"model.{name}"]), name
 

@@ -11,6 +11,7 @@ import torch
 from planish import store
 from planish.base.config import config_sha256
 from planish.checkpoint import train_state as api
+from planish.checkpoint.convert import export_hf
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import load_policy
 from planish.records import layout
@@ -52,7 +53,8 @@ def report_of(tiny, iteration):
 def export(tiny, state_pin):
     """Export the policy after the first iteration, as the checkpoint stage does."""
     place, facts = layout.policy(tiny.root, 1), {"policy_version": 1}
-    return api.export_hf(state_pin, place, source=tiny.policy_pin, parents={}, attributes=facts)
+    pin = api.checkpoint_pin(state_pin)
+    return export_hf.export(pin, place, policy=tiny.policy_pin, parents={}, attributes=facts)
 
 
 def reference_of(pin):
@@ -176,9 +178,8 @@ def test_value_pretraining_only_names_the_reference_and_windows_are_held_near_it
 def drift(tiny, state_pin, folder):
     """Mean k3 of the trained policy against the first one on responses that neither has seen."""
     uri = f"{tiny.root}/{folder}"
-    ref = api.export_hf(
-        state_pin, uri, source=tiny.policy_pin, parents={}, attributes={"policy_version": 9}
-    )
+    pin, facts = api.checkpoint_pin(state_pin), {"policy_version": 9}
+    ref = export_hf.export(pin, uri, policy=tiny.policy_pin, parents={}, attributes=facts)
     trained = TokenScorer(load_policy(ref.pin()).model)
     first = TokenScorer(tiny.policy.model)
     rollouts = random_rollouts(tiny.policy, 77)

@@ -1,4 +1,4 @@
-"""Text for people: sizes, and contents of files and logs, which are untrusted, on one line."""
+"""Text for people: sizes, durations, and contents of files and logs, which are untrusted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration, in milliseconds below 0.1 s.
+
+    Example:
+        >>> seconds_text(0.0004), seconds_text(0.25), seconds_text(61.3)
+        ('0.4 ms', '0.25 s', '61 s')
+    """
+    if seconds < 0.1:
+        return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def rate_text(num_bytes: int, seconds: float) -> str:
+    """Return a bandwidth; empty where nothing was moved, or in no time."""
+    return f"{bytes_text(num_bytes / seconds)}/s" if num_bytes and seconds > 1e-6 else ""
 
 
 def printable(text: str, *, limit: int) -> str:

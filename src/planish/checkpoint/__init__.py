@@ -1,4 +1,108 @@
-"""Checkpoints that load under any layout: `api` for every user, `train_state` for the pipeline.
+"""Checkpoints that load under any layout: everything that a training of one's own needs.
+
+Each name is imported when it is first used, so that `import planish.checkpoint` is light.
+`docs/checkpoint.md` shows all of it with an example; `train_state` is the pipeline's use of it.
 
 Source: ByteCheckpoint, arXiv 2407.20143.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from planish.base.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    LayoutMismatch,
+    PlanMismatch,
+    SaveFailed,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from planish.checkpoint.adapters.loader_state import Consumed, Loader, LoaderShard
+    from planish.checkpoint.adapters.placement import FlatShard
+    from planish.checkpoint.adapters.streams import RandomStreams
+    from planish.checkpoint.api import (
+        delete,
+        diff,
+        export_dcp,
+        export_hf,
+        gc,
+        import_dcp,
+        info,
+        latest,
+        list_checkpoints,
+        load,
+        retain,
+        save,
+        verify,
+    )
+    from planish.checkpoint.checkpoint_manager import CheckpointManager, Resumed, Schedule
+    from planish.checkpoint.save.finish import SaveHandle
+    from planish.checkpoint.watch.timings import CheckpointInfo
+
+__all__ = [
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointIncomplete",
+    "CheckpointInfo",
+    "CheckpointManager",
+    "CheckpointNotFound",
+    "Consumed",
+    "FlatShard",
+    "LayoutMismatch",
+    "Loader",
+    "LoaderShard",
+    "PlanMismatch",
+    "RandomStreams",
+    "Resumed",
+    "SaveFailed",
+    "SaveHandle",
+    "Schedule",
+    "StoreError",
+    "delete",
+    "diff",
+    "export_dcp",
+    "export_hf",
+    "gc",
+    "import_dcp",
+    "info",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "retain",
+    "save",
+    "verify",
+]
+
+_MODULES = {
+    "CheckpointInfo": "planish.checkpoint.watch.timings",
+    "CheckpointManager": "planish.checkpoint.checkpoint_manager",
+    "Consumed": "planish.checkpoint.adapters.loader_state",
+    "FlatShard": "planish.checkpoint.adapters.placement",
+    "Loader": "planish.checkpoint.adapters.loader_state",
+    "LoaderShard": "planish.checkpoint.adapters.loader_state",
+    "RandomStreams": "planish.checkpoint.adapters.streams",
+    "Resumed": "planish.checkpoint.checkpoint_manager",
+    "SaveHandle": "planish.checkpoint.save.finish",
+    "Schedule": "planish.checkpoint.checkpoint_manager",
+}
+"""Name to its module; the functions are all in `api`."""
+
+for _room in ("load", "save"):
+    # The rooms have the names of two functions. Loaded here, once, they never hide these again.
+    importlib.import_module(f"planish.checkpoint.{_room}")
+    del globals()[_room]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `__all__` when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module `planish.checkpoint` has no `{name}`")
+    return getattr(importlib.import_module(_MODULES.get(name, "planish.checkpoint.api")), name)

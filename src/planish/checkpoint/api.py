@@ -286,16 +286,16 @@ def export_hf(
     config_dir: str | Path | None = None,
     max_shard_bytes: int = 5 << 30,
     dtype: str | None = None,
-    role: str = "main",
+    role: str = "",
 ) -> Ref:
-    """Write the model of a checkpoint as a Hugging Face folder; see `export_hf.export_folder`."""
-    from planish.checkpoint.convert.export_hf import export_folder
+    """Write the model of a checkpoint as a Hugging Face folder; see `export_hf.export`."""
+    from planish.checkpoint.convert.export_hf import export
 
-    return export_folder(
+    return export(
         path,
         out,
-        config_dir=None if config_dir is None else Path(config_dir),
-        max_shard_bytes=max_shard_bytes,
+        folder=None if config_dir is None else Path(config_dir),
+        max_file_bytes=max_shard_bytes,
         dtype=dtype,
         role=role,
     )

@@ -96,19 +96,13 @@ def save(
     if ranks.is_first:
         # Until now an older record was that of a whole state; killed here, it names another one.
         store.write(manifest_uri(uri), data)
-        _sweep(uri)
+        try:
+            api.gc(uri, grace_s=GARBAGE_SECONDS)
+        except (StoreError, CheckpointError) as error:
+            # The state is saved; what killed and replaced saves have left is cleared another time.
+            logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)
     ranks.barrier()
     return manifest.ref(uri)
-
-
-def _sweep(uri: str) -> None:
-    """Clear away what killed and replaced saves of this state have left; never fails the save."""
-    from planish.checkpoint.api import gc
-
-    try:
-        gc(uri, grace_s=GARBAGE_SECONDS)
-    except (StoreError, CheckpointError) as error:
-        logger.warning("leftovers of saves stay uri=%s error=%s", uri, error)
 
 
 def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) -> dict[str, Any]:
@@ -132,32 +126,25 @@ def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) 
     """
     from planish.checkpoint import api
 
-    place = _place(pin)
+    place = checkpoint_pin(pin)
     roles = _roles(state)
     if strict:
-        _refuse_other_roles(pin, roles)
+        held = parts(pin) - {"random"}
+        left = sorted(p for p in held if PARTS[p][1] not in roles.get(PARTS[p][0], {}))
+        if left:
+            raise UnexpectedKeys(
+                f"`{pin}` must fit the model that loads it: `{'`, `'.join(left)}` have no place to "
+                "go; resume with the model and optimizer that saved it"
+            )
     if not roles:
         return read_state_info(pin)
-    held = {part for role in roles.values() for part in role}
-    chosen = (*(kind for part, kind in KINDS.items() if part in held), "extra")
+    wanted = {part for role in roles.values() for part in role}
+    chosen = (*(kind for part, kind in KINDS.items() if part in wanted), "extra")
     api.load(place, roles, "fsdp2", parts=tuple(dict.fromkeys(chosen)))
     ranks.barrier()
     # The load has brought it along with the policy; a critic alone has none.
     extra: dict[str, Any] | None = roles.get(POLICY, {}).get("extra")
     return read_state_info(pin) if extra is None else extra
-
-
-def _refuse_other_roles(pin: str, roles: Mapping[str, Any]) -> None:
-    left = sorted(
-        part
-        for part in parts(pin) - {"random"}
-        if PARTS[part][1] not in roles.get(PARTS[part][0], {})
-    )
-    if left:
-        raise UnexpectedKeys(
-            f"`{pin}` must fit the model that loads it: `{'`, `'.join(left)}` have no place to go; "
-            "resume with the model and optimizer that saved it"
-        )
 
 
 def _roles(state: State) -> dict[str, dict[str, Any]]:
@@ -195,8 +182,13 @@ def read_record(pin: str) -> tuple[str, Manifest]:
     return uri, manifest
 
 
-def _place(pin: str) -> str:
-    """Return the pin of the checkpoint behind the pin of a train state."""
+def checkpoint_pin(pin: str) -> str:
+    """Return the pin of the checkpoint behind the pin of a train state.
+
+    Raises:
+        CheckpointIncomplete: the save never finished.
+        CheckpointError: a set of another schema.
+    """
     uri, manifest = read_record(pin)
     return f"{uri}#sha256={manifest.attributes[_DIGEST]}"
 
@@ -216,7 +208,7 @@ def checkpoint_place(place: str) -> str:
     except ObjectMissing:
         return place
     is_state = manifest.schema == STATE_SCHEMA and manifest.sha256 == digest
-    return _place(place) if is_state else place
+    return checkpoint_pin(place) if is_state else place
 
 
 def open_checkpoint(pin: str) -> Opened:
@@ -228,11 +220,13 @@ def open_checkpoint(pin: str) -> Opened:
     """
     from planish.checkpoint.load.reader import open_state
 
-    return open_state(_place(pin))
+    return open_state(checkpoint_pin(pin))
 
 
 def latest(root: str) -> Ref | None:
     """Return the finished state with the highest step below a run's root; None without one."""
+    from planish.checkpoint.commit.commit import read_commit
+
     prefix = layout.state(root.rstrip("/"), 0).rpartition("/")[0]
     steps: list[str] = []
     for uri in store.list_uris(prefix):
@@ -240,18 +234,13 @@ def latest(root: str) -> Ref | None:
             steps.append(uri[: -len(MANIFEST) - 1])
     for found in sorted(steps, reverse=True):
         manifest = read_manifest(found)
-        if manifest.schema != STATE_SCHEMA or _is_committed(found, manifest):
+        if manifest.schema != STATE_SCHEMA:
+            return manifest.ref(found)
+        # The checkpoint that the manifest names may have been replaced since.
+        commit = read_commit(*store.open_store(found))
+        if commit is not None and commit.meta_sha256 == manifest.attributes.get(_DIGEST):
             return manifest.ref(found)
     return None
-
-
-def _is_committed(uri: str, manifest: Manifest) -> bool:
-    """Return whether the checkpoint that a manifest names has not been replaced since."""
-    from planish.checkpoint.commit.commit import read_commit
-    from planish.store import open_store
-
-    commit = read_commit(*open_store(uri))
-    return commit is not None and commit.meta_sha256 == manifest.attributes.get(_DIGEST)
 
 
 def read_state_info(pin: str) -> dict[str, Any]:
@@ -288,44 +277,3 @@ def parts(pin: str) -> set[str]:
     """
     held = {key[:2] for key in open_checkpoint(pin).metadata.tensor_ids}
     return {part for part, (role, name) in PARTS.items() if (role, KINDS[name]) in held}
-
-
-def export_hf(
-    pin: str,
-    uri: str,
-    *,
-    source: str,
-    parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
-    max_file_bytes: int = 5 << 30,
-) -> Ref:
-    """Merge the policy of a train state into a Hugging Face folder that engines load.
-
-    Needs neither torch nor transformers: configuration, tokenizer and types are those of `source`.
-
-    Args:
-        pin: pinned URI of the train state.
-        uri: folder of the new policy.
-        source: pinned URI of an earlier policy of the same model.
-        parents: name of each input to the sha256 of its manifest.
-        attributes: of the manifest: policy_version, iteration, config_sha256 ...
-        max_file_bytes: weights beyond this go to further files.
-
-    Returns:
-        Ref of schema `policy/1`.
-
-    Raises:
-        LayoutMismatch: the state's tensors are not those of the source.
-        CheckpointError: the state or the source is damaged.
-    """
-    from planish.checkpoint.convert.export_hf import export
-
-    return export(
-        _place(pin),
-        uri,
-        source=source,
-        parents=parents,
-        attributes=attributes,
-        max_file_bytes=max_file_bytes,
-        role=POLICY,
-    )

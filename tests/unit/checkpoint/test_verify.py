@@ -8,6 +8,7 @@ import pytest
 from planish.base.errors import CheckpointNotFound
 from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load import verify as module
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.verify import Fault, verify
 from tests.unit.checkpoint import damage
@@ -81,7 +82,7 @@ def test_a_header_that_contradicts_the_metadata_is_told(place, monkeypatch):
     row = opened.metadata.files.keys.index(MODEL)
     shard = int(np.flatnonzero(opened.metadata.shards.file == row)[0])
     opened.metadata.shards.start[shard] += 4
-    monkeypatch.setattr("planish.checkpoint.load.verify.open_state", lambda *_: opened)
+    monkeypatch.setattr(module, "open_state", lambda *_: opened)
     (fault,) = verify(place).faults
     assert isinstance(fault, Fault)
     assert f"of `{MODEL}`, got" in fault.text

@@ -1,7 +1,7 @@
 """The command line `planish checkpoint ...`: its options, and which function does what.
 
-Functions hand back plain tables and lines; whoever owns the screen prints them. Nothing heavier
-than argparse is imported before a command is known, and torch only to exchange with its format.
+Nothing heavier than argparse is imported before a command is known, and torch only to exchange
+with its format. Commands yield plain tables and lines; the caller prints them.
 """
 
 from __future__ import annotations
@@ -10,31 +10,28 @@ import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from planish.store import file_uri
 
 Progress = Callable[[str, int, int], None]
 """Called with what goes on, bytes done and bytes in all (0: unknown)."""
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "ls": ("catalog:ls", "list the committed checkpoints below a root"),
-    "info": ("catalog:info", "say what a checkpoint is: step, layout, roles, sizes"),
-    "verify": ("work:verify", "check that every object is there and every block is intact"),
-    "inspect": ("catalog:inspect", "list the tensors, and where each part of them lies"),
-    "latest": ("catalog:latest", "print the pin of the newest committed checkpoint"),
-    "rm": ("catalog:rm", "remove one checkpoint"),
-    "retain": ("catalog:retain", "remove the checkpoints below a root that no rule keeps"),
-    "gc": ("catalog:gc", "clear away what saves, retention and crashes have left"),
-    "export-hf": ("work:export_hf", "write the policy as a Hugging Face folder"),
-    "reshard": ("work:reshard", "write a checkpoint anew for another layout"),
-    "diff": ("work:diff", "compare two checkpoints, whatever their layouts; 0 if equal"),
-    "report": ("work:report", "show what each rank and stage of a save or load cost"),
-    "import-dcp": ("work:import_dcp", "turn a torch.distributed.checkpoint folder into one"),
-    "export-dcp": ("work:export_dcp", "turn one into a torch.distributed.checkpoint folder"),
+COMMANDS: dict[str, str] = {
+    "ls": "list the committed checkpoints below a root",
+    "info": "say what a checkpoint is: step, layout, roles, sizes",
+    "verify": "check that every object is there and every block is intact",
+    "inspect": "list the tensors, and where each part of them lies",
+    "latest": "print the pin of the newest committed checkpoint",
+    "rm": "remove one checkpoint",
+    "retain": "remove the checkpoints below a root that no rule keeps",
+    "gc": "clear away what saves, retention and crashes have left",
+    "export-hf": "write the policy as a Hugging Face folder",
+    "reshard": "write a checkpoint anew for another layout",
+    "diff": "compare two checkpoints, whatever their layouts; 0 if equal",
+    "report": "show what each rank and stage of a save or load cost",
+    "import-dcp": "turn a torch.distributed.checkpoint folder into one",
+    "export-dcp": "turn one into a torch.distributed.checkpoint folder",
 }
-"""Command to its function, and its line of help."""
+"""Command to its line of help; `cli.actions` has a function of the same name for each."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,7 @@ Lines = Iterator[Table | str]
 
 
 class Ended(Exception):
-    """A command has printed all, and wants another exit code than 0.
-
-    Example:
-        >>> Ended(1).code
-        1
-    """
+    """A command has printed all, and wants another exit code than 0."""
 
     def __init__(self, code: int) -> None:
         """Keep the code."""
@@ -77,7 +69,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     made = {
         name: commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
-        for name, (_, line) in COMMANDS.items()
+        for name, line in COMMANDS.items()
     }
     for name in ("ls", "latest", "retain", "gc"):
         made[name].add_argument("root", help="folder of checkpoints: s3://, file:// or a path")
@@ -85,11 +77,6 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         made[name].add_argument(
             "path", help="checkpoint: URI, path, or pin (<uri>#sha256=<digest>)"
         )
-    _catalog_options(made)
-    _work_options(made)
-
-
-def _catalog_options(made: dict[str, argparse.ArgumentParser]) -> None:
     for name in ("ls", "info"):
         made[name].add_argument("--json", action="store_true", help="print JSON")
     add = made["inspect"].add_argument
@@ -108,9 +95,6 @@ def _catalog_options(made: dict[str, argparse.ArgumentParser]) -> None:
         default=86400.0,
         help="leave alone what was written to within so many seconds (default one day)",
     )
-
-
-def _work_options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["verify"].add_argument(
         "--level",
         choices=("meta", "size", "crc"),
@@ -134,17 +118,16 @@ def _work_options(made: dict[str, argparse.ArgumentParser]) -> None:
     add = made["report"].add_argument
     add("--rank", type=int, default=None, help="whose timeline (default the slowest)")
     add("--load", action="store_true", help="the last load that stored its timings, not the save")
-    add("--html", type=Path, default=None, metavar="FILE", help="write the page there as well")
-    made["import-dcp"].add_argument("folder", help="local folder with `.metadata`")
-    made["import-dcp"].add_argument("out", help="URI or path of the new checkpoint")
-    made["import-dcp"].add_argument("--step", type=int, default=0, help="training step (default 0)")
-    made["import-dcp"].add_argument("--role", default="main", help="name of its role (main)")
-    made["import-dcp"].add_argument(
-        "--overwrite", action="store_true", help="replace what is there"
-    )
-    made["export-dcp"].add_argument("--role", default="", help="one role of several")
-    made["export-dcp"].add_argument("path", help="checkpoint: URI, path or pin")
-    made["export-dcp"].add_argument("folder", help="local folder that is written")
+    add = made["import-dcp"].add_argument
+    add("folder", help="local folder with `.metadata`")
+    add("out", help="URI or path of the new checkpoint")
+    add("--step", type=int, default=0, help="training step (default 0)")
+    add("--role", default="main", help="name of its role (main)")
+    add("--overwrite", action="store_true", help="replace what is there")
+    add = made["export-dcp"].add_argument
+    add("--role", default="", help="one role of several")
+    add("path", help="checkpoint: URI, path or pin")
+    add("folder", help="local folder that is written")
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Lines:
@@ -154,25 +137,5 @@ def run(options: argparse.Namespace, progress: Progress) -> Lines:
         Ended: after the last piece, with another exit code than 0.
         PlanishError: it could not be done.
     """
-    module, _, name = COMMANDS[options.action][0].partition(":")
-    found = importlib.import_module(f"planish.checkpoint.cli.{module}")
-    yield from getattr(found, name)(options, progress)
-
-
-def place_of(text: str) -> str:
-    """Return a URI for what a user typed: local paths become `file://`, pins stay.
-
-    Example:
-        >>> place_of("s3://bucket/run/")
-        's3://bucket/run'
-    """
-    place, mark, digest = text.partition("#")
-    uri = place if "://" in place else file_uri(Path(place).resolve())
-    return f"{uri.rstrip('/')}{mark}{digest}"
-
-
-def checkpoint_of(text: str) -> str:
-    """Return the URI or pin of a checkpoint for what a user typed, also for a train state's pin."""
-    from planish.checkpoint.train_state import checkpoint_place
-
-    return checkpoint_place(place_of(text))
+    actions = importlib.import_module("planish.checkpoint.cli.actions")
+    yield from getattr(actions, options.action.replace("-", "_"))(options, progress)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planish.checkpoint.convert.hf_files import to_numbers
+from planish.checkpoint.convert.numbers import to_numbers
 from planish.checkpoint.format.geometry import flat_boxes, whole
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.load.extras import names_of

@@ -1,4 +1,4 @@
-"""From a train state to a Hugging Face folder, tensor by tensor, by plain bytes.
+"""The model of a checkpoint written as a Hugging Face folder, tensor by tensor, by plain bytes.
 
 Imports neither torch nor transformers, so that the stage that calls it starts at once. In memory
 are at most the largest tensor and a few buffers of 16 MiB; files are written on local disk first.
@@ -6,151 +6,194 @@ are at most the largest tensor and a few buffers of 16 MiB; files are written on
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from planish.base.errors import LayoutMismatch
-from planish.checkpoint.convert.hf_files import Form, plan_files, write_weights
-from planish.checkpoint.convert.hf_names import Sources, plain_sources
-from planish.checkpoint.convert.hf_source import POLICY_SCHEMA, PolicySource
-from planish.checkpoint.load.fill import Array
+import numpy as np
+
+from planish import store
+from planish.base.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutMismatch,
+    ObjectMissing,
+    RecordError,
+)
+from planish.checkpoint.convert.hf_names import Form, Sources, weights_of
+from planish.checkpoint.convert.numbers import Array, cast
+from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
+from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.pinned import read_pinned
 from planish.records.files import write_files
-from planish.records.refs import Ref
+from planish.records.refs import Ref, parse_pin
 from planish.store import Store, uri_of
 
+POLICY_SCHEMA = "policy/1"
+CONFIG = "config.json"
+"""File of a Hugging Face folder that describes its model."""
 GROUP_BYTES = 64 << 20
 """Small tensors are read together, up to this size."""
+CHUNK_BYTES = 16 << 20
+"""Elements are converted in pieces of this size."""
 MAX_FILE_BYTES = 5 << 30
+INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json")
 
-Names = Callable[[Opened, str], Sources]
-"""What each weight of the target is made of, from a checkpoint and a role."""
 Progress = Callable[[int, int], None]
 """Called with the bytes of weights done and in all."""
 
 
-def unheard(done: int, total: int) -> None:
-    """Tell nobody."""
-
-
 def export(
-    pin: str,
-    uri: str,
+    place: str,
+    out: str,
     *,
-    source: str,
-    parents: Mapping[str, str],
-    attributes: Mapping[str, Any],
+    policy: str = "",
+    folder: Path | None = None,
+    dtype: str | None = None,
+    role: str = "",
+    parents: Mapping[str, str] | None = None,
+    attributes: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    role: str = "main",
-    names: Names = plain_sources,
     storage: Store | None = None,
-    progress: Progress = unheard,
+    progress: Progress = lambda done, total: None,
 ) -> Ref:
-    """Write the model of a checkpoint as a policy that engines load.
+    """Write the model of a checkpoint as a policy that engines load; its manifest comes last.
 
-    Configuration, tokenizer and types are those of `source`; the files come first, the manifest
-    last.
+    Configuration, tokenizer and types are those of an earlier policy, or the files of a local
+    folder with each tensor's own type. Tensors of Megatron are taken apart as `config.json` says.
 
     Args:
-        pin: URI or pin of the checkpoint.
-        uri: folder of the new policy.
-        source: pinned URI of an earlier policy of the same model.
-        parents: name of each input to the sha256 of its manifest.
-        attributes: of the manifest: policy_version, iteration, config_sha256 ...
+        place: URI or pin of the checkpoint.
+        out: folder of the new policy, as a URI of any store or an absolute path.
+        policy: pin of an earlier policy of the same model; empty for none.
+        folder: local folder with `config.json` and tokenizer; None for weights alone.
+        dtype: without a policy the float type of all float weights (`BF16`, ...).
+        role: whose model; empty for `policy`, `main` or the only one.
+        parents: name of each input to its sha256; None for the checkpoint and the policy.
+        attributes: of the manifest; None for role and step.
         max_file_bytes: weights beyond this go to further files.
-        role: whose model.
-        names: which tensors of the checkpoint make up each weight.
-        storage: of the checkpoint, in place of the one that `pin` names.
+        storage: of the checkpoint, in place of the one that `place` names.
         progress: called after each weight; the last call comes before the files are stored.
 
     Returns:
         Ref of schema `policy/1`.
 
     Raises:
-        LayoutMismatch: the checkpoint's weights are not those of the source.
-        CheckpointError: the checkpoint or the source is damaged.
-    """
-    opened = open_state(pin, storage)
-    policy = PolicySource.open(source)
-    files: dict[str, Path | bytes] = {**policy.small_files()}
-    forms = policy.forms()
-    sources = names(opened, role)
-    _check_forms(sources, forms, uri=opened.uri)
-    dtypes = {form.dtype for form in forms.values()}
-    facts = {
-        **attributes,
-        "dtype": _DTYPE_NAMES.get(dtypes.pop(), "mixed") if len(dtypes) == 1 else "mixed",
-        "layout": "hf",
-    }
-    with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
-        files |= _write(opened, sources, forms, Path(scratch), max_file_bytes, progress)
-        return write_files(uri, POLICY_SCHEMA, files, parents=parents, attributes=facts)
-
-
-def export_folder(
-    place: str,
-    out: str,
-    *,
-    config_dir: Path | None = None,
-    max_shard_bytes: int = MAX_FILE_BYTES,
-    dtype: str | None = None,
-    role: str = "main",
-    names: Names = plain_sources,
-    storage: Store | None = None,
-    progress: Progress = unheard,
-) -> Ref:
-    """Write the model of a checkpoint as a Hugging Face folder, without an earlier policy.
-
-    Args:
-        place: URI or pin of the checkpoint.
-        out: folder, of any store, or an absolute path; finished once its manifest is there.
-        config_dir: local folder whose files (configuration, tokenizer) go beside the weights.
-        max_shard_bytes: weights beyond this go to further files.
-        dtype: float type of all float weights (`BF16`, ...); None keeps each tensor's own.
-        role: whose model.
-        names: which tensors of the checkpoint make up each weight.
-        storage: of the checkpoint, in place of the one that `place` names.
-        progress: called after each weight; the last call comes before the files are stored.
-
-    Raises:
-        LayoutMismatch: the checkpoint has no weights, or they cannot be converted.
-        CheckpointError: the checkpoint is damaged.
+        ConfigError: no such role.
+        LayoutMismatch: the checkpoint has no weights, they cannot be converted, or they are not
+            those of the earlier policy.
+        CheckpointError: the checkpoint or the earlier policy is damaged.
     """
     opened = open_state(place, storage)
-    sources = names(opened, role)
-    if not sources:
+    role = policy_role(sorted(set(opened.metadata.tensors.roles)), role)
+    small: dict[str, Path | bytes] = {}
+    forms: dict[str, Form] = {}
+    if policy:
+        small, forms = _earlier_policy(policy)
+    elif folder is not None:
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        left_out = (*_WEIGHT_FILES, ".bin", ".pt")
+        small = {str(p.relative_to(folder)): p for p in files if not p.name.endswith(left_out)}
+    config = small.get(CONFIG, b"{}")
+    data = config if isinstance(config, bytes) else config.read_bytes()
+    sources = weights_of(opened, role, parse_config(data, f"{policy or folder}/{CONFIG}"))
+    if policy:
+        _check_forms(sources, forms, uri=opened.uri)
+    elif not sources:
         raise LayoutMismatch(
             f"`{opened.uri}` must hold model tensors of role `{role}`, got none; see `info`"
         )
-    forms = {name: _form(part.form, dtype) for name, part in sources.items()}
-    files: dict[str, Path | bytes] = {}
-    if config_dir is not None:
-        kept = (p for p in sorted(config_dir.rglob("*")) if p.is_file())
-        files |= {str(p.relative_to(config_dir)): p for p in kept if _is_small(p)}
-    types = {form.dtype for form in forms.values()}
+    else:
+        for name, part in sources.items():
+            is_float = part.form.dtype in _DTYPE_NAMES
+            forms[name] = Form(dtype, part.form.shape) if dtype and is_float else part.form
+    dtypes = {form.dtype for form in forms.values()}
     facts = {
-        "dtype": _DTYPE_NAMES.get(types.pop(), "mixed") if len(types) == 1 else "mixed",
+        **({"role": role, "step": opened.commit.step} if attributes is None else attributes),
+        "dtype": _DTYPE_NAMES.get(dtypes.pop(), "mixed") if len(dtypes) == 1 else "mixed",
         "layout": "hf",
-        "step": opened.commit.step,
     }
-    with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
-        files |= _write(opened, sources, forms, Path(scratch), max_shard_bytes, progress)
+    if parents is None:
         parents = {"state": opened.commit.meta_sha256}
+        parents |= {"policy": parse_pin(policy)[1]} if policy else {}
+    with tempfile.TemporaryDirectory(prefix="planish-export-") as scratch:
+        weights = _write(opened, sources, forms, Path(scratch), max_file_bytes, progress)
         uri = uri_of(out).rstrip("/")
-        return write_files(uri, POLICY_SCHEMA, files, parents=parents, attributes=facts)
+        return write_files(
+            uri, POLICY_SCHEMA, {**small, **weights}, parents=parents, attributes=facts
+        )
 
 
-def _form(stored: Form, dtype: str | None) -> Form:
-    is_float = stored.dtype in _DTYPE_NAMES
-    return Form(dtype, stored.shape) if dtype is not None and is_float else stored
+def policy_role(roles: Sequence[str], wanted: str = "") -> str:
+    """Return which role a policy is made of.
+
+    Args:
+        roles: those of the checkpoint.
+        wanted: empty for the usual one: `policy`, `main`, or the only one.
+
+    Raises:
+        ConfigError: there is no such role, or several and none of the usual ones.
+
+    Example:
+        >>> policy_role(["critic", "policy"])
+        'policy'
+    """
+    usual = [name for name in ("policy", "main") if name in roles]
+    found = [wanted] if wanted else usual[:1] or list(roles)
+    if len(found) != 1 or found[0] not in roles:
+        raise ConfigError(f"`role` must be one of {sorted(roles)}, got {wanted!r}")
+    return found[0]
 
 
-def _is_small(path: Path) -> bool:
-    return not path.name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt"))
+def parse_config(data: bytes, place: str) -> dict[str, Any]:
+    """Return the content of a `config.json`.
+
+    Raises:
+        RecordError: it is no JSON object.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RecordError(f"`{place}` must be a JSON object, got {data[:40]!r}")
+    return found
+
+
+def _earlier_policy(pin: str) -> tuple[dict[str, Path | bytes], dict[str, Form]]:
+    """Return the verified small files of a policy, and types and shapes of its weights.
+
+    The headers of weight files are not verified: the checkpoint is only compared with them.
+    """
+    uri, manifest = read_pinned(pin, POLICY_SCHEMA, remedy="export it again")
+    small: dict[str, Path | bytes] = {}
+    forms: dict[str, Form] = {}
+    for shard in manifest.shards:
+        place = f"{uri}/{shard.name}"
+        if shard.name.endswith(".safetensors"):
+            length = header_bytes(store.read(place, 0, 8), shard.bytes, file=place)
+            header = parse_header(store.read(place, 0, length), shard.bytes, file=place)
+            forms |= {name: Form(e.dtype, e.shape) for name, e in header.entries.items()}
+        elif not shard.name.endswith(_WEIGHT_FILES):
+            try:
+                data = store.read(place)
+            except ObjectMissing:
+                data = b""
+            if len(data) != shard.bytes or hashlib.sha256(data).hexdigest() != shard.sha256:
+                raise CheckpointError(
+                    f"`{place}` must have {shard.bytes} bytes with sha256 {shard.sha256}, got "
+                    f"{len(data)} others; export with another policy as source"
+                )
+            small[shard.name] = data
+    return small, forms
 
 
 def _check_forms(sources: Sources, forms: Mapping[str, Form], *, uri: str) -> None:
@@ -178,24 +221,77 @@ def _write(
     max_file_bytes: int,
     progress: Progress,
 ) -> dict[str, Path | bytes]:
+    """Write the weight files to a local folder; return name to file, the index included."""
     reader = SliceReader(opened)
     done, total = 0, sum(form.nbytes for form in forms.values())
     progress(done, total)
+    files = plan_files(forms, max_file_bytes)
+    written: dict[str, Path | bytes] = {name: folder / name for name in files}
+    for file, names in files.items():
+        with (folder / file).open("wb") as stream:
+            stream.write(encode_header({name: forms[name] for name in names}))
+            for group in _groups(names, sources):
+                arrays = reader.read_many([sources[name].slice for name in group])
+                for name in group:
+                    # Taken out of the list, so that a written tensor is not kept.
+                    array, stored = arrays.pop(0), sources[name].form.dtype
+                    _write_tensor(stream, array.reshape(-1), stored, forms[name].dtype)
+                    del array
+                    done += forms[name].nbytes
+                    progress(done, total)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        written[INDEX_FILE] = json.dumps(index, sort_keys=True, indent=2).encode()
+    return written
 
-    def arrays(names: Sequence[str]) -> Iterator[tuple[str, str, Array]]:
-        nonlocal done
-        for group in _groups(names, sources):
-            found = reader.read_many([sources[name].slice for name in group])
-            # Handed out one by one, so that a written tensor is not kept.
-            for name in group:
-                yield name, sources[name].form.dtype, found.pop(0)
-                done += forms[name].nbytes
-                progress(done, total)
 
-    return write_weights(folder, forms, plan_files(forms, max_file_bytes), arrays)
+def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list[str]]:
+    """Return file name to tensor names, in an order that keeps every tensor aligned.
+
+    Wide types first, then by name; a tensor larger than `max_file_bytes` has a file of its own.
+
+    Example:
+        >>> plan_files({"a": Form("F32", (2,)), "b": Form("F32", (2,))}, 8)
+        {'model-00001-of-00002.safetensors': ['a'], 'model-00002-of-00002.safetensors': ['b']}
+    """
+    order = sorted(forms, key=lambda name: (-ITEM_BYTES[forms[name].dtype], name))
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in order:
+        size = forms[name].nbytes
+        if groups[-1] and filled + size > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
+        for number, names in enumerate(groups, start=1)
+    }
+
+
+def encode_header(forms: Mapping[str, Form]) -> bytes:
+    """Return the first bytes of a safetensors file whose tensors follow in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, form in forms.items():
+        stop = start + form.nbytes
+        shape = list(form.shape)
+        header[name] = {"dtype": form.dtype, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Padded, so that the tensors begin at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _groups(names: Sequence[str], sources: Sources) -> Iterator[list[str]]:
+    """Yield runs of names whose tensors together have up to `GROUP_BYTES`."""
     group: list[str] = []
     filled = 0
     for name in names:
@@ -207,3 +303,11 @@ def _groups(names: Sequence[str], sources: Sources) -> Iterator[list[str]]:
         filled += size
     if group:
         yield group
+
+
+def _write_tensor(stream: IO[bytes], elements: Array, stored: str, wanted: str) -> None:
+    """Write elements in the wanted type, `CHUNK_BYTES` at a time."""
+    step = CHUNK_BYTES // elements.dtype.itemsize
+    for start in range(0, len(elements), step):
+        part = cast(elements[start : start + step], stored, wanted)
+        stream.write(part.view(np.uint8).data)

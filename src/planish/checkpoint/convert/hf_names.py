@@ -7,26 +7,40 @@ vocabulary. All of that is a choice of boxes; no arithmetic and no torch.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.convert.hf_files import Form
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.load.slices import Slice
 
 
-class Part(NamedTuple):
-    """What a weight is made of.
+@dataclass(frozen=True)
+class Form:
+    """Type and shape of a tensor in a file.
 
     Example:
-        >>> spec = TensorSpec("main", "model", "w", "F32", (4, 2))
-        >>> rows_of(spec, [(0, 1), (2, 4)]).form
-        Form(dtype='F32', shape=(3, 2))
+        >>> Form("BF16", (2, 3)).nbytes
+        12
     """
+
+    dtype: str
+    """Key of `ITEM_BYTES`."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+class Part(NamedTuple):
+    """What a weight is made of."""
 
     slice: Slice
     form: Form
@@ -36,54 +50,7 @@ class Part(NamedTuple):
 Sources = dict[str, Part]
 """Name of a weight to what it is made of."""
 
-
-def model_tensors(opened: Opened, role: str) -> dict[str, TensorSpec]:
-    """Return the model tensors of a role by name."""
-    table = opened.metadata.tensors
-    return {
-        fqn: table.spec(row)
-        for (owner, kind, fqn), row in table.ids.items()
-        if owner == role and kind == "model"
-    }
-
-
-def rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = None) -> Part:
-    """Return runs `[start, stop)` of rows, of one layer where layers are stacked."""
-    lead = () if layer is None else (layer,)
-    rest = spec.shape[len(lead) + 1 :]
-    boxes = tuple(
-        Box((*lead, start, *(0,) * len(rest)), (*(1,) * len(lead), stop - start, *rest))
-        for start, stop in runs
-    )
-    count = sum(stop - start for start, stop in runs)
-    return Part(Slice(spec, boxes), Form(spec.dtype, (count, *rest)))
-
-
-def plain_sources(opened: Opened, role: str) -> Sources:
-    """Return every model tensor of a role under its own name."""
-    return {
-        name: Part(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
-        for name, spec in model_tensors(opened, role).items()
-    }
-
-
-def renamed(names: Callable[[str], str | None]) -> Callable[[Opened, str], Sources]:
-    """Return sources under other names; None leaves a tensor out."""
-
-    def sources(opened: Opened, role: str) -> Sources:
-        found: Sources = {}
-        for name, part in plain_sources(opened, role).items():
-            new = names(name)
-            if new is None:
-                continue
-            if new in found:
-                raise LayoutMismatch(f"two tensors must not both become `{new}`; one is `{name}`")
-            found[new] = part
-        return found
-
-    return sources
-
-
+_MEGATRON = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -103,45 +70,55 @@ _SAME = {
 """Of one layer, the same rows under another name."""
 
 
-def megatron_sources(config: Mapping[str, Any]) -> Callable[[Opened, str], Sources]:
-    """Return the weights of a Llama- or Qwen-like model that Megatron-core's GPTModel trained.
+def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
+    """Return what each weight of a role's model is made of.
+
+    Tensors of Megatron-core's GPTModel become the weights of a Llama- or Qwen-like model: fused
+    projections are taken apart, the padding of the vocabulary and a tied head are left out. All
+    others, and those of Megatron without a config, keep their names.
 
     Args:
-        config: the model's `config.json`: `num_hidden_layers`, `num_attention_heads`,
-            `num_key_value_heads`, `head_dim`, `hidden_size`, `vocab_size`, `tie_word_embeddings`.
+        opened: the checkpoint.
+        role: whose model.
+        config: content of the model's `config.json`, empty without one. Of Megatron's are needed
+            `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `head_dim`,
+            `hidden_size`, `vocab_size` and `tie_word_embeddings`.
 
-    Returns:
-        What each weight is made of; fused projections are taken apart, the padding of the
-        vocabulary and a tied head are left out.
+    Raises:
+        LayoutMismatch: a tensor of Megatron has no place in such a model.
     """
-
-    def sources(opened: Opened, role: str) -> Sources:
-        found: Sources = {}
-        unknown = []
-        for name, spec in model_tensors(opened, role).items():
-            made = dict(_weights(name, spec, config))
-            if not made and not _is_left_out(name, config):
-                unknown.append(name)
-            found |= made
-        if unknown:
-            raise LayoutMismatch(
-                f"every tensor must have a place in a Llama- or Qwen-like model, {unknown} have "
-                "none; export with `names` of your own"
-            )
-        return found
-
-    return sources
-
-
-def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
-    return name == "output_layer.weight" and bool(config.get("tie_word_embeddings"))
+    table = opened.metadata.tensors
+    tensors = {
+        fqn: table.spec(row)
+        for (owner, kind, fqn), row in table.ids.items()
+        if owner == role and kind == "model"
+    }
+    if not config or not any(name.startswith(_MEGATRON) for name in tensors):
+        return {
+            name: Part(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
+            for name, spec in tensors.items()
+        }
+    found: Sources = {}
+    unknown = []
+    for name, spec in tensors.items():
+        if name == "output_layer.weight" and config.get("tie_word_embeddings"):
+            continue
+        made = dict(_weights(name, spec, config))
+        unknown += [] if made else [name]
+        found |= made
+    if unknown:
+        raise LayoutMismatch(
+            f"every tensor must have a place in a Llama- or Qwen-like model, {unknown} have none; "
+            "export without `config.json` and rename the weights yourself"
+        )
+    return found
 
 
 def _weights(name: str, spec: TensorSpec, config: Mapping[str, Any]) -> Iterator[tuple[str, Part]]:
     """Yield the weights that one stored tensor becomes."""
-    if name in _TOP and not _is_left_out(name, config):
+    if name in _TOP:
         rows = spec.shape[0] if "layernorm" in name else int(config["vocab_size"])
-        yield _TOP[name], rows_of(spec, [(0, rows)])
+        yield _TOP[name], _rows_of(spec, [(0, rows)])
     match = _LAYER.fullmatch(name)
     if match is None:
         return
@@ -150,7 +127,19 @@ def _weights(name: str, spec: TensorSpec, config: Mapping[str, Any]) -> Iterator
     for number in layers:
         layer = number if stacked else None
         for short, runs in _runs(match[2], spec.shape[1 if stacked else 0], config):
-            yield f"model.layers.{number}.{short}", rows_of(spec, runs, layer)
+            yield f"model.layers.{number}.{short}", _rows_of(spec, runs, layer)
+
+
+def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = None) -> Part:
+    """Return runs `[start, stop)` of rows, of one layer where layers are stacked."""
+    lead = () if layer is None else (layer,)
+    rest = spec.shape[len(lead) + 1 :]
+    boxes = tuple(
+        Box((*lead, start, *(0,) * len(rest)), (*(1,) * len(lead), stop - start, *rest))
+        for start, stop in runs
+    )
+    count = sum(stop - start for start, stop in runs)
+    return Part(Slice(spec, boxes), Form(spec.dtype, (count, *rest)))
 
 
 def _runs(

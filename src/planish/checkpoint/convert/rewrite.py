@@ -25,19 +25,11 @@ from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift
 from planish.checkpoint.format.integrity import DEFAULT
 from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import CachedReader, Slice, SliceReader
-from planish.checkpoint.plan.files import GlobalPlan
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.save.upload import (
-    FileResult,
-    FileUpload,
-    ReusedMemory,
-    is_large,
-    upload_files,
-)
+from planish.checkpoint.save.upload import FileUpload, ReusedMemory, is_large, upload_files
 from planish.checkpoint.watch import monitor
 from planish.checkpoint.watch.timings import Recorder, Timeline
 from planish.store import Store, open_store
@@ -92,7 +84,7 @@ def rewrite(
         parts: `model` leaves out optimizers, small values and loader positions.
         roles: which to keep; empty for all.
         overwrite: replace another checkpoint at `target`.
-        progress: told the bytes made so far and those of all objects, from any thread.
+        progress: called with the bytes made so far and those of all objects, from any thread.
 
     Raises:
         CheckpointNotFound: nothing is committed at `source`, or it lacks a role.
@@ -106,123 +98,104 @@ def rewrite(
             f"{str(layout)!r} and {parts!r}; export the policy for a merged one"
         )
     opened = open_state(source)
-    recorder = Recorder(0, "save")
-    storage, path = open_store(target)
-    with recorder.stage("plan"):
-        work = _Work(opened, layout, parts, _roles(opened, roles))
-    done = _standing(storage, path, work, overwrite=overwrite)
-    if done is not None:
-        return Rewritten(done, storage.uri(path), already_done=True)
-    replaces = standing(storage, path) if overwrite else ""
-    attempt = new_attempt()
-    work.progress = progress
-    try:
-        commit = _write(work, storage, path, attempt, recorder, replaces)
-    except BaseException:
-        _clear(storage, path, attempt)
-        raise
-    timeline = recorder.timeline()
-    monitor.store_timings(storage, path, attempt, timeline)
-    return Rewritten(
-        *(commit, storage.uri(path), work.reader.reader.counters.num_bytes),
-        timeline=timeline,
-    )
-
-
-def _roles(opened: Opened, wanted: Sequence[str]) -> tuple[str, ...]:
     known = sorted({*opened.metadata.tensors.roles, *opened.metadata.objects})
-    missing = sorted(set(wanted) - set(known))
+    missing = sorted(set(roles) - set(known))
     if missing:
         raise CheckpointNotFound(
             f"`{opened.uri}` must hold the roles {missing}, got {known}; name some of these"
         )
-    return tuple(name for name in known if not wanted or name in wanted)
-
-
-def _clear(storage: Store, path: str, attempt: str) -> None:
-    """Remove a failed attempt; what cannot be removed now is left to the collection."""
+    recorder = Recorder(0, "save")
+    storage, path = open_store(target)
+    with recorder.stage("plan"):
+        kept = tuple(name for name in known if not roles or name in roles)
+        work = _Work(opened, layout, parts, kept, progress)
+    done = _standing(storage, path, work.header, overwrite=overwrite)
+    if done is not None:
+        return Rewritten(done, storage.uri(path), already_done=True)
+    replaces = standing(storage, path) if overwrite else ""
+    attempt = new_attempt()
     try:
-        discard(storage, path, attempt)
-    except PlanishError as error:
-        logger.warning("attempt not cleared uri=%s error=%s", storage.uri(path), error)
+        commit = _write(work, storage, path, attempt, recorder, replaces)
+    except BaseException:
+        try:
+            discard(storage, path, attempt)
+        except PlanishError as error:
+            # The collection of leftovers clears it later.
+            logger.warning("attempt not cleared uri=%s error=%s", storage.uri(path), error)
+        raise
+    timeline = recorder.timeline()
+    monitor.store_timings(storage, path, attempt, timeline)
+    bytes_read = work.reader.reader.counters.num_bytes
+    return Rewritten(commit, storage.uri(path), bytes_read, timeline=timeline)
 
 
 class _Work:
     """The plan of a rewrite, and the bytes of its files."""
 
-    def __init__(self, opened: Opened, layout: Layout, parts: Parts, roles: tuple[str, ...]):
-        self.opened, self.reader = opened, SliceReader(opened, num_threads=1)
+    def __init__(
+        self,
+        opened: Opened,
+        layout: Layout,
+        parts: Parts,
+        roles: tuple[str, ...],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.opened, self.progress = opened, progress
+        self.reader = SliceReader(opened, num_threads=1)
         self.reader.reader = CachedReader(opened)
-        tensors = opened.metadata.tensors
+        tensors, files = opened.metadata.tensors, opened.metadata.files
         specs = [
             tensors.spec(row)
             for row in range(len(tensors))
             if tensors.roles[row] in roles and (parts == "all" or tensors.kinds[row] == "model")
         ]
-        columns = [
-            Columns.from_items([LocalItem(spec, layout.boxes(spec, rank)) for spec in specs])
-            for rank in range(layout.num_ranks)
-        ]
-        self.plan: GlobalPlan = plan_save(columns)
-        self.header = self._header(layout, parts, roles)
-        files = opened.metadata.files
-        self.objects: dict[str, Any] = {}
-        self.copied: list[int] = []
-        if parts == "all":
-            kept = {role: v for role, v in opened.metadata.objects.items() if role in roles}
-            self.objects = kept
-            named = set(_texts(kept))
-            self.copied = [row for row in range(len(files)) if files.keys[row] in named]
-        self.progress: Callable[[int, int], None] = lambda done, total: None
-        self._made, self._total = 0, sum(self.sizes)
-        self._lock = threading.Lock()
-        self._heads = [
-            file.header for rank in range(layout.num_ranks) for file in self.plan.rank(rank).files
-        ]
-
-    def _header(self, layout: Layout, parts: Parts, roles: tuple[str, ...]) -> dict[str, Any]:
-        header = dict(self.opened.metadata.header)
-        header.update(
-            layout=str(layout),
-            roles=list(roles),
-            parents={"state": self.opened.commit.meta_sha256},
-            parts=parts,
+        ranks = range(layout.num_ranks)
+        self.plan = plan_save(
+            [
+                Columns.from_items([LocalItem(spec, layout.boxes(spec, rank)) for spec in specs])
+                for rank in ranks
+            ]
         )
-        return header
-
-    @property
-    def keys(self) -> list[str]:
+        self.header = {
+            **opened.metadata.header,
+            "layout": str(layout),
+            "roles": list(roles),
+            "parents": {"state": opened.commit.meta_sha256},
+            "parts": parts,
+        }
+        self.objects: dict[str, Any] = {}
+        """Small objects by role, as the metadata lists them."""
+        self.copied: list[int] = []
+        """Rows of the old file table that are copied byte by byte."""
+        if parts == "all":
+            objects = opened.metadata.objects
+            self.objects = {role: objects[role] for role in objects if role in roles}
+            named = set(_texts(self.objects))
+            self.copied = [row for row in range(len(files)) if files.keys[row] in named]
+        self.keys = [*self.plan.keys, *(files.keys[row] for row in self.copied)]
         """Every object, relative to the attempt: planned ones, then copied ones."""
-        return [*self.plan.keys, *(self.opened.metadata.files.keys[row] for row in self.copied)]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of every object."""
-        sizes = self.opened.metadata.files.sizes
-        return [*self.plan.sizes.tolist(), *(sizes[row] for row in self.copied)]
+        self.sizes = [*self.plan.sizes.tolist(), *(files.sizes[row] for row in self.copied)]
+        self._heads = [file.header for rank in ranks for file in self.plan.rank(rank).files]
+        self._made, self._total, self._lock = 0, sum(self.sizes), threading.Lock()
 
     def fill(self, file: int, start: int, stop: int, memory: memoryview) -> None:
         """Write bytes `[start, stop)` of one of the files into memory."""
-        self._fill(file, start, stop, memory)
+        if file >= len(self._heads):
+            row = self.copied[file - len(self._heads)]
+            memory[:] = self.reader.reader.read(row, start, stop)
+        else:
+            head = self._heads[file]
+            count = max(0, min(stop, len(head)) - start)
+            memory[:count] = head[start : start + count]
+            if stop > len(head):
+                first = max(start, len(head)) - len(head)
+                self._fill_boxes(file, first, stop - len(head), memory[count:])
         with self._lock:
             self._made += stop - start
             self.progress(self._made, self._total)
 
-    def _fill(self, file: int, start: int, stop: int, memory: memoryview) -> None:
-        if file >= len(self._heads):
-            row = self.copied[file - len(self._heads)]
-            memory[:] = self.reader.reader.read(row, start, stop)
-            return
-        head = self._heads[file]
-        if start < len(head):
-            count = min(stop, len(head)) - start
-            memory[:count] = head[start : start + count]
-        low, high = max(start, len(head)), stop
-        if low < high:
-            self._fill_boxes(file, low - len(head), high - len(head), memory[low - start :])
-
     def _fill_boxes(self, file: int, start: int, stop: int, memory: memoryview) -> None:
-        """Do so for the bytes behind the header: those of the boxes that reach into the range."""
+        """Do so for bytes behind the header, from the boxes that reach into the range."""
         boxes = self.plan.boxes
         first, last = self.plan.file_boxes[file : file + 2].tolist()
         begin = first + int(np.searchsorted(boxes.stop[first:last], start, side="right"))
@@ -232,13 +205,13 @@ class _Work:
             spec = self.plan.tensors.spec(int(boxes.tensor[row]))
             dims, width, base = len(spec.shape), ITEM_BYTES[spec.dtype], int(boxes.start[row])
             low, high = max(start, base), min(stop, int(boxes.stop[row]))
-            elements = (low - base) // width, -(-(high - base) // width)
+            first_element, end_element = (low - base) // width, -(-(high - base) // width)
             box = Box(
                 tuple(boxes.offsets[row, :dims].tolist()), tuple(boxes.lengths[row, :dims].tolist())
             )
-            cut = flat_boxes(box.lengths, *elements)
+            cut = flat_boxes(box.lengths, first_element, end_element)
             slices.append(Slice(spec, tuple(shift(part, box.offsets) for part in cut)))
-            places.append((low, high, base + elements[0] * width))
+            places.append((low, high, base + first_element * width))
         for array, (low, high, origin) in zip(self.reader.read_many(slices), places, strict=True):
             data = array.view(np.uint8).data[low - origin : high - origin]
             memory[low - start : high - start] = data
@@ -249,16 +222,18 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for one in inner for text in _texts(one)]
+    return [text for part in inner for text in _texts(part)]
 
 
-def _standing(storage: Store, path: str, work: _Work, *, overwrite: bool) -> Commit | None:
+def _standing(
+    storage: Store, path: str, header: dict[str, Any], *, overwrite: bool
+) -> Commit | None:
     """Return what is committed at the target if it is what this rewrite would write."""
     try:
         found = open_state(storage.uri(path), storage)
     except CheckpointNotFound:
         return None
-    if found.metadata.header == work.header:
+    if found.metadata.header == header:
         return found.commit
     if overwrite:
         return None
@@ -270,25 +245,20 @@ def _standing(storage: Store, path: str, work: _Work, *, overwrite: bool) -> Com
 
 
 def _write(
-    work: _Work,
-    storage: Store,
-    path: str,
-    attempt: str,
-    recorder: Recorder,
-    replaces: str,
+    work: _Work, storage: Store, path: str, attempt: str, recorder: Recorder, replaces: str
 ) -> Commit:
+    """Upload every file, then the metadata, and commit."""
     folder = attempt_folder(path, attempt)
-    files = [
-        FileUpload(join(folder, key), size, key.split("/")[1])
-        for key, size in zip(work.keys, work.sizes, strict=True)
-    ]
+    sizes = dict(zip(work.keys, work.sizes, strict=True))
+    files = [FileUpload(join(folder, key), size, key.split("/")[1]) for key, size in sizes.items()]
     # Ranks in turns, state by state: what one needs of a tensor lies where its neighbour's does.
     order = sorted(range(len(files)), key=lambda row: (files[row].state, row))
     large = [file.key for file in files if is_large(file.size)]
     with journaled(storage, path, attempt, large) as journal:
         results = upload_files(
-            *(storage, [files[row] for row in order]),
-            ReusedMemory(lambda file, *rest: work.fill(order[file], *rest)),
+            storage,
+            [files[row] for row in order],
+            ReusedMemory(lambda file, *part: work.fill(order[file], *part)),
             journal=journal,
             recorder=recorder,
             stop=threading.Event(),
@@ -296,13 +266,24 @@ def _write(
             in_turns=True,
         )
         with recorder.stage("meta"):
-            by_row = dict(zip(order, results, strict=True))
-            meta = metafile.encode(_metadata(work, [by_row[row] for row in sorted(by_row)]))
+            metadata = work.plan.metadata(work.header, algorithm=DEFAULT)
+            for row, result in sorted(zip(order, results, strict=True)):
+                crcs = np.array(result.crcs, np.uint32)
+                if row < len(work.plan.keys):
+                    metadata.files.crcs[row] = crcs
+                else:
+                    key, algorithm = work.keys[row], result.algorithm
+                    metadata.files.add(key, sizes[key], algorithm=algorithm, crcs=crcs)
+            metadata.objects = work.objects
+            meta = metafile.encode(metadata)
         source = work.opened.commit
         with recorder.stage("commit"):
             return publish(
-                *(storage, path, attempt, meta),
-                dict(zip(work.keys, work.sizes, strict=True)),
+                storage,
+                path,
+                attempt,
+                meta,
+                sizes,
                 step=source.step,
                 roles=work.header["roles"],
                 run_id=source.run_id,
@@ -311,16 +292,3 @@ def _write(
                 replaces=replaces,
                 journal=journal,
             )
-
-
-def _metadata(work: _Work, results: Sequence[FileResult]) -> Metadata:
-    metadata = work.plan.metadata(work.header, algorithm=DEFAULT)
-    for row, result in enumerate(results):
-        crcs = np.array(result.crcs, np.uint32)
-        if row < len(work.plan.keys):
-            metadata.files.crcs[row] = crcs
-        else:
-            key, size = work.keys[row], work.sizes[row]
-            metadata.files.add(key, size, algorithm=result.algorithm, crcs=crcs)
-    metadata.objects = work.objects
-    return metadata

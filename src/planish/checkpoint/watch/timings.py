@@ -110,13 +110,12 @@ class Timeline:
             spans[record.rank] = min(first, record.start), max(last, record.end)
         return {rank: last - first for rank, (first, last) in sorted(spans.items())}
 
-    def by_stage(self) -> dict[tuple[int, str, str], float]:
-        """Return seconds per (rank, state, stage)."""
-        found: dict[tuple[int, str, str], float] = {}
-        for record in self.records:
-            key = (record.rank, record.state, record.stage)
-            found[key] = found.get(key, 0.0) + record.seconds
-        return found
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds from the first start to the last end of all ranks; 0 without records."""
+        if not self.records:
+            return 0.0
+        return max(r.end for r in self.records) - min(r.start for r in self.records)
 
 
 class Recorder:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from planish.checkpoint.train_state import export_hf
+from planish.checkpoint.convert.export_hf import POLICY_SCHEMA
+from planish.checkpoint.convert.export_hf import export as export_hf
+from planish.checkpoint.train_state import POLICY, checkpoint_pin
 from planish.records import layout
 from planish.records.io import finished, read_manifest
 from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
-
-POLICY_SCHEMA = "policy/1"
 
 
 class CheckpointResult(NamedTuple):
@@ -70,9 +70,10 @@ def export(context: Context, policy_pin: str, state: Ref) -> Outcome:
     if done is not None:
         return _outcome(done, already_done=True)
     made = export_hf(
-        state.pin(),
+        checkpoint_pin(state.pin()),
         uri,
-        source=policy_pin,
+        policy=policy_pin,
+        role=POLICY,
         parents=parents,
         attributes={
             "config_sha256": context.config_sha256,

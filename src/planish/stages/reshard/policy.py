@@ -12,9 +12,9 @@ import numpy as np
 
 from planish import store
 from planish.base.errors import CheckpointCorrupt, RecordError
-from planish.checkpoint.convert.hf_files import cast
-from planish.checkpoint.convert.hf_names import Part
-from planish.checkpoint.convert.merge import config_of, names_for
+from planish.checkpoint.convert.export_hf import CONFIG, parse_config
+from planish.checkpoint.convert.hf_names import Part, weights_of
+from planish.checkpoint.convert.numbers import cast
 from planish.checkpoint.format.safetensors_file import StoredEntry, header_bytes, parse_header
 from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.fill import RAW
@@ -65,7 +65,9 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
     opened = open_state(source_pin)
     reader = SliceReader(opened)
     role = str(manifest.attributes.get("role", "main"))
-    parts = names_for(opened, role, config_of(ref.uri))(opened, role)
+    place = f"{ref.uri}/{CONFIG}"
+    config = parse_config(store.read(place), place) if store.exists(place) else {}
+    parts = weights_of(opened, role, config)
     for shard in manifest.shards:
         if shard.name.endswith(".safetensors"):
             place = f"{ref.uri}/{shard.name}"

@@ -9,14 +9,14 @@ from planish import store
 from planish.base.config import config_sha256
 from planish.base.errors import CheckpointIncomplete, CheckpointNotFound, ConfigError
 from planish.base.text import bytes_text
-from planish.checkpoint.convert.merge import policy_role
-from planish.checkpoint.convert.reshard_job import SECTION, ReshardJob
+from planish.checkpoint.convert.export_hf import policy_role
 from planish.checkpoint.load.reader import Opened, check_objects, open_state, split_place
 from planish.checkpoint.train_state import checkpoint_place
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.refs import parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute, read_run
+from planish.stages.reshard.job import SECTION, ReshardJob
 from planish.store import open_store
 from planish.store.documents import write_json
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import time
 from collections.abc import Callable
@@ -10,21 +11,19 @@ from typing import NamedTuple
 from planish import store
 from planish.base.errors import CheckpointExists
 from planish.base.telemetry import event
-from planish.checkpoint.convert.merge import merge
-from planish.checkpoint.convert.reshard_job import CHECKPOINT_SCHEMA, ReshardJob
+from planish.checkpoint.convert.export_hf import POLICY_SCHEMA, export, policy_role
 from planish.checkpoint.convert.rewrite import rewrite
 from planish.checkpoint.load.reader import open_state
-from planish.checkpoint.watch.report_page import html_report
-from planish.checkpoint.watch.report_text import wall_seconds
+from planish.checkpoint.watch.report import text_report
 from planish.checkpoint.watch.timings import Timeline, Timing
 from planish.records.io import finished, read_manifest
 from planish.records.manifest import manifest_uri
 from planish.records.refs import Ref, parse_pin
 from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.stages.reshard.job import CHECKPOINT_SCHEMA, ReshardJob
 
 logger = logging.getLogger(__name__)
 
-POLICY_SCHEMA = "policy/1"
 _KEPT = ("policy_version", "iteration", "seed")
 """Attributes that a merged policy takes over, from the state rather than from the older policy."""
 
@@ -92,28 +91,33 @@ def _rewrite(job: ReshardJob) -> Outcome:
         roles=[job.role] if job.role else [],
         progress=log_tenths("resharding"),
     )
-    costs: dict[str, float] = {}
-    if not made.already_done:
-        seconds = wall_seconds(made.timeline)
-        costs = {"read_bytes": float(made.bytes_read), "write_seconds": seconds}
     ref = Ref(
         CHECKPOINT_SCHEMA,
         made.uri,
         made.commit.meta_sha256,
         {"step": made.commit.step, "layout": job.layout, "bytes": made.commit.total_bytes},
     )
+    metrics = {
+        "result_bytes": float(made.commit.total_bytes),
+        "result_objects": float(made.commit.n_objects),
+        "ranks": float(job.parsed.num_ranks),
+    }
+    if not made.already_done:
+        metrics["read_bytes"] = float(made.bytes_read)
+        metrics["write_seconds"] = made.timeline.wall_seconds
     return Outcome(
         refs={"result": ref},
-        documents={"report": html_report(made.timeline, title=made.uri)},
-        metrics={
-            "result_bytes": float(made.commit.total_bytes),
-            "result_objects": float(made.commit.n_objects),
-            "ranks": float(job.parsed.num_ranks),
-            **costs,
-        },
+        documents={"report": _page(made.timeline, made.uri)},
+        metrics=metrics,
         values={"source_pin": job.source_pin, "result_pin": ref.pin()},
         already_done=made.already_done,
     )
+
+
+def _page(timeline: Timeline, uri: str) -> str:
+    """Return the times of all stages as HTML: text as it is."""
+    text = html.escape(text_report(timeline, title=uri))
+    return f'<!DOCTYPE html><meta charset="utf-8"><title>checkpoint save</title><pre>{text}</pre>'
 
 
 def _merge(job: ReshardJob, digest: str) -> Outcome:
@@ -125,12 +129,12 @@ def _merge(job: ReshardJob, digest: str) -> Outcome:
     shards = read_manifest(ref.uri, sha256=ref.manifest_sha256).shards
     return Outcome(
         refs={"result": ref},
-        documents={"report": html_report(timeline, title=ref.uri)},
+        documents={"report": _page(timeline, ref.uri)},
         metrics={
             "result_bytes": float(sum(shard.bytes for shard in shards)),
             "result_objects": float(len(shards)),
             "ranks": 1.0,
-            **({} if done else {"write_seconds": wall_seconds(timeline)}),
+            **({} if done else {"write_seconds": timeline.wall_seconds}),
         },
         values={"source_pin": job.source_pin, "result_pin": ref.pin()},
         already_done=done is not None,
@@ -154,12 +158,14 @@ def _export(job: ReshardJob, digest: str, timeline: Timeline) -> Ref:
         if name in attributes
     }
     start = time.time()
-    made = merge(
+    role = policy_role(sorted(set(opened.metadata.tensors.roles)), job.role)
+    step = opened.commit.step
+    made = export(
         job.source_pin,
         job.target,
         policy=job.policy_pin,
-        attributes={**kept, "step": opened.commit.step, "config_sha256": digest},
-        role=job.role,
+        role=role,
+        attributes={**kept, "step": step, "config_sha256": digest, "role": role},
     )
     size = sum(shard.bytes for shard in read_manifest(made.uri).shards)
     timeline.records.append(Timing(0, "save", "policy", "upload", start, time.time(), size))

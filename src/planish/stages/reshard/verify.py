@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from planish.base.errors import CheckpointCorrupt, RecordError
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import Diff, diff
-from planish.checkpoint.convert.reshard_job import CHECKPOINT_SCHEMA
 from planish.checkpoint.format.tables import quoted_name
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.verify import verify as verify_blocks
 from planish.records.refs import Ref
 from planish.run.stage import Artifact, Context, Outcome, execute, read_ref
+from planish.stages.reshard.job import CHECKPOINT_SCHEMA
 from planish.stages.reshard.policy import compare_policy
 from planish.stages.reshard.reshard import log_tenths
 

@@ -9,9 +9,9 @@ import pytest
 
 from planish import store
 from planish.base.errors import CheckpointNotFound, ConfigError
-from planish.checkpoint.convert.hf_files import Form, encode_header
+from planish.checkpoint.convert.export_hf import encode_header, policy_role
+from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.layouts import Layout
-from planish.checkpoint.convert.merge import policy_role
 from planish.checkpoint.load.reader import open_state
 from planish.records import fetch_files, layout, read_manifest, write_files
 from planish.records.manifest import manifest_uri, seal

@@ -13,11 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from planish.base.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
+from planish.base.errors import CheckpointCorrupt, CheckpointError, ConfigError, LayoutMismatch
 from planish.checkpoint import api
 from planish.checkpoint.convert import export_hf
-from planish.checkpoint.convert.hf_files import Form, cast, encode_header, plan_files, to_bfloat16
-from planish.checkpoint.convert.hf_names import renamed
+from planish.checkpoint.convert.export_hf import encode_header, plan_files
+from planish.checkpoint.convert.hf_names import Form
+from planish.checkpoint.convert.numbers import cast, to_bfloat16
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.fill import RAW
@@ -61,6 +62,7 @@ def state_of(model, uri=None, role="main", **changes):
     tensors = {
         TensorSpec(role, kind, f"{name}{tail}", "F32", tuple(w.shape)): raw(w)
         for name, w in weights.items()
+        if w is not None
         for kind, tail in (("model", ""), ("optim", ".exp_avg"))
     }
     return write_checkpoint(uri or damage.fresh(), tensors, columns, num_ranks=3, extra=False)
@@ -71,7 +73,7 @@ def test_exported_policy_opens_in_transformers_with_equal_logits(file_root):
 
     trained = tiny(5).model
     ref = export_hf.export(
-        state_of(trained), layout.policy(file_root, 1), source=source_pin(file_root), **FACTS
+        state_of(trained), layout.policy(file_root, 1), policy=source_pin(file_root), **FACTS
     )
     assert ref.schema == "policy/1"
     wanted_facts = {"dtype": "float32", "layout": "hf", "policy_version": 1}
@@ -88,7 +90,7 @@ def test_exported_policy_opens_in_transformers_with_equal_logits(file_root):
 def test_export_equals_the_folder_that_transformers_itself_writes(file_root):
     trained = tiny(5)
     ref = export_hf.export(
-        state_of(trained.model), layout.policy(file_root, 1), source=source_pin(file_root), **FACTS
+        state_of(trained.model), layout.policy(file_root, 1), policy=source_pin(file_root), **FACTS
     )
     direct = save_policy(
         f"{file_root}/direct", trained, version=1, parents={}, attributes={"config_sha256": "ab"}
@@ -100,7 +102,7 @@ def test_the_bytes_done_are_told_up_to_the_last_one(file_root, monkeypatch):
     monkeypatch.setattr(export_hf, "GROUP_BYTES", 1000)
     trained = tiny(5).model
     seen = []
-    export_hf.export_folder(
+    export_hf.export(
         state_of(trained), f"{file_root}/x", dtype="BF16", progress=lambda *told: seen.append(told)
     )
     sizes = [2 * p.numel() for p in trained.parameters()]
@@ -120,7 +122,7 @@ def test_only_the_models_bytes_are_read(file_root, monkeypatch):
 
     monkeypatch.setattr(export_hf, "SliceReader", kept)
     export_hf.export(
-        state_of(tiny(5).model), f"{file_root}/x", source=source_pin(file_root), **FACTS
+        state_of(tiny(5).model), f"{file_root}/x", policy=source_pin(file_root), **FACTS
     )
     (reader,) = seen
     keys = reader.opened.metadata.files.keys
@@ -131,7 +133,7 @@ def test_weights_are_rounded_to_the_type_of_the_source(file_root):
     trained = tiny(5).model
     ref = export_hf.export(
         state_of(trained), layout.policy(file_root, 1),
-        source=source_pin(file_root, "bfloat16"), **FACTS,
+        policy=source_pin(file_root, "bfloat16"), **FACTS,
     )  # fmt: skip
     assert ref.attributes["dtype"] == "bfloat16"
     exported = load_policy(ref.pin()).model
@@ -155,7 +157,7 @@ def test_large_weights_go_to_several_files_with_an_index(file_root, monkeypatch)
     trained = tiny(5).model
     state = state_of(trained)
     ref = export_hf.export(
-        state, layout.policy(file_root, 1), source=source_pin(file_root),
+        state, layout.policy(file_root, 1), policy=source_pin(file_root),
         max_file_bytes=20_000, **FACTS,
     )  # fmt: skip
     names = [s.name for s in read_manifest(ref.uri).shards]
@@ -164,25 +166,27 @@ def test_large_weights_go_to_several_files_with_an_index(file_root, monkeypatch)
     ids = torch.arange(4, 12)[None]
     assert torch.equal(load_policy(ref.pin()).model(ids).logits, trained(ids).logits)
     # The next export takes names and types from all of them.
-    again = export_hf.export(state, layout.policy(file_root, 2), source=ref.pin(), **FACTS)
+    again = export_hf.export(state, layout.policy(file_root, 2), policy=ref.pin(), **FACTS)
     assert torch.equal(load_policy(again.pin()).model(ids).logits, trained(ids).logits)
 
 
 def test_another_model_than_the_source_is_refused_with_every_difference(file_root):
     changes = {"extra.weight": torch.ones(1), "model.norm.weight": torch.ones(3)}
+    changes["model.embed_tokens.weight"] = None
     with pytest.raises(LayoutMismatch) as caught:
         export_hf.export(
-            state_of(tiny(5).model, **changes), f"{file_root}/x", source=source_pin(file_root),
+            state_of(tiny(5).model, **changes), f"{file_root}/x", policy=source_pin(file_root),
             **FACTS,
         )  # fmt: skip
+    assert "`model.embed_tokens.weight` is missing" in str(caught.value)
     assert "`extra.weight` is not in the source policy" in str(caught.value)
     assert "`model.norm.weight` must have the shape [32], got [3]" in str(caught.value)
     other = state_of(tiny(5).model, role="critic")
-    with pytest.raises(LayoutMismatch, match=r"embed_tokens.weight` is missing"):
-        export_hf.export(other, f"{file_root}/x", source=source_pin(file_root), **FACTS)
-    ref = export_hf.export(
-        other, f"{file_root}/x", source=source_pin(file_root), role="critic", **FACTS
-    )
+    with pytest.raises(ConfigError, match=r"`role` must be one of \['critic'\], got 'main'"):
+        export_hf.export(
+            other, f"{file_root}/x", policy=source_pin(file_root), role="main", **FACTS
+        )
+    ref = export_hf.export(other, f"{file_root}/x", policy=source_pin(file_root), **FACTS)
     assert ref.schema == "policy/1"
 
 
@@ -205,22 +209,17 @@ def test_files_are_filled_wide_types_first_and_never_beyond_their_size():
     assert parsed["h"].tolist() == [0.0] * 4
 
 
-def test_a_folder_without_an_earlier_policy_is_written_with_config_and_names(file_root, tmp_path):
+def test_a_folder_without_an_earlier_policy_is_written_with_its_config(file_root, tmp_path):
     trained = tiny(5)
     trained.model.save_pretrained(tmp_path / "config")
-    place = state_of(trained.model, unused=torch.ones(2))
-    ref = export_hf.export_folder(
-        place, f"{file_root}/out", config_dir=tmp_path / "config", dtype="BF16",
-        names=renamed(lambda name: None if name == "unused" else name),
-    )  # fmt: skip
-    assert ref.attributes == {"dtype": "bfloat16", "layout": "hf", "step": 7}
+    place = state_of(trained.model)
+    ref = export_hf.export(place, f"{file_root}/out", folder=tmp_path / "config", dtype="BF16")
+    assert ref.attributes == {"dtype": "bfloat16", "layout": "hf", "role": "main", "step": 7}
     folder = f"{file_root.removeprefix('file://')}/out"
     loaded = safetensors.torch.load_file(f"{folder}/model.safetensors")
     for name, weight in trained.model.named_parameters():
         assert torch.equal(loaded[name], weight.to(torch.bfloat16)), name
     assert json.loads(Path(f"{folder}/config.json").read_text())["hidden_size"] == 32
-    with pytest.raises(LayoutMismatch, match="must not both become `x`"):
-        export_hf.export_folder(place, f"{file_root}/y", names=renamed(lambda name: "x"))
 
 
 def test_a_checkpoint_in_a_plain_folder_is_exported_to_a_plain_folder(tmp_path):
@@ -236,12 +235,12 @@ def test_a_damaged_checkpoint_or_source_is_not_exported(file_root):
     place, source = state_of(tiny(5).model), source_pin(file_root)
     damage.flip(place, "data/main.model/00001-0.safetensors")
     with pytest.raises(CheckpointCorrupt, match="00001-0"):
-        export_hf.export(place, f"{file_root}/x", source=source, **FACTS)
+        export_hf.export(place, f"{file_root}/x", policy=source, **FACTS)
     path = f"{layout.policy(file_root, 0).removeprefix('file://')}/config.json"
     with open(path, "a") as file:
         file.write(" ")
     with pytest.raises(CheckpointError, match=r"config.json` must have"):
-        export_hf.export(state_of(tiny(5).model), f"{file_root}/x", source=source, **FACTS)
+        export_hf.export(state_of(tiny(5).model), f"{file_root}/x", policy=source, **FACTS)
 
 
 def test_export_needs_neither_torch_nor_transformers(file_root):
@@ -250,7 +249,7 @@ def test_export_needs_neither_torch_nor_transformers(file_root):
     code = (
         "import sys, json; from planish.checkpoint.convert.export_hf import export\n"
         f"pin, uri, source = json.loads({arguments!r})\n"
-        "export(pin, uri, source=source, parents={}, attributes={})\n"
+        "export(pin, uri, policy=source, parents={}, attributes={})\n"
         "assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -268,9 +267,9 @@ def test_memory_stays_within_the_largest_tensor_and_256_mib(tmp_path):
     }
     place = write_checkpoint(f"file://{tmp_path}/state", tensors, extra=False)
     code = (
-        "import resource; from planish.checkpoint.convert.export_hf import export_folder\n"
+        "import resource; from planish.checkpoint.convert.export_hf import export\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        f"export_folder({place!r}, 'file://{tmp_path}/out', dtype='BF16')\n"
+        f"export({place!r}, 'file://{tmp_path}/out', dtype='BF16')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

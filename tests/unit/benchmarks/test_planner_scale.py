@@ -10,7 +10,7 @@ import pytest
 from planish.checkpoint.format.geometry import flat_boxes, shift
 from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.plan.save import plan_save
-from planish.checkpoint.sim.layouts import (
+from tests.benchmarks.planner.layouts import (
     DIT_4B,
     GPT_70B,
     GPT_405B,
@@ -19,7 +19,7 @@ from planish.checkpoint.sim.layouts import (
     Layout,
     Sizes,
 )
-from planish.checkpoint.sim.run import simulate
+from tests.benchmarks.planner.simulate import simulate
 
 
 def random_layout(rng):

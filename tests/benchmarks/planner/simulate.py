@@ -21,7 +21,7 @@ from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
 from planish.checkpoint.plan.share import share_reads
 from planish.checkpoint.ranks.control import plan_tree
 from planish.checkpoint.save.agree import plan_key
-from planish.checkpoint.sim.layouts import Layout
+from tests.benchmarks.planner.layouts import Layout
 
 Result = TypeVar("Result")
 

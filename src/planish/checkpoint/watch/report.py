@@ -1,0 +1,172 @@
+"""What each rank and each stage of a save or load cost, as text.
+
+Source: ByteCheckpoint, arXiv 2407.20143, section 5 (heat map of ranks, timeline of one rank).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+
+from planish.base.text import bytes_text, printable, rate_text, seconds_text
+from planish.checkpoint.watch.monitor import Straggler, host_of, rank_seconds, stragglers
+from planish.checkpoint.watch.timings import LOAD_STAGES, SAVE_STAGES, Timeline, Timing
+
+SHADES = "\u2581\u2582\u2583\u2584\u2585\u2586\u2588"
+"""Blocks of growing height, from the fastest rank to the slowest."""
+MAX_CELLS = 8192
+"""With more ranks, a block is a machine and shows its slowest rank."""
+_RANKS_PER_ROW = 8
+"""Ranks of a row where the records name no machine."""
+_NUMBERED_RANKS = 64
+"""Up to as many ranks, each block also has its seconds."""
+_CELLS_PER_LINE = 64
+_BAR_CHARACTERS = 44
+
+
+def text_report(timeline: Timeline, *, title: str, rank: int | None = None) -> str:
+    """Return a heat map of the ranks, a table of the stages and the timeline of one rank.
+
+    Args:
+        timeline: records of all ranks.
+        title: place of the checkpoint.
+        rank: whose timeline to draw; None for the slowest.
+    """
+    operation = timeline.records[0].op if timeline.records else "save"
+    heading = f"{operation} of {printable(title, limit=300)}"
+    if not timeline.records:
+        return f"{heading}: no records\n"
+    spans, slow = rank_seconds(timeline), stragglers(timeline)
+    slowest = max(sorted(spans), key=lambda one: spans[one])
+    lines = [
+        f"{heading}: {_summary(timeline, spans)}",
+        *(f"! straggler: {printable(str(one), limit=200)}" for one in slow[:20]),
+        "",
+        *_heat_map(timeline, spans, slow),
+        "",
+        *_stages(timeline),
+        "",
+        *_timeline_of(slowest if rank is None else rank, timeline),
+    ]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def _summary(timeline: Timeline, spans: Mapping[int, float]) -> str:
+    moved = sum(r.num_bytes for r in timeline.records if r.stage in {"upload", "read"})
+    machines = len(set(host_of(timeline.records).values()))
+    where = f" on {machines} machine{'s' * (machines != 1)}" if machines else ""
+    facts = [
+        f"{len(spans)} rank{'s' * (len(spans) != 1)}{where}",
+        seconds_text(timeline.wall_seconds),
+        f"slowest rank {seconds_text(max(spans.values()))}",
+        f"median {seconds_text(statistics.median(spans.values()))}",
+        bytes_text(moved) if moved else "",
+        rate_text(moved, timeline.wall_seconds),
+    ]
+    return ", ".join(fact for fact in facts if fact)
+
+
+def _heat_map(
+    timeline: Timeline, spans: Mapping[int, float], slow: list[Straggler]
+) -> Iterator[str]:
+    """Yield one line for each machine, with a block for each of its ranks."""
+    named = {one.rank for one in slow}
+    others = [seconds for rank, seconds in spans.items() if rank not in named]
+    # Stragglers lie beyond the scale: they must not hide all other differences. It spans at least
+    # half the fastest time: noise must not look like a finding.
+    low, high = min(others, default=0.0), max(others, default=0.0)
+    high = max(high, low * 1.5, low + 1e-3)
+    hosts = host_of(timeline.records)
+    rows: dict[str, list[int]] = {}
+    for rank in spans:
+        first = rank - rank % _RANKS_PER_ROW
+        name = hosts.get(rank) or f"ranks {first} to {first + _RANKS_PER_ROW - 1}"
+        rows.setdefault(name, []).append(rank)
+    what = "rank"
+    if len(spans) > MAX_CELLS:
+        what = "machine by its slowest rank"
+        slowest = [max(ranks, key=lambda rank: spans[rank]) for ranks in rows.values()]
+        rows = {
+            f"machines {first} to {first + 31}": slowest[first : first + 32]
+            for first in range(0, len(slowest), 32)
+        }
+    scale = f"{SHADES[0]} {seconds_text(low)} .. {SHADES[-1]} {seconds_text(high)}"
+    mark = "   ! straggler, beyond the scale" if slow else ""
+    yield f"time of each {what}   {scale}{mark}"
+    width = min(32, max(map(len, rows)))
+    for host, ranks in rows.items():
+        name = printable(host, limit=width)
+        for start in range(0, len(ranks), _CELLS_PER_LINE):
+            part = ranks[start : start + _CELLS_PER_LINE]
+            levels = [int((spans[rank] - low) / (high - low) * len(SHADES)) for rank in part]
+            blocks = "".join(SHADES[min(max(level, 0), len(SHADES) - 1)] for level in levels)
+            if len(spans) <= _NUMBERED_RANKS:
+                notes = [f"{seconds_text(spans[r])}{'!' * (r in named)}" for r in part]
+            else:
+                notes = [f"!{r}" for r in part if r in named]
+            yield f"  {name:<{width}}  {blocks}  {' '.join(notes)}"
+            name = ""
+
+
+def _stages(timeline: Timeline) -> Iterator[str]:
+    """Yield one line for each stage, over all ranks."""
+    yield f"{'stage':<10}{'median':>9}{'slowest':>9}  {'of rank':<24}{'bytes':>10}  bandwidth"
+    hosts = host_of(timeline.records)
+    groups: dict[str, list[Timing]] = {}
+    for record in timeline.records:
+        groups.setdefault(record.stage, []).append(record)
+    for stage in sorted(groups, key=_stage_number):
+        spans = Timeline(groups[stage]).end_to_end()
+        rank = max(spans, key=lambda one: spans[one])
+        moved = sum(record.num_bytes for record in groups[stage])
+        who = f"{rank} on {printable(hosts[rank], limit=16)}" if rank in hosts else f"{rank}"
+        yield (
+            f"{printable(stage, limit=10):<10}"
+            f"{seconds_text(statistics.median(spans.values())):>9}"
+            f"{seconds_text(spans[rank]):>9}  {who:<24}"
+            f"{bytes_text(moved) if moved else '':>10}  {rate_text(moved, spans[rank])}"
+        )
+
+
+def _stage_number(stage: str) -> int:
+    """Return the place of a stage in the usual order; unknown ones come last."""
+    order = (*SAVE_STAGES, *LOAD_STAGES)
+    return order.index(stage) if stage in order else len(order)
+
+
+def _timeline_of(rank: int, timeline: Timeline) -> Iterator[str]:
+    """Yield one line for each state and stage of a rank, with a bar of when it went on."""
+    begin = min(record.start for record in timeline.records)
+    lanes: dict[tuple[str, str], list[Timing]] = {}
+    for record in sorted(timeline.records, key=lambda r: (r.start, r.end)):
+        if record.rank == rank:
+            lanes.setdefault((record.state or "all", record.stage), []).append(record)
+    if not lanes:
+        yield f"rank {rank} has no records"
+        return
+    end = max(max(r.end for r in records) - begin for records in lanes.values()) or 1e-9
+    order = sorted(lanes, key=lambda key: (lanes[key][0].start, _stage_number(key[1]), key[0]))
+    names = [printable(f"{state} {stage}", limit=32) for state, stage in order]
+    width = max(map(len, names))
+    yield f"timeline of rank {rank}, 0 to {seconds_text(end)}"
+    for name, key in zip(names, order, strict=True):
+        cells, busy, reached = [" "] * _BAR_CHARACTERS, 0.0, begin
+        for record in lanes[key]:
+            stop = max(record.start, record.end)
+            first, last = (
+                min(_BAR_CHARACTERS - 1, int((moment - begin) / end * _BAR_CHARACTERS))
+                for moment in (record.start, stop)
+            )
+            cells[first : last + 1] = "\u2588" * (last - first + 1)
+            # Objects move in parallel: the same second counts once.
+            busy += max(0.0, stop - max(record.start, reached))
+            reached = max(reached, stop)
+        moved = sum(record.num_bytes for record in lanes[key])
+        retries = sum(record.retries for record in lanes[key])
+        facts = [
+            seconds_text(busy),
+            bytes_text(moved) if moved else "",
+            rate_text(moved, busy),
+            f"{retries} retries" if retries else "",
+        ]
+        yield f"  {name:<{width}} |{''.join(cells)}| {'  '.join(fact for fact in facts if fact)}"

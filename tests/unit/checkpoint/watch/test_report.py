@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+
+from planish.checkpoint.watch.report import SHADES, text_report
+from planish.checkpoint.watch.timings import Timeline, Timing
+
+
+def uploads(*seconds, per_host=8, name="node"):
+    return [
+        Timing(rank, "save", "main.model", "upload", 100.0, 100.0 + s, 1 << 20, "data/x", 0, host)
+        for rank, s in enumerate(seconds)
+        for host in [f"{name}-{rank // per_host:03d}"]
+    ]
+
+
+def lines_of(records, **options):
+    return text_report(Timeline(records), title="mem://a/step-1", **options).splitlines()
+
+
+def rows_of(records):
+    """Return machine -> the shade of each of its ranks, 0 to 6."""
+    lines = lines_of(records)
+    first = next(n for n, line in enumerate(lines) if line.startswith("time of each")) + 1
+    found, name = {}, ""
+    for line in lines[first : lines.index("", first)]:
+        name = line[2:].split("  ")[0] or name
+        found.setdefault(name, []).extend(SHADES.index(c) for c in line if c in SHADES)
+    return found
+
+
+def test_rows_of_the_heat_map_are_machines_and_blocks_their_ranks():
+    rows = rows_of(uploads(*[1.0] * 5, per_host=2))
+    assert {name: len(levels) for name, levels in rows.items()} == {
+        "node-000": 2, "node-001": 2, "node-002": 1,
+    }  # fmt: skip
+
+
+def test_ranks_without_a_machine_stand_in_rows_of_eight():
+    records = [Timing(rank, "save", "", "plan", 1.0, 2.0) for rank in range(10)]
+    assert {name: len(found) for name, found in rows_of(records).items()} == {
+        "ranks 0 to 7": 8, "ranks 8 to 15": 2,
+    }  # fmt: skip
+
+
+def test_ranks_that_write_loader_state_stand_out():
+    # As in the paper: ranks 0, 4, 8, 12 also write the state of data loaders.
+    rows = rows_of(uploads(*[1.6 if rank % 4 == 0 else 1.0 for rank in range(16)]))
+    assert rows == {"node-000": [6, 0, 0, 0, 6, 0, 0, 0], "node-001": [6, 0, 0, 0, 6, 0, 0, 0]}
+
+
+def test_a_straggler_does_not_hide_the_differences_of_the_others():
+    records = uploads(1.0, 1.0, 1.0, 1.6, 60.0)
+    assert rows_of(records) == {"node-000": [0, 0, 0, 6, 6]}
+    (row,) = [line for line in lines_of(records) if line.startswith("  node-000")]
+    assert row.endswith("1.00 s 1.00 s 1.00 s 1.60 s 60 s!")
+    assert f"{SHADES[0]} 1.00 s .. {SHADES[-1]} 1.60 s   ! straggler, beyond the scale" in "".join(
+        lines_of(records)
+    )
+
+
+def test_noise_gets_no_deep_shade():
+    assert max(rows_of(uploads(1.0, 1.05, 1.02, 1.01))["node-000"]) == 0
+
+
+def test_very_many_ranks_become_one_block_a_machine():
+    rows = rows_of(uploads(*[1.0] * 9000, 1.5))
+    assert sum(map(len, rows.values())) == 1126
+    assert rows["machines 1120 to 1151"] == [0, 0, 0, 0, 0, 6]
+
+
+def test_beyond_64_ranks_only_stragglers_have_a_number():
+    (row,) = [line for line in lines_of(uploads(*[1.0] * 65, 9.0, per_host=66)) if "node-000" in
+              line and SHADES[0] in line]  # fmt: skip
+    assert row == f"  node-000  {SHADES[0] * 64}"
+    assert f"            {SHADES[0]}{SHADES[-1]}  !65" in lines_of(
+        uploads(*[1.0] * 65, 9.0, per_host=66)
+    )
+
+
+def test_the_timeline_of_a_rank_joins_the_objects_of_a_stage():
+    records = [
+        Timing(1, "save", "", "plan", 10.0, 10.5),
+        Timing(0, "save", "", "plan", 9.0, 9.5),
+        Timing(1, "save", "a", "upload", 11.0, 13.0, 100, retries=2),
+        Timing(1, "save", "a", "upload", 12.0, 14.0, 300),
+        Timing(1, "save", "a", "upload", 15.0, 16.0, 200),
+    ]
+    heading, plan, upload = lines_of(records, rank=1)[-3:]
+    assert heading == "timeline of rank 1, 0 to 7.00 s"
+    bar = plan.split("|")[1]
+    assert (bar.index("\u2588"), bar.rindex("\u2588")) == (int(44 / 7), int(44 * 1.5 / 7))
+    assert plan.startswith("  all plan")
+    assert plan.endswith("| 0.50 s")
+    bar = upload.split("|")[1]
+    assert (bar.index("\u2588"), len(bar)) == (int(44 * 2 / 7), 44)
+    assert bar.endswith("\u2588")
+    # Two objects overlap for one second, which counts once.
+    assert upload.endswith("| 4.00 s  600 B  150 B/s  2 retries")
+
+
+def test_the_table_of_stages_names_the_slowest_rank():
+    lines = lines_of([*uploads(1.0, 3.0, 2.0), Timing(0, "save", "", "plan", 99.0, 99.5)])
+    first = next(n for n, line in enumerate(lines) if line.startswith("stage"))
+    plan, upload = (line.split() for line in lines[first + 1 : first + 3])
+    assert plan[0] == "plan"
+    assert upload == [
+        "upload",
+        "2.00",
+        "s",
+        "3.00",
+        "s",
+        "1",
+        "on",
+        "node-000",
+        "3.0",
+        "MiB",
+        "1.0",
+        "MiB/s",
+    ]
+
+
+def test_the_text_shows_a_block_for_each_rank_and_the_timeline_of_the_slowest():
+    lines = lines_of(uploads(1.0, 1.0, 1.0, 9.0, per_host=2))
+    assert lines[0].startswith("save of mem://a/step-1: 4 ranks on 2 machines, 9.00 s")
+    assert lines[1] == (
+        "! straggler: rank 3 on node-001 took 9.0 s (median 1.0 s), "
+        "most of it beyond the others in upload"
+    )
+    (row,) = [line for line in lines if line.startswith("  node-001")]
+    assert row == f"  node-001  {SHADES[0]}{SHADES[-1]}  1.00 s 9.00 s!"
+    assert "timeline of rank 3, 0 to 9.00 s" in lines
+    assert lines[-1].endswith("| 9.00 s  1.0 MiB  113.8 KiB/s")
+
+
+def test_reports_of_no_records_and_of_an_absent_rank_say_so():
+    assert text_report(Timeline(), title="x") == "save of x: no records\n"
+    assert "rank 9 has no records" in text_report(Timeline(uploads(1.0)), title="x", rank=9)
+
+
+def test_names_in_records_are_text_and_nothing_else():
+    hostile = '<script>alert(1)</script>"\u202e\x1b[31m'
+    record = Timing(0, "save", hostile, hostile, 1.0, 2.0, 5, hostile, 0, hostile)
+    text = text_report(Timeline([record]), title=hostile)
+    assert not set(text) & set("\x1b\u202e")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6, 86400.0])
+def test_a_record_of_any_length_has_a_bar(seconds):
+    assert "\u2588" in lines_of(uploads(seconds))[-1]
