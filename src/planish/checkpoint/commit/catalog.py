@@ -268,10 +268,10 @@ def _judge(
         if journals and max(0.0, now - max(journals)) >= grace_s:
             return Verdict(start + "*", "delete", "journals of a save that is committed")
         return Verdict(folder, "keep", f"committed as step {commit.step}")
-    # Who reads a checkpoint that was replaced has as long as who writes one.
+    # Readers of a replaced checkpoint have as long as writers of a new one.
     touched = [stat.modified for stat in objects]
     touched += [started(attempt), place.commit_modified() or 0.0]
-    age = max(0.0, now - max(touched))  # the store's clock may tell whole seconds only
+    age = max(0.0, now - max(touched))  # the store's clock may have whole seconds only
     if age < grace_s:
         return Verdict(folder, "keep", f"written or replaced {age:.0f} s ago, less than {grace_s}")
     size = sum(stat.size for stat in objects)
@@ -283,7 +283,7 @@ def _judge(
 def _collect_uploads(
     storage: Store, place: _Place | None, key: str, grace_s: float, dry_run: bool
 ) -> list[Verdict]:
-    """Abort the uploads of one key which no journal names: their process died just then."""
+    """Abort the uploads of one key that no journal names: who began them died at once."""
     uploads = storage.open_uploads(key)
     if not uploads:
         return []

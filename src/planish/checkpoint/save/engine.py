@@ -298,7 +298,7 @@ class SaveEngine:
     def _stage_early(self, call: Control, offer: Offer, recorder: Recorder) -> Early | None:
         """Copy by the plan of the last save while the verdict travels, if there is room.
 
-        What fails here is tried again, and told to all ranks, once they have settled the plan.
+        What fails here is tried again once all ranks have settled the plan; they get that error.
         """
         if offer.likely is None or offer.local is None:
             return None
@@ -399,7 +399,7 @@ class SaveEngine:
                     stager.copy(items, lambda _: None, lambda i: i in late)
 
         def release() -> None:
-            # The save may have failed elsewhere; a copy must not go on in memory of the next one.
+            # If the save has failed elsewhere, nothing may be copied to memory of the next save.
             with copying:
                 save.failure = save.failure or SaveFailed("the save has ended")
                 free()

@@ -262,21 +262,16 @@ def _upload(save: Pending) -> UploadResult:
         call.note(f"uploaded for {save.options.uri}")
         return result
     except BaseException as error:
-        reason = _blame(call, error)
+        try:
+            call.check()
+        except Exception as earlier:  # who failed first is the reason
+            reason = earlier
+        else:
+            reason = joined_error({call.rank: _reason(call.rank, error)}, call.size)
+            with contextlib.suppress(PeerLost):
+                call.abort(reason)
         save.give_up()
         raise reason from error
-
-
-def _blame(call: Control, error: BaseException) -> Exception:
-    """Return why the save ends, and tell the others; who failed first is the reason."""
-    try:
-        call.check()
-    except Exception as earlier:
-        return earlier
-    reason = joined_error({call.rank: _reason(call.rank, error)}, call.size)
-    with contextlib.suppress(PeerLost):
-        call.abort(reason)
-    return reason
 
 
 def _reason(rank: int, error: BaseException) -> Exception:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -226,7 +227,7 @@ def upload_files(
         begun = [state.parts for state in states if state.parts is not None]
         if begun:
             journal.add((parts.key, parts.upload_id) for parts in begun)
-        tasks = _turns(states) if in_turns else _tasks(states)
+        tasks = iter(_tasks(states, in_turns))
         pace = pace_s / max(1, sum(file.size for file in files))
         run = _Run(storage, states, source, recorder, stop, tasks, pace)
         threads = [
@@ -262,26 +263,19 @@ def is_large(size: int) -> bool:
     return size >= SINGLE_PUT_BYTES
 
 
-def _tasks(files: Sequence[_File]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (file, number of the part, first byte, one past the last) in the order of staging."""
+def _tasks(files: Sequence[_File], in_turns: bool) -> list[tuple[int, int, int, int]]:
+    """Return (file, number of the part, first byte, one past the last) in the order of writing."""
+    tasks = []
     for index, file in enumerate(files):
         step = file.parts.part_bytes if file.parts else max(1, file.upload.size)
         for number, start in enumerate(range(0, max(1, file.upload.size), step), 1):
-            yield index, number, start, min(file.upload.size, start + step)
-
-
-def _turns(files: Sequence[_File]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the same tasks, those of neighbouring files of one state by their part numbers."""
-    states = [file.upload.state for file in files]
-    begin = 0
-    for end in range(1, len(files) + 1):
-        if end < len(files) and states[end] == states[begin]:
-            continue
-        tasks = [
-            (index + begin, n, start, stop) for index, n, start, stop in _tasks(files[begin:end])
-        ]
-        yield from sorted(tasks, key=lambda task: (task[1], task[0]))
-        begin = end
+            tasks.append((index, number, start, min(file.upload.size, start + step)))
+    if in_turns:
+        run = [0]  # by file: which run of neighbours of one state it belongs to
+        for file, following in pairwise(files):
+            run.append(run[-1] + (file.upload.state != following.upload.state))
+        tasks.sort(key=lambda task: (run[task[0]], task[1], task[0]))
+    return tasks
 
 
 def _work(run: _Run) -> None:

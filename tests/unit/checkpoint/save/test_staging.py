@@ -138,7 +138,7 @@ def test_files_begin_at_pages_and_progress_is_told_along_the_way():
     tensors = [torch.ones(5 << 20, dtype=torch.float64) for _ in range(3)]
     seen = []
     plan = plan_of([(i, 0, 40 << 20) for i in range(3)], b"12345678")
-    buffer = SharedBuffer(plan.nbytes)
+    buffer = SharedBuffer(sum(file.size for file in plan.files))
     Stager(plan, buffer, patience_s=0.0).copy(items_of(*tensors), seen.append)
     assert seen == [8 + (40 << 20) * n for n in (1, 2, 3)] + [8 + (120 << 20)]
     seen.clear()
