@@ -26,7 +26,7 @@ from planish.base.errors import (
 )
 from planish.checkpoint.commit.commit import require_commit
 from planish.store import open_store
-from planish.store.s3 import S3Store, Settings
+from planish.store.s3 import S3Settings, S3Store
 from tests.servers.http_proxy import HttpProxy, Rule
 
 pytestmark = pytest.mark.server
@@ -50,7 +50,7 @@ def through(minio, proxy, bucket):
     opened = []
 
     def make(*, retry_seconds=10.0, **options):
-        settings = Settings(
+        settings = S3Settings(
             proxy.endpoint,
             minio.access_key,
             minio.secret_key,

@@ -167,7 +167,7 @@ class FaultyMultipart:
         self.key = inner.key
         self.upload_id = inner.upload_id
         self.part_bytes = inner.part_bytes
-        self.may_have_twin = inner.may_have_twin
+        self.may_be_begun_twice = inner.may_be_begun_twice
         self._inner = inner
         self._suffer = suffer
 

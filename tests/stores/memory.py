@@ -215,7 +215,7 @@ class MemoryMultipart:
         self.key = key
         self.upload_id = upload_id
         self.part_bytes = part_bytes(size)
-        self.may_have_twin = False
+        self.may_be_begun_twice = False
         self._storage = storage
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:

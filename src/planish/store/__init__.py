@@ -17,7 +17,7 @@ from planish.store.base import (
     part_bytes,
 )
 from planish.store.objects import (
-    abort_twins,
+    abort_lost_uploads,
     create,
     delete,
     exists,
@@ -42,7 +42,7 @@ __all__ = [
     "Stat",
     "Store",
     "Upload",
-    "abort_twins",
+    "abort_lost_uploads",
     "check_key",
     "create",
     "delete",

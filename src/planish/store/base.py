@@ -122,7 +122,7 @@ class Multipart(Protocol):
     """With the key, all that another process needs to abort this upload."""
     part_bytes: int
     """Size of every part but the last."""
-    may_have_twin: bool
+    may_be_begun_twice: bool
     """Whether a try to begin it, whose answer was lost, may have begun another upload."""
 
     def write(self, number: int, data: Buffer, crc32c: int | None = None) -> None:

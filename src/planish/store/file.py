@@ -229,7 +229,7 @@ class FileStore:
 class FileMultipart:
     """A file without its name yet, written at its places by several threads."""
 
-    may_have_twin = False
+    may_be_begun_twice = False
 
     def __init__(self, target: Path, key: str, uri: str, size: int, counters: Counters):
         self.key = key

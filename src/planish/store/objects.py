@@ -184,14 +184,14 @@ def _write_parts(
     except BaseException:
         parts.abort()
         raise
-    abort_twins(store, [parts])
+    abort_lost_uploads(store, [parts])
     return etag
 
 
-def abort_twins(store: Store, written: Iterable[Multipart]) -> None:
+def abort_lost_uploads(store: Store, written: Iterable[Multipart]) -> None:
     """Abort what lost tries to begin `written` have begun; for keys that have one writer only."""
     for parts in written:
-        if not parts.may_have_twin:
+        if not parts.may_be_begun_twice:
             continue
         try:
             for upload in store.open_uploads(parts.key):

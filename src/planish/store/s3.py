@@ -28,7 +28,6 @@ import google_crc32c
 import numpy as np
 
 from planish.base.errors import (
-    ConfigError,
     ObjectChanged,
     ObjectExists,
     ObjectMissing,
@@ -48,7 +47,7 @@ from planish.store.base import (
     part_bytes,
 )
 from planish.store.retry import RETRY_SECONDS, Transient
-from planish.store.s3_client import Client, Refused, Settings, drained
+from planish.store.s3_client import Client, Refused, S3Settings, headers_of
 from planish.store.wire import READ_SECONDS, Answer
 
 _LONGEST_RETRY_SECONDS = 86_400
@@ -62,37 +61,33 @@ def connect(bucket: str, *, timeout_s: float = TIMEOUT_SECONDS) -> S3Store:
     Raises:
         StoreMisconfigured: no or impossible settings.
     """
-    try:
-        settings = read_settings()
-    except ConfigError as error:
-        raise StoreMisconfigured(f"bucket {bucket!r} can not be used: {error}") from None
-    return _connect(settings, bucket, timeout_s)
+    return _connect(read_settings(), bucket, timeout_s)
 
 
 @functools.lru_cache(maxsize=8)
-def _connect(settings: Settings, bucket: str, timeout_s: float) -> S3Store:
+def _connect(settings: S3Settings, bucket: str, timeout_s: float) -> S3Store:
     return S3Store(settings, bucket, timeout_s=timeout_s)
 
 
-def read_settings() -> Settings:
+def read_settings() -> S3Settings:
     """Read the settings from the environment.
 
     Raises:
-        ConfigError: names every variable that is missing or wrong.
+        StoreMisconfigured: a variable is missing or wrong; the message names it.
     """
     names = ("MINIO_ENDPOINT", "MINIO_ACCESS_KEY", "MINIO_SECRET_KEY")
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
-        raise ConfigError(
+        raise StoreMisconfigured(
             f"{', '.join(f'`{name}`' for name in missing)} must be set to use s3:// URIs, got "
             "nothing; a cluster sets them from a secret"
         )
     secure = os.environ.get("MINIO_SECURE", "1")
     if secure not in {"0", "1"}:
-        raise ConfigError(f"`MINIO_SECURE` must be 0 or 1, got {secure!r}")
+        raise StoreMisconfigured(f"`MINIO_SECURE` must be 0 or 1, got {secure!r}")
     endpoint, access_key, secret_key = (os.environ[name] for name in names)
     if "/" in endpoint:
-        raise ConfigError(
+        raise StoreMisconfigured(
             f"`MINIO_ENDPOINT` must be `host:port` without a scheme or path, got {endpoint!r}; "
             "`MINIO_SECURE` chooses between http and https"
         )
@@ -102,11 +97,11 @@ def read_settings() -> Settings:
     except ValueError:
         retry_seconds = -1.0
     if not 0 <= retry_seconds <= _LONGEST_RETRY_SECONDS:
-        raise ConfigError(
+        raise StoreMisconfigured(
             f"`MINIO_RETRY_SECONDS` must be a number from 0 to {_LONGEST_RETRY_SECONDS}, got "
             f"{text!r}"
         )
-    return Settings(
+    return S3Settings(
         endpoint,
         access_key,
         secret_key,
@@ -124,7 +119,7 @@ class S3Store:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: S3Settings,
         bucket: str,
         *,
         timeout_s: float = TIMEOUT_SECONDS,
@@ -149,7 +144,7 @@ class S3Store:
                 "put",
                 "PUT",
                 check_key(key),
-                drained,
+                headers_of,
                 headers=headers,
                 body=view,
                 tries=tries,
@@ -176,13 +171,13 @@ class S3Store:
             tries=tries,
         )
         upload_id = page.findtext("UploadId") or ""
-        return S3Multipart(self, self._client, key, upload_id, size, twin=tries.is_ambiguous)
+        return S3Multipart(self, self._client, key, upload_id, size, begun_twice=tries.is_ambiguous)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an upload."""
         with contextlib.suppress(ObjectMissing):
             self._client.call(
-                "abort", "DELETE", check_key(key), drained, query={"uploadId": upload_id}
+                "abort", "DELETE", check_key(key), headers_of, query={"uploadId": upload_id}
             )
 
     def open_uploads(self, key: str) -> list[Upload]:
@@ -228,7 +223,7 @@ class S3Store:
         """Return the facts of an object."""
         try:
             headers = self._client.call(
-                "head", "HEAD", check_key(key), drained, handled={400, 403, 404}
+                "head", "HEAD", check_key(key), headers_of, handled={400, 403, 404}
             )
         except Refused as refused:
             if not refused.code:
@@ -306,12 +301,19 @@ class S3Multipart:
     """An object of `S3Store` that is being written."""
 
     def __init__(
-        self, store: S3Store, client: Client, key: str, upload_id: str, size: int, *, twin: bool
+        self,
+        store: S3Store,
+        client: Client,
+        key: str,
+        upload_id: str,
+        size: int,
+        *,
+        begun_twice: bool,
     ):
         self.key = key
         self.upload_id = upload_id
         self.part_bytes = part_bytes(size)
-        self.may_have_twin = twin
+        self.may_be_begun_twice = begun_twice
         self._store = store
         self._client = client
         self._parts: dict[int, tuple[str, str]] = {}
@@ -322,7 +324,7 @@ class S3Multipart:
         checksum = _checksum(view, crc32c)
         query = {"partNumber": str(number), "uploadId": self.upload_id}
         answer = self._client.call(
-            "part", "PUT", self.key, drained, query=query, headers=checksum, body=view
+            "part", "PUT", self.key, headers_of, query=query, headers=checksum, body=view
         )
         self._parts[number] = (answer.get("ETag", ""), "".join(checksum.values()))
 

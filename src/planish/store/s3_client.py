@@ -53,7 +53,7 @@ _UNSIGNED = "UNSIGNED-PAYLOAD"
 
 
 @dataclass(frozen=True)
-class Settings:
+class S3Settings:
     """How to reach the server."""
 
     endpoint: str
@@ -83,7 +83,7 @@ class Client:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: S3Settings,
         bucket: str,
         *,
         timeout_s: float,
@@ -209,10 +209,10 @@ class Client:
         )
         self.counters.add(kind, sent=0 if body is None else body.nbytes)
         # Leaving the block by an error closes the connection, so nothing stale is read later.
-        with self.pool.line() as line:
+        with self.pool.connection() as connection:
             try:
                 target = f"{path}?{text}" if text else path
-                answer = line.request(method, target, signed, body, deadline)
+                answer = connection.request(method, target, signed, body, deadline)
                 self._date = (answer.headers.get("Date", ""), time.monotonic())
                 if answer.status < 300:
                     return take(answer)
@@ -220,7 +220,7 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, StoreError):
                     raise
-                broken = transient(error, sent=line.has_sent)
+                broken = transient(error, sent=connection.has_sent)
                 raise broken or StoreMisconfigured(
                     f"`MINIO_ENDPOINT` {self.endpoint!r} (bucket {self.bucket!r}) can not be "
                     f"spoken to: {describe(error)}; a plain server needs `MINIO_SECURE=0`, an own "
@@ -312,7 +312,7 @@ _CODE_OF_STATUS = {
 """The code to take an HTTP status for where the server's own is missing or unknown."""
 
 
-def drained(answer: Answer) -> Mapping[str, str]:
+def headers_of(answer: Answer) -> Mapping[str, str]:
     """Read an empty body away and return the headers."""
     answer.read_whole(_ERROR_BYTES)
     return dict(answer.headers.items())
@@ -358,7 +358,7 @@ def sign(
     path: str,
     query: str,
     headers: Mapping[str, str],
-    settings: Settings,
+    settings: S3Settings,
     at: datetime,
 ) -> dict[str, str]:
     """Return the headers of a request whose body is not hashed, signed.

@@ -13,7 +13,7 @@ import pytest
 
 from planish.store import Counters, part_bytes
 from planish.store.retry import Transient, Tries, longest_wait, transient
-from planish.store.s3_client import Settings, canonical_query, sign
+from planish.store.s3_client import S3Settings, canonical_query, sign
 
 
 def failing(times, result="done", *, sent=True):
@@ -114,7 +114,7 @@ def test_the_signature_is_that_of_the_published_algorithm():
         "/bucket/a%20b",
         canonical_query({"partNumber": "1", "uploadId": "x/y"}),
         {"host": "127.0.0.1:9000", "if-none-match": "*"},
-        Settings("127.0.0.1:9000", "AKID", "SECRET", secure=False, region="us-east-1"),
+        S3Settings("127.0.0.1:9000", "AKID", "SECRET", secure=False, region="us-east-1"),
         datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
     )
     assert headers["x-amz-date"] == "20260102T030405Z"

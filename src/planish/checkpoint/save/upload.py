@@ -28,7 +28,7 @@ from planish.store import (
     SINGLE_PUT_BYTES,
     Multipart,
     Store,
-    abort_twins,
+    abort_lost_uploads,
     open_store,
 )
 
@@ -251,7 +251,7 @@ def upload_files(
                 with contextlib.suppress(StoreError):
                     state.parts.abort()
         raise
-    abort_twins(storage, begun)  # at the end: the later, the less can still be on its way
+    abort_lost_uploads(storage, begun)  # at the end: the later, the less can still be on its way
     recorder.retried("upload", retries, storage.counters.retries)
     return [
         FileResult(s.upload.key, s.upload.size, DEFAULT, tuple(s.crcs.tolist())) for s in states
