@@ -27,7 +27,7 @@ from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.safetensors_file import (
-    Entry,
+    NewEntry,
     entry_name,
     header_bytes,
     parse_entry_name,
@@ -151,7 +151,7 @@ def _items():
 
 
 def _header():
-    entries = [Entry("w|0,0|2,4", "F32", (2, 4)), Entry("b|0|16", "BF16", (16,))]
+    entries = [NewEntry("w|0,0|2,4", "F32", (2, 4)), NewEntry("b|0|16", "BF16", (16,))]
     return plan_header(entries, notes={"format": "pt"})[0]
 
 

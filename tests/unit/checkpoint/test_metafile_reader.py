@@ -12,7 +12,7 @@ import numpy as np
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import block_crcs
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
-from planish.checkpoint.format.safetensors_file import Entry, entry_name, plan_header
+from planish.checkpoint.format.safetensors_file import NewEntry, entry_name, plan_header
 from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint import reader_100_lines
 from tests.unit.checkpoint.tilings import random_tiling
@@ -34,7 +34,7 @@ def written(folder, tensors):
                 part = array[(..., *(slice(o, o + n) for o, n in sides))]
                 parts[rng.randrange(2)].append((owner, spec, box, part.tobytes()))
     for number, part in enumerate(parts):
-        entries = [Entry(entry_name(s.fqn, b), "F32", b.lengths) for _, s, b, _ in part]
+        entries = [NewEntry(entry_name(s.fqn, b), "F32", b.lengths) for _, s, b, _ in part]
         header, starts = plan_header(entries)
         data = header + b"".join(blob for *_, blob in part)
         key = f"data/main.model/{number:05d}-0.safetensors"

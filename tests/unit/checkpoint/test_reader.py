@@ -21,7 +21,7 @@ from planish.base.errors import (
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.load.read_pool import RING, Place, Schedule
+from planish.checkpoint.load.read_pool import RING, Place, Rounds
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.store import open_store
@@ -149,19 +149,19 @@ def test_what_is_missing_or_unreachable_is_told():
 
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(2, RING))
 def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes, buckets):
-    schedule = Schedule.plan(list(range(len(sizes))), sizes, 100, buckets)
-    turns = [schedule.places[k].round for k in range(len(sizes))]
+    rounds = Rounds.plan(list(range(len(sizes))), sizes, 100, buckets)
+    turns = [rounds.places[k].round for k in range(len(sizes))]
     assert turns == sorted(turns)
-    assert schedule.rounds == len(set(turns))
-    assert schedule.ring_bytes <= 100 * min(buckets, schedule.rounds)
+    assert rounds.count == len(set(turns))
+    assert rounds.ring_bytes <= 100 * min(buckets, rounds.count)
     ends = {}
     for request, size in enumerate(sizes):
-        turn, base = schedule.places[request]
+        turn, base = rounds.places[request]
         assert base // 100 == turn % buckets
-        assert base + size <= schedule.ring_bytes
+        assert base + size <= rounds.ring_bytes
         assert base >= ends.get(turn, 0)
         ends[turn] = base + size
-    assert Schedule({0: Place(0, 0)}, 1, 5).ring_bytes == 5
+    assert Rounds({0: Place(0, 0)}, 1, 5).ring_bytes == 5
 
 
 @pytest.mark.slow

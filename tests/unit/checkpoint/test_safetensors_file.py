@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.safetensors_file import (
-    Entry,
+    NewEntry,
     StoredEntry,
     entry_name,
     header_bytes,
@@ -24,11 +24,11 @@ from planish.checkpoint.format.safetensors_file import (
 from planish.checkpoint.format.tables import ITEM_BYTES
 
 ENTRIES = [
-    Entry("step||", "F64", ()),
-    Entry("w|0,0|2,3", "F32", (2, 3)),
-    Entry("w|2,0|1,3", "F32", (1, 3)),
-    Entry("h|0|3", "BF16", (3,)),
-    Entry("m|0|5", "BOOL", (5,)),
+    NewEntry("step||", "F64", ()),
+    NewEntry("w|0,0|2,3", "F32", (2, 3)),
+    NewEntry("w|2,0|1,3", "F32", (1, 3)),
+    NewEntry("h|0|3", "BF16", (3,)),
+    NewEntry("m|0|5", "BOOL", (5,)),
 ]
 
 
@@ -54,7 +54,7 @@ def test_other_libraries_read_the_file():
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
 def test_every_type_has_a_place_in_the_file(dtype):
-    header, starts = plan_header([Entry("w|0,0|2,3", dtype, (2, 3))])
+    header, starts = plan_header([NewEntry("w|0,0|2,3", dtype, (2, 3))])
     size = len(header) + 6 * ITEM_BYTES[dtype]
     parsed = parse_header(header, size)
     stored = parsed.entries["w|0,0|2,3"]
@@ -77,7 +77,9 @@ def test_a_file_without_entries_is_a_file():
 
 def test_entries_of_more_than_two_gib_have_right_places():
     count = 2**31 + 10
-    header, starts = plan_header([Entry("a|0|1", "F32", (count,)), Entry("b|0|1", "U8", (3,))])
+    header, starts = plan_header(
+        [NewEntry("a|0|1", "F32", (count,)), NewEntry("b|0|1", "U8", (3,))]
+    )
     assert (starts - len(header)).tolist() == [0, 4 * count]
     stored = parse_header(header, len(header) + 4 * count + 3).entries
     assert stored["a|0|1"].shape == (count,)
@@ -104,7 +106,7 @@ def test_any_name_comes_back_from_its_entry(fqn, sides):
     assert parse_entry_name(name) == (fqn, box)
     assert name.isascii()
     assert name.count("|") == 2
-    header, _ = plan_header([Entry(name, "U8", (1,))])
+    header, _ = plan_header([NewEntry(name, "U8", (1,))])
     assert list(parse_header(header, len(header) + 1).entries) == [name]
 
 

@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from planish.checkpoint.adapters.optimizer import PART, torch_optimizers
 from planish.checkpoint.adapters.placement import FlatShard
-from planish.checkpoint.format.items import DescribedItems
+from planish.checkpoint.format.items import Collected, DescribedItems
 
 if TYPE_CHECKING:
-    from planish.checkpoint.adapters.gathering import Gathered
     from planish.checkpoint.format.geometry import Box
     from planish.checkpoint.format.tables import TensorSpec
 
@@ -188,7 +187,7 @@ def _is_of_torch(hook: Any) -> bool:
 class Description:
     """What a save has said of a state, and the outline for which that is true."""
 
-    def __init__(self, found: Outline, gathered: Gathered, sources: list[int]) -> None:
+    def __init__(self, found: Outline, gathered: Collected, sources: list[int]) -> None:
         """Keep what was gathered, but no tensor; see `described`."""
         self.facts, self.pointers = found.facts, found.pointers
         self.shapes = list(map(_shape, found.tensors))
@@ -237,7 +236,7 @@ class Description:
         return DescribedItems(self.specs, self.boxes, data)
 
 
-def described(found: Outline, gathered: Gathered) -> Description | None:
+def described(found: Outline, gathered: Collected) -> Description | None:
     """Return a description for later saves; None if something gathered is not of the outline.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from planish.checkpoint.adapters.again import Descriptions, described, outline
-from planish.checkpoint.adapters.gathering import Gathered, Gathering
+from planish.checkpoint.adapters.gathering import Gathering
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState, reshard
 from planish.checkpoint.adapters.nested import restore, unpacked
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
@@ -93,7 +93,7 @@ def collect(
     metadata: Metadata | None = None,
     map_fqn: Callable[[str], str] | None = None,
     parts: Collection[str] = LOADED,
-) -> Gathered:
+) -> Collected:
     """Return a role's tensors and small values on this rank, without copying any.
 
     Args:
@@ -158,9 +158,14 @@ def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
         gather_megatron(gathering, state)
         return
     from planish.checkpoint.adapters.fsdp import gather_fsdp
-    from planish.checkpoint.adapters.models import Sites, gather_model, gather_optimizer
+    from planish.checkpoint.adapters.models import (
+        NamedTensors,
+        gather_model,
+        gather_optimizer,
+        sites_of,
+    )
 
-    sites: Sites = lambda parameter: None  # noqa: E731
+    sites = sites_of(NamedTensors())
     if state.get("model") is not None:
         gather = gather_fsdp if gathering.framework == "fsdp" else gather_model
         sites = gather(gathering, state["model"])
@@ -272,7 +277,6 @@ def apply(
     Raises:
         LayoutMismatch: groups, ties or an opaque loader do not fit this layout.
     """
-    assert isinstance(collected, Gathered), "a load must begin with `collect`"
     for finish in collected.finish:
         finish(shared, own)
     report = dict(collected.report)

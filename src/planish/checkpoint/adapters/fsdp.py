@@ -23,7 +23,7 @@ from planish.checkpoint.adapters.models import (
     own_savers,
     sites_of,
 )
-from planish.checkpoint.adapters.optimizer import Site
+from planish.checkpoint.adapters.optimizer import ParameterSite
 from planish.checkpoint.adapters.placement import FlatShard, Placed, place, place_flat
 
 
@@ -65,7 +65,7 @@ class FlatSite:
         return torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False)
 
 
-def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], Site | None]:
+def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], ParameterSite | None]:
     """Collect a module wrapped by FSDP1 and return where its parameters' state lies.
 
     Raises:
@@ -84,7 +84,7 @@ def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], Site | N
         )
     named = named_tensors(model)
     ranges = _ranges(model)
-    sites: dict[int, Site] = {}
+    sites: dict[int, ParameterSite] = {}
     for name, tensor in named.tensors.items():
         if id(tensor) not in ranges:
             gathering.add("model", name, place(name, tensor))

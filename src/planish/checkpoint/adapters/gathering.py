@@ -7,36 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from planish.checkpoint.adapters.placement import Placed, copy_expanded, is_expanded, name_of
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, Finish, LocalItem
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.tables import PARTS, TensorSpec
-
-Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
-"""(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""
-Report = dict[str, str]
-"""What `apply` says of parts that may or may not be exact: `rng` is exact, reseeded or absent."""
-
-
-@dataclass
-class Gathered(Collected):
-    """What an adapter found, and how a load is finished.
-
-    Example:
-        >>> Gathered([]).finish
-        []
-    """
-
-    finish: list[Finish] = field(default_factory=list)
-    """Run in order once every item has been filled."""
-    report: Report = field(default_factory=dict)
-    """Filled by `finish`."""
 
 
 class Stored:
@@ -128,7 +107,7 @@ class Gathering:
         self.role, self.framework, self.for_load = role, framework, for_load
         self.stored = Stored(metadata if for_load else None, role, rename)
         self._items: list[LocalItem] = []
-        self.result = Gathered(self._items)
+        self.result = Collected(self._items)
         self._seen: dict[tuple[str, str], list[tuple[Box, ...]]] = {}
 
     def add(self, kind: str, fqn: str, placed: Placed) -> None:

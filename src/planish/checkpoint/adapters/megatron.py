@@ -21,7 +21,7 @@ from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, unite
 from planish.checkpoint.adapters.models import gather_rest
 from planish.checkpoint.adapters.nested import checked, name_of_path
-from planish.checkpoint.adapters.optimizer import Site, gather_stacked
+from planish.checkpoint.adapters.optimizer import ParameterSite, gather_stacked
 from planish.checkpoint.adapters.placement import Placed, check_dense, place
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import Box, intersect, shift, whole
@@ -36,7 +36,7 @@ def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
     Raises:
         TypeError: the model has no `sharded_state_dict`, or the optimizer is not supported.
     """
-    sites: dict[int, Site] = {}
+    sites: dict[int, ParameterSite] = {}
     model = state.get("model")
     for chunk in unite([model]) if _is_module(model) else [model]:
         module, entries = _entries_of(chunk)
@@ -99,7 +99,11 @@ def _kind(entry: Any) -> str:
 
 
 def _gather_entry(
-    gathering: Gathering, module: Any, path: tuple[Any, ...], entry: Any, sites: dict[int, Site]
+    gathering: Gathering,
+    module: Any,
+    path: tuple[Any, ...],
+    entry: Any,
+    sites: dict[int, ParameterSite],
 ) -> bool:
     """Collect an entry; returns False for an ordinary value."""
     kind = _kind(entry)

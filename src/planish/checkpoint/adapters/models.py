@@ -8,7 +8,7 @@ the first in the order of the module tree; the others are aliases of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,20 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.adapters.gathering import Finish, Gathering
+from planish.checkpoint.adapters.gathering import Gathering
 from planish.checkpoint.adapters.nested import checked, leaves, name_of_path, put, restore
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
 from planish.checkpoint.adapters.optimizer import (
+    ParameterSite,
     PlainSite,
-    Site,
+    Sites,
     gather_groups,
     gather_optimizers,
     torch_optimizers,
 )
 from planish.checkpoint.adapters.placement import FlatShard, place
-
-Sites = Callable[[Tensor], Site | None]
-"""Parameter -> where its optimizer state lies; None for a parameter without a name."""
+from planish.checkpoint.format.items import Finish
 
 
 def gather_model(gathering: Gathering, model: Any) -> Sites:
@@ -113,7 +112,7 @@ def sites_of(named: NamedTensors) -> Sites:
     """Return the sites of named parameters."""
     names = named.by_id
 
-    def site_of(parameter: Tensor) -> Site | None:
+    def site_of(parameter: Tensor) -> ParameterSite | None:
         name = names.get(id(parameter))
         return None if name is None else PlainSite(name, parameter)
 
@@ -215,7 +214,7 @@ def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
 
-    def site_of(parameter: Tensor) -> Site | None:
+    def site_of(parameter: Tensor) -> ParameterSite | None:
         site = sites(parameter)
         if site is None and id(parameter) in names:
             return PlainSite(names[id(parameter)], parameter)

@@ -7,7 +7,8 @@ a failed load leaves the optimizer as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,11 +23,13 @@ from planish.checkpoint.adapters.placement import TYPES, Placed, place
 
 PART = "optimizer"
 """Part of the state, and key of its small values."""
+GROUP = "param_group"
+"""Key of the number of a parameter's group, where no rank knows all parameters."""
 KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 """Options that choose a kernel, not a result: those of the loading optimizer stay."""
 
 
-class Site(Protocol):
+class ParameterSite(Protocol):
     """Where the state of one parameter lies."""
 
     @property
@@ -49,6 +52,10 @@ class Site(Protocol):
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros of the parameter's shape and layout."""
+
+
+Sites = Callable[[Tensor], ParameterSite | None]
+"""Parameter -> where its state lies; None for a parameter without a name."""
 
 
 @dataclass(frozen=True)
@@ -97,36 +104,48 @@ def torch_optimizers(value: Any) -> list[torch.optim.Optimizer]:
     return found if all(isinstance(one, torch.optim.Optimizer) for one in found) else []
 
 
-def gather_optimizers(
-    gathering: Gathering, optimizers: Sequence[Any], site_of: Callable[[Tensor], Site | None]
-) -> None:
+def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
     """Collect the state of torch optimizers, created where a load needs it.
 
     Raises:
-        TypeError: a state value cannot be stored.
+        TypeError: a state value can not be stored.
         ValueError: a parameter has no name, or two optimizers hold one parameter.
     """
-    names, numbers = _gather_states(gathering, optimizers, site_of)
-    _refuse_twice(names)
+    names, numbers = _gather_states(gathering, optimizers, sites)
+    counts = Counter(name for members in names for name in members)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"a parameter must be in one group of one optimizer, got {twice[:8]} in several; "
+            "save such optimizers as roles of their own"
+        )
     gathering.share(PART, numbers=numbers)
     gather_groups(gathering, _groups(optimizers), names)
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        _set_numbers(gathering, optimizers, site_of, shared.get(PART, {}).get("numbers", {}))
+        saved = shared.get(PART, {}).get("numbers", {})
+        for optimizer in optimizers if saved else ():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                site = sites(parameter)
+                name = "" if site is None else gathering.stored.name_of(site.fqn)
+                if name in saved:
+                    optimizer.state[parameter].update(saved[name])
 
     gathering.after(finish)
 
 
-def gather_stacked(
-    gathering: Gathering, optimizers: Sequence[Any], site_of: Callable[[Tensor], Site | None]
-) -> None:
+def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
     """Collect the state of torch optimizers whose parameters may be layers stacked in one tensor.
 
+    Pipeline stages hold different parameters, so that no rank could write the list of a group's
+    members: each parameter's group is stored as a number beside its state. Groups are the same on
+    all ranks.
+
     Raises:
-        TypeError: a state value is no tensor, or cannot be stored.
+        TypeError: a state value is no tensor, or can not be stored.
         ValueError: a parameter has no name.
     """
-    _, numbers = _gather_states(gathering, optimizers, site_of)
+    _, numbers = _gather_states(gathering, optimizers, sites)
     for name, values in numbers.items():
         key, value = next(iter(values.items()))
         raise TypeError(
@@ -135,7 +154,28 @@ def gather_stacked(
         )
     groups = _groups(optimizers)
     gathering.share(PART, options=_all_options(groups))
-    _gather_membership(gathering, groups, site_of)
+    kept: list[tuple[dict[str, Any], list[Tensor], list[str]]] = []
+    for number, group in enumerate(groups):
+        values_of_group: list[Tensor] = []
+        members: list[str] = []
+        for parameter in group["params"]:
+            site = _site(sites, parameter)
+            stored = gathering.stored.find("optim", f"{site.fqn}.{GROUP}")
+            if gathering.for_load and stored is None:
+                continue
+            numbered = torch.tensor(number)
+            site.gather(gathering, GROUP, numbered)
+            values_of_group.append(numbered)
+            members.append(site.fqn)
+        kept.append((group, values_of_group, members))
+
+    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        options = shared.get(PART, {}).get("options", [])
+        for group, loaded, members in kept:
+            saved = [options[int(value)] for value in loaded if int(value) < len(options)]
+            _set_options(group, saved, members)
+
+    gathering.after(finish)
 
 
 def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
@@ -143,16 +183,16 @@ def _groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _gather_states(
-    gathering: Gathering, optimizers: Sequence[Any], site_of: Callable[[Tensor], Site | None]
+    gathering: Gathering, optimizers: Sequence[Any], sites: Sites
 ) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
     """Collect all tensors; return each group's names, and parameter -> what is no tensor."""
     names: list[list[str]] = []
     numbers: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            sites = [_site(site_of, parameter) for parameter in group["params"]]
-            names.append([site.fqn for site in sites])
-            for parameter, site in zip(group["params"], sites, strict=True):
+            members = [_site(sites, parameter) for parameter in group["params"]]
+            names.append([site.fqn for site in members])
+            for parameter, site in zip(group["params"], members, strict=True):
                 _gather_state(gathering, optimizer, group, parameter, site, numbers)
     return names, numbers
 
@@ -188,8 +228,8 @@ def _all_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _site(site_of: Callable[[Tensor], Site | None], parameter: Tensor) -> Site:
-    site = site_of(parameter)
+def _site(sites: Sites, parameter: Tensor) -> ParameterSite:
+    site = sites(parameter)
     if site is None:
         raise ValueError(
             "every parameter of an optimizer must have a name, got one of shape "
@@ -199,26 +239,12 @@ def _site(site_of: Callable[[Tensor], Site | None], parameter: Tensor) -> Site:
     return site
 
 
-def _refuse_twice(names: Iterable[Sequence[str]]) -> None:
-    flat = [name for members in names for name in members]
-    twice = (
-        sorted({name for name in flat if flat.count(name) > 1})
-        if len(set(flat)) < len(flat)
-        else []
-    )
-    if twice:
-        raise ValueError(
-            f"a parameter must be in one group of one optimizer, got {twice[:8]} in several; "
-            "save such optimizers as roles of their own"
-        )
-
-
 def _gather_state(
     gathering: Gathering,
     optimizer: Any,
     group: Mapping[str, Any],
     parameter: Tensor,
-    site: Site,
+    site: ParameterSite,
     numbers: dict[str, dict[str, Any]],
 ) -> None:
     """Collect one parameter's state; for a load also what the checkpoint has and it lacks."""
@@ -244,7 +270,11 @@ def _gather_state(
 
 
 def _wanted(
-    gathering: Gathering, group: Mapping[str, Any], parameter: Tensor, site: Site, state: Any
+    gathering: Gathering,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    site: ParameterSite,
+    state: Any,
 ) -> dict[str, Tensor]:
     """Return a tensor for every stored state of a parameter: the present one, or zeros."""
     wanted: dict[str, Tensor] = {}
@@ -301,57 +331,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     return bool(a == b)
-
-
-def _set_numbers(
-    gathering: Gathering,
-    optimizers: Sequence[Any],
-    site_of: Callable[[Tensor], Site | None],
-    numbers: Mapping[str, Mapping[str, Any]],
-) -> None:
-    if not numbers:
-        return
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                site = site_of(parameter)
-                name = "" if site is None else gathering.stored.name_of(site.fqn)
-                if name in numbers:
-                    optimizer.state[parameter].update(numbers[name])
-
-
-GROUP = "param_group"
-"""Key of the number of a parameter's group, where no rank knows all parameters."""
-
-
-def _gather_membership(
-    gathering: Gathering,
-    groups: Sequence[dict[str, Any]],
-    site_of: Callable[[Tensor], Site | None],
-) -> None:
-    """Store each parameter's group as a number beside its state; groups are the same on all ranks.
-
-    Pipeline stages hold different parameters, so that no rank could write the list of members.
-    """
-    kept: list[tuple[dict[str, Any], list[Tensor], list[str]]] = []
-    for number, group in enumerate(groups):
-        values: list[Tensor] = []
-        members: list[str] = []
-        for parameter in group["params"]:
-            site = _site(site_of, parameter)
-            stored = gathering.stored.find("optim", f"{site.fqn}.{GROUP}")
-            if gathering.for_load and stored is None:
-                continue
-            value = torch.tensor(number)
-            site.gather(gathering, GROUP, value)
-            values.append(value)
-            members.append(site.fqn)
-        kept.append((group, values, members))
-
-    def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        options = shared.get(PART, {}).get("options", [])
-        for group, values, members in kept:
-            found = [options[int(value)] for value in values if int(value) < len(options)]
-            _set_options(group, found, members)
-
-    gathering.after(finish)

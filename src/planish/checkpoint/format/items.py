@@ -8,7 +8,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (tensor, basic and byte me
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
@@ -31,6 +31,8 @@ from planish.checkpoint.format.tables import TensorSpec, TensorTable, read_table
 if TYPE_CHECKING:
     import torch
 
+Finish = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""(shared, own) of the checkpoint -> nothing; puts loaded values into the state."""
 _MAGIC = b"PLNSHCOL"
 _VERSION = 1
 _MAX_PADDING = 16
@@ -116,6 +118,10 @@ class Collected:
     """JSON that a load needs before it plans (`aliases` of tied weights); rank 0's counts."""
     description: object | None = None
     """The same object for items that differ in values alone; None where that is not known."""
+    finish: list[Finish] = field(default_factory=list)
+    """What ends a load, in this order, once every item has been filled."""
+    report: dict[str, str] = field(default_factory=dict)
+    """Filled by `finish`: whether parts are exact (`rng` is exact, reseeded or absent)."""
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,15 @@ def pack(
         if isinstance(column, bytes):
             width, part = 1, column
         else:
-            width = _width(name, column)
+            low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+            if low < 0:
+                raise ValueError(f"column `{name}` must hold no negative number, got {low}")
+            width = next(width for width, limit in _LIMITS if high < limit)
             part = column.astype(_WIDTHS[width]).tobytes()
         rows.append([name, width, len(part) // width])
         parts.append(part)
-    told = dump_json({"columns": rows, "head": dict(head)})
-    return b"".join([_FIXED.pack(magic, version, len(told)), told, *parts])
+    text = dump_json({"columns": rows, "head": dict(head)})
+    return b"".join([_FIXED.pack(magic, version, len(text)), text, *parts])
 
 
 def unpack(
@@ -89,7 +92,16 @@ def unpack(
         raise PackFault("`columns` must be a list and `head` an object")
     columns: dict[str, Unsigned] = {}
     for row in head["columns"]:
-        name, width, count = _row(row, columns)
+        if not isinstance(row, list) or len(row) != 3:
+            raise PackFault(f"a column must be [name, width, count], got {row!r:.80}")
+        name, width, count = row
+        is_new = isinstance(name, str) and name not in columns
+        if not is_new or type(width) is not int or width not in _WIDTHS:
+            raise PackFault(
+                f"a column must have its own name and width 1, 2, 4 or 8, got {row!r:.80}"
+            )
+        if type(count) is not int or count < 0:
+            raise PackFault(f"a count must be a whole number, got {count!r:.80}")
         if count > (len(data) - start) // width:
             raise PackFault(f"column `{name}` of {count} x {width} bytes goes over the end")
         columns[name] = np.frombuffer(data, _WIDTHS[width], count, start)
@@ -141,24 +153,6 @@ def signed(column: Unsigned) -> I64:
     if column.dtype.itemsize == 8 and len(result) and int(result.min()) < 0:
         raise PackFault("a number must be less than 2**63")
     return result
-
-
-def _row(row: Any, seen: Mapping[str, Unsigned]) -> tuple[str, int, int]:
-    if not isinstance(row, list) or len(row) != 3:
-        raise PackFault(f"a column must be [name, width, count], got {row!r:.80}")
-    name, width, count = row
-    if not isinstance(name, str) or name in seen or type(width) is not int or width not in _WIDTHS:
-        raise PackFault(f"a column must have its own name and width 1, 2, 4 or 8, got {row!r:.80}")
-    if type(count) is not int or count < 0:
-        raise PackFault(f"a count must be a whole number, got {count!r:.80}")
-    return name, width, count
-
-
-def _width(name: str, column: I64) -> int:
-    low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-    if low < 0:
-        raise ValueError(f"column `{name}` must hold no negative number, got {low}")
-    return next(width for width, limit in _LIMITS if high < limit)
 
 
 def pack_texts(texts: Sequence[str]) -> tuple[I64, bytes]:
@@ -249,19 +243,17 @@ def load_json(data: bytes) -> Any:
     Raises:
         PackFault: not JSON, too deep, a name twice, a number that is not finite.
     """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a name appears twice in one object")
+        return dict(pairs)
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"number {name}")
+
     try:
         # As text: of bytes, `json` guesses the encoding and may import a codec for it.
-        return json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_refuse)
+        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise PackFault(f"must be JSON, got {error!r:.200}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice in one object")
-    return result
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"number {name}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -39,11 +39,11 @@ _SAFE = "_.-/:@+=()[] "
 _NAMED = re.compile(r"(.*)\|([0-9,]*)\|([0-9,]*)", re.DOTALL)
 
 
-class Entry(NamedTuple):
+class NewEntry(NamedTuple):
     """One box to be written.
 
     Example:
-        >>> Entry("w|0,0|1,2", "F32", (1, 2)).nbytes
+        >>> NewEntry("w|0,0|1,2", "F32", (1, 2)).nbytes
         8
     """
 
@@ -127,7 +127,7 @@ def parse_entry_name(name: str) -> tuple[str, Box]:
 
 
 def plan_header(
-    entries: Sequence[Entry], *, notes: Mapping[str, str] | None = None
+    entries: Sequence[NewEntry], *, notes: Mapping[str, str] | None = None
 ) -> tuple[bytes, I64]:
     """Return the first bytes of a file and where each entry begins in it.
 
@@ -143,18 +143,24 @@ def plan_header(
         ValueError: two entries have one name, or the header is longer than readers accept.
 
     Example:
-        >>> header, starts = plan_header([Entry("w|0|4", "F32", (4,)), Entry("b|0|1", "I8", (1,))])
+        >>> entries = [NewEntry("w|0|4", "F32", (4,)), NewEntry("b|0|1", "I8", (1,))]
+        >>> header, starts = plan_header(entries)
         >>> len(header), starts.tolist()
         (128, [128, 144])
     """
     if len({entry.name for entry in entries}) != len(entries):
         raise ValueError("entries of one file must have different names; split the file")
     forms = [entry[1:] for entry in entries]
-    nbytes = {form: Entry("", *form).nbytes for form in set(forms)}
+    nbytes = {form: NewEntry("", *form).nbytes for form in set(forms)}
     sizes = np.fromiter(map(nbytes.__getitem__, forms), np.int64, len(entries))
     ends = np.cumsum(sizes)
     rows = [f'"__metadata__":{dump_json(dict(notes)).decode()}'] if notes else []
-    rows += _rows(entries, (ends - sizes).tolist(), ends.tolist())
+    # JSON writes most names as they are.
+    is_plain = _PRINTED.fullmatch("".join([entry.name for entry in entries]))
+    forms_as_json = {form: _form_as_json(*form) for form in set(forms)}
+    for entry, start, end in zip(entries, (ends - sizes).tolist(), ends.tolist(), strict=True):
+        name = f'"{entry.name}"' if is_plain else dump_json(entry.name).decode()
+        rows.append(f'{name}:{{{forms_as_json[entry[1:]]},"data_offsets":[{start},{end}]}}')
     text = ("{" + ",".join(rows) + "}").encode("ascii")
     size = -(-(len(text) + _LENGTH.size) // ALIGNMENT) * ALIGNMENT
     if size - _LENGTH.size > MAX_HEADER_BYTES:
@@ -165,15 +171,7 @@ def plan_header(
     return header, ends - sizes + size
 
 
-def _rows(entries: Sequence[Entry], starts: list[int], ends: list[int]) -> Iterable[str]:
-    is_plain = _PRINTED.fullmatch("".join([entry.name for entry in entries]))
-    kinds = {pair: _kind(*pair) for pair in {(entry.dtype, entry.shape) for entry in entries}}
-    for (name, dtype, shape), start, end in zip(entries, starts, ends, strict=True):
-        told = f'"{name}"' if is_plain else dump_json(name).decode()
-        yield f'{told}:{{{kinds[dtype, shape]},"data_offsets":[{start},{end}]}}'
-
-
-def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+def _form_as_json(dtype: str, shape: tuple[int, ...]) -> str:
     """Return type and shape of a stored entry as JSON."""
     kind, values = _STORED.get(dtype, (dtype, 1))
     sides = shape if values == 1 else (*shape, values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,59 +127,54 @@ def _stored_fqn(spec: TensorSpec, options: LoadOptions) -> str:
     return options.map_fqn(parameter) + dot + state if dot else spec.fqn
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What all ranks together have found, where nothing stands against the load."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    max_host_bytes: int
-    """The least of all ranks."""
-
-
 def judge(
-    metadata: Metadata, findings: Sequence[bytes], wanted: Iterable[Key], options: LoadOptions
-) -> Verdict:
+    metadata: Metadata,
+    findings: Sequence[Mapping[str, Any]],
+    wanted: Iterable[Key],
+    options: LoadOptions,
+) -> tuple[list[str], list[str]]:
     """Put the findings of all ranks together; on rank 0.
 
     Args:
         metadata: of the checkpoint.
-        findings: what `Fit.encode` returned on each rank.
+        findings: what `Fit.encode` wrote on each rank.
         wanted: tensors of the checkpoint that some rank is going to fill.
         options: of rank 0.
+
+    Returns:
+        The tensors that the checkpoint lacks, and those that nothing asks for.
 
     Raises:
         PlanMismatch: the ranks want different things.
         LayoutMismatch: names, shapes or types differ; every offender is listed. `MissingKeys`,
             `UnexpectedKeys`, `ShapeMismatch` or `DtypeMismatch` where there is only that.
     """
-    facts = [json.loads(data) for data in findings]
     for name in ("options", "roles"):
-        seen = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(facts)))}
+        seen = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(findings)))}
         if len(seen) > 1:
             raise PlanMismatch(
                 f"all ranks must load with the same {name}, got {sorted(seen.items())}"
             )
-    used = {*wanted, *(tuple(key) for fact in facts for key in fact["unfit"])}
-    unexpected = tuple(
+    used = {*wanted, *(tuple(key) for fact in findings for key in fact["unfit"])}
+    unexpected = [
         quoted_name(*key)
         for key in sorted(metadata.tensor_ids)
         if key not in used
-        and key[0] in facts[0]["roles"]
+        and key[0] in findings[0]["roles"]
         and key[1] in options.parts
         and key[1] != "extra"
-    )
+    ]
     ranks_of: dict[str, dict[str, list[int]]] = {"missing": {}, "shape": {}, "dtype": {}}
     for kind, ranks_of_text in ranks_of.items():
-        for rank, fact in enumerate(facts):
+        for rank, fact in enumerate(findings):
             for text in fact["faults"][kind]:
                 ranks_of_text.setdefault(text, []).append(rank)
-    missing = tuple(ranks_of["missing"])
+    missing = list(ranks_of["missing"])
     if not options.strict:
         ranks_of["missing"] = {}
-    _refuse_faults(ranks_of, unexpected if options.strict else (), len(facts))
-    absent = dict.fromkeys(text for fact in facts for text in fact["absent"])
-    return Verdict((*missing, *absent), unexpected, min(fact["max_host_bytes"] for fact in facts))
+    _refuse_faults(ranks_of, unexpected if options.strict else (), len(findings))
+    absent = dict.fromkeys(text for fact in findings for text in fact["absent"])
+    return [*missing, *absent], unexpected
 
 
 def _refuse_faults(
@@ -226,7 +221,12 @@ class JobPlan:
     """Random name of the exchange, equal on all ranks."""
     unique_bytes: int
     """Tensor bytes that at least one rank needs, each counted once."""
-    verdict: Verdict
+    missing: tuple[str, ...]
+    """Tensors of the state that the checkpoint lacks."""
+    unexpected: tuple[str, ...]
+    """Tensors of the checkpoint that nothing asks for."""
+    max_host_bytes: int
+    """The least of all ranks."""
     sharing: Literal["all", "none"]
     """Whether ranks exchange bytes that several of them need."""
     replication: float
@@ -275,7 +275,9 @@ def plan_job(
         head["members"],
         head["tag"],
         head["unique_bytes"],
-        Verdict(tuple(head["missing"]), tuple(head["unexpected"]), head["max_host_bytes"]),
+        tuple(head["missing"]),
+        tuple(head["unexpected"]),
+        head["max_host_bytes"],
         head["sharing"],
         head["replication"],
     )
@@ -292,7 +294,8 @@ def _plan_for_all(
     metadata = opened.metadata
     columns = [Columns.decode(data) for data in wishes]
     keys = {key for wanted in columns for key in wanted.tensors.ids}
-    verdict = judge(metadata, findings, keys, options)
+    facts = [json.loads(data) for data in findings]
+    missing, unexpected = judge(metadata, facts, keys, options)
     # Replicas want the same, which is matched once.
     index, matched, reads = ShardIndex(metadata), dict[bytes, LocalReads](), []
     for wanted in columns:
@@ -317,9 +320,9 @@ def _plan_for_all(
     else:
         members, wires = [[rank] for rank in ranks], [b"" for _ in ranks]
     head = {
-        "missing": verdict.missing,
-        "unexpected": verdict.unexpected,
-        "max_host_bytes": verdict.max_host_bytes,
+        "missing": missing,
+        "unexpected": unexpected,
+        "max_host_bytes": min(fact["max_host_bytes"] for fact in facts),
         "tag": secrets.token_hex(8),
         "unique_bytes": shared.unique_bytes,
         "sharing": "all" if is_shared else "none",

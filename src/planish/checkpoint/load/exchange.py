@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from planish.base.errors import PeerLost
 from planish.checkpoint.load.fill import Bytes, PieceList, Targets
-from planish.checkpoint.load.read_pool import ReadPool, Schedule
+from planish.checkpoint.load.read_pool import ReadPool, Rounds
 from planish.checkpoint.plan.reads import Messages, RankReads
 from planish.checkpoint.watch.timings import Recorder
 
@@ -176,8 +176,8 @@ class Exchange:
         self.mesh = Mesh(control, members, tag)
         shared = np.unique(reads.sends.request)
         sizes = (reads.requests.stop - reads.requests.start)[shared]
-        self.schedule = Schedule.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES, buckets)
-        self.segments = Segments(self.mesh, self.schedule.ring_bytes, tag)
+        self.rounds = Rounds.plan(shared.tolist(), sizes.tolist(), BUCKET_BYTES, buckets)
+        self.segments = Segments(self.mesh, self.rounds.ring_bytes, tag)
         self._sends = PieceList(reads.send_pieces)
         self._receives = PieceList(reads.receive_pieces)
         self._near: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -189,7 +189,7 @@ class Exchange:
         """What this rank has received from other machines."""
         for peer, source in self.mesh.steps():
             self._learn(peer, source)
-        self.rounds = self.mesh.highest(self.schedule.rounds)
+        self.num_rounds = self.mesh.highest(self.rounds.count)
 
     def run(self, pool: ReadPool, targets: Targets, recorder: Recorder, control: Control) -> None:
         """Go through all rounds; the pool reads meanwhile.
@@ -199,13 +199,13 @@ class Exchange:
             PeerLost: a member does not answer any more.
         """
         try:
-            for turn in range(self.rounds):
+            for turn in range(self.num_rounds):
                 read = pool.wait_round(turn, control.check)
                 with recorder.stage("barrier"):
                     failed = self.mesh.highest(not read)
                 if failed:
                     raise Stopped
-                pool.open_rounds(turn + self.schedule.buckets)
+                pool.open_rounds(turn + self.rounds.buckets)
                 self._copy_near(turn, pool, targets, recorder)
                 self._swap_far(turn, pool, targets, recorder)
         finally:
@@ -220,7 +220,7 @@ class Exchange:
         sends, receives = self._reads.sends, self._reads.receives
         mine = np.flatnonzero(sends.peer == peer).tolist()
         theirs = np.flatnonzero(receives.peer == source).tolist()
-        places = [self.schedule.places[int(sends.request[message])] for message in mine]
+        places = [self.rounds.places[int(sends.request[message])] for message in mine]
         heads = np.array([(place.round, place.base) for place in places], np.int64).reshape(-1)
         rows = np.array([row for message in mine for row in _rows(sends, message)], np.int64)
         pieces, dims = self._reads.send_pieces, self._reads.send_pieces.strides.shape[1]
@@ -272,7 +272,7 @@ class Exchange:
                 received = np.empty(size, np.uint8)
                 filled = 0
                 for message in out:
-                    base = self.schedule.places[int(sends.request[message])].base
+                    base = self.rounds.places[int(sends.request[message])].base
                     rows = _rows(sends, message)
                     filled += self._sends.pack(rows, self.segments.own, base, sent[filled:])
                 self.mesh.swap(peer, sent, source, received, turn + 1)

@@ -6,7 +6,7 @@ values and the buffers of its data loader. See `small_objects` for how metadata 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -81,74 +81,51 @@ def read_extras(
         CheckpointIncomplete: an object is missing or short.
         CheckpointCorrupt: an object is damaged.
     """
-    found, data = _Found(reader, options), b""
+
+    def decoded(key: str, data: bytes) -> Any:
+        return decode_extra(data, allow_pickle=options.allow_pickle, file=key)
+
+    def by_name(key: str, data: bytes) -> dict[str, Any]:
+        value = decoded(key, data)
+        if not isinstance(value, dict):
+            raise CheckpointCorrupt(f"`{key}` must hold values by name, got {value!r:.80}")
+        return value
+
+    extras, data = Extras(), b""
+    names: dict[str, Names] = {}
+    shards: dict[str, list[Mapping[str, Any]]] = {}
     error: Exception | None = None
     try:
         for role in sorted(collected):
-            found.read_mine(role, collected[role], call.rank)
+            mine = names[role] = names_of(reader.opened.metadata.objects, role)
+            key, loader = mine.own.get(str(call.rank), ""), collected[role].loader
+            if "extra" in options.parts and key:
+                extras.own[role] = by_name(key, reader.read_file(key))
+            if "loader" in options.parts and mine.common and loader is not None:
+                ranks = [shard.get("dp_rank") for shard in mine.shards]
+                saved = 1 + max((rank for rank in ranks if type(rank) is int), default=0)
+                needed = sources(saved, loader.dp_rank, loader.dp_size)
+                # Shards whose buffers this rank needs are read, of the others the index is enough.
+                shards[role] = [
+                    decoded(shard["key"], reader.read_file(shard["key"]))
+                    if rank in needed
+                    else shard
+                    for shard, rank in zip(mine.shards, ranks, strict=True)
+                ]
         if call.rank == 0:
-            keys = found.common_keys()
-            data = encode_extra({key: reader.read_file(key) for key in keys})
+            # Options of parameter groups lie among the shared values, too.
+            wants_shared = not {"model", "optim", "extra"}.isdisjoint(options.parts)
+            keys = [mine.shared for mine in names.values() if wants_shared]
+            keys += [mine.common for mine in names.values() if "loader" in options.parts]
+            data = encode_extra({key: reader.read_file(key) for key in keys if key})
     except Exception as caught:
         error = caught
     call.settle(error, "extras")
     content = decode_extra(call.broadcast(data, "extras.data"))
-    for role, names in found.names.items():
-        if names.shared in content:
-            found.extras.shared[role] = found.values(names.shared, content[names.shared])
-        if names.common in content and role in found.shards:
-            common = found.value(names.common, content[names.common])
-            found.extras.loader[role] = LoaderState.from_data(common, found.shards[role])
-    return found.extras
-
-
-class _Found:
-    """What one rank has read so far."""
-
-    def __init__(self, reader: BlockReader, options: LoadOptions) -> None:
-        self.reader, self.options = reader, options
-        self.extras = Extras()
-        self.names: dict[str, Names] = {}
-        self.shards: dict[str, list[Mapping[str, Any]]] = {}
-
-    def read_mine(self, role: str, wanted: Collected, rank: int) -> None:
-        """Read what only this rank needs."""
-        names = self.names[role] = names_of(self.reader.opened.metadata.objects, role)
-        key = names.own.get(str(rank), "")
-        if "extra" in self.options.parts and key:
-            self.extras.own[role] = self.values(key, self.reader.read_file(key))
-        if "loader" in self.options.parts and names.common and wanted.loader is not None:
-            self.shards[role] = self._read_shards(names, wanted.loader)
-
-    def _read_shards(self, names: Names, wanted: LoaderState) -> list[Mapping[str, Any]]:
-        """Return all shards, those whose buffers this rank needs as a whole."""
-        ranks = [shard.get("dp_rank") for shard in names.shards]
-        saved = 1 + max((rank for rank in ranks if type(rank) is int), default=0)
-        needed = sources(saved, wanted.dp_rank, wanted.dp_size)
-        return [
-            self.value(shard["key"], self.reader.read_file(shard["key"]))
-            if shard.get("dp_rank") in needed
-            else shard
-            for shard in names.shards
-        ]
-
-    def common_keys(self) -> Sequence[str]:
-        """Return the objects that every rank needs."""
-        keys = []
-        for names in self.names.values():
-            # Options of parameter groups lie there too.
-            wanted = {"model", "optim", "extra"} & set(self.options.parts)
-            keys += [names.shared] if wanted and names.shared else []
-            keys += [names.common] if "loader" in self.options.parts and names.common else []
-        return keys
-
-    def value(self, key: str, data: bytes) -> Any:
-        """Decode an object."""
-        return decode_extra(data, allow_pickle=self.options.allow_pickle, file=key)
-
-    def values(self, key: str, data: bytes) -> dict[str, Any]:
-        """Decode an object that holds values by name."""
-        value = self.value(key, data)
-        if not isinstance(value, dict):
-            raise CheckpointCorrupt(f"`{key}` must hold values by name, got {value!r:.80}")
-        return value
+    for role, mine in names.items():
+        if mine.shared in content:
+            extras.shared[role] = by_name(mine.shared, content[mine.shared])
+        if mine.common in content and role in shards:
+            common = decoded(mine.common, content[mine.common])
+            extras.loader[role] = LoaderState.from_data(common, shards[role])
+    return extras

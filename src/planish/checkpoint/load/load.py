@@ -27,7 +27,7 @@ from planish.checkpoint.load.exchange import BUCKET_BYTES, Exchange, Stopped
 from planish.checkpoint.load.extras import Extras, read_extras
 from planish.checkpoint.load.fill import Targets, tensor_targets
 from planish.checkpoint.load.options import Loaded, LoadOptions
-from planish.checkpoint.load.read_pool import RING, ReadPool, Schedule
+from planish.checkpoint.load.read_pool import RING, ReadPool, Rounds
 from planish.checkpoint.load.reader import (
     MAX_DECODED_BYTES,
     BlockReader,
@@ -169,13 +169,13 @@ class _Load:
 
     def _move(self, targets: Targets, job: JobPlan) -> None:
         """Read, copy and exchange."""
-        threads, buckets = self._threads_and_buckets(job.verdict.max_host_bytes)
+        threads, buckets = self._threads_and_buckets(job.max_host_bytes)
         exchange: Exchange | None = None
-        schedule, ring = Schedule({}, 0, 0), np.zeros(0, np.uint8)
+        rounds, ring = Rounds({}, 0, 0), np.zeros(0, np.uint8)
         if len(job.members) > 1:
             exchange = Exchange(self.call, job.members, job.reads, buckets, job.tag)
-            schedule, ring = exchange.schedule, exchange.segments.own
-        pool = ReadPool(self.reader, job.reads, targets, self.recorder, schedule)
+            rounds, ring = exchange.rounds, exchange.segments.own
+        pool = ReadPool(self.reader, job.reads, targets, self.recorder, rounds)
         pool.start(ring, threads)
         try:
             if exchange is not None:
@@ -243,8 +243,8 @@ class _Load:
             shared=extras.shared,
             own=extras.own,
             loader=extras.loader,
-            missing=job.verdict.missing,
-            unexpected=job.verdict.unexpected,
+            missing=job.missing,
+            unexpected=job.unexpected,
             bytes_from_store=int(moved[0]),
             bytes_over_network=int(moved[1]),
             unique_bytes_needed=job.unique_bytes,

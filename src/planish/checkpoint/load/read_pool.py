@@ -37,18 +37,18 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Schedule:
+class Rounds:
     """The rounds of one rank's shared requests.
 
     Example:
-        >>> Schedule.plan([0, 1], [3, 2], 4).places[1]
+        >>> Rounds.plan([0, 1], [3, 2], 4).places[1]
         Place(round=1, base=4)
     """
 
     places: dict[int, Place]
     """Shared request to its place."""
-    rounds: int
-    """Number of rounds."""
+    count: int
+    """How many."""
     ring_bytes: int
     """Size of the ring."""
     buckets: int = RING
@@ -57,7 +57,7 @@ class Schedule:
     @classmethod
     def plan(
         cls, requests: list[int], sizes: list[int], bucket_bytes: int, buckets: int = RING
-    ) -> Schedule:
+    ) -> Rounds:
         """Fill buckets with requests in their order; no request is larger than a bucket."""
         places: dict[int, Place] = {}
         turn, filled = 0, 0
@@ -81,22 +81,22 @@ class ReadPool:
         reads: RankReads,
         targets: Targets,
         recorder: Recorder,
-        schedule: Schedule,
+        rounds: Rounds,
     ) -> None:
         """Prepare; `start` begins to read."""
         self.reader, self.reads, self.targets, self.recorder = reader, reads, targets, recorder
-        self.schedule = schedule
+        self.rounds = rounds
         self.error: BaseException | None = None
         self.modified = False
         self._ring: Bytes = np.zeros(0, np.uint8)
         self._copies = PieceList(reads.copies)
         self._rows = rows_by_request(reads.copies, len(reads.requests))
-        self._shared = deque(sorted(schedule.places, key=lambda q: (schedule.places[q].round, q)))
-        self._private = deque(q for q in range(len(reads.requests)) if q not in schedule.places)
-        self._left = [0] * schedule.rounds
-        for place in schedule.places.values():
+        self._shared = deque(sorted(rounds.places, key=lambda q: (rounds.places[q].round, q)))
+        self._private = deque(q for q in range(len(reads.requests)) if q not in rounds.places)
+        self._left = [0] * rounds.count
+        for place in rounds.places.values():
             self._left[place.round] += 1
-        self._open_rounds = schedule.buckets
+        self._open_rounds = rounds.buckets
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -148,7 +148,7 @@ class ReadPool:
 
     def _next(self) -> int:
         """Return the next request that may be read; -1 when there will be none."""
-        places = self.schedule.places
+        places = self.rounds.places
         with self._change:
             while self.error is None:
                 if self._shared and places[self._shared[0]].round < self._open_rounds:
@@ -166,7 +166,7 @@ class ReadPool:
         try:
             while (request := self._next()) >= 0:
                 size = int(requests.stop[request] - requests.start[request])
-                place = self.schedule.places.get(request)
+                place = self.rounds.places.get(request)
                 if place is None and len(own) < size:
                     own = np.empty(size, np.uint8)
                 buffer, base = (own, 0) if place is None else (self._ring, place.base)
@@ -179,6 +179,7 @@ class ReadPool:
             self.stop(error)
 
     def _handle(self, request: int, buffer: Bytes, base: int, size: int) -> None:
+        """Read one request to byte `base` of `buffer`, verify it, and copy what this rank wants."""
         requests = self.reads.requests
         file, start = int(requests.file[request]), int(requests.start[request])
         clock = [time.time()]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from planish.base.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointIncomplete,
     ObjectChanged,
     ObjectMissing,
@@ -117,22 +116,6 @@ def locate(uri: str, storage: Store | None = None) -> tuple[Store, str]:
         return storage, uri.strip("/")
     scheme, _, rest = uri.partition("://")
     return storage, (rest if scheme == "file" else rest.partition("/")[2]).strip("/")
-
-
-def _get(store: Store, key: str, start: int, target: memoryview) -> None:
-    try:
-        store.get_into(key, start, target)
-    except (ObjectMissing, ObjectChanged):
-        raise CheckpointIncomplete(
-            f"`{store.uri(key)}` must be there as it was written, but is missing; load an earlier "
-            "checkpoint"
-        ) from None
-    except StoreError as error:
-        if type(error) is not StoreError:
-            raise
-        raise CheckpointIncomplete(
-            f"`{store.uri(key)}` must have at least {start + len(target)} bytes: {error}"
-        ) from error
 
 
 def open_state(place: str, storage: Store | None = None) -> Opened:
@@ -274,21 +257,27 @@ class BlockReader:
         return bytes(self.read(row, 0, table.sizes[row]))
 
     def _read(self, file: int, start: int, target: memoryview, *, again: bool) -> None:
-        opened = self.opened
+        """Read; if the bytes are gone because another save has replaced this checkpoint, say so."""
+        opened, key = self.opened, self.opened.key(file)
         self.counters.add(file, len(target), again=again)
+        uri = opened.storage.uri(key)
         try:
-            _get(opened.storage, opened.key(file), start, target)
-        except CheckpointIncomplete as error:
-            raise self._explain(error) from None
-
-    def _explain(self, error: CheckpointIncomplete) -> CheckpointError:
-        """Say so if the object is gone because another save has replaced this checkpoint."""
-        opened = self.opened
+            opened.storage.get_into(key, start, target)
+            return
+        except (ObjectMissing, ObjectChanged):
+            fault = (
+                f"`{uri}` must be there as it was written, but is missing; load an earlier "
+                "checkpoint"
+            )
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            fault = f"`{uri}` must have at least {start + len(target)} bytes: {error}"
         newer = read_commit(opened.storage, opened.path)
         if newer is not None and newer.attempt == opened.commit.attempt:
-            return error
+            raise CheckpointIncomplete(fault)
         state = "deleted" if newer is None else f"overwritten by the save {newer.attempt}"
-        return CheckpointIncomplete(
+        raise CheckpointIncomplete(
             f"`{opened.uri}` must stand still while it is read, but was {state}; load again "
-            f"({error})"
+            f"({fault})"
         )

@@ -21,7 +21,7 @@ from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.fill import RAW, Array, numpy_targets
-from planish.checkpoint.load.read_pool import ReadPool, Schedule
+from planish.checkpoint.load.read_pool import ReadPool, Rounds
 from planish.checkpoint.load.reader import BlockReader, Opened
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.share import share_reads
@@ -107,7 +107,7 @@ class SliceReader:
         mine = match(metadata, Columns.from_items(items))
         reads = share_reads(metadata, [mine]).rank(metadata, 0, mine)
         targets = numpy_targets(arrays, [part.boxes for part in slices])
-        pool = ReadPool(self.reader, reads, targets, Recorder(0, "load"), Schedule({}, 0, 0))
+        pool = ReadPool(self.reader, reads, targets, Recorder(0, "load"), Rounds({}, 0, 0))
         pool.start(np.zeros(0, np.uint8), self.num_threads)
         pool.finish()
         return arrays
@@ -140,19 +140,7 @@ class CachedReader(BlockReader):
             claimed = {key: self._blocks[key] for key in mine}
             while len(self._blocks) > self._most:
                 self._blocks.popitem(last=False)
-        # Own blocks first: nobody waits for somebody who waits.
-        self._read_claimed(file, start, target, claimed)
-        for key, block in found.items():
-            data = block.result()
-            target[key[1] - start : key[1] - start + len(data)] = data
-
-    def check(self, file: int, start: int, target: memoryview) -> None:
-        """Do nothing: what `fetch` returns has been verified."""
-
-    def _read_claimed(
-        self, file: int, start: int, target: memoryview, claimed: dict[_Block, Future[bytes]]
-    ) -> None:
-        """Read runs of neighbouring blocks, and hand each block to whoever waits for it."""
+        # Own blocks first, in runs of neighbours: nobody waits for somebody who waits.
         places = sorted(place for _, place in claimed)
         try:
             while places:
@@ -175,3 +163,9 @@ class CachedReader(BlockReader):
                 if not claimed[file, place].done():
                     claimed[file, place].set_exception(error)
             raise
+        for key, kept in found.items():
+            data = kept.result()
+            target[key[1] - start : key[1] - start + len(data)] = data
+
+    def check(self, file: int, start: int, target: memoryview) -> None:
+        """Do nothing: what `fetch` returns has been verified."""

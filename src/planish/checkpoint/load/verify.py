@@ -6,7 +6,7 @@ Needs no torch; memory is a few buffers of 16 MiB, whatever the size of the chec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -16,14 +16,12 @@ import numpy as np
 from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.safetensors_file import (
-    Header,
     entry_name,
     header_bytes,
     parse_header,
 )
-from planish.checkpoint.load.reader import BlockReader, Opened, check_objects, open_state
+from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.store import Store
 
 Level = Literal["meta", "size", "crc"]
@@ -79,7 +77,7 @@ def verify(
     storage: Store | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Check a committed checkpoint; faults are told, not raised.
+    """Check a committed checkpoint; faults are reported, not raised.
 
     Args:
         place: URI of the checkpoint, or its pin.
@@ -108,96 +106,76 @@ def verify(
     report.num_objects += len(table)
     missing = check_objects(opened)
     report.faults += [Fault(text.split("`")[1], -1, text) for text in missing]
-    if level == "crc":
-        sound = set(range(len(table))) - {table.keys.index(f.file) for f in report.faults}
-        _check_bytes(opened, sorted(sound), report, progress)
+    if level == "size":
+        return report
+    files = sorted(set(range(len(table))) - {table.keys.index(f.file) for f in report.faults})
+    reader = BlockReader(opened)
+    ranges = [
+        (file, start, min(start + REQUEST_BYTES, table.sizes[file]))
+        for file in files
+        for start in range(0, table.sizes[file], REQUEST_BYTES)
+    ]
+    total = sum(table.sizes[file] for file in files)
+    with ThreadPoolExecutor(min(4, 2 * (os.cpu_count() or 1))) as pool:
+        checked = pool.map(lambda place: _check_range(reader, *place), ranges)
+        for (_, start, stop), faults in zip(ranges, checked, strict=True):
+            report.faults += faults
+            report.num_bytes += stop - start
+            if progress is not None:
+                progress(report.num_bytes, total)
+    damaged = {fault.file for fault in report.faults}
+    for file in files:
+        if table.keys[file] not in damaged and table.keys[file].endswith(".safetensors"):
+            report.faults += _check_header(reader, file)
     return report
 
 
-def _check_bytes(
-    opened: Opened,
-    files: list[int],
-    report: Report,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    reader = BlockReader(opened)
-    sizes = opened.metadata.files.sizes
-    jobs = [
-        (file, start, min(start + REQUEST_BYTES, sizes[file]))
-        for file in files
-        for start in range(0, sizes[file], REQUEST_BYTES)
-    ]
-    total = sum(sizes[file] for file in files)
-    with ThreadPoolExecutor(min(4, 2 * (os.cpu_count() or 1))) as pool:
-        for faults, size in pool.map(lambda job: _check_range(reader, *job), jobs):
-            report.faults += faults
-            report.num_bytes += size
-            if progress is not None:
-                progress(report.num_bytes, total)
-    bad = {fault.file for fault in report.faults}
-    for file in files:
-        if opened.metadata.files.keys[file] not in bad:
-            report.faults += _check_header(reader, file)
-
-
-def _check_range(reader: BlockReader, file: int, start: int, stop: int) -> tuple[list[Fault], int]:
+def _check_range(reader: BlockReader, file: int, start: int, stop: int) -> list[Fault]:
+    """Check whole blocks of one file."""
     name = reader.opened.metadata.files.keys[file]
     data = np.empty(stop - start, np.uint8)
     try:
         reader.fill(file, start, data.data)
-        return [], stop - start
+        return []
     except CheckpointCorrupt:
         # Which blocks: every one of them alone.
-        return list(_bad_blocks(reader, file, start, data)), stop - start
+        faults = []
+        for offset in range(0, len(data), BLOCK):
+            try:
+                reader.check(file, start + offset, data[offset : offset + BLOCK].data)
+            except CheckpointCorrupt as error:
+                faults.append(Fault(error.file, error.block, str(error)))
+        return faults
     except CheckpointError as error:
-        return [Fault(name, -1, str(error))], stop - start
-
-
-def _bad_blocks(
-    reader: BlockReader, file: int, start: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]
-) -> Iterator[Fault]:
-    for offset in range(0, len(data), BLOCK):
-        try:
-            reader.check(file, start + offset, data[offset : offset + BLOCK].data)
-        except CheckpointCorrupt as error:
-            yield Fault(error.file, error.block, str(error))
+        return [Fault(name, -1, str(error))]
 
 
 def _check_header(reader: BlockReader, file: int) -> list[Fault]:
     """Compare the header of a data file with what the metadata says of it."""
-    table = reader.opened.metadata.files
-    name, size = table.keys[file], table.sizes[file]
-    if not name.endswith(".safetensors"):
-        return []
+    meta = reader.opened.metadata
+    name, size = meta.files.keys[file], meta.files.sizes[file]
     try:
         length = header_bytes(bytes(reader.read(file, 0, min(8, size))), size, file=name)
         header = parse_header(bytes(reader.read(file, 0, length)), size, file=name)
     except CheckpointError as error:
         return [Fault(name, 0, str(error))]
-    return _compare_header(reader.opened, file, header)
-
-
-def _compare_header(opened: Opened, file: int, header: Header) -> list[Fault]:
-    meta, name = opened.metadata, opened.metadata.files.keys[file]
     faults = []
-    rows = np.flatnonzero(meta.shards.file == file)
-    for row in rows.tolist():
-        told = _entry_of(meta, row)
-        entry = header.entries.get(told)
-        start, size = int(meta.shards.start[row]), int(meta.shards.nbytes[row])
-        if entry is None or (entry.start, entry.stop) != (start, start + size):
+    rows = np.flatnonzero(meta.shards.file == file).tolist()
+    for row in rows:
+        tensor = int(meta.shards.tensor[row])
+        dims = int(meta.tensors.dims[tensor])
+        box = Box(
+            tuple(meta.shards.offsets[row, :dims].tolist()),
+            tuple(meta.shards.lengths[row, :dims].tolist()),
+        )
+        wanted = entry_name(meta.tensors.fqns[tensor], box)
+        entry = header.entries.get(wanted)
+        start, nbytes = int(meta.shards.start[row]), int(meta.shards.nbytes[row])
+        if entry is None or (entry.start, entry.stop) != (start, start + nbytes):
             seen = None if entry is None else (entry.start, entry.stop)
-            text = f"`{told}` must lie at {(start, start + size)} of `{name}`, got {seen}"
+            text = f"`{wanted}` must lie at {(start, start + nbytes)} of `{name}`, got {seen}"
             faults.append(Fault(name, -1, text))
     if len(rows) != len(header.entries):
         text = f"`{name}` must hold {len(rows)} entries, got {len(header.entries)}"
         faults.append(Fault(name, -1, text))
     return faults
-
-
-def _entry_of(meta: Metadata, shard: int) -> str:
-    """Return the name of a stored box in its file."""
-    tensor = int(meta.shards.tensor[shard])
-    dims = int(meta.tensors.dims[tensor])
-    sides = [side[shard, :dims].tolist() for side in (meta.shards.offsets, meta.shards.lengths)]
-    return entry_name(meta.tensors.fqns[tensor], Box(tuple(sides[0]), tuple(sides[1])))

@@ -18,7 +18,12 @@ from planish.base.errors import PlanMismatch
 from planish.checkpoint.format.geometry import I64, volumes
 from planish.checkpoint.format.items import Columns
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
-from planish.checkpoint.format.safetensors_file import ALIGNMENT, Entry, plan_header, quote_fqn
+from planish.checkpoint.format.safetensors_file import (
+    ALIGNMENT,
+    NewEntry,
+    plan_header,
+    quote_fqn,
+)
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorTable
 from planish.checkpoint.plan.ordering import before, order_by, ranges, run_sums, strides_of
 
@@ -63,7 +68,7 @@ def header(names: Sequence[str], dtypes: Sequence[str], rows: Rows) -> bytes:
     columns = (column.tolist() for column in rows[:4])
     for tensor, dims, offsets, lengths in zip(*columns, strict=True):
         box = f"{','.join(map(str, offsets[:dims]))}|{','.join(map(str, lengths[:dims]))}"
-        entries.append(Entry(f"{names[tensor]}|{box}", dtypes[tensor], tuple(lengths[:dims])))
+        entries.append(NewEntry(f"{names[tensor]}|{box}", dtypes[tensor], tuple(lengths[:dims])))
     return plan_header(entries)[0]
 
 
@@ -94,7 +99,7 @@ def _fixed(dtype: str) -> tuple[int, int]:
     """Return the characters of an entry besides name and numbers: of a scalar, and of others."""
     known = len("{}") + len(f"0{ITEM_BYTES[dtype]}")
     scalar, sided = (
-        len(plan_header([Entry(name, dtype, shape)])[0][8:].rstrip()) - known
+        len(plan_header([NewEntry(name, dtype, shape)])[0][8:].rstrip()) - known
         for name, shape in (("||", ()), ("|0|1", (1,)))
     )
     return scalar, sided - 3

@@ -1,6 +1,6 @@
 """What one rank reads, copies, sends and receives in a load, and how it works that out.
 
-A rank knows its own pieces; the coordinator sends it a `Part`: its requests, and who else needs
+A rank knows its own pieces; the coordinator sends it a `RankPart`: its requests, and who else needs
 their pieces. Reader and receiver cut pieces at the bounds of requests by the same rule and order
 them alike, so a message needs no description: both sides know its bytes.
 
@@ -60,7 +60,7 @@ class LocalReads:
 
 
 @dataclass(frozen=True)
-class Requests:
+class ReadRequests:
     """Byte ranges to read, each at most 16 MiB, bounded by CRC blocks or the end of the file."""
 
     file: I64
@@ -73,6 +73,10 @@ class Requests:
     def __len__(self) -> int:
         """Return the number of requests."""
         return len(self.file)
+
+    def take(self, rows: I64) -> ReadRequests:
+        """Return some of the requests, in the order of `rows`."""
+        return ReadRequests(self.file[rows], self.start[rows], self.stop[rows])
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Messages:
 class RankReads:
     """What one rank executes: read its requests, copy, send to peers, receive from peers."""
 
-    requests: Requests
+    requests: ReadRequests
     """To read, in this order."""
     copies: Pieces
     """From the rank's own requests into its own items, ascending by request."""
@@ -148,12 +152,12 @@ class RankReads:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What a rank must know of a shared plan: its requests, and who else needs their pieces."""
 
     rank: int
     """Its number."""
-    requests: Requests
+    requests: ReadRequests
     """[q], those it reads or needs bytes of, ascending by file and start."""
     reader: I64
     """[q], who reads each."""
@@ -229,7 +233,9 @@ class _Cuts(NamedTuple):
     """[c], bytes of an element."""
 
 
-def _cut(metadata: Metadata, requests: Requests, rows: I64, pieces: tuple[I64, I64, I64]) -> _Cuts:
+def _cut(
+    metadata: Metadata, requests: ReadRequests, rows: I64, pieces: tuple[I64, I64, I64]
+) -> _Cuts:
     """Cut pieces at the bounds of requests.
 
     Args:
@@ -298,7 +304,7 @@ def _refuse_across(metadata: Metadata, shard: I64, odd: Flags, cut: Flags) -> No
         )
 
 
-def assemble(metadata: Metadata, part: Part, mine: LocalReads) -> RankReads:
+def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
     """Return what a rank executes.
 
     Args:
@@ -312,7 +318,7 @@ def assemble(metadata: Metadata, part: Part, mine: LocalReads) -> RankReads:
     """
     own = np.flatnonzero(part.reader == part.rank)
     own = own[np.argsort(part.number[own], kind="stable")]
-    requests = Requests(*(c[own] for c in _columns(part.requests)))
+    requests = part.requests.take(own)
     order, _ = canonical(metadata, mine.shard, mine.offsets, mine.lengths)
     rows, request = _pairs(metadata, part.requests, mine, order)
     cuts = _cut(
@@ -344,11 +350,9 @@ def assemble(metadata: Metadata, part: Part, mine: LocalReads) -> RankReads:
     return RankReads(requests, copies, sends, sent, receives, receipts)
 
 
-def _columns(requests: Requests) -> tuple[I64, I64, I64]:
-    return requests.file, requests.start, requests.stop
-
-
-def _pairs(metadata: Metadata, requests: Requests, mine: LocalReads, order: I64) -> tuple[I64, I64]:
+def _pairs(
+    metadata: Metadata, requests: ReadRequests, mine: LocalReads, order: I64
+) -> tuple[I64, I64]:
     """Return the pieces of `mine`, in `order`, each with all requests that its bytes may lie in."""
     file, first, last, _, _ = spans(
         metadata, mine.shard[order], mine.offsets[order], mine.lengths[order]
@@ -390,7 +394,7 @@ def _messages(request: I64, peer: I64, nbytes: I64) -> tuple[Messages, I64]:
     return messages, np.asarray(np.cumsum(new) - 1)
 
 
-def _sends(metadata: Metadata, part: Part) -> tuple[Messages, Pieces]:
+def _sends(metadata: Metadata, part: RankPart) -> tuple[Messages, Pieces]:
     cuts = _cut(metadata, part.requests, part.request, (part.shard, part.offsets, part.lengths))
     # One row for each cut and each other rank that wants its piece: rank by rank, then the cuts
     # of a piece in their order, which is what the receiver does.
@@ -418,7 +422,7 @@ def _sends(metadata: Metadata, part: Part) -> tuple[Messages, Pieces]:
     return messages, pieces
 
 
-def encode_part(part: Part) -> bytes:
+def encode_part(part: RankPart) -> bytes:
     """Return a part as bytes."""
     width = part.offsets.shape[1]
     columns: dict[str, I64 | bytes] = {
@@ -437,7 +441,7 @@ def encode_part(part: Part) -> bytes:
     return pack(_MAGIC, _VERSION, {"rank": part.rank, "width": width}, columns)
 
 
-def decode_part(data: bytes) -> Part:
+def decode_part(data: bytes) -> RankPart:
     """Read what `encode_part` wrote.
 
     Raises:
@@ -448,8 +452,8 @@ def decode_part(data: bytes) -> Part:
         column = {name: signed(values) for name, values in raw.items()}
         width, rank = int(head["width"]), int(head["rank"])
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(column["wanted"])])
-        requests = Requests(column["file"], column["start"], column["start"] + column["length"])
-        return Part(
+        requests = ReadRequests(column["file"], column["start"], column["start"] + column["length"])
+        return RankPart(
             rank,
             requests,
             column["reader"],

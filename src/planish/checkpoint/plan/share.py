@@ -24,9 +24,9 @@ from planish.checkpoint.plan.coverage import unique_elements
 from planish.checkpoint.plan.ordering import fresh, order_by, ranges, run_sums
 from planish.checkpoint.plan.reads import (
     LocalReads,
-    Part,
+    RankPart,
     RankReads,
-    Requests,
+    ReadRequests,
     assemble,
     canonical,
     decode_part,
@@ -98,7 +98,7 @@ class SharedReads:
 
     ranks: int
     """Number of ranks."""
-    requests: Requests
+    requests: ReadRequests
     """Of all ranks, ascending by file and start, disjoint."""
     reader: I64
     """[q], who reads it."""
@@ -122,7 +122,7 @@ class SharedReads:
         """Bytes of all requests."""
         return int((self.requests.stop - self.requests.start).sum())
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> RankPart:
         """Return what one rank must know to assemble its reads."""
         bounds, rows = self.involved
         mine = rows[bounds[rank] : bounds[rank + 1]]
@@ -133,9 +133,9 @@ class SharedReads:
         piece = pieces[ranges(first[mine[reads]], counts)]
         alone = self.wanted.sets.add(np.array([rank]))
         others = self.wanted.set[piece] != alone
-        return Part(
+        return RankPart(
             rank,
-            Requests(*(column[mine] for column in self._columns)),
+            self.requests.take(mine),
             self.reader[mine],
             self.number[mine],
             row[others],
@@ -155,10 +155,6 @@ class SharedReads:
             mine: The rank's own reads, as given to `share_reads`.
         """
         return assemble(metadata, self.part(rank), mine)
-
-    @property
-    def _columns(self) -> tuple[I64, I64, I64]:
-        return self.requests.file, self.requests.start, self.requests.stop
 
 
 @dataclass(frozen=True)
@@ -318,7 +314,7 @@ class _Needs(NamedTuple):
 
 def _requests(
     metadata: Metadata, blocks: _Blocks, sets: RankSets
-) -> tuple[Requests, _Needs, float]:
+) -> tuple[ReadRequests, _Needs, float]:
     """Join stretches into runs and runs into requests; also return how often blocks are needed."""
     sizes = np.array(metadata.files.sizes, np.int64)
     base = line_bases(sizes)
@@ -345,11 +341,11 @@ def _requests(
     line, start, stop = coalesce(
         line, blocks.start - base[file], blocks.stop - base[file], sizes[line_file]
     )
-    requests = Requests(line_file[line], start, stop)
+    requests = ReadRequests(line_file[line], start, stop)
     return requests, _needs(requests, base, blocks, sets), replication
 
 
-def _needs(requests: Requests, base: I64, blocks: _Blocks, sets: RankSets) -> _Needs:
+def _needs(requests: ReadRequests, base: I64, blocks: _Blocks, sets: RankSets) -> _Needs:
     low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
     begin = np.searchsorted(high, blocks.start, side="right").astype(np.int64)
     end = np.searchsorted(low, blocks.stop, side="left").astype(np.int64)
@@ -366,7 +362,7 @@ def _needs(requests: Requests, base: I64, blocks: _Blocks, sets: RankSets) -> _N
     return _Needs(first, numbers, run_sums(held[order], rows), sets.unions(numbers, first))
 
 
-def _readers(requests: Requests, needs: _Needs, sets: RankSets, hosts: I64) -> I64:
+def _readers(requests: ReadRequests, needs: _Needs, sets: RankSets, hosts: I64) -> I64:
     """Return [q]: one reader for each request among the ranks that need it.
 
     Worst fit, largest request first: of the candidates within one request of the lowest load, one
@@ -414,7 +410,7 @@ def _involved(needs: _Needs, sets: RankSets, ranks: int) -> tuple[I64, I64]:
     return bounds, request[order]
 
 
-def _piece_of(metadata: Metadata, wanted: Wanted, requests: Requests) -> tuple[I64, I64]:
+def _piece_of(metadata: Metadata, wanted: Wanted, requests: ReadRequests) -> tuple[I64, I64]:
     """Return, request by request, the pieces between whose first and last byte it lies."""
     file, first, last, _, _ = spans(metadata, wanted.shard, wanted.offsets, wanted.lengths)
     base = line_bases(np.array(metadata.files.sizes, np.int64))
