@@ -26,7 +26,7 @@ from planish.algorithms.losses import (
 from planish.algorithms.masked import masked_mean, masked_whiten
 from planish.algorithms.tppo import Tppo, TppoConfig, expected_lengths
 from planish.algorithms.vapo import Vapo, VapoConfig
-from planish.stages.evaluate.metrics import pass_at_k
+from planish.stages.evaluate.score import pass_at_k
 from planish.verifiers.shaping import overlong_penalty
 from tests.unit.algorithms.batches import make_batch, value_step, whole_step
 

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from typing import Any
 
-from planish.stages.curate.problem import Drop, Problem, drop, words
+from planish.stages.curate.problem import Drop, Problem, drop, sift, words
 
 NUM_PERMUTATIONS = 128
 """Hash functions of one signature."""
@@ -39,18 +39,17 @@ def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[
     answers: dict[str, set[str]] = {}
     for problem in problems:
         answers.setdefault(problem.key, set()).add(f"{problem.verifier}/{problem.answer}")
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    seen: set[str] = set()
-    for problem in problems:
+    kept_keys: set[str] = set()
+
+    def judge(problem: Problem) -> Drop | None:
         if len(answers[problem.key]) > 1:
-            drops.append(drop(problem, "conflicting_answers"))
-        elif problem.key in seen:
-            drops.append(drop(problem, "duplicate"))
-        else:
-            seen.add(problem.key)
-            kept.append(problem)
-    return kept, drops
+            return drop(problem, "conflicting_answers")
+        if problem.key in kept_keys:
+            return drop(problem, "duplicate")
+        kept_keys.add(problem.key)
+        return None
+
+    return sift(problems, judge)
 
 
 def shingles(text: Sequence[str]) -> frozenset[str]:
@@ -152,16 +151,15 @@ def remove_contaminated(
         counts.update(ngrams(words(problem.question), ngram))
     limit = max(BOILERPLATE_MIN, BOILERPLATE_FRACTION * len(evaluation))
     leaks = {sequence for sequence, count in counts.items() if count <= limit}
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for problem in train:
+
+    def judge(problem: Problem) -> Drop | None:
         if problem.key in held_out:
-            drops.append(drop(problem, "equals_held_out"))
-        elif leaks and not leaks.isdisjoint(ngrams(words(problem.question), ngram)):
-            drops.append(drop(problem, f"shares_{ngram}_words_with_held_out"))
-        else:
-            kept.append(problem)
-    return kept, drops
+            return drop(problem, "equals_held_out")
+        if leaks and not leaks.isdisjoint(ngrams(words(problem.question), ngram)):
+            return drop(problem, f"shares_{ngram}_words_with_held_out")
+        return None
+
+    return sift(train, judge)
 
 
 def ngrams(text: Sequence[str], size: int) -> set[str]:

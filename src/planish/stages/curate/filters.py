@@ -5,25 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from planish.stages.curate.problem import Drop, Problem, drop, fraction_of
+from planish.stages.curate.problem import Drop, Problem, drop, fraction_of, sift
 from planish.verifiers import answer_fault, verify
 
 
 def remove_unverifiable(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
-    """Drop problems whose ground truth no verifier can judge; drop wrong traces, keep the problem.
+    """Drop problems whose ground truth no verifier can judge."""
 
-    Returns:
-        Problems (without their trace when it does not end in the answer) and the dropped ones.
-    """
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for problem in problems:
+    def judge(problem: Problem) -> Drop | None:
         fault = answer_fault(problem.verifier, problem.answer)
-        if fault is None:
-            kept.append(problem)
-        else:
-            drops.append(drop(problem, fault))
-    return kept, drops
+        return None if fault is None else drop(problem, fault)
+
+    return sift(problems, judge)
 
 
 def has_good_trace(problem: Problem) -> bool:
@@ -35,32 +28,30 @@ def has_good_trace(problem: Problem) -> bool:
 
 def remove_long(problems: Sequence[Problem], max_chars: int) -> tuple[list[Problem], list[Drop]]:
     """Drop prompts without any text and prompts of more than `max_chars` characters."""
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for problem in problems:
-        length = sum(len(message["content"]) for message in problem.messages)
+
+    def judge(problem: Problem) -> Drop | None:
         if not problem.question.strip():
-            drops.append(drop(problem, "prompt_empty"))
-        elif length > max_chars:
-            drops.append(Drop("prompt_too_long", f"{problem.origin}: {length} characters"))
-        else:
-            kept.append(problem)
-    return kept, drops
+            return drop(problem, "prompt_empty")
+        length = sum(len(message["content"]) for message in problem.messages)
+        if length > max_chars:
+            return Drop("prompt_too_long", f"{problem.origin}: {length} characters")
+        return None
+
+    return sift(problems, judge)
 
 
 def remove_outside_band(
     problems: Sequence[Problem], low: float, high: float
 ) -> tuple[list[Problem], list[Drop]]:
     """Drop problems whose measured pass rate lies outside [low, high]."""
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for problem in problems:
+
+    def judge(problem: Problem) -> Drop | None:
         if math.isnan(problem.pass_rate) or low <= problem.pass_rate <= high:
-            kept.append(problem)
-        else:
-            reason = "too_hard" if problem.pass_rate < low else "too_easy"
-            drops.append(Drop(reason, f"{problem.origin}: pass rate {problem.pass_rate:.3f}"))
-    return kept, drops
+            return None
+        reason = "too_hard" if problem.pass_rate < low else "too_easy"
+        return Drop(reason, f"{problem.origin}: pass rate {problem.pass_rate:.3f}")
+
+    return sift(problems, judge)
 
 
 def is_held_out(problem: Problem, fraction: float) -> bool:

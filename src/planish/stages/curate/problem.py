@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -136,6 +136,21 @@ def fraction_of(text: str) -> float:
     """Map text to a number in [0, 1) that is equal on every machine."""
     digest = hashlib.sha256(f"planish/split/{text}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64
+
+
+def sift(
+    problems: Sequence[Problem], judge: Callable[[Problem], Drop | None]
+) -> tuple[list[Problem], list[Drop]]:
+    """Return the problems that `judge` keeps, in order, and why it took out each other."""
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    for problem in problems:
+        taken_out = judge(problem)
+        if taken_out is None:
+            kept.append(problem)
+        else:
+            drops.append(taken_out)
+    return kept, drops
 
 
 def drop(problem: Problem, reason: str) -> Drop:

@@ -1,18 +1,29 @@
-"""Scalars of one evaluation, for all prompts and for each source of prompts."""
+"""Scores of an evaluation, for all prompts and for each source of prompts.
+
+Source: avg@n as in DAPO, arXiv 2503.14476, section 4.1; the unbiased pass@k of arXiv 2107.03374,
+equation 1; cons@n is the majority vote of arXiv 2203.11171.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from planish.base.errors import ConfigError
 from planish.records.reports import Scalars
 from planish.records.rollouts import FinishReason, RolloutSet
-from planish.stages.evaluate import metrics
 from planish.stages.evaluate.config import EvaluateConfig
 from planish.verifiers import Verdict
+
+Accuracies = npt.NDArray[np.float64]
+"""[P, n], 1 for each right sample of each prompt and 0 for each other."""
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,7 @@ class Judged:
     num_samples: int
     """n."""
 
-    def accuracy(self) -> npt.NDArray[np.float64]:
+    def accuracy(self) -> Accuracies:
         """Return accuracies [P, n]."""
         flat = np.array([v.accuracy for v in self.verdicts], dtype=np.float64)
         return flat.reshape(-1, self.num_samples)
@@ -66,18 +77,18 @@ def scalars(
     """
     n = sampled.num_samples
     accuracy = sampled.accuracy()[rows]
-    error, (low, high) = metrics.bootstrap(accuracy, num_resamples=config.num_resamples, seed=seed)
+    error, (low, high) = bootstrap(accuracy, num_resamples=config.num_resamples, seed=seed)
     answers = sampled.answers()
     chosen = (np.asarray(rows)[:, None] * n + np.arange(n)).ravel()
     finish = sampled.rollouts.finish[chosen]
     lengths = sampled.rollouts.response_tokens.lengths[chosen]
     verdicts = [sampled.verdicts[row] for row in chosen]
     scores: Scalars = {
-        "accuracy": metrics.average(accuracy),
+        "accuracy": average(accuracy),
         "accuracy_bootstrap_error": error,
         "accuracy_bootstrap_low": low,
         "accuracy_bootstrap_high": high,
-        f"cons@{n}": metrics.consensus(accuracy, [answers[row] for row in rows]),
+        f"cons@{n}": consensus(accuracy, [answers[row] for row in rows]),
         "num_prompts": float(len(rows)),
         "num_samples": float(n),
         "invalid_fraction": float(np.mean([v.invalid for v in verdicts])),
@@ -88,12 +99,12 @@ def scalars(
         "num_generated_tokens": float(lengths.sum()),
     }
     if n > 1:
-        scores["accuracy_standard_error"] = metrics.sampling_error(accuracy)
+        scores["accuracy_standard_error"] = sampling_error(accuracy)
     for k in config.pass_at:
         if k <= n:
-            scores[f"pass@{k}"] = metrics.mean_pass_at_k(accuracy, k)
+            scores[f"pass@{k}"] = mean_pass_at_k(accuracy, k)
     if greedy is not None:
-        scores["greedy"] = metrics.average(greedy.accuracy()[rows])
+        scores["greedy"] = average(greedy.accuracy()[rows])
     return scores
 
 
@@ -112,7 +123,7 @@ def rise_error(before: Sequence[str], after: Sequence[str]) -> float:
         0.0
     """
     tables = [np.array([[float(mark) for mark in row] for row in rows]) for rows in (before, after)]
-    return metrics.sampling_error(tables[1] - tables[0])
+    return sampling_error(tables[1] - tables[0])
 
 
 def rows_by_source(sources: Sequence[str]) -> dict[str, list[int]]:
@@ -126,3 +137,117 @@ def rows_by_source(sources: Sequence[str]) -> dict[str, list[int]]:
     for row, source in enumerate(sources):
         rows.setdefault(source, []).append(row)
     return dict(sorted(rows.items()))
+
+
+def average(accuracy: Accuracies) -> float:
+    """Return avg@n: the mean over prompts of the mean accuracy of their samples.
+
+    Args:
+        accuracy: [P, n] float64 of 0 and 1.
+    """
+    return float(accuracy.mean(axis=1).mean())
+
+
+def sampling_error(accuracy: Accuracies) -> float:
+    """Return the standard error of avg@n with the prompts held fixed.
+
+    Args:
+        accuracy: [P, n] float64; or the differences of two policies whose samples share their
+            seeds, for the error of the difference.
+
+    Returns:
+        sqrt(sum_p var_p / n) / P with the sample variance of each prompt; NaN for n = 1.
+    """
+    num_prompts, num_samples = accuracy.shape
+    if num_samples < 2:
+        return math.nan
+    variances = accuracy.var(axis=1, ddof=1)
+    return float(math.sqrt(variances.sum() / num_samples) / num_prompts)
+
+
+def bootstrap(
+    accuracy: Accuracies, *, num_resamples: int, seed: int
+) -> tuple[float, tuple[float, float]]:
+    """Draw prompts with replacement to see how avg@n depends on the choice of prompts.
+
+    Args:
+        accuracy: [P, n] float64.
+        num_resamples: number of draws of P prompts.
+        seed: of the draws.
+
+    Returns:
+        Standard deviation of avg@n over the draws, and its 2.5 % and 97.5 % quantiles.
+    """
+    means = accuracy.mean(axis=1)
+    generator = np.random.default_rng(seed)
+    draws = [
+        float(means[generator.integers(0, len(means), len(means))].mean())
+        for _ in range(num_resamples)
+    ]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(np.std(draws, ddof=1)), (float(low), float(high))
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the chance that k of the samples, drawn without replacement, hold a right one.
+
+    Returns:
+        1 - C(n - c, k) / C(n, k); 1 when fewer than k samples are wrong.
+
+    Raises:
+        ConfigError: k is not in 1..n.
+
+    Example:
+        >>> round(pass_at_k(16, 4, 8), 6)
+        0.961538
+    """
+    if not 1 <= k <= num_samples:
+        raise ConfigError(
+            f"k of pass@k must lie in 1..{num_samples}, got {k}; sample more responses"
+        )
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def mean_pass_at_k(accuracy: Accuracies, k: int) -> float:
+    """Return pass@k averaged over prompts, from accuracies [P, n]."""
+    num_samples = accuracy.shape[1]
+    correct = (accuracy > 0.0).sum(axis=1)
+    return float(np.mean([pass_at_k(num_samples, int(c), k) for c in correct]))
+
+
+def majority(answers: Sequence[str | None]) -> int | None:
+    """Return the position of the first answer of the largest class.
+
+    Args:
+        answers: extracted answers in sample order; None is an invalid one and forms no class.
+            Integers are compared as numbers, anything else as text.
+
+    Returns:
+        None without a valid answer; of equal classes the one that occurs first wins.
+    """
+    counts: dict[str, int] = {}
+    first: dict[str, int] = {}
+    for position, answer in enumerate(answers):
+        if answer is None:
+            continue
+        key = str(int(answer)) if _INTEGER.fullmatch(answer) else answer
+        counts[key] = counts.get(key, 0) + 1
+        first.setdefault(key, position)
+    if not counts:
+        return None
+    # Dictionaries keep the order of first occurrence, and max takes the first of equals.
+    return first[max(counts, key=lambda key: counts[key])]
+
+
+def consensus(accuracy: Accuracies, answers: Sequence[Sequence[str | None]]) -> float:
+    """Return cons@n: the share of prompts whose most frequent answer is right.
+
+    Args:
+        accuracy: [P, n] float64.
+        answers: [P] lists of n extracted answers; None is invalid.
+    """
+    votes = [majority(row) for row in answers]
+    right = [0.0 if v is None else float(accuracy[p, v] > 0.0) for p, v in enumerate(votes)]
+    return float(np.mean(right))

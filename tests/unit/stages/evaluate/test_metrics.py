@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.base.errors import ConfigError
-from planish.stages.evaluate.metrics import (
+from planish.stages.evaluate.score import (
     average,
     bootstrap,
     consensus,
