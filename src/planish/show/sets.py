@@ -46,7 +46,7 @@ _COUNTED_TEXTS = 1_000_000
 
 
 def manifest_tables(uri: str, manifest: Manifest) -> list[RenderableType]:
-    """Return what the manifest itself tells."""
+    """Return schema, files, parents and attributes of a set."""
     total = sum(shard.bytes for shard in manifest.shards)
     facts: list[list[Any]] = [
         ["schema", manifest.schema],
@@ -76,7 +76,12 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
         for name, summary in summaries.items():
             summary.add(piece[name])
         for row in range(min(rows - len(cells), len(piece[cls.COLUMNS[0].name]))):
-            cells.append([[spec.name, _cell(piece[spec.name], row)] for spec in cls.COLUMNS])
+            cells.append([])
+            for spec in cls.COLUMNS:
+                column = piece[spec.name]
+                value = column.row(row).copy() if isinstance(column, Ragged) else column[row]
+                value = value.item() if isinstance(value, np.generic) else value
+                cells[-1].append([spec.name, value])
     specs = [[c.name, c.kind, summaries[c.name].text(), c.meaning] for c in cls.COLUMNS]
     return [
         table("columns", "column", "type", "values", "meaning", rows=specs),
@@ -85,13 +90,6 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
             for row, values in enumerate(cells)
         ),
     ]
-
-
-def _cell(data: Any, row: int) -> Any:
-    if isinstance(data, Ragged):
-        return data.row(row).copy()
-    value = data[row]
-    return value.item() if isinstance(value, np.generic) else value
 
 
 class _Numbers:

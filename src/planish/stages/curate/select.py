@@ -72,7 +72,7 @@ def curate(
         pass_rates: measures pass rates, when a reference policy is configured.
 
     Raises:
-        ConfigError: nothing is left to train or to evaluate on; tells the counts per filter.
+        ConfigError: nothing is left to train or to evaluate on; names the counts per filter.
     """
     if not tables:
         train, evaluation = _generate(config, seed, ledger)

@@ -1,6 +1,6 @@
 """The monitor stage: looks for a faulty machine while another stage works, or in a recording.
 
-A fault does not fail it. It is written down under the root: runs that are told to keep away from
+A fault does not fail it. It is written down under the root: runs that are set to keep away from
 machines that were named do so from their start on.
 """
 
@@ -66,7 +66,14 @@ def run(
             outcome = _outcome(_look_back(raw, trace, job), 1, 0)
         else:
             outcome = _look_on(raw, job, root, iteration, float(watch_seconds))
-        _write_down(root, iteration, str(outcome.values["faulty_machine"]))
+        machine = str(outcome.values["faulty_machine"])
+        if machine and is_node_name(machine):
+            # Following runs keep away from it.
+            run_id = os.environ.get("RUN_ID", "")
+            avoid(root, AvoidedNode(machine, "monitor_check", run_id, iteration))
+        elif machine:
+            # A recording may name machines as it likes; what is no node can not be kept away from.
+            logger.warning("not the name of a node machine=%s", machine)
         return outcome
 
     outcome = execute(
@@ -78,18 +85,6 @@ def run(
         iteration=iteration,
     )
     return CheckResult(str(outcome.values["faulty_machine"]))
-
-
-def _write_down(root: str, iteration: int, machine: str) -> None:
-    """Let the following runs know the machine, if it is a node."""
-    if not machine:
-        return
-    if not is_node_name(machine):
-        # A recording may name machines as it likes; what is no node can not be kept away from.
-        logger.warning("not the name of a node machine=%s", machine)
-        return
-    run_id = os.environ.get("RUN_ID", "")
-    avoid(root, AvoidedNode(machine, "monitor_check", run_id, iteration))
 
 
 def _look_back(raw: dict[str, Any], trace: str, job: str) -> Result:

@@ -1,4 +1,4 @@
-"""Looks at one job over and over until it finds a fault or is told to end."""
+"""Looks at one job again and again until it finds a fault or what is watched has ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def watch(
     """Look at a job in the interval of the configuration.
 
     A server that does not answer is no reason to fail: what is watched goes on without. Neither is
-    a job with too few machines to compare, which is said once; others may still join it.
+    a job with too few machines to compare, which is logged once; others may still join it.
 
     Args:
         settings: of the service.
@@ -63,7 +63,7 @@ def watch(
     monitors: dict[str, JobMonitor] = {}
     watched, begun = Watched(), time.monotonic()
     interval = settings.minder.service.interval_seconds
-    has_said = False
+    has_logged = False
     while True:
         watched.num_calls += 1
         try:
@@ -76,8 +76,8 @@ def watch(
                 watched.result = monitors[info.key].call(
                     frame, started=info.started, stages=dict(info.stages), board=board
                 )
-            elif not has_said:
-                has_said = True
+            elif not has_logged:
+                has_logged = True
                 logger.warning(
                     "nothing to compare job=%s machines=%d least=%d",
                     info.key,

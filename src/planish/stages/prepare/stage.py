@@ -145,7 +145,7 @@ def run(
 
 
 def liveness(api: ClusterApi | None) -> Callable[[Holder], bool | None]:
-    """Return what tells whether the holder of a lock lives, here or in the cluster."""
+    """Return a function that checks whether the holder of a lock lives, here or in the cluster."""
 
     def alive(holder: Holder) -> bool | None:
         if holder.kind == "local" or api is None:
@@ -215,7 +215,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     if api is None and inside_cluster():
         api = KubernetesApi.from_pod()
     me = current_holder()
-    # Before all else: a fault of a run that may not be here is not told on another run's root.
+    # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
     config = build_config(
         preset=wish.preset,

@@ -155,7 +155,7 @@ class MachineAlert:
     kind: str = ""
     """dissimilar, silent or job_wide."""
     state: str = ""
-    """As it was last told; `resolved` when it is over."""
+    """Newest state that the monitor wrote; `resolved` when it is over."""
     stage: str = ""
     """Stage that ran on the machine."""
     iteration: int = 0
@@ -169,7 +169,7 @@ class ReportFacts:
     root: str
     """URI of the run."""
     state: str = ""
-    """Final state as the scheduler tells it; empty where it tells none."""
+    """Final state as the scheduler gives it; empty where it gives none."""
     run: dict[str, Any] = field(default_factory=dict)
     """`run.json`."""
     tasks: list[TaskLog] = field(default_factory=list)
@@ -185,7 +185,7 @@ class ReportFacts:
     alerts: list[MachineAlert] = field(default_factory=list)
     """By first second."""
     avoided: list[AvoidedNode] = field(default_factory=list)
-    """Nodes that following runs keep away from, where they are told to."""
+    """Nodes that following runs keep away from, where that is set."""
     restart: str = ""
     """Whether this run is started again; empty where restarts are off or none was due."""
     curation: str = ""

@@ -1,4 +1,4 @@
-"""Collect the facts of a run from its root; what is missing is told and never raised.
+"""Collect the facts of a run from its root; what is missing is listed and never raised.
 
 No drawing here, and no wording beyond what is missing.
 """
@@ -68,7 +68,7 @@ class Reader:
         except (PlanishError, OSError) as error:
             self.missing.append(f"{what}: {one_line(str(error))}")
         except Exception as error:
-            # The exit task tells what it can even when a file is hostile; the fault is shown.
+            # The exit task reports what it can even when a file is hostile; the fault is listed.
             logger.warning("unreadable what=%s", what, exc_info=True)
             self.missing.append(f"{what}: {one_line(f'{type(error).__name__}: {error}')}")
         return default
@@ -87,7 +87,7 @@ def gather(root: str, state: str = "") -> ReportFacts:
 
     Args:
         root: URI of the run.
-        state: final state of the run as the scheduler tells it.
+        state: final state of the run as the scheduler gives it.
     """
     reader = Reader(root)
     facts = ReportFacts(root=reader.root, state=state)

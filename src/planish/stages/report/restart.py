@@ -43,7 +43,7 @@ class Restarted:
 
     @property
     def words(self) -> str:
-        """How the report tells it."""
+        """The decision and the run in one line of the report."""
         return f"{self.decision} {self.run_id}".strip()
 
 

@@ -67,7 +67,7 @@ def run(
             restarted = restart(context.root, state, max_restarts, KfpRuns)
             decision = restarted.words if restarted else ""
         except Exception as error:
-            # The report is the last word of a run: a restart that fails is told in it.
+            # The report is the last that a run writes: a restart that fails is named in it.
             logger.warning("not restarted", exc_info=True)
             decision = f"not restarted: {type(error).__name__}: {error}"
         facts = gather(context.root, state)
@@ -84,7 +84,7 @@ def run(
 
 
 def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) -> Outcome:
-    """Draw the page, write it under the root and tell the webhook."""
+    """Draw the page, write it under the root and send the summary to the webhook."""
     page = build_page(facts, failed_task=failed_task, error_message=error_message)
     html, markdown = render_html(page), render_markdown(page)
     summary = as_summary(facts)

@@ -68,7 +68,7 @@ def run(
 
 
 def log_tenths(what: str) -> Callable[[int, int], None]:
-    """Return what logs every tenth of a long work when it is told (bytes done, bytes in all)."""
+    """Return a callback of (bytes done, bytes in all) that logs every tenth of a long work."""
     logged = 0
 
     def progress(done: int, total: int) -> None:

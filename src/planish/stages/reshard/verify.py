@@ -82,7 +82,7 @@ def verify_checkpoint(ref: Ref, source_pin: str) -> Outcome:
     metrics = {"checked_bytes": float(report.num_bytes)}
     if source_pin:
         opened = open_state(ref.pin())
-        # A rewrite may have been told to keep the weights alone.
+        # A rewrite may have kept the weights alone.
         only_model = opened.metadata.header.get("parts") == "model"
         kinds = ("model",) if only_model else ("model", "optim", "extra")
         difference = diff(ref.pin(), source_pin, parts=kinds, progress=log_tenths("comparing"))

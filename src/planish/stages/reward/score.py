@@ -23,7 +23,7 @@ from planish.verifiers.shaping import informative_rows, overlong_penalty, rows_o
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards and what to tell people about them."""
+    """Rewards, and metrics that describe them."""
 
     rewards: RewardSet
     """One row per rollout."""

@@ -1,4 +1,4 @@
-"""One rollout job: its inputs, and the engine that serves it."""
+"""What one shard of the rollouts samples: its inputs, and the engine that serves it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutJob:
-    """What one job was asked for."""
+    """What one shard of an iteration samples, and with what."""
 
     context: Context
     """Run, iteration and shard."""
@@ -52,7 +52,7 @@ class RolloutJob:
         return self.config.max_staleness > 0 or bool(self.data.surplus)
 
     def facts(self) -> dict[str, Any]:
-        """Return what an earlier attempt must share for its output to be this job's."""
+        """Return the attributes that the output of an earlier attempt must have to be used."""
         facts: dict[str, Any] = {
             "config_sha256": self.context.config_sha256,
             "iteration": self.context.iteration,
@@ -132,7 +132,7 @@ class Sampled:
     rollouts: RolloutSet
     """The rollouts of this shard."""
     attributes: dict[str, Any]
-    """What the manifest says of them beside the facts of the job."""
+    """Attributes of their manifest, beside the facts of the job."""
     timing: dict[str, float]
     """Numbers for people."""
 

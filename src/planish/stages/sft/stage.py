@@ -182,7 +182,7 @@ def _train(
 
 
 def check_start(accuracy: float, config: SftConfig) -> None:
-    """Say so when reinforcement learning would starve, or have nothing left to show.
+    """Warn when reinforcement learning would starve, or would have nothing left to improve.
 
     Raises:
         ConfigError: outside the band and `enforce_start_band` is set.

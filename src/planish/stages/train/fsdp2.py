@@ -1,6 +1,6 @@
 """The FSDP2 trainer: a policy and, for algorithms with values, a critic.
 
-Both are instances of one class; here is what tells them apart: where they come from, what is
+Both are instances of one class; here is how they differ: where they come from, what is
 scored, and their parts of the train state.
 """
 

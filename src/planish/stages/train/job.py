@@ -32,7 +32,7 @@ from planish.stages.train.config import CriticConfig, TrainConfig
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Everything that the training processes of one iteration need to know.
+    """What the training processes of one iteration need to know.
 
     Example:
         >>> job = TrainJob("file:///r", {}, "0" * 64, 1, 2, "p", "", "r")

@@ -141,8 +141,8 @@ def launch(job: TrainJob) -> JobResult:
     """Run a job in `train.num_processes` processes.
 
     Raises:
-        PlanishError: the error of the first rank that told one.
-        PeerLost: a process ended without telling why.
+        PlanishError: the error of the first rank that wrote one.
+        PeerLost: a process ended without writing its error.
     """
     with tempfile.TemporaryDirectory(prefix="planish-train-") as name:
         folder = Path(name)
