@@ -12,9 +12,9 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.1 (the two calls `save` and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.convert.diff import diff
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from planish.checkpoint.format.items import Collected
-    from planish.checkpoint.load.options import Loaded, LoadOptions
+    from planish.checkpoint.load.options import Loaded, LoadKeywords, LoadOptions
     from planish.checkpoint.load.reader import Opened
     from planish.checkpoint.save.agree import SaveKeywords
     from planish.checkpoint.save.finish import SaveHandle
@@ -52,32 +52,6 @@ __all__ = [
 State = Mapping[str, Any]
 Framework = str | Mapping[str, str]
 """plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
-
-
-class LoadKeywords(TypedDict, total=False):
-    """Further arguments of `load`; equal on all ranks."""
-
-    strict: bool
-    """Refuse tensors that only one side has (default); otherwise they are reported in `facts`."""
-    parts: tuple[str, ...]
-    """Of model, optim, extra and loader (default: all); the bytes of others are never read."""
-    verify: Literal["crc", "none"]
-    """Whether each block is checked against its checksum (default: crc)."""
-    map_fqn: Callable[[str], str] | None
-    """Name in the target to name in the checkpoint."""
-    dtype_policy: Literal["exact", "cast"]
-    """`cast` converts where types differ; the default refuses."""
-    redundancy: Literal["auto", "off"]
-    """`auto` (default) reads bytes that several ranks need once and exchanges them."""
-    max_host_bytes: int
-    """Limit on buffers of one rank, beside the tensors (default: 256 MiB)."""
-    timeout_s: float
-    """Limit on the whole load (default: 1,800)."""
-    store_timings: bool
-    """Keep the timings of all ranks beside those of the save, if the store can be written (default:
-    no); `planish checkpoint report --load` shows them."""
-    allow_pickle: bool
-    """Read small values that were saved with it (default: refuse)."""
 
 
 def save(
@@ -147,7 +121,7 @@ def load(
         process_group: ranks that load.
         loader_policy: `restart` for data loaders that can not be resharded.
         storage: in place of the one that the path names.
-        **options: see `LoadKeywords`.
+        **options: fields of `LoadOptions`; equal on all ranks.
 
     Returns:
         Which checkpoint it was; `facts` has rng, loader, missing, unexpected, bytes read, between

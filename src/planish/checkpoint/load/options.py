@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from planish.checkpoint.adapters.loader_state import LoaderState
 from planish.checkpoint.format.tables import PARTS
@@ -41,8 +41,8 @@ class LoadOptions:
     timeout_s: float = 1800.0
     """Limit on the whole load."""
     store_timings: bool = False
-    """Whether the timings of all ranks are kept beside those of the save; a store that can not be
-    written fails no load."""
+    """Keep the timings of all ranks beside those of the save, if the store can be written;
+    `planish checkpoint report --load` shows them."""
     allow_pickle: bool = False
     """Whether small values that were saved with `allow_pickle` may be read."""
 
@@ -68,6 +68,21 @@ class LoadOptions:
                 f"`timeout_s` must be positive and `max_host_bytes` at least {MIN_HOST_BYTES}, got "
                 f"{self.timeout_s} and {self.max_host_bytes}"
             )
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Types of the keywords of `checkpoint.api.load`, which are the fields of `LoadOptions`."""
+
+    strict: bool
+    parts: tuple[str, ...]
+    verify: Literal["crc", "none"]
+    map_fqn: Callable[[str], str] | None
+    dtype_policy: Literal["exact", "cast"]
+    redundancy: Literal["auto", "off"]
+    max_host_bytes: int
+    timeout_s: float
+    store_timings: bool
+    allow_pickle: bool
 
 
 @dataclass

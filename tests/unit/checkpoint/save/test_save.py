@@ -21,6 +21,7 @@ from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
 from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.load.options import LoadKeywords, LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveKeywords, SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
@@ -316,3 +317,7 @@ def test_the_keywords_of_save_are_the_fields_of_its_options():
     for name in ("uri", "step", "is_async", "context"):  # arguments of `save` in their own right
         del fields[name]
     assert get_type_hints(SaveKeywords) == fields
+
+
+def test_the_keywords_of_load_are_the_fields_of_its_options():
+    assert get_type_hints(LoadKeywords) == get_type_hints(LoadOptions)
