@@ -22,7 +22,7 @@ import numpy as np
 from kubernetes.client import ApiClient
 
 from planish.base.errors import BackendUnavailable
-from planish.minder.act.actor import Actor, Outcome
+from planish.minder.act.actor import ActionOutcome, Actor
 from planish.minder.act.alerts import Alert
 from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.act.kube.cluster import Cluster
@@ -124,20 +124,20 @@ class DaySource:
 class Heard(Actor):
     """An actor that touches no machine and notes each alert that begins to fire or ends."""
 
-    def __init__(self, clock: FastClock, outcome: Outcome | None = None):
+    def __init__(self, clock: FastClock, outcome: ActionOutcome | None = None):
         super().__init__(Cluster(ApiClient(), KubernetesConfig()), ActConfig())
         self.clock, self.outcome = clock, outcome
         self.states: dict[str, str] = {}
         self.told: list[tuple[float, str, Alert]] = []
 
-    def handle(self, alert, result, now) -> Outcome:
+    def handle(self, alert, result, now) -> ActionOutcome:
         if alert.state != "candidate":
             state = "resolved" if alert.state == "resolved" else "firing"
             if self.states.get(alert.id) != state:
                 self.states[alert.id] = state
                 self.told.append((self.clock.seconds, state, alert))
         if self.outcome is None or alert.state != "firing":
-            return Outcome("none", "none", "", False)
+            return ActionOutcome("none", "none", "", False)
         return self.outcome
 
 

@@ -139,14 +139,12 @@ def test_the_table_of_machines_and_runs_remembers_what_has_ended(fleet, tmp_path
     fleet.call(fleet.core.delete_namespaced_pod, "run-a-1", fleet.namespace)
     wait_for(lambda: fleet.pods() == ["run-a-0", "run-a-2"], 20)
     actor.jobs(1_767_225_800)
-    (row,) = actor.table.rows(fleet.name(1))
-    assert (row.pod, row.run_id, row.rank, row.end) == ("run-a-1", "1234", 1, 1_767_225_800)
-    assert len(actor.table.rows(at=1_767_225_750)) == 3
-    assert [row.pod for row in actor.table.rows(at=1_767_225_800)] == ["run-a-0", "run-a-2"]
     (job,) = actor.jobs(1_767_225_801)
     # The alert began while the pod was there.
     about = alert(fleet, 1, job=job.key, since=1_767_225_750.0)
-    assert actor.table.of_alert(about, job) == [row]
+    (row,) = actor.table.of_alert(about, job)
+    facts = {"pod": "run-a-1", "run_id": "1234", "rank": 1, "end": 1_767_225_800}
+    assert facts.items() <= row.items()
     assert actor.table.of_alert(alert(fleet, 1, since=1_767_225_800.0), job) == []
     actor.jobs(1_767_225_801 + 86_400)
-    assert len(actor.table.rows()) == 2
+    assert actor.table.of_alert(about, job) == []

@@ -61,11 +61,11 @@ MAX_SAVED = 500
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ActionOutcome:
     """What was done about one alert.
 
     Example:
-        >>> Outcome("cordon", "refused", "breaker is open").is_suppressed
+        >>> ActionOutcome("cordon", "refused", "breaker is open").is_suppressed
         True
     """
 
@@ -96,7 +96,7 @@ class Memory:
     """Unix seconds of the last `handle`."""
     state: str = ""
     """State of the alert then."""
-    last: Outcome | None = None
+    last: ActionOutcome | None = None
     """The last outcome."""
     is_finished: bool = False
     """Nothing is left to do."""
@@ -110,7 +110,7 @@ class Memory:
         evictions = Evictions(**raw["evictions"])
         attempts = raw["evictions"]["attempts"].items()
         evictions.attempts = {uid: Attempt(**attempt) for uid, attempt in attempts}
-        last = Outcome(**raw["last"]) if raw["last"] else None
+        last = ActionOutcome(**raw["last"]) if raw["last"] else None
         return cls(**{**raw, "evictions": evictions, "last": last})
 
 
@@ -190,7 +190,7 @@ class Actor:
             self.table.update(jobs, now)
         return jobs
 
-    def handle(self, alert: Alert, result: Result, now: int) -> Outcome:
+    def handle(self, alert: Alert, result: Result, now: int) -> ActionOutcome:
         """Take the next step for an alert, given the newest result of its job."""
         with self._lock:
             memory = self._memory.setdefault(alert.id, Memory(result.end))
@@ -228,7 +228,7 @@ class Actor:
                 self._drop(alert.id)
             return outcome
 
-    def reconcile(self, now: int) -> list[tuple[str, Outcome]]:
+    def reconcile(self, now: int) -> list[tuple[str, ActionOutcome]]:
         """Follow what humans and validators did to cordoned nodes; call it once a minute.
 
         Returns:
@@ -240,7 +240,7 @@ class Actor:
             for alert_id, memory in list(self._memory.items()):
                 if memory.handled < now - LOST_SECONDS:
                     self._drop(alert_id)
-            done: list[tuple[str, Outcome]] = []
+            done: list[tuple[str, ActionOutcome]] = []
             if self.mode == "observe" or not self._is_leader():
                 return done
             key, _, value = self.config.auto_uncordon_after_validation.partition("=")
@@ -287,34 +287,35 @@ class Actor:
         memory: Memory,
         job: JobInfo | None,
         pods: list[PodInfo],
-    ) -> Outcome:
+    ) -> ActionOutcome:
         """Decide whether anything may be done now; if so, do it."""
         if alert.state in ("candidate", "resolved") or alert.kind in ("outage", "broken"):
-            return Outcome("none", "none", f"{alert.kind} {alert.state}")
+            return ActionOutcome("none", "none", f"{alert.kind} {alert.state}")
         if alert.kind == "job_wide":
             if not memory.has_opened:
                 memory.has_opened = True
                 self._open(f"the whole job {alert.job} is unlike itself", now)
-            return Outcome("none", "refused", "an event of the whole job")
+            return ActionOutcome("none", "refused", "an event of the whole job")
         if self.mode == "observe":
-            return Outcome("none", "none", self.forbidden or "observed only")
+            return ActionOutcome("none", "none", self.forbidden or "observed only")
         if job is None or alert.machine not in job.machines:
-            return Outcome("none", "refused", "the machine does not work for the job now")
+            return ActionOutcome("none", "refused", "the machine does not work for the job now")
         allowed = "observe" if job.is_observed_only else self.cluster.opted_in(job.namespace)
         action = ACTIONS[min(self.mode, allowed, key=list(ACTIONS).index)]
         if action == "none":
-            return Outcome("none", "none", "the namespace or the job allows no action")
-        if now - result.end > self.config.fresh_seconds:
-            return Outcome(action, "refused", f"the last second seen is {now - result.end} s old")
+            return ActionOutcome("none", "none", "the namespace or the job allows no action")
+        age = now - result.end
+        if age > self.config.fresh_seconds:
+            return ActionOutcome(action, "refused", f"the last second seen is {age} s old")
         if all(finding.machine != alert.machine for finding in result.findings):
-            return Outcome(action, "refused", "the newest call does not confirm the machine")
+            return ActionOutcome(action, "refused", "the newest call does not confirm the machine")
         if self.config.recheck and result.end <= memory.first_end:
-            return Outcome(action, "waiting", "for a second call that confirms the machine")
+            return ActionOutcome(action, "waiting", "for a second call that confirms the machine")
         node = self.cluster.node(alert.machine)
         target = _Target(job, pods_on(pods, job, alert.machine), node, action)
         return self._act(alert, now, memory, target)
 
-    def _act(self, alert: Alert, now: int, memory: Memory, target: _Target) -> Outcome:
+    def _act(self, alert: Alert, now: int, memory: Memory, target: _Target) -> ActionOutcome:
         """Do what is allowed, unless a guard refuses."""
         action, node = target.action, target.node
         if was_uncordoned(node, self.config):
@@ -322,14 +323,14 @@ class Actor:
             return self._undo(node, detail, by_human=True)
         refused = self._refused(alert, now, target)
         if refused:
-            return Outcome(action, "refused", "; ".join(refused))
+            return ActionOutcome(action, "refused", "; ".join(refused))
         if self.config.dry_run is True:
             # Caps count what would have been done: a dry run shows what would really happen.
             self.ledger.add(Taken(float(now), target.job.full_name, node.name))
             memory.is_finished = True
-            return Outcome(action, "dry_run", target.plan)
+            return ActionOutcome(action, "dry_run", target.plan)
         if not is_ours(node, self.config) and not self._cordon(alert, now, target):
-            return Outcome(action, "refused", "somebody else cordoned the node just now")
+            return ActionOutcome(action, "refused", "somebody else cordoned the node just now")
         return self._evict(alert, now, memory, target)
 
     def _refused(self, alert: Alert, now: int, target: _Target) -> list[str]:
@@ -382,12 +383,12 @@ class Actor:
             self.events.note(target.node, names.CORDONED, message, now)
         return True
 
-    def _evict(self, alert: Alert, now: int, memory: Memory, target: _Target) -> Outcome:
+    def _evict(self, alert: Alert, now: int, memory: Memory, target: _Target) -> ActionOutcome:
         """Evict the pods of the job, where more than the cordon is allowed."""
         result: ActionResult = "dry_run" if self.config.dry_run else "done"
         if target.action == "cordon":
             memory.is_finished = True
-            return Outcome("cordon", result, target.plan)
+            return ActionOutcome("cordon", result, target.plan)
         state = memory.evictions
         dry_run = self.config.dry_run == "server"
         done = evict_round(
@@ -402,15 +403,15 @@ class Actor:
             message = f"a disruption budget kept the pod on the faulty machine {pod.machine}"
             self.events.note(pod, names.EVICTION_BLOCKED, message, now)
         if done.num_waiting:
-            return Outcome("evict", "waiting", f"budgets hold back {done.num_waiting} pods")
+            return ActionOutcome("evict", "waiting", f"budgets hold back {done.num_waiting} pods")
         memory.is_finished = True
         if state.given_up:
-            return Outcome("evict", "blocked", f"{len(state.given_up)} pods were given up")
-        return Outcome("evict", result, target.plan)
+            return ActionOutcome("evict", "blocked", f"{len(state.given_up)} pods were given up")
+        return ActionOutcome("evict", result, target.plan)
 
-    def _undo(self, node: NodeInfo, detail: str, *, by_human: bool) -> Outcome:
+    def _undo(self, node: NodeInfo, detail: str, *, by_human: bool) -> ActionOutcome:
         if self.config.dry_run is True:
-            return Outcome("uncordon", "dry_run", detail)
+            return ActionOutcome("uncordon", "dry_run", detail)
 
         def change(current: NodeInfo) -> dict[str, Any] | None:
             if not is_ours(current, self.config):
@@ -419,14 +420,14 @@ class Actor:
 
         change_node(self.cluster, node, change, dry_run=self.config.dry_run == "server")
         logger.info("uncordoned machine=%s by_human=%s", node.name, by_human)
-        return Outcome("uncordon", "refused" if by_human else "done", detail)
+        return ActionOutcome("uncordon", "refused" if by_human else "done", detail)
 
-    def _failed(self, error: ClusterError) -> Outcome:
+    def _failed(self, error: ClusterError) -> ActionOutcome:
         if error.status != FORBIDDEN:
-            return Outcome("none", "failed", str(error))
+            return ActionOutcome("none", "failed", str(error))
         self.forbidden = f"observed only, since a right is missing: {error}"
         logger.error("right missing, everything is only observed from now on error=%s", error)
-        return Outcome("none", "forbidden", self.forbidden)
+        return ActionOutcome("none", "forbidden", self.forbidden)
 
     def _open(self, reason: str, now: float) -> None:
         if self.breaker.open(reason, now):

@@ -216,22 +216,19 @@ class AlertBook:
                 # The machine belongs to an open event of the whole job.
                 self._open[event_key] = replace(event, seen=max(event.seen, seen))
                 continue
-            since = min(finding.run_start, old.since if old else finding.run_start)
-            self._open[key] = Alert(
-                id=_identity(key, since),
-                job=result.job,
-                machine=finding.machine,
-                kind=finding.kind,
-                metric=finding.metric,
-                state="firing",
-                since=float(since),
-                seen=float(seen),
+            alert = _alert(
+                key,
+                finding.kind,
+                finding.metric,
+                since=min(finding.run_start, old.since if old else finding.run_start),
+                seen=seen,
                 fired=float(now),
                 score=finding.score_mean,
                 duration_s=finding.duration_s,
                 machines=finding.machines,
             )
-            changes.append(Change(self._open[key], old.state if old else None))
+            self._open[key] = alert
+            changes.append(Change(alert, old.state if old else None))
         return changes
 
     def _follow_candidates(self, result: Result) -> list[Change]:
@@ -249,16 +246,13 @@ class AlertBook:
             old = self._open.get(key)
             if (old is not None and old.is_active) or candidate.since <= self._closed.get(key, -1):
                 continue
-            since = float(old.since if old else candidate.since)
-            self._open[key] = Alert(
-                id=_identity(key, since),
-                job=result.job,
-                machine=machine,
-                kind="dissimilar",
-                metric=candidate.metric,
+            self._open[key] = _alert(
+                key,
+                "dissimilar",
+                candidate.metric,
                 state="candidate",
-                since=since,
-                seen=float(result.end),
+                since=old.since if old else candidate.since,
+                seen=result.end,
                 score=candidate.score,
                 duration_s=float(candidate.seconds),
             )
@@ -277,24 +271,15 @@ class AlertBook:
         for metric, names in sorted(result.broken.items()):
             faults += [("broken", machine, metric, ()) for machine in names]
         changes = []
-        end = float(result.end)
         for kind, machine, metric, machines in faults:
             key = _key(result.job, kind, machine)
             old = self._open.get(key)
             if old is not None:
-                self._open[key] = replace(old, seen=end)
+                self._open[key] = replace(old, seen=float(result.end))
                 continue
-            self._open[key] = Alert(
-                id=_identity(key, end),
-                job=result.job,
-                machine=machine,
-                kind=kind,
-                metric=metric,
-                state="firing",
-                since=end,
-                seen=end,
-                fired=float(now),
-                machines=machines,
+            end, fired = result.end, float(now)
+            self._open[key] = _alert(
+                key, kind, metric, since=end, seen=end, fired=fired, machines=machines
             )
             changes.append(Change(self._open[key], None))
         return changes
@@ -334,5 +319,17 @@ def _key(job: str, kind: str, machine: str) -> _Key:
     return job, _SUBJECT.get(kind, kind), machine
 
 
-def _identity(key: _Key, since: float) -> str:
-    return hashlib.sha256("\0".join([*key, str(int(since))]).encode()).hexdigest()[:16]
+def _alert(
+    key: _Key,
+    kind: AlertKind,
+    metric: str,
+    *,
+    since: float,
+    seen: float,
+    state: State = "firing",
+    **facts: Any,
+) -> Alert:
+    """Return a new alert; its id is the same whenever the same run is found again."""
+    digest = hashlib.sha256("\0".join([*key, str(int(since))]).encode()).hexdigest()
+    job, _, machine = key
+    return Alert(digest[:16], job, machine, kind, metric, state, float(since), float(seen), **facts)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,80 +21,60 @@ from planish.minder.act.config import KubernetesConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.events import EventBook
-from planish.minder.act.kube.objects import JobInfo, NodeInfo
+from planish.minder.act.kube.objects import JobInfo, NodeInfo, PodInfo
 from planish.records import layout
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One pod of a run on one machine."""
-
-    machine: str
-    pod: str
-    namespace: str
-    run_id: str
-    stage: str
-    iteration: int
-    job: str
-    """Value of the label that names its job."""
-    rank: int
-    """-1 where no label tells it."""
-    start: int
-    """Unix seconds."""
-    end: int = 0
-    """Unix seconds at which it was no longer seen running; 0 while it is."""
-
-
 class RunTable:
-    """Which pod of which run was on which machine, and when."""
+    """Which pod of which run was on which machine, also after the pod has ended."""
 
     def __init__(self, config: KubernetesConfig) -> None:
         """Begin empty."""
         self._keep_seconds = config.history_seconds
-        self._rows: dict[str, Row] = {}
+        self._pods: dict[str, PodInfo] = {}
+        self._ended: dict[str, int] = {}
+        """Pod uid to unix seconds at which it was no longer seen running."""
 
     def update(self, jobs: Iterable[JobInfo], now: int, namespace: str = "") -> None:
-        """Note what runs now, in one namespace or in all; other rows from there have ended."""
+        """Note what runs now, in one namespace or in all; other pods from there have ended."""
         running = {pod.uid: pod for job in jobs for pod in job.pods}
-        for uid, row in list(self._rows.items()):
-            if uid not in running and not row.end and namespace in ("", row.namespace):
-                self._rows[uid] = replace(row, end=now)
-            elif row.end and row.end < now - self._keep_seconds:
-                del self._rows[uid]
+        for uid, pod in list(self._pods.items()):
+            if uid not in running and uid not in self._ended:
+                if namespace in ("", pod.namespace):
+                    self._ended[uid] = now
+            elif self._ended.get(uid, now) < now - self._keep_seconds:
+                del self._pods[uid], self._ended[uid]
         for uid, pod in running.items():
-            if uid not in self._rows:
-                self._rows[uid] = Row(
-                    machine=pod.machine,
-                    pod=pod.name,
-                    namespace=pod.namespace,
-                    run_id=pod.run_id,
-                    stage=pod.stage,
-                    iteration=pod.iteration,
-                    job=pod.job,
-                    rank=pod.rank,
-                    start=pod.started,
-                )
+            self._pods.setdefault(uid, pod)
 
-    def rows(self, machine: str = "", at: int = 0) -> list[Row]:
-        """Return the rows of a machine (empty: of all) at a time (0: at any), by time."""
-        rows = [
-            row
-            for row in self._rows.values()
-            if machine in ("", row.machine)
-            and (not at or (row.start <= at and (not row.end or at < row.end)))
+    def of_alert(self, alert: Alert, job: JobInfo) -> list[dict[str, Any]]:
+        """Return the pods of a job that were on the machines of an alert, by time.
+
+        `end` is 0 while a pod is seen running, `rank` -1 where no label tells it.
+        """
+        pods = [
+            pod
+            for uid, pod in self._pods.items()
+            if pod.machine in _machines(alert)
+            and (pod.namespace, pod.job) == (job.namespace, job.name)
+            and self._ended.get(uid, math.inf) > alert.since
         ]
-        return sorted(rows, key=lambda row: (row.start, row.machine, row.pod))
-
-    def of_alert(self, alert: Alert, job: JobInfo) -> list[Row]:
-        """Return the pods of a job on the machines of an alert, also those that have ended."""
         return [
-            row
-            for row in self.rows()
-            if row.machine in _machines(alert)
-            and (row.namespace, row.job) == (job.namespace, job.name)
-            and (not row.end or row.end > alert.since)
+            {
+                "machine": pod.machine,
+                "pod": pod.name,
+                "namespace": pod.namespace,
+                "run_id": pod.run_id,
+                "stage": pod.stage,
+                "iteration": pod.iteration,
+                "job": pod.job,
+                "rank": pod.rank,
+                "start": pod.started,
+                "end": self._ended.get(pod.uid, 0),
+            }
+            for pod in sorted(pods, key=lambda pod: (pod.started, pod.machine, pod.name))
         ]
 
 
@@ -179,7 +159,9 @@ class Notifier:
             logger.warning("alert not stored uri=%s error=%s", uri, error)
 
 
-def alert_record(alert: Alert, job: JobInfo, pods: Sequence[Row], action: str) -> dict[str, Any]:
+def alert_record(
+    alert: Alert, job: JobInfo, pods: Sequence[dict[str, Any]], action: str
+) -> dict[str, Any]:
     """Return what is written about an alert: identity, evidence, run, pods and action."""
     return {
         "id": alert.id,
@@ -196,7 +178,7 @@ def alert_record(alert: Alert, job: JobInfo, pods: Sequence[Row], action: str) -
         "run_id": job.run_id,
         "stage": job.stage,
         "iteration": job.iteration,
-        "pods": [asdict(row) for row in pods],
+        "pods": list(pods),
         "action": action,
     }
 

@@ -202,7 +202,13 @@ def _serve(settings: Any) -> int:
         # A monitor that starts before its Prometheus waits for it.
         logger.warning("queries_not_checked reason=%r", str(error)[:300])
     server = settings.server
-    status = StatusServer(server.host, server.port, service, service.shared.metrics)
+    status = StatusServer(
+        server.host,
+        server.port,
+        service.shared.metrics,
+        is_healthy=service.is_healthy,
+        is_ready=service.is_ready,
+    )
     service.start()
     logger.info("serving host=%s port=%d", server.host, status.port)
     try:

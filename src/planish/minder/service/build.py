@@ -115,12 +115,7 @@ def pull_once(
 
 
 def run_once(settings: ServiceSettings, name: str, *, end: int | None = None) -> Result:
-    """Look at a job once, as the service would in its first call.
-
-    Args:
-        settings: of the service.
-        name: of the job.
-        end: unix seconds; None for now.
+    """Look at a job once, as the service would in its first call, now or before `end`.
 
     Raises:
         ConfigError: no such job, or no models.

@@ -26,7 +26,7 @@ from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.detect.config import MinderConfig, minder_config
 from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Transform
 from planish.minder.service.alertmanager import AlertmanagerConfig
-from planish.minder.service.prometheus import PrometheusConfig, Source, check_source
+from planish.minder.service.prometheus import MetricSource, PrometheusConfig, check_source
 
 
 class ServerConfig(Section):
@@ -105,7 +105,7 @@ class ServiceSettings:
 
     minder: MinderConfig
     prometheus: PrometheusConfig
-    sources: dict[str, Source]
+    sources: dict[str, MetricSource]
     """Metric to where it is; those of `detect.metrics`."""
     alertmanager: AlertmanagerConfig = field(default_factory=AlertmanagerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -193,7 +193,7 @@ def _jobs(raw: Any) -> tuple[StaticJob, ...]:
     return jobs
 
 
-def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Source]:
+def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, MetricSource]:
     """Return where the metrics of detection are."""
     for name, value in raw.items():
         if name not in METRICS:
@@ -216,6 +216,6 @@ def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Source]:
         changes = {key: value for key, value in table.items() if value not in (None, "")}
         if given.promql:
             changes["series"] = given.promql
-        sources[name] = replace(Source.of(metric), **changes)
+        sources[name] = replace(MetricSource.of(metric), **changes)
         check_source(sources[name], key)
     return sources

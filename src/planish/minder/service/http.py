@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import Field
 
@@ -183,20 +183,18 @@ def _failure_code(error: Exception) -> str:
     return "invalid"
 
 
-class Health(Protocol):
-    """The part of the service that probes ask."""
-
-    def is_healthy(self) -> bool:
-        """Tell whether it works at all; if not, it should be restarted."""
-
-    def is_ready(self) -> bool:
-        """Tell whether it can do its work."""
-
-
 class StatusServer:
     """Serves /healthz, /readyz and /metrics from threads of its own until it is closed."""
 
-    def __init__(self, host: str, port: int, health: Health, metrics: OwnMetrics) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        metrics: OwnMetrics,
+        *,
+        is_healthy: Callable[[], bool],
+        is_ready: Callable[[], bool],
+    ) -> None:
         """Listen from now on; port 0 picks a free one, which `self.port` tells.
 
         Raises:
@@ -212,7 +210,7 @@ class StatusServer:
                 if path == "/metrics":
                     kind, body = "text/plain; version=0.0.4; charset=utf-8", metrics.text()
                 elif path in ("/healthz", "/readyz"):
-                    good = health.is_healthy() if path == "/healthz" else health.is_ready()
+                    good = is_healthy() if path == "/healthz" else is_ready()
                     status, body = (200, b"ok\n") if good else (503, b"not ok\n")
                 else:
                     status, body = 404, b"/healthz /readyz /metrics\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import BackendUnavailable, PlanishError
-from planish.minder.act.actor import Actor, Outcome
+from planish.minder.act.actor import ActionOutcome, Actor
 from planish.minder.act.alerts import Alert, AlertBook, Change
 from planish.minder.act.kube.objects import JobInfo
 from planish.minder.detect.config import MinderConfig
@@ -58,7 +58,7 @@ class Shared:
     lacking: set[str] = field(default_factory=set)
     """Metrics without any sample in some job; each is logged once, not for every job."""
 
-    def count_action(self, outcome: Outcome) -> None:
+    def count_action(self, outcome: ActionOutcome) -> None:
         """Count an action of the actor in the metrics of the monitor."""
         dry_run = str(self.is_dry_run).lower()
         self.metrics.count("actions", outcome.action, outcome.result, dry_run)

@@ -163,13 +163,7 @@ class OwnMetrics:
                 self._gauges["sample_interval_seconds"].labels(name).set(seconds)
 
     def called(self, result: Result, now: float, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Export the result of a call.
-
-        Args:
-            result: of the call.
-            now: unix seconds.
-            scores: metric to machine to normal score.
-        """
+        """Export the result of a call; `scores`: metric to machine to normal score."""
         job = result.job
         usable = dict.fromkeys(result.model_ids, 1.0) | dict.fromkeys(result.skipped, 0.0)
         candidates: _Levels = {

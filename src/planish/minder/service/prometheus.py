@@ -42,11 +42,11 @@ _PAIR = re.compile(rf"\({_INNER}\)|\{{{_INNER}\}}|\[{_INNER}\]")
 
 
 @dataclass(frozen=True)
-class Source:
+class MetricSource:
     """Where Prometheus has one metric.
 
     Example:
-        >>> Source("cpu_usage", 'node_load1{$job_selector}').selector
+        >>> MetricSource("cpu_usage", 'node_load1{$job_selector}').selector
         'node_load1{$job_selector}'
     """
 
@@ -69,7 +69,7 @@ class Source:
     """A call without this metric has failed."""
 
     @classmethod
-    def of(cls, metric: Metric) -> Source:
+    def of(cls, metric: Metric) -> MetricSource:
         """Return the source that a metric has by default."""
         return cls(
             name=metric.name,
@@ -91,7 +91,7 @@ class Source:
         """Return the machine that a label's value names; empty where it names none.
 
         Example:
-            >>> Source("m", "", node_regex="([^:]+):[0-9]+").machine_of("n1:9100")
+            >>> MetricSource("m", "", node_regex="([^:]+):[0-9]+").machine_of("n1:9100")
             'n1'
         """
         if not self.node_regex:
@@ -112,7 +112,7 @@ class Queries:
 
 
 def queries_of(
-    source: Source, machines: Sequence[str], series_labels: Sequence[str], rate_seconds: int
+    source: MetricSource, machines: Sequence[str], series_labels: Sequence[str], rate_seconds: int
 ) -> Queries:
     """Return the queries for some machines.
 
@@ -140,11 +140,11 @@ def queries_of(
     )
 
 
-def job_matcher(source: Source, machines: Sequence[str]) -> str:
+def job_matcher(source: MetricSource, machines: Sequence[str]) -> str:
     """Return what replaces `$job_selector`: a matcher of the label that names machines.
 
     Example:
-        >>> job_matcher(Source("m", "m{$job_selector}"), ["n1", "n2"])
+        >>> job_matcher(MetricSource("m", "m{$job_selector}"), ["n1", "n2"])
         'node=~"n1|n2"'
     """
     names = "|".join(re.escape(name).replace("\\", "\\\\").replace('"', '\\"') for name in machines)
@@ -153,7 +153,7 @@ def job_matcher(source: Source, machines: Sequence[str]) -> str:
     return f'{source.node_label}=~"{names}"'
 
 
-def check_source(source: Source, key: str) -> None:
+def check_source(source: MetricSource, key: str) -> None:
     """Refuse a query that can not be right, without asking Prometheus, which knows the rest.
 
     Raises:

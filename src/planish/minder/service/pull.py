@@ -24,9 +24,9 @@ from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
     MIN_RATE_SECONDS,
+    MetricSource,
     Prometheus,
     Series,
-    Source,
     job_matcher,
     queries_of,
 )
@@ -61,14 +61,10 @@ class PullCounts:
 class Puller:
     """The last minutes of one job, second by second; keeps them from call to call."""
 
-    def __init__(self, prometheus: Prometheus, sources: Mapping[str, Source], job: str) -> None:
-        """Begin with nothing known.
-
-        Args:
-            prometheus: to ask.
-            sources: where each metric is.
-            job: its name, for frames and log lines.
-        """
+    def __init__(
+        self, prometheus: Prometheus, sources: Mapping[str, MetricSource], job: str
+    ) -> None:
+        """Begin with nothing known; the job's name stands in frames and log lines."""
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
         self.counts = PullCounts()
         self.intervals: dict[str, float] = {}
@@ -111,7 +107,7 @@ class Puller:
             kept = None
         new: dict[str, F32] = {}
 
-        def ask(source: Source) -> None:
+        def ask(source: MetricSource) -> None:
             new[source.name] = self._metric(source, names, (first, end), deadline)
 
         run_all([partial(ask, source) for source in self._sources.values()], config.concurrency)
@@ -125,11 +121,6 @@ class Puller:
 
     def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
         """Return the model of the boards of most machines; empty where no label tells it.
-
-        Args:
-            machines: of the job, by node name.
-            deadline: for the question.
-            end: second after the one that is asked for; None for now.
 
         Raises:
             BackendUnavailable: Prometheus did not answer as it must.
@@ -151,7 +142,11 @@ class Puller:
         return self._board[1]
 
     def _metric(
-        self, source: Source, names: tuple[str, ...], span: tuple[int, int], deadline: Deadline
+        self,
+        source: MetricSource,
+        names: tuple[str, ...],
+        span: tuple[int, int],
+        deadline: Deadline,
     ) -> F32:
         """Return [T, N] of one metric; NaN where no value can be trusted."""
         config = self._prometheus.config
@@ -225,7 +220,7 @@ class Puller:
         self.intervals[name] = interval
         return interval
 
-    def _scale(self, source: Source, column: F64) -> None:
+    def _scale(self, source: MetricSource, column: F64) -> None:
         """Scale one series and remove values that are not possible, in place."""
         had = np.isfinite(column)
         column *= source.scale
@@ -242,7 +237,9 @@ class Puller:
     def _stale_after(self, interval: float) -> float:
         return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
 
-    def _fresh(self, source: Source, age: F64, interval: float, before: int, rate: int) -> Mask:
+    def _fresh(
+        self, source: MetricSource, age: F64, interval: float, before: int, rate: int
+    ) -> Mask:
         """Return [T], seconds whose value rests on samples that are new enough.
 
         Args:

@@ -25,9 +25,6 @@ from planish.minder.service.state import StateStore, fit_jobs, load_state, save_
 
 logger = logging.getLogger(__name__)
 
-Action = Callable[[], float]
-"""Does a task once and returns the seconds until the next time."""
-
 _RETRY_SECONDS = 60.0
 """Seconds until a task that raised is tried again."""
 _TICK_SECONDS = 5.0
@@ -41,19 +38,19 @@ _HUNG_SECONDS = 120.0
 
 @dataclass
 class _Task:
-    action: Action
+    action: Callable[[], float]
     due: float
     is_running: bool = False
 
 
-class Schedule:
+class TaskSchedule:
     """Tasks that are done again and again, by a few threads and the monotonic clock.
 
     A task is never done twice at the same time. The threads do not keep a process alive that wants
     to end.
 
     Example:
-        >>> schedule = Schedule(clock=lambda: 0.0)
+        >>> schedule = TaskSchedule(clock=lambda: 0.0)
         >>> schedule.add("hello", lambda: 60.0, after=5.0)
         >>> schedule.next_due(), schedule.run_next(), schedule.next_due()
         (5.0, True, 60.0)
@@ -67,8 +64,11 @@ class Schedule:
         self._is_stopped = False
         self._threads: list[threading.Thread] = []
 
-    def add(self, name: str, action: Action, *, after: float = 0.0) -> None:
-        """Do a task from `after` seconds on; it replaces a task of the same name."""
+    def add(self, name: str, action: Callable[[], float], *, after: float = 0.0) -> None:
+        """Do a task from `after` seconds on; it replaces a task of the same name.
+
+        The task returns the seconds until the next time.
+        """
         with self._changed:
             self._tasks[name] = _Task(action, self._clock() + after)
             self._changed.notify_all()
@@ -77,11 +77,6 @@ class Schedule:
         """Never do a task again; one that is under way ends by itself."""
         with self._changed:
             self._tasks.pop(name, None)
-
-    def names(self) -> list[str]:
-        """Return the names of all tasks, sorted."""
-        with self._changed:
-            return sorted(self._tasks)
 
     def next_due(self) -> float:
         """Return when the next task is due; infinity when there is none."""
@@ -179,8 +174,8 @@ class Service:
         self._jobs, self._source_of, self._probe = jobs, source_of, probe
         self._state, self._actor_state = state, actor_state
         self._lease = lease
-        self.calls = Schedule(shared.clock)
-        self.control = Schedule(shared.clock)
+        self.calls = TaskSchedule(shared.clock)
+        self.control = TaskSchedule(shared.clock)
         self.watches: dict[str, JobWatch] = {}
         self._missed: dict[str, int] = {}
         self._earlier: dict[str, Any] | None = None

@@ -80,7 +80,7 @@ def test_roles_are_groups_of_their_own():
     ]
     actor, rollout = jobs_of(*pods)
     assert (actor.key, actor.machines) == ("team/rl/actor", ("nactor0", "nactor1"))
-    assert dict(actor.roles) == {"nactor0": "actor", "nactor1": "actor"}
+    assert (actor.role, rollout.role) == ("actor", "rollout")
     assert (rollout.key, rollout.full_name) == ("team/rl/rollout", "team/rl")
 
 
@@ -259,7 +259,7 @@ def test_the_last_start_of_a_container_is_the_start_of_the_job():
         {"state": {"waiting": {}}},
     ]
     (job,) = jobs_of(raw, raw_pod("q", "n2"))
-    assert (job.started, dict(job.joined)) == (3600, {"n1": 3600, "n2": 60})
+    assert (job.started, [pod.started for pod in job.pods]) == (3600, [3600, 60])
 
 
 def test_daemons_and_mirrors_are_never_evicted():

@@ -24,13 +24,18 @@ class Health:
         return self.ready
 
 
+def serve(port, health):
+    probes = {"is_healthy": health.is_healthy, "is_ready": health.is_ready}
+    return StatusServer("127.0.0.1", port, OwnMetrics(), **probes)
+
+
 def get(server, path):
     return pages.get(f"http://127.0.0.1:{server.port}{path}")
 
 
 def test_probes_tell_health_and_readiness_and_metrics_are_text():
     health = Health()
-    server = StatusServer("127.0.0.1", 0, health, OwnMetrics())
+    server = serve(0, health)
     try:
         assert get(server, "/healthz") == (200, "ok\n")
         assert get(server, "/readyz") == (503, "not ok\n")
@@ -40,6 +45,6 @@ def test_probes_tell_health_and_readiness_and_metrics_are_text():
         assert "minder_breaker_open 0.0" in get(server, "/metrics")[1]
         assert get(server, "/other")[0] == 404
         with pytest.raises(ConfigError, match=r"server.port"):
-            StatusServer("127.0.0.1", server.port, health, OwnMetrics())
+            serve(server.port, health)
     finally:
         server.close()

@@ -11,7 +11,7 @@ import pytest
 from planish.base.errors import BackendUnavailable
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.service.http import Deadline
-from planish.minder.service.prometheus import PrometheusConfig, Series, Source
+from planish.minder.service.prometheus import MetricSource, PrometheusConfig, Series
 from planish.minder.service.pull import Puller, run_all
 
 NAMES = ("a", "b", "c", "d")
@@ -71,8 +71,8 @@ def sampled(names=NAMES, *, every=1.0, seconds=1200, value=lambda i, t: 50.0 + i
 
 def puller(recorded, name="gpu_duty_cycle", **changes):
     metric = METRICS[name]
-    source = Source(**{"name": name, "series": f"{name}{{$job_selector}}", "kind": metric.kind,
-                       "scale": metric.scale, "offset": metric.offset, **changes})  # fmt: skip
+    facts = {"kind": metric.kind, "scale": metric.scale, "offset": metric.offset, **changes}
+    source = MetricSource(**{"name": name, "series": f"{name}{{$job_selector}}", **facts})
     return Puller(recorded, {name: source}, "job")
 
 

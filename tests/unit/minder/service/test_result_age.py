@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planish.minder.act.actor import Outcome
+from planish.minder.act.actor import ActionOutcome
 from tests.unit.minder.service.test_service import FAULT, Recorder, run, watched
 
 
@@ -11,7 +11,7 @@ class Ages(Recorder):
 
     def handle(self, alert, result, now):
         self.seen.append(now - result.end)
-        return Outcome("none", "none", "", False)
+        return ActionOutcome("none", "none", "", False)
 
 
 def test_an_actor_is_told_how_old_a_result_has_become_while_it_was_worked_out():

@@ -10,13 +10,13 @@ import pytest
 from kubernetes.client import ApiClient
 
 from planish.base.errors import BackendUnavailable, ClusterError
-from planish.minder.act.actor import Actor, Outcome
+from planish.minder.act.actor import ActionOutcome, Actor
 from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.act.kube.cluster import Cluster
 from planish.minder.act.kube.objects import JobInfo, PodInfo
 from planish.minder.service.config import service_settings
 from planish.minder.service.job import JobWatch, Shared
-from planish.minder.service.service import Schedule, Service
+from planish.minder.service.service import Service, TaskSchedule
 from planish.minder.service.state import ConfigMapState, FileState
 from tests import pages
 from tests.benchmarks import minder_soak as day_of
@@ -35,7 +35,7 @@ class Recorder:
     def handle(self, alert, result, now):
         self.seen.append((alert.machine, alert.state))
         if self.outcome is None or alert.state != "firing":
-            return Outcome("none", "none", "", False)
+            return ActionOutcome("none", "none", "", False)
         return self.outcome
 
 
@@ -78,7 +78,7 @@ def metric(shared, line):
 
 def test_a_fault_is_told_once_acted_upon_and_resolved():
     clock = day_of.FastClock()
-    heard = day_of.Heard(clock, Outcome("cordon", "done", "x"))
+    heard = day_of.Heard(clock, ActionOutcome("cordon", "done", "x"))
     watch, clock, shared = watched(actor=heard)
     heard.clock = clock
     run(watch, clock, FAULT + 480)
@@ -96,7 +96,7 @@ def test_a_fault_is_told_once_acted_upon_and_resolved():
 
 
 def test_what_suppresses_an_action_is_noted_with_its_reason():
-    actor = Recorder(Outcome("cordon", "dry_run", "would cordon a-0"))
+    actor = Recorder(ActionOutcome("cordon", "dry_run", "would cordon a-0"))
     watch, clock, _ = watched(actor=actor)
     run(watch, clock, FAULT + 400)
     (alert,) = [a for a in watch.book.alerts() if a.is_active]
@@ -436,7 +436,7 @@ def test_state_that_is_damaged_or_of_another_kind_is_none(tmp_path):
 
 
 def test_a_task_is_never_done_twice_at_the_same_time_and_a_failure_ends_no_other():
-    schedule = Schedule()
+    schedule = TaskSchedule()
     running, seen = [], []
     done = threading.Event()
 
@@ -455,4 +455,3 @@ def test_a_task_is_never_done_twice_at_the_same_time_and_a_failure_ends_no_other
     assert done.wait(5)
     assert schedule.stop(5)
     assert set(seen) == {1}
-    assert schedule.names() == ["broken", "slow"]

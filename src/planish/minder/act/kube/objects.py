@@ -98,8 +98,6 @@ class JobInfo:
     """Nodes of its Running pods, sorted."""
     stages: Mapping[str, str] = field(default_factory=dict)
     """Machine to stage of pipeline parallelism, where a label tells it."""
-    roles: Mapping[str, str] = field(default_factory=dict)
-    """Machine to role; the same for all machines, since each role is a group of its own."""
     started: int = 0
     """Unix seconds of the last (re)start of one of its pods."""
     run_id: str = ""
@@ -109,8 +107,6 @@ class JobInfo:
     run_root: str = ""
     """URI under which the run lives; empty where no pod tells it."""
     role: str = ""
-    joined: Mapping[str, int] = field(default_factory=dict)
-    """Machine to unix seconds at which its first pod of the job started."""
     pods: tuple[PodInfo, ...] = ()
     """Running pods."""
     is_observed_only: bool = False
@@ -143,23 +139,17 @@ def _job(members: list[PodInfo]) -> JobInfo:
     pods = sorted(members, key=lambda pod: (pod.machine, pod.name))
     # Stages of one workflow follow each other; the one that started last is the one that runs.
     newest = max(pods, key=lambda pod: (pod.started, pod.iteration, pod.stage))
-    joined: dict[str, int] = {}
-    for pod in pods:
-        joined[pod.machine] = min(joined.get(pod.machine, pod.started), pod.started)
-    machines = tuple(sorted(joined))
     return JobInfo(
         name=newest.job,
         namespace=newest.namespace,
-        machines=machines,
+        machines=tuple(sorted({pod.machine for pod in pods})),
         stages={pod.machine: pod.pipeline_stage for pod in pods if pod.pipeline_stage},
-        roles={machine: newest.role for machine in machines if newest.role},
         started=newest.started,
         run_id=newest.run_id,
         stage=newest.stage,
         iteration=newest.iteration,
         run_root=newest.run_root or next((p.run_root for p in pods if p.run_root), ""),
         role=newest.role,
-        joined=joined,
         pods=tuple(pods),
         is_observed_only=any(pod.is_observed_only for pod in pods),
     )
