@@ -37,7 +37,7 @@ from planish.checkpoint.format.safetensors_file import (
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.plan.coverage import cover_faults
 from tests.fuzz.mutations import damaged, lied
-from tests.unit.checkpoint.metadata_samples import small
+from tests.unit.checkpoint.format.metadata_samples import small
 
 MAX_BYTES = 8 << 20
 """Bound that readers of metadata are given."""

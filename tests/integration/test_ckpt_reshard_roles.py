@@ -17,7 +17,7 @@ from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named
 from tests.integration.megatron_model import Layout, build
-from tests.unit.checkpoint.prompt_state import PromptState
+from tests.unit.checkpoint.adapters.prompt_state import PromptState
 
 FRAMEWORK = {"actor": "megatron", "critic": "fsdp2"}
 

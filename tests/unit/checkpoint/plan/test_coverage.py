@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planish.checkpoint.format.geometry import Box, flat_boxes
 from planish.checkpoint.plan.coverage import cover_faults
-from tests.unit.checkpoint.test_geometry import arrays, view
+from tests.unit.checkpoint.format.test_geometry import arrays, view
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
 

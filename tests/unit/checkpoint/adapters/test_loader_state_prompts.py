@@ -19,7 +19,7 @@ from planish.records.rollouts import FinishReason
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.carry import place, refill, settle
 from planish.stages.rollout.groups import Group, Slot
-from tests.unit.checkpoint.prompt_state import PromptState
+from tests.unit.checkpoint.adapters.prompt_state import PromptState
 
 GROUP_SIZE, WINDOW = 2, 3
 
