@@ -21,7 +21,7 @@ import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, PlanMismatch
 from planish.checkpoint.commit.commit import Commit
-from planish.checkpoint.commit.journal import Record
+from planish.checkpoint.commit.journal import JournalContent
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import Box
@@ -165,7 +165,7 @@ def targets():
         "step": 3, 0: (1.5, None), "rng": random.Random(0).getstate()[1][:9], "b": b"abc", "c": 1j,
         "a": np.arange(4), "s": np.float32(1), "!x": [float("nan")],
     }  # fmt: skip
-    journal = Record((f"a-{'0' * 26}/x",), ((f"a-{'0' * 26}/x", "id"),), "host", 3, 1.7e9)
+    journal = JournalContent((f"a-{'0' * 26}/x",), ((f"a-{'0' * 26}/x", "id"),), "host", 3, 1.7e9)
 
     def bound(data):
         return FACTOR * len(data) + SLACK_BYTES
@@ -176,7 +176,7 @@ def targets():
     unnamed = lambda rng, data: damaged(rng, data, names)  # noqa: E731
     columns = [Columns.from_items(_items()[start:], context="x").encode() for start in range(3)]
     read_extra = lambda data: decode_extra(data)  # noqa: E731
-    read_journal = lambda data: Record.decode(data, "0" * 26)  # noqa: E731
+    read_journal = lambda data: JournalContent.decode(data, "0" * 26)  # noqa: E731
     return {
         "metadata": Target(use_metadata, meta, lie_in_metadata, corrupt, bound),
         "commit": Target(Commit.decode, [commit.encode()], lie_in_json, corrupt, bound),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from planish.minder.lab.cases import Case, Truth, facts_path, read_case
 from planish.minder.lab.evaluate import Progress, outcome_of
 from planish.minder.lab.replay import Alarm
-from planish.minder.lab.score import Outcome
+from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.simulator import simulate
 from tests.minder_lab.variants import Variant, build
 
@@ -76,13 +76,13 @@ def evaluate(
     *,
     workers: int = 1,
     progress: Progress | None = None,
-) -> dict[str, list[Outcome]]:
+) -> dict[str, list[CaseOutcome]]:
     """Replay every case through every variant.
 
     Returns:
         Variant to the outcomes, in the order of the cases.
     """
-    found: dict[str, list[Outcome]] = {name: [] for name in plan.variants}
+    found: dict[str, list[CaseOutcome]] = {name: [] for name in plan.variants}
     for outcomes in each_case(plan, wanted, one_case, workers=workers, progress=progress):
         for name, outcome in outcomes.items():
             found[name].append(outcome)
@@ -138,9 +138,9 @@ def _next(wanted: Wanted) -> Any:
     return _worker["judge"](wanted, _worker["variants"], _worker["plan"])
 
 
-def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, Outcome]:
+def one_case(wanted: Wanted, variants: Mapping[str, Variant], plan: Plan) -> dict[str, CaseOutcome]:
     """Replay one case through all variants."""
-    result: dict[str, Outcome] = {}
+    result: dict[str, CaseOutcome] = {}
     case: Case | None = None
     metrics = tuple(dict.fromkeys(m for v in variants.values() for m in v.config.detect.metrics))
     for name, variant in variants.items():
@@ -178,10 +178,10 @@ def _digest(variant: Variant) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def outcome_from(raw: Mapping[str, Any]) -> Outcome:
+def outcome_from(raw: Mapping[str, Any]) -> CaseOutcome:
     """Return an outcome of its plain values."""
     fault = raw["fault"]
-    return Outcome(
+    return CaseOutcome(
         case=raw["case"],
         fault=None if fault is None else Truth(**{**fault, "machines": tuple(fault["machines"])}),
         machines=raw["machines"],

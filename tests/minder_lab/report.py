@@ -9,9 +9,9 @@ from typing import Any
 from planish.minder.lab.evaluate import group_table, main_table, table, wrong_cases
 from planish.minder.lab.score import (
     GRACE_SECONDS,
+    CaseOutcome,
     Counting,
     Interval,
-    Outcome,
     bootstrap,
     f1,
     interval,
@@ -35,7 +35,9 @@ GOALS: dict[str, tuple[str, float, int]] = {
 """What the default profile should reach: figure, bound, 1 for at least and -1 for at most."""
 
 
-def report(outcomes: Mapping[str, Sequence[Outcome]], about: Mapping[str, str]) -> dict[str, Any]:
+def report(
+    outcomes: Mapping[str, Sequence[CaseOutcome]], about: Mapping[str, str]
+) -> dict[str, Any]:
     """Return every figure of every variant, and differences of the default from the others.
 
     Args:
@@ -60,7 +62,7 @@ def report(outcomes: Mapping[str, Sequence[Outcome]], about: Mapping[str, str]) 
 
 
 def f1_difference(
-    ours: Sequence[Outcome], theirs: Sequence[Outcome], counting: Counting
+    ours: Sequence[CaseOutcome], theirs: Sequence[CaseOutcome], counting: Counting
 ) -> Interval:
     """Return F1 of one detector minus that of another on the same cases, resampled together.
 

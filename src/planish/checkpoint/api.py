@@ -239,7 +239,7 @@ def retain(
     keep_every: int = 0,
     pins: Iterable[int | str] = (),
     dry_run: bool = False,
-) -> list[catalog.Verdict]:
+) -> list[catalog.CatalogVerdict]:
     """Remove the checkpoints at and below `root` that no rule keeps; see `catalog.retain`."""
     storage, key = open_store(root)
     return catalog.retain(
@@ -247,7 +247,9 @@ def retain(
     )
 
 
-def gc(root: str, *, grace_s: float = 86_400.0, dry_run: bool = False) -> list[catalog.Verdict]:
+def gc(
+    root: str, *, grace_s: float = 86_400.0, dry_run: bool = False
+) -> list[catalog.CatalogVerdict]:
     """Clear away what unfinished and replaced saves have left at and below `root`."""
     storage, key = open_store(root)
     return catalog.gc(storage, key, grace_s=grace_s, dry_run=dry_run)

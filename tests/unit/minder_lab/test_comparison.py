@@ -11,7 +11,7 @@ from planish.minder.detect.config import minder_config
 from planish.minder.detect.model_files import default_models
 from planish.minder.lab.cases import Truth
 from planish.minder.lab.replay import Alarm
-from planish.minder.lab.score import Outcome
+from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.__main__ import COMPARISON
 from tests.minder_lab.evaluate import Plan, cases, evaluate, outcome_from
 from tests.minder_lab.report import GOALS, markdown, report
@@ -51,8 +51,10 @@ def outcomes(hits, total=10):
     fault = Truth(("b",), "ecc-error", 1000, 1600, detectable=True)
     hit = (Alarm("b", 1300, "dissimilar", "cpu_usage"),)
     cost = (0.5,)
-    found = [Outcome(f"{i}", fault, 8, 3600, hit if i < hits else (), cost) for i in range(total)]
-    return [*found, Outcome("normal", None, 8, 3600, (), cost)]
+    found = [
+        CaseOutcome(f"{i}", fault, 8, 3600, hit if i < hits else (), cost) for i in range(total)
+    ]
+    return [*found, CaseOutcome("normal", None, 8, 3600, (), cost)]
 
 
 def test_the_tables_say_what_was_found_and_whether_the_goals_were_held():

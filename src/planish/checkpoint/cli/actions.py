@@ -18,7 +18,7 @@ from planish import checkpoint, store
 from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
 from planish.base.text import bytes_text, rate_text, seconds_text
 from planish.checkpoint.cli.command import Ended, Lines, Progress, Table
-from planish.checkpoint.commit.catalog import Entry, Verdict
+from planish.checkpoint.commit.catalog import CatalogVerdict, Entry
 from planish.checkpoint.format.geometry import volumes
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import open_state
@@ -365,7 +365,7 @@ def _states(metadata: Metadata) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _verdicts(verdicts: list[Verdict], noun: str, *, dry_run: bool) -> Table | str:
+def _verdicts(verdicts: list[CatalogVerdict], noun: str, *, dry_run: bool) -> Table | str:
     if not verdicts:
         return f"no {noun} there"
     gone = "would delete" if dry_run else "deleted"

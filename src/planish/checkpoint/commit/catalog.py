@@ -60,11 +60,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CatalogVerdict:
     """What is done with a checkpoint or a leftover, and why.
 
     Example:
-        >>> Verdict("run/step-7", "keep", "newest 3").action
+        >>> CatalogVerdict("run/step-7", "keep", "newest 3").action
         'keep'
     """
 
@@ -173,7 +173,7 @@ def retain(
     keep_every: int = 0,
     pins: Iterable[int | str] = (),
     dry_run: bool = False,
-) -> list[Verdict]:
+) -> list[CatalogVerdict]:
     """Remove the checkpoints at and below `root` that no rule keeps.
 
     Args:
@@ -199,13 +199,13 @@ def retain(
     verdicts = []
     for number, entry in enumerate(reversed(list_checkpoints(storage, root))):
         if number < keep_last:
-            verdict = Verdict(entry.path, "keep", f"one of the newest {keep_last}")
+            verdict = CatalogVerdict(entry.path, "keep", f"one of the newest {keep_last}")
         elif keep_every and entry.step % keep_every == 0:
-            verdict = Verdict(entry.path, "keep", f"step {entry.step}, every {keep_every}")
+            verdict = CatalogVerdict(entry.path, "keep", f"step {entry.step}, every {keep_every}")
         elif pinned & {entry.step, entry.path, entry.uri}:
-            verdict = Verdict(entry.path, "keep", "pinned")
+            verdict = CatalogVerdict(entry.path, "keep", "pinned")
         else:
-            verdict = Verdict(entry.path, "delete", f"step {entry.step}: no rule keeps it")
+            verdict = CatalogVerdict(entry.path, "delete", f"step {entry.step}: no rule keeps it")
             if not dry_run:
                 _remove(storage, entry.path, entry.commit.attempt)
         verdicts.append(verdict)
@@ -214,7 +214,7 @@ def retain(
 
 def gc(
     storage: Store, root: str, *, grace_s: float = GRACE_SECONDS, dry_run: bool = False
-) -> list[Verdict]:
+) -> list[CatalogVerdict]:
     """Clear away what saves, retention and crashes have left at and below `root`.
 
     May run beside saves and loads, be killed at any time and run again.
@@ -229,7 +229,7 @@ def gc(
     Returns:
         A verdict for each attempt and each upload that nothing names.
     """
-    verdicts: list[Verdict] = []
+    verdicts: list[CatalogVerdict] = []
     places = _places(storage, root)
     for place in places:
         verdicts += _collect_place(storage, place, grace_s, dry_run)
@@ -238,26 +238,28 @@ def gc(
     return verdicts
 
 
-def _collect_place(storage: Store, place: _Place, grace_s: float, dry_run: bool) -> list[Verdict]:
+def _collect_place(
+    storage: Store, place: _Place, grace_s: float, dry_run: bool
+) -> list[CatalogVerdict]:
     try:
         commit = read_commit(storage, place.path)
     except CheckpointCorrupt as error:
-        return [Verdict(place.path, "keep", f"nothing is safe to remove: {error}")]
-    verdicts: list[Verdict] = []
+        return [CatalogVerdict(place.path, "keep", f"nothing is safe to remove: {error}")]
+    verdicts: list[CatalogVerdict] = []
     for attempt in place.attempts():
         verdict = _judge(storage, place, attempt, commit, grace_s)
         if verdict.action == "delete" and not dry_run:
             try:
                 discard(storage, place.path, attempt)
             except SaveFailed as error:
-                verdict = Verdict(verdict.key, "keep", str(error))
+                verdict = CatalogVerdict(verdict.key, "keep", str(error))
         verdicts.append(verdict)
     return verdicts + _collect_uploads(storage, place, join(place.path, COMMIT), grace_s, dry_run)
 
 
 def _judge(
     storage: Store, place: _Place, attempt: str, commit: Commit | None, grace_s: float
-) -> Verdict:
+) -> CatalogVerdict:
     """Decide whether an attempt, or the journals that a commit should have removed, may go."""
     folder = attempt_folder(place.path, attempt)
     objects = list(storage.list(folder))
@@ -266,23 +268,25 @@ def _judge(
         start = join(folder, "journal/")
         journals = [stat.modified for stat in objects if stat.key.startswith(start)]
         if journals and max(0.0, now - max(journals)) >= grace_s:
-            return Verdict(start + "*", "delete", "journals of a save that is committed")
-        return Verdict(folder, "keep", f"committed as step {commit.step}")
+            return CatalogVerdict(start + "*", "delete", "journals of a save that is committed")
+        return CatalogVerdict(folder, "keep", f"committed as step {commit.step}")
     # Readers of a replaced checkpoint have as long as writers of a new one.
     touched = [stat.modified for stat in objects]
     touched += [started(attempt), place.commit_modified() or 0.0]
     age = max(0.0, now - max(touched))  # the store's clock may have whole seconds only
     if age < grace_s:
-        return Verdict(folder, "keep", f"written or replaced {age:.0f} s ago, less than {grace_s}")
+        return CatalogVerdict(
+            folder, "keep", f"written or replaced {age:.0f} s ago, less than {grace_s}"
+        )
     size = sum(stat.size for stat in objects)
-    return Verdict(
+    return CatalogVerdict(
         folder, "delete", f"not committed, idle for {age:.0f} s, {len(objects)} objects, {size} B"
     )
 
 
 def _collect_uploads(
     storage: Store, place: _Place | None, key: str, grace_s: float, dry_run: bool
-) -> list[Verdict]:
+) -> list[CatalogVerdict]:
     """Abort the uploads of one key that no journal names: who began them died at once."""
     uploads = storage.open_uploads(key)
     if not uploads:
@@ -296,10 +300,12 @@ def _collect_uploads(
         name = f"{key}@{upload.upload_id}"
         age = max(0.0, storage.now() - upload.started)
         if upload.upload_id in named or age < grace_s:
-            verdicts.append(Verdict(name, "keep", f"an upload begun {age:.0f} s ago"))
+            verdicts.append(CatalogVerdict(name, "keep", f"an upload begun {age:.0f} s ago"))
             continue
         verdicts.append(
-            Verdict(name, "delete", f"an upload that no journal names, begun {age:.0f} s ago")
+            CatalogVerdict(
+                name, "delete", f"an upload that no journal names, begun {age:.0f} s ago"
+            )
         )
         if not dry_run:
             storage.abort_upload(key, upload.upload_id)

@@ -86,11 +86,11 @@ def join(path: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class JournalContent:
     """The content of a journal.
 
     Example:
-        >>> Record(keys=("a/x",), uploads=(("a/x", "id"),)).fenced
+        >>> JournalContent(keys=("a/x",), uploads=(("a/x", "id"),)).fenced
         False
     """
 
@@ -110,7 +110,7 @@ class Record:
         return json.dumps({"format": 1, **asdict(self)}).encode()
 
     @staticmethod
-    def decode(data: bytes, attempt: str) -> Record:
+    def decode(data: bytes, attempt: str) -> JournalContent:
         """Read what a journal names; whatever it must not name is left out.
 
         A damaged journal is an empty one: its attempt is cleared by age and by listing alone.
@@ -125,9 +125,9 @@ class Record:
             )
             host, pid = str(fields["host"]), int(fields["pid"])
             started, fenced = float(fields["started"]), bool(fields["fenced"])
-            return Record(keys, uploads, host, pid, started, fenced)
+            return JournalContent(keys, uploads, host, pid, started, fenced)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return Record()
+            return JournalContent()
 
 
 def _is_own(key: object, attempt: str) -> bool:
@@ -156,7 +156,7 @@ class Journal:
         self._path = path
         self.attempt = attempt
         self.key = join(attempt_folder(path, attempt), f"journal/{name}.json")
-        self._record = Record(
+        self._record = JournalContent(
             host=socket.gethostname(), pid=os.getpid(), started=round(time.time(), 3)
         )
         self._etag = ""
@@ -250,7 +250,7 @@ def announced(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
     for stat in storage.list(join(attempt_folder(path, attempt), "journal")):
         with contextlib.suppress(ObjectMissing, ObjectTooLarge):
             data, _ = storage.get(stat.key, _LIMIT_BYTES)
-            record = Record.decode(data, attempt)
+            record = JournalContent.decode(data, attempt)
             uploads += [(join(path, inner), upload) for inner, upload in record.uploads]
     return uploads
 
@@ -278,7 +278,7 @@ def fence(storage: Store, path: str, attempt: str) -> list[tuple[str, str]]:
     return sorted(uploads)
 
 
-def _fence_one(storage: Store, key: str, attempt: str) -> Record:
+def _fence_one(storage: Store, key: str, attempt: str) -> JournalContent:
     for _ in range(5):
         try:
             data, etag = storage.get(key, _LIMIT_BYTES)
@@ -286,7 +286,7 @@ def _fence_one(storage: Store, key: str, attempt: str) -> Record:
             data, etag = b"", ""
         except ObjectTooLarge:
             data, etag = b"", storage.head(key).etag
-        record = Record.decode(data, attempt)
+        record = JournalContent.decode(data, attempt)
         if record.fenced:
             return record
         marked = replace(record, fenced=True).encode()

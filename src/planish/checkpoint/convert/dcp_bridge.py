@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from planish.checkpoint.adapters.placement import NAMES, TYPES
-from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, Record, read_dcp_metadata
+from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, TorchRecord, read_dcp_metadata
 from planish.checkpoint.format.extra_codec import decode_extra
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import Collected, LocalItem
@@ -132,7 +132,9 @@ class _Folder:
             spec = TensorSpec(role, kind, fqn, dtype, tuple(told.size))
             for chunk in told.chunks:
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                data = self._tensor(Record("MetadataIndex", {"fqn": name, "offset": box.offsets}))
+                data = self._tensor(
+                    TorchRecord("MetadataIndex", {"fqn": name, "offset": box.offsets})
+                )
                 if (data.dtype, tuple(data.shape)) != (TYPES[dtype], box.lengths):
                     raise self._corrupt(
                         f"`{name}` at {box.offsets} must be {dtype} {list(box.lengths)}, got "
@@ -145,7 +147,7 @@ class _Folder:
         found = {}
         for name, told in self.described.items():
             if getattr(told, "kind", "") == "BytesStorageMetadata":
-                view = self._view(Record("MetadataIndex", {"fqn": name}))
+                view = self._view(TorchRecord("MetadataIndex", {"fqn": name}))
                 try:
                     found[name] = torch.load(io.BytesIO(view), "cpu", weights_only=True)
                 except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
@@ -154,7 +156,7 @@ class _Folder:
                     ) from None
         return {"dcp": found} if found else {}
 
-    def _tensor(self, index: Record) -> Tensor:
+    def _tensor(self, index: TorchRecord) -> Tensor:
         """Return a tensor whose storage is the mapped file: nothing is read yet."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -175,7 +177,7 @@ class _Folder:
             text = f"`{index.fqn}` must be a saved tensor ({error!s:.160})"
             raise self._corrupt(text) from None
 
-    def _view(self, index: Record) -> memoryview:
+    def _view(self, index: TorchRecord) -> memoryview:
         info = self.stored.get(index)
         if info is None or getattr(info, "kind", "") != "_StorageInfo":
             raise self._corrupt(f"`{METADATA}` must say where `{index.fqn}` lies")

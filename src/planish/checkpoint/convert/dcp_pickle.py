@@ -1,6 +1,6 @@
 """The pickled `.metadata` of a torch DCP folder, read without running anything that it names.
 
-Every class that such a file may name becomes an inert `Record` of ours, every torch type its name:
+Every class that such a file may name becomes an inert `TorchRecord`, every torch type its name:
 a file that names anything else is refused before a single object is built. Neither torch nor any
 other code that the file could name is imported.
 """
@@ -36,11 +36,11 @@ _MAX_TUPLES = 10_000
 _FORMATS = ("contiguous", "channels_last", "preserve")
 
 
-class Record:
+class TorchRecord:
     """What a class of torch left in the file: its name and its fields, and no behaviour.
 
     Example:
-        >>> Record("ChunkStorageMetadata", {"offsets": (0, 0)}).offsets
+        >>> TorchRecord("ChunkStorageMetadata", {"offsets": (0, 0)}).offsets
         (0, 0)
     """
 
@@ -67,15 +67,15 @@ class Record:
 
     def __eq__(self, other: object) -> bool:
         """Compare as `MetadataIndex` does: the index hint does not count."""
-        return isinstance(other, Record) and self._key() == other._key()
+        return isinstance(other, TorchRecord) and self._key() == other._key()
 
     def __hash__(self) -> int:
         """Agree with `__eq__`."""
         return hash(self._key())
 
 
-def _record_class(name: str) -> type[Record]:
-    class Named(Record):
+def _record_class(name: str) -> type[TorchRecord]:
+    class Named(TorchRecord):
         kind = name
 
         def __new__(cls) -> Named:
@@ -145,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the persistent id {pid!r}")
 
 
-def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> Record:
+def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> TorchRecord:
     """Decode the metadata of a DCP checkpoint into inert records.
 
     Args:
@@ -169,7 +169,7 @@ def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> Record:
             "nothing in it has been run",
             file=name,
         ) from None
-    fields = found.fields if isinstance(found, Record) else {}
+    fields = found.fields if isinstance(found, TorchRecord) else {}
     if not all(
         isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
     ):
@@ -178,7 +178,7 @@ def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> Record:
             "is not from torch.distributed.checkpoint's file system writer",
             file=name,
         )
-    assert isinstance(found, Record)
+    assert isinstance(found, TorchRecord)
     return found
 
 

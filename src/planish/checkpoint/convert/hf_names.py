@@ -39,7 +39,7 @@ class Form:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """What a weight is made of."""
 
     slice: Slice
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     """Stored type, and the shape of the weight."""
 
 
-Sources = dict[str, Part]
+Sources = dict[str, WeightPart]
 """Name of a weight to what it is made of."""
 
 _MEGATRON = "decoder.layers."
@@ -95,7 +95,7 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
     }
     if not config or not any(name.startswith(_MEGATRON) for name in tensors):
         return {
-            name: Part(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
+            name: WeightPart(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
             for name, spec in tensors.items()
         }
     found: Sources = {}
@@ -114,7 +114,9 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
     return found
 
 
-def _weights(name: str, spec: TensorSpec, config: Mapping[str, Any]) -> Iterator[tuple[str, Part]]:
+def _weights(
+    name: str, spec: TensorSpec, config: Mapping[str, Any]
+) -> Iterator[tuple[str, WeightPart]]:
     """Yield the weights that one stored tensor becomes."""
     if name in _TOP:
         rows = spec.shape[0] if "layernorm" in name else int(config["vocab_size"])
@@ -130,7 +132,7 @@ def _weights(name: str, spec: TensorSpec, config: Mapping[str, Any]) -> Iterator
             yield f"model.layers.{number}.{short}", _rows_of(spec, runs, layer)
 
 
-def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = None) -> Part:
+def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = None) -> WeightPart:
     """Return runs `[start, stop)` of rows, of one layer where layers are stacked."""
     lead = () if layer is None else (layer,)
     rest = spec.shape[len(lead) + 1 :]
@@ -139,7 +141,7 @@ def _rows_of(spec: TensorSpec, runs: list[tuple[int, int]], layer: int | None = 
         for start, stop in runs
     )
     count = sum(stop - start for start, stop in runs)
-    return Part(Slice(spec, boxes), Form(spec.dtype, (count, *rest)))
+    return WeightPart(Slice(spec, boxes), Form(spec.dtype, (count, *rest)))
 
 
 def _runs(

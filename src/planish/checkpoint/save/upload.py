@@ -71,7 +71,7 @@ class Cancelled(Exception):
     """The save has been given up; nothing more is to be written."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Where the bytes of the objects come from; called from several threads."""
 
     def read(self, file: int, start: int, stop: int) -> memoryview:
@@ -81,11 +81,11 @@ class Source(Protocol):
         """
 
 
-class Progress:
+class BytesInPlace:
     """How many bytes of a buffer are in place; grows from 0.
 
     Example:
-        >>> progress = Progress()
+        >>> progress = BytesInPlace()
         >>> progress.advance(10)
         >>> progress.wait(10, threading.Event())
     """
@@ -121,7 +121,7 @@ class BufferSource:
         view: memoryview,
         starts: Sequence[int],
         blobs: Sequence[bytes],
-        progress: Progress,
+        progress: BytesInPlace,
         stop: threading.Event,
     ) -> None:
         """Read file i from `view[starts[i]:]`, the files after those from `blobs`."""
@@ -129,7 +129,7 @@ class BufferSource:
         self._blobs, self._stop = blobs, stop
 
     def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of an object; see `Source`."""
+        """Return bytes of an object; see `ByteSource`."""
         if file >= len(self._starts):
             return memoryview(self._blobs[file - len(self._starts)])[start:stop]
         base = self._starts[file]
@@ -145,7 +145,7 @@ class ReusedMemory:
         self._fill, self._own = fill, threading.local()
 
     def read(self, file: int, start: int, stop: int) -> memoryview:
-        """Return bytes of an object; see `Source`."""
+        """Return bytes of an object; see `ByteSource`."""
         memory: bytearray | None = getattr(self._own, "memory", None)
         if memory is None or len(memory) < stop - start:
             self._own.memory = memory = bytearray(stop - start)
@@ -174,7 +174,7 @@ class _Run:
 
     storage: Store
     files: list[_File]
-    source: Source
+    source: ByteSource
     recorder: Recorder
     stop: threading.Event
     tasks: Iterator[tuple[int, int, int, int]]
@@ -190,7 +190,7 @@ class _Run:
 def upload_files(
     storage: Store,
     files: Sequence[FileUpload],
-    source: Source,
+    source: ByteSource,
     *,
     journal: Journal,
     recorder: Recorder,
@@ -368,7 +368,7 @@ class UploadResult:
 def run_job(
     job: UploadJob,
     storage: Store,
-    source: Source,
+    source: ByteSource,
     stop: threading.Event,
     journal: Journal | None = None,
 ) -> UploadResult:
@@ -417,7 +417,7 @@ class RunningJob:
         on_end: Callable[[RunningJob], None] = lambda _: None,
     ) -> None:
         """Prepare the thread; its files lie in `view`, and `on_end` is its last call."""
-        self.job, self.progress, self.stop = job, Progress(), threading.Event()
+        self.job, self.progress, self.stop = job, BytesInPlace(), threading.Event()
         self.result: UploadResult | None = None
         self.error: BaseException | None = None
         source = BufferSource(view, job.starts, job.blobs, self.progress, self.stop)

@@ -31,7 +31,7 @@ from planish.minder.detect.preprocess import fit_limits
 from planish.minder.lab.cases import Case
 from planish.minder.lab.evaluate import fault_of, table
 from planish.minder.lab.replay import Alarm
-from planish.minder.lab.score import Outcome, Score, score
+from planish.minder.lab.score import CaseOutcome, Score, score
 
 LEAST_FAULTS = 10
 """Thresholds that are fitted to fewer labelled faults say more about these than about the site."""
@@ -49,7 +49,7 @@ Hits = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Settings:
+class CalibrationSettings:
     """What is looked for."""
 
     theta: float
@@ -61,7 +61,7 @@ class Settings:
 class Recorded:
     """One replayed job, and who would be named at each point of the grid."""
 
-    outcome: Outcome
+    outcome: CaseOutcome
     """With the alarms that depend on no threshold: silent machines."""
     hits: Mapping[Point, Hits]
     job_wide_limit: float
@@ -73,8 +73,8 @@ class Recorded:
 class Calibrated:
     """The best settings, and what they reach on the jobs they were found on."""
 
-    start: Settings
-    best: Settings
+    start: CalibrationSettings
+    best: CalibrationSettings
     scores: tuple[Score, Score]
     """Over all faults, at the start and at the best; first alarms."""
     tried: int
@@ -124,18 +124,22 @@ def calibrate(
     """
     rules = config.detect
     metrics = sorted({point[0] for job in recorded for point in job.hits})
-    start = Settings(rules.theta, rules.kappa, {name: floor_of(name, rules) for name in metrics})
+    start = CalibrationSettings(
+        rules.theta, rules.kappa, {name: floor_of(name, rules) for name in metrics}
+    )
     return search(recorded, start, min_precision)
 
 
-def search(recorded: Sequence[Recorded], start: Settings, min_precision: float) -> Calibrated:
+def search(
+    recorded: Sequence[Recorded], start: CalibrationSettings, min_precision: float
+) -> Calibrated:
     """Look for the best point of the grid.
 
     Of points with an equal F1 the more precise one wins, then the one with higher floors.
     """
     orders: dict[str, tuple[float, ...]] = {}
 
-    def order(settings: Settings) -> tuple[float, ...]:
+    def order(settings: CalibrationSettings) -> tuple[float, ...]:
         key = repr((settings.theta, settings.kappa, sorted(settings.floors.items())))
         if key not in orders:
             reached = score_of(recorded, settings)
@@ -162,12 +166,12 @@ def search(recorded: Sequence[Recorded], start: Settings, min_precision: float) 
     return Calibrated(start, best, scores, tried=len(orders))
 
 
-def score_of(recorded: Sequence[Recorded], settings: Settings) -> Score:
+def score_of(recorded: Sequence[Recorded], settings: CalibrationSettings) -> Score:
     """Return the score of some settings."""
     return score([outcome_with(job, settings) for job in recorded], "first")
 
 
-def outcome_with(job: Recorded, settings: Settings) -> Outcome:
+def outcome_with(job: Recorded, settings: CalibrationSettings) -> CaseOutcome:
     """Return what a job would have come to with other settings."""
     theta = _theta(settings.theta, settings.kappa, job.outcome.machines)
     first = {alarm.machine: alarm for alarm in job.outcome.alarms}
@@ -245,7 +249,7 @@ def record(
             new = min(last, len(trace.scores))
             if new > 0 and trace.scores.shape[1] == count:
                 mine.take(slice(last - new, last), trace, trace.above - lift)
-    outcome = Outcome(
+    outcome = CaseOutcome(
         case=case.name,
         fault=fault_of(case, config.detect.metrics),
         machines=count,
@@ -312,7 +316,9 @@ def fitted_limits(cases: Sequence[Case], metrics: Sequence[str]) -> dict[str, Si
     return result
 
 
-def site_tables(limits: Mapping[str, SiteLimits], settings: Settings | None) -> dict[str, Any]:
+def site_tables(
+    limits: Mapping[str, SiteLimits], settings: CalibrationSettings | None
+) -> dict[str, Any]:
     """Return the tables of a configuration.
 
     Args:

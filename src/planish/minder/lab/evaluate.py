@@ -18,7 +18,7 @@ from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.lab.cases import DETECTABLE_SECONDS, Case, Truth, read_case
 from planish.minder.lab.replay import Alarm, replay
-from planish.minder.lab.score import GRACE_SECONDS, Outcome, summary
+from planish.minder.lab.score import GRACE_SECONDS, CaseOutcome, summary
 
 Progress = Callable[[int, int], None]
 """Called with traces done and traces in all."""
@@ -32,7 +32,7 @@ def evaluate(
     *,
     workers: int = 1,
     progress: Progress | None = None,
-) -> list[Outcome]:
+) -> list[CaseOutcome]:
     """Replay recorded traces and return their outcomes, in the same order.
 
     Args:
@@ -68,7 +68,7 @@ def in_processes(
             yield result
 
 
-def _outcome_of_file(path: Path, models: Models, config: MinderConfig) -> Outcome:
+def _outcome_of_file(path: Path, models: Models, config: MinderConfig) -> CaseOutcome:
     return outcome_of(read_case(path), models, config)
 
 
@@ -79,7 +79,7 @@ def outcome_of(
     *,
     metrics: Sequence[str] = (),
     detector: Detector | None = None,
-) -> Outcome:
+) -> CaseOutcome:
     """Replay one case with the interval and the window of the service.
 
     Args:
@@ -97,7 +97,7 @@ def outcome_of(
         costs.append(call.seconds)
         for alarm in call.alarms:
             first.setdefault(alarm.machine, alarm)
-    return Outcome(
+    return CaseOutcome(
         case=case.name,
         fault=fault_of(case, metrics or config.detect.metrics),
         machines=case.frame.num_machines,
@@ -116,12 +116,12 @@ def fault_of(case: Case, metrics: Sequence[str]) -> Truth | None:
     return replace(truth, detectable=truth.detectable and longest >= DETECTABLE_SECONDS)
 
 
-def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def report(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
     """Return every figure of one detector as plain values."""
     return {**summary(outcomes), "grace_seconds": GRACE_SECONDS, "wrong": wrong_cases(outcomes)}
 
 
-def wrong_cases(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def wrong_cases(outcomes: Sequence[CaseOutcome]) -> list[dict[str, Any]]:
     """Return the cases with a miss or a false alarm, for those who want to look at them."""
     return [
         {

@@ -31,13 +31,13 @@ Counts = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """What one detector did in one case.
 
     Example:
         >>> fault = Truth(("node-3",), "ecc-error", 100, 700)
         >>> alarms = (Alarm("node-3", 400, "dissimilar", "cpu_usage"),)
-        >>> Outcome("x", fault, 4, 900, alarms).counts("first")
+        >>> CaseOutcome("x", fault, 4, 900, alarms).counts("first")
         (1, 0, 0)
     """
 
@@ -127,7 +127,7 @@ class Score:
 
 
 def score(
-    outcomes: Sequence[Outcome], counting: Counting, *, detectable: bool = False, seed: int = 0
+    outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False, seed: int = 0
 ) -> Score:
     """Return precision, recall and F1 with intervals.
 
@@ -140,8 +140,8 @@ def score(
 
     Example:
         >>> fault = Truth(("a",), "ecc-error", 100, 700)
-        >>> hit = Outcome("x", fault, 4, 900, (Alarm("a", 400, "dissimilar", "cpu_usage"),))
-        >>> missed = Outcome("y", fault, 4, 900, ())
+        >>> hit = CaseOutcome("x", fault, 4, 900, (Alarm("a", 400, "dissimilar", "cpu_usage"),))
+        >>> missed = CaseOutcome("y", fault, 4, 900, ())
         >>> round(score([hit, missed], "first").f1.value, 3)
         0.667
     """
@@ -158,7 +158,7 @@ def score(
 
 
 def bootstrap(
-    outcomes: Sequence[Outcome], counting: Counting, *, detectable: bool = False, seed: int = 0
+    outcomes: Sequence[CaseOutcome], counting: Counting, *, detectable: bool = False, seed: int = 0
 ) -> tuple[Counts, Counts]:
     """Return counts [3] over all cases, and [RESAMPLES, 3] over cases drawn with replacement.
 
@@ -207,19 +207,19 @@ def _share(part: Counts, whole: Counts) -> Counts:
     return np.divide(part, whole, out=np.zeros(np.shape(part)), where=np.asarray(whole > 0))
 
 
-def normal_share(outcomes: Sequence[Outcome]) -> float:
+def normal_share(outcomes: Sequence[CaseOutcome]) -> float:
     """Return the share of cases without a fault that have no alarm; 1 when there is none."""
     normal = [not outcome.alarms for outcome in outcomes if outcome.fault is None]
     return float(np.mean(normal)) if normal else 1.0
 
 
-def false_alarm_rate(outcomes: Sequence[Outcome]) -> float:
+def false_alarm_rate(outcomes: Sequence[CaseOutcome]) -> float:
     """Return false alarms per 1,000 machine-hours, every machine that is named counted."""
     hours = sum(outcome.machines * outcome.seconds for outcome in outcomes) / 3600
     return 1000 * sum(len(outcome.wrong) for outcome in outcomes) / hours if hours else 0.0
 
 
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summary(outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
     """Return every figure of one detector as plain values."""
     delays = [outcome.delay for outcome in outcomes if outcome.delay is not None]
     calls = [cost for outcome in outcomes for cost in outcome.call_seconds]
@@ -255,9 +255,9 @@ def size_name(machines: int) -> str:
     return f"<{SIZES[0][0]}"
 
 
-def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> dict[str, Any]:
+def _grouped(outcomes: Sequence[CaseOutcome], key: Callable[[CaseOutcome], str]) -> dict[str, Any]:
     """Return the figures of each group of cases; the group "" is left out."""
-    groups: dict[str, list[Outcome]] = {}
+    groups: dict[str, list[CaseOutcome]] = {}
     for outcome in outcomes:
         groups.setdefault(key(outcome), []).append(outcome)
     return {
@@ -272,7 +272,7 @@ def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> dict
     }
 
 
-def _numbers_of_cases(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def _numbers_of_cases(outcomes: Sequence[CaseOutcome]) -> dict[str, int]:
     faults = [outcome.fault for outcome in outcomes if outcome.fault is not None]
     return {
         "cases": len(outcomes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planish.checkpoint.commit.catalog import Verdict, gc, retain
+from planish.checkpoint.commit.catalog import CatalogVerdict, gc, retain
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.store import open_store
 
@@ -76,7 +76,7 @@ def apply_retention(
     )
 
 
-def _summary(folder: str, verdicts: list[Verdict]) -> str:
+def _summary(folder: str, verdicts: list[CatalogVerdict]) -> str:
     rows = [
         f"| {verdict.action} | `{verdict.key}` | {verdict.reason.replace('|', ' ')} |"
         for verdict in verdicts[:_MAX_LISTED]

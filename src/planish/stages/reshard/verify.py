@@ -14,7 +14,7 @@ from planish.base.errors import CheckpointCorrupt, RecordError
 from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import Diff, diff
 from planish.checkpoint.convert.export_hf import CONFIG, parse_config
-from planish.checkpoint.convert.hf_names import Part, weights_of
+from planish.checkpoint.convert.hf_names import WeightPart, weights_of
 from planish.checkpoint.convert.numbers import cast
 from planish.checkpoint.format.safetensors_file import StoredEntry, header_bytes, parse_header
 from planish.checkpoint.format.tables import ITEM_BYTES, quoted_name
@@ -224,7 +224,7 @@ def _entries(place: str, shard: Shard) -> dict[str, StoredEntry]:
 
 def _compare(
     place: str,
-    named: tuple[str, StoredEntry, Part | None],
+    named: tuple[str, StoredEntry, WeightPart | None],
     reader: SliceReader,
     findings: PolicyFindings,
 ) -> None:

@@ -29,7 +29,7 @@ from planish.checkpoint.commit.commit import (
 )
 from planish.checkpoint.commit.journal import (
     Journal,
-    Record,
+    JournalContent,
     attempt_folder,
     journaled,
     new_attempt,
@@ -179,7 +179,7 @@ def test_a_kept_journal_renews_its_lease(storage):
 def test_hostile_journals_reach_nothing_outside_their_attempt():
     attempt = new_attempt()
     own = f"a-{attempt}/data/x"
-    record = Record.decode(
+    record = JournalContent.decode(
         json.dumps(
             {
                 "keys": [own, "../other", "a-x/y", 5, f"a-{attempt}/../../z", "COMMIT"],
@@ -195,7 +195,7 @@ def test_hostile_journals_reach_nothing_outside_their_attempt():
     assert record.keys == (own, "COMMIT")
     assert record.uploads == ((own, "id"),)
     for data in (b"", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"keys": 1}', b"null"):
-        assert Record.decode(data, attempt) == Record()
+        assert JournalContent.decode(data, attempt) == JournalContent()
 
 
 def test_discard_refuses_what_is_committed_and_may_be_repeated(storage):

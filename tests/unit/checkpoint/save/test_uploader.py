@@ -17,9 +17,9 @@ from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.format.integrity import block_crcs
 from planish.checkpoint.save.staging import SharedBuffer
 from planish.checkpoint.save.upload import (
+    BytesInPlace,
     Cancelled,
     FileUpload,
-    Progress,
     ThreadUploader,
     UploadJob,
 )
@@ -252,7 +252,7 @@ def test_the_process_is_polite_and_light(uploader):
 
 
 def test_progress_waits_and_can_be_stopped():
-    progress, stop = Progress(), threading.Event()
+    progress, stop = BytesInPlace(), threading.Event()
     threading.Timer(0.05, progress.advance, [10]).start()
     progress.wait(10, stop)
     threading.Timer(0.05, stop.set).start()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.model_files import default_models, load_models
-from planish.minder.lab.calibrate import Recorded, Settings, outcome_with, record, search
+from planish.minder.lab.calibrate import CalibrationSettings, Recorded, outcome_with, record, search
 from planish.minder.lab.cases import Truth
 from planish.minder.lab.evaluate import outcome_of
 from planish.minder.lab.replay import Alarm
-from planish.minder.lab.score import Outcome
+from planish.minder.lab.score import CaseOutcome
 from tests.minder_lab.simulator import simulate
 
 FAULT = Truth(("b",), "ecc-error", 1000, 1600, detectable=True)
-START = Settings(2.0, 0.9, {"cpu_usage": 0.05})
+START = CalibrationSettings(2.0, 0.9, {"cpu_usage": 0.05})
 
 
 def recorded(hits, *, fault=FAULT, machines=64, alerts=(), limit=3.2):
-    outcome = Outcome("case", fault, machines, 3600, tuple(alerts))
+    outcome = CaseOutcome("case", fault, machines, 3600, tuple(alerts))
     points = {("cpu_usage", theta, floor): found for (theta, floor), found in hits.items()}
     return Recorded(outcome, points, limit, 900)
 
@@ -60,7 +60,7 @@ def test_the_point_of_the_settings_themselves_is_what_a_replay_finds():
     one = record(case, models, config)
     rules = config.detect
     floors = {point[0]: rules.floors[point[0]] for point in one.hits}
-    outcome = outcome_with(one, Settings(rules.theta, rules.kappa, floors))
+    outcome = outcome_with(one, CalibrationSettings(rules.theta, rules.kappa, floors))
     alarms = outcome_of(case, models, config).alarms
     assert [(a.machine, a.time) for a in outcome.alarms] == [(a.machine, a.time) for a in alarms]
     assert outcome.alarms[0].machine in case.truth.machines

@@ -8,7 +8,7 @@ import pytest
 from planish.minder.lab.cases import Truth
 from planish.minder.lab.replay import Alarm
 from planish.minder.lab.score import (
-    Outcome,
+    CaseOutcome,
     false_alarm_rate,
     normal_share,
     score,
@@ -24,7 +24,7 @@ def alert(machine, time):
 
 
 def case(*alerts, fault=FAULT, machines=8, seconds=3600, calls=()):
-    return Outcome("case", fault, machines, seconds, tuple(alerts), calls)
+    return CaseOutcome("case", fault, machines, seconds, tuple(alerts), calls)
 
 
 @pytest.mark.parametrize(
