@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from planish import store
 from planish.base.errors import (
     AccessRefused,
     CheckpointNotFound,
@@ -116,6 +117,19 @@ def test_one_broken_request_of_any_kind_is_mended(through, proxy, direct, fault,
     assert len(direct.open_uploads("big")) == is_stray
 
 
+def test_a_file_whose_upload_began_twice_leaves_no_open_upload(
+    proxy, s3_root, direct, monkeypatch, tmp_path
+):
+    data = bytes(17 * MIB)
+    (tmp_path / "big").write_bytes(data)
+    monkeypatch.setenv("MINIO_ENDPOINT", proxy.endpoint)
+    proxy.rules = [Rule("lost", kind="create")]
+    store.write_file(f"{s3_root}/big", tmp_path / "big")
+    assert proxy.suffered() == ["lost"]
+    assert direct.open_uploads("big") == []
+    assert direct.get("big", len(data))[0] == data
+
+
 def test_every_request_is_counted_alike_on_both_sides(through, proxy):
     storage = through()
     exercise(storage, bytes(17 * MIB))
@@ -192,6 +206,21 @@ def test_a_read_goes_on_where_it_broke_but_not_in_another_object(through, proxy,
     thread.start()
     with pytest.raises(ObjectChanged, match="must be the object"):
         storage.get_into("x", 0, memoryview(target))
+    thread.join(timeout=10)
+
+
+def test_a_whole_read_that_broke_returns_what_stands_there_now(through, proxy, direct):
+    direct.put("x", b"old" * 1000)
+    proxy.rules = [Rule("truncate", kind="get"), Rule("delay", kind="get", at=2, seconds=0.5)]
+
+    def replace_when_asked():
+        while not proxy.suffered():
+            time.sleep(0.001)
+        direct.put("x", b"newer" * 1000)
+
+    thread = threading.Thread(target=replace_when_asked)
+    thread.start()
+    assert through().get("x", 9000)[0] == b"newer" * 1000
     thread.join(timeout=10)
 
 

@@ -61,11 +61,11 @@ def connect(bucket: str, *, timeout_s: float = TIMEOUT_SECONDS) -> S3Store:
     Raises:
         StoreMisconfigured: no or impossible settings.
     """
-    return _connect(read_settings(), bucket, timeout_s)
+    return _connect(read_settings(), bucket, timeout_s, os.getpid())
 
 
 @functools.lru_cache(maxsize=8)
-def _connect(settings: S3Settings, bucket: str, timeout_s: float) -> S3Store:
+def _connect(settings: S3Settings, bucket: str, timeout_s: float, _process: int) -> S3Store:
     return S3Store(settings, bucket, timeout_s=timeout_s)
 
 
@@ -214,7 +214,7 @@ class S3Store:
         return bytes(download.target or b"")
 
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
-        """Return a whole object."""
+        """Return a whole object; a read that broke begins anew with what stands there now."""
         download = _Download(self._client, check_key(key), 0, None, limit=limit)
         download.run()
         return bytes(download.target or b""), download.etag
@@ -388,6 +388,7 @@ class _Download:
         etag: str = "",
         limit: int | None = None,
     ):
+        """Read into `target`, or at most `limit` bytes of a whole object, which may change."""
         self.target = target
         """Of the size that the first answer says, unless the caller gives it."""
         self.etag = etag
@@ -412,6 +413,8 @@ class _Download:
 
     def _headers(self) -> dict[str, str]:
         """Ask for what is missing."""
+        if self._limit is not None:
+            self.target, self.etag, self.done = None, "", 0
         condition = _condition(False, self.etag)
         first = self._start + self.done
         if self._length is None:
@@ -428,7 +431,7 @@ class _Download:
                 f"{place} must be read from byte {first}, but the server answers HTTP "
                 f"{answer.status} with the range {span!r}"
             )
-        if self._limit is not None and self.done + answer.length > self._limit:
+        if self._limit is not None and answer.length > self._limit:
             raise ObjectTooLarge(
                 f"{place} must be at most {self._limit} bytes here, got {answer.length}"
             )
