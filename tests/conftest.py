@@ -11,7 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from planish.store.uris import STORES
+from planish.store.base import STORES
 from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import free_port
 from tests.servers.run_alertmanager import AlertmanagerServer, require_alertmanager

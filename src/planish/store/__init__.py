@@ -14,7 +14,12 @@ from planish.store.base import (
     Store,
     Upload,
     check_key,
+    file_path,
+    file_uri,
+    normal_uri,
+    parse_uri,
     part_bytes,
+    uri_of,
 )
 from planish.store.objects import (
     abort_lost_uploads,
@@ -31,7 +36,6 @@ from planish.store.objects import (
     write,
     write_file,
 )
-from planish.store.uris import file_path, file_uri, normal_uri, parse_uri, uri_of
 
 __all__ = [
     "PART_BYTES",

@@ -34,11 +34,11 @@ from planish.store.base import (
     Stat,
     Upload,
     check_key,
+    file_uri,
     key_prefix,
     part_bytes,
 )
 from planish.store.processes import process_space, process_start
-from planish.store.uris import file_uri
 
 TEMPORARY = ".planish-tmp-"
 """Names of files that are being written begin so; nothing lists them as objects."""

@@ -14,13 +14,15 @@ from planish.base.errors import ObjectMissing, StoreError, StoreMisconfigured
 from planish.store.base import (
     PART_BYTES,
     SINGLE_PUT_BYTES,
+    STORES,
     TIMEOUT_SECONDS,
     Buffer,
     Multipart,
     Store,
     check_key,
+    parse_uri,
+    uri_of,
 )
-from planish.store.uris import STORES, parse_uri, uri_of
 
 logger = logging.getLogger(__name__)
 
