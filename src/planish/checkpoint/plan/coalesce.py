@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from planish.checkpoint.format.geometry import I64
+from planish.checkpoint.format.geometry import I64, Flags, before, fresh, order_by, ranges
 from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.plan.ordering import Flags, before, fresh, order_by, ranges
 
 GAP_BYTES = 256 << 10
 """Gaps up to this size are always read over."""

@@ -14,10 +14,20 @@ from __future__ import annotations
 import numpy as np
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, Box, volumes
+from planish.checkpoint.format.geometry import (
+    I64,
+    MAX_ELEMENTS,
+    Box,
+    Flags,
+    before,
+    fit,
+    fresh,
+    order_by,
+    strides_of,
+    volumes,
+)
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.tables import TensorTable
-from planish.checkpoint.plan.ordering import Flags, before, fit, fresh, order_by, strides_of
 
 _MAX_PASSES = 16
 """Boxes that fall apart one by one only, like a spiral, are better swept."""

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planish.base.errors import PlanMismatch
-from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.geometry import (
+    I64,
+    before,
+    order_by,
+    ranges,
+    run_sums,
+    strides_of,
+    volumes,
+)
 from planish.checkpoint.format.items import Columns
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.safetensors_file import (
@@ -25,7 +33,6 @@ from planish.checkpoint.format.safetensors_file import (
     quote_fqn,
 )
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorTable
-from planish.checkpoint.plan.ordering import before, order_by, ranges, run_sums, strides_of
 
 _MAGIC = b"PLNSHSAV"
 _HEAD = struct.Struct("<8sII")

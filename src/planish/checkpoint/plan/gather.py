@@ -16,11 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, volumes
+from planish.checkpoint.format.geometry import (
+    I64,
+    MAX_ELEMENTS,
+    before,
+    fresh,
+    ranges,
+    run_sums,
+    strides_of,
+    volumes,
+)
 from planish.checkpoint.format.items import Columns
 from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.coverage import box_text
-from planish.checkpoint.plan.ordering import before, fresh, ranges, run_sums, strides_of
 from planish.checkpoint.ranks.messages import ranks_text
 
 

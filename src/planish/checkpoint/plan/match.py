@@ -12,11 +12,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
-from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS
+from planish.checkpoint.format.geometry import (
+    I64,
+    MAX_ELEMENTS,
+    before,
+    fit,
+    fresh,
+    order_by,
+    ranges,
+)
 from planish.checkpoint.format.items import Columns, LocalItem
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.plan.coverage import box_text, cover_faults, untiled
-from planish.checkpoint.plan.ordering import before, fit, fresh, order_by, ranges
 from planish.checkpoint.plan.reads import LocalReads
 
 _CHUNK = 1 << 20

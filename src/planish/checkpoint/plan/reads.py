@@ -18,20 +18,24 @@ from typing import NamedTuple
 import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, PlanMismatch
-from planish.checkpoint.format.geometry import I64, Box, flat_boxes, intersect, volumes
-from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.packing import PackFault, pack, signed, unpack
-from planish.checkpoint.plan.coalesce import line_bases
-from planish.checkpoint.plan.ordering import (
+from planish.checkpoint.format.geometry import (
+    I64,
+    Box,
     Flags,
     before,
     fit,
+    flat_boxes,
     fresh,
+    intersect,
     order_by,
     ranges,
     run_sums,
     strides_of,
+    volumes,
 )
+from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.packing import PackFault, pack, signed, unpack
+from planish.checkpoint.plan.coalesce import line_bases
 
 _MAGIC = b"PLNSHRDS"
 _VERSION = 1

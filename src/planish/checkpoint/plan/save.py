@@ -16,14 +16,21 @@ from urllib.parse import quote
 
 import numpy as np
 
-from planish.checkpoint.format.geometry import I64, volumes
+from planish.checkpoint.format.geometry import (
+    I64,
+    before,
+    fresh,
+    order_by,
+    ranges,
+    run_sums,
+    volumes,
+)
 from planish.checkpoint.format.items import Columns
 from planish.checkpoint.format.safetensors_file import quote_fqn
 from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.coverage import refuse_gaps
 from planish.checkpoint.plan.files import GlobalPlan, Rows, header_sizes
 from planish.checkpoint.plan.gather import Gathered, Replicas, gather, group_replicas
-from planish.checkpoint.plan.ordering import before, fresh, order_by, ranges, run_sums
 
 SPLIT_BYTES = 64 << 20
 """Larger replicated items are shared by several ranks."""
