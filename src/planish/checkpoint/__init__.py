@@ -43,6 +43,8 @@ if TYPE_CHECKING:
         verify,
     )
     from planish.checkpoint.checkpoint_manager import CheckpointManager, Resumed, Schedule
+    from planish.checkpoint.load.options import LoadOptions
+    from planish.checkpoint.save.agree import SaveOptions
     from planish.checkpoint.save.finish import SaveHandle
     from planish.checkpoint.watch.timings import CheckpointInfo
 
@@ -57,6 +59,7 @@ __all__ = [
     "Consumed",
     "FlatShard",
     "LayoutMismatch",
+    "LoadOptions",
     "Loader",
     "LoaderShard",
     "PlanMismatch",
@@ -64,6 +67,7 @@ __all__ = [
     "Resumed",
     "SaveFailed",
     "SaveHandle",
+    "SaveOptions",
     "Schedule",
     "StoreError",
     "delete",
@@ -86,11 +90,13 @@ _MODULES = {
     "CheckpointManager": "planish.checkpoint.checkpoint_manager",
     "Consumed": "planish.checkpoint.adapters.loader_state",
     "FlatShard": "planish.checkpoint.adapters.placement",
+    "LoadOptions": "planish.checkpoint.load.options",
     "Loader": "planish.checkpoint.adapters.loader_state",
     "LoaderShard": "planish.checkpoint.adapters.loader_state",
     "RandomStreams": "planish.checkpoint.adapters.streams",
     "Resumed": "planish.checkpoint.checkpoint_manager",
     "SaveHandle": "planish.checkpoint.save.finish",
+    "SaveOptions": "planish.checkpoint.save.agree",
     "Schedule": "planish.checkpoint.checkpoint_manager",
 }
 """Name to its module; the functions are all in `api`."""

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from planish.checkpoint.format.items import Collected
-    from planish.checkpoint.load.options import Loaded, LoadKeywords, LoadOptions
-    from planish.checkpoint.load.reader import Opened
+    from planish.checkpoint.load.options import LoadKeywords
     from planish.checkpoint.save.agree import SaveKeywords
     from planish.checkpoint.save.finish import SaveHandle
     from planish.checkpoint.watch.timings import CheckpointInfo
@@ -50,6 +49,16 @@ __all__ = [
 ]
 
 State = Mapping[str, Any]
+_FACTS = (
+    "missing",
+    "unexpected",
+    "bytes_from_store",
+    "bytes_over_network",
+    "unique_bytes_needed",
+    "sharing",
+    "replication",
+)
+"""Fields of `Loaded` that a load reports in its `facts`."""
 Framework = str | Mapping[str, str]
 """plain, ddp, fsdp, fsdp2, flat or megatron; or one of them for each role."""
 
@@ -88,16 +97,14 @@ def save(
         PlanMismatch: the ranks do not save the same, or one did not come in time.
         SaveFailed: a rank failed (`async_=False`); `result()` raises it otherwise.
     """
-    from planish.checkpoint.adapters.base import collect, split_roles
+    from planish.checkpoint.adapters.base import collect_roles
     from planish.checkpoint.save.agree import SaveOptions
     from planish.checkpoint.save.engine import default_engine
 
-    def gathered() -> dict[str, Collected]:
-        found = split_roles(state, framework, role)
-        return {name: collect(name, *one, for_load=False) for name, one in found.items()}
-
     chosen = SaveOptions(path, step=step, is_async=async_, context=str(framework), **options)
-    return default_engine(process_group).save(gathered, chosen, storage=storage)
+    return default_engine(process_group).save(
+        lambda: collect_roles(state, framework, role), chosen, storage=storage
+    )
 
 
 def load(
@@ -134,6 +141,7 @@ def load(
         LayoutMismatch: names, shapes or types do not fit; every offender is listed, and no tensor
             has been touched.
     """
+    from planish.checkpoint.adapters.base import apply, collect, split_roles
     from planish.checkpoint.load.load import load_state, open_on_all
     from planish.checkpoint.load.options import LoadOptions
     from planish.checkpoint.ranks.control import control_of
@@ -145,62 +153,35 @@ def load(
     collected: dict[str, Collected] = {}
     error: Exception | None = None
     try:
-        roles, collected = _destinations(state, framework, role, opened, chosen)
+        roles = split_roles(state, framework, role)
+        for name, (inner, kind) in roles.items():
+            collected[name] = collect(
+                name,
+                inner,
+                kind,
+                for_load=True,
+                metadata=opened.metadata,
+                map_fqn=chosen.map_fqn,
+                parts=chosen.parts,
+            )
     except Exception as caught:
         error = caught
     control.call(f"collect {opened.pin}", chosen.timeout_s).settle(error, "collect")
     loaded = load_state(opened, collected, control, chosen)
-    return _applied(roles, collected, loaded, loader_policy)
-
-
-def _destinations(
-    state: State, framework: Framework, role: str | None, opened: Opened, options: LoadOptions
-) -> tuple[dict[str, tuple[State, str]], dict[str, Collected]]:
-    from planish.checkpoint.adapters.base import collect, split_roles
-
-    roles = split_roles(state, framework, role)
-    made: dict[str, Collected] = {
-        name: collect(
-            name,
-            *one,
-            for_load=True,
-            metadata=opened.metadata,
-            map_fqn=options.map_fqn,
-            parts=options.parts,
-        )
-        for name, one in roles.items()
-    }
-    return roles, made
-
-
-def _applied(
-    roles: Mapping[str, tuple[State, str]],
-    collected: Mapping[str, Collected],
-    loaded: Loaded,
-    loader_policy: str,
-) -> CheckpointInfo:
-    """Restore what is no tensor, and note what became of it."""
-    from planish.checkpoint.adapters.base import apply
-
     facts = loaded.info.facts
     for name, (inner, kind) in roles.items():
-        facts.update(
-            apply(
-                name,
-                inner,
-                kind,
-                collected[name],
-                loaded.shared.get(name, {}),
-                loaded.own.get(name, {}),
-                loaded.loader.get(name),
-                loader_policy=loader_policy,
-            )
+        facts |= apply(
+            name,
+            inner,
+            kind,
+            collected[name],
+            loaded.shared.get(name, {}),
+            loaded.own.get(name, {}),
+            loaded.loader.get(name),
+            loader_policy=loader_policy,
         )
-    facts["missing"], facts["unexpected"] = loaded.missing, loaded.unexpected
-    facts["bytes_from_store"] = loaded.bytes_from_store
-    facts["bytes_over_network"] = loaded.bytes_over_network
-    facts["unique_bytes_needed"] = loaded.unique_bytes_needed
-    facts["sharing"], facts["replication"] = loaded.sharing, loaded.replication
+    for fact in _FACTS:
+        facts[fact] = getattr(loaded, fact)
     return loaded.info
 
 

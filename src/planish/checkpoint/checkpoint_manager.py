@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from planish.base.errors import (
     CheckpointNotFound,
     StoreError,
 )
+from planish.checkpoint.adapters.base import collect_roles
 from planish.checkpoint.adapters.loader_ahead import LoadersAhead
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.save.agree import SaveOptions
@@ -36,7 +37,6 @@ from planish.store import Store, open_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from planish.checkpoint.format.items import Collected
 
 logger = logging.getLogger(__name__)
 
@@ -185,20 +185,15 @@ class CheckpointManager:
                 last save after SIGTERM has failed.
         """
         self._look()
-        handle = self._save_if_due(step, state)
+        handle = None
+        if self._must_stop(step):
+            handle = self.save(step, state, timeout_s=max(0.1, self.schedule.grace_s), pace_s=0.0)
+            self.should_stop = True
+            handle.result(self.schedule.grace_s)
+        elif self.schedule.is_due(step):
+            handle = self.save(step, state)
         if not self.should_stop and self.will_save_at(step + 1):
             self.ahead.begin(step + 1, state)
-        return handle
-
-    def _save_if_due(self, step: int, state: Mapping[str, Any]) -> SaveHandle | None:
-        stop = self._must_stop(step)
-        if not stop and not self.schedule.is_due(step):
-            return None
-        if not stop:
-            return self.save(step, state)
-        handle = self.save(step, state, timeout_s=max(0.1, self.schedule.grace_s), pace_s=0.0)
-        self.should_stop = True
-        handle.result(self.schedule.grace_s)
         return handle
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveHandle:
@@ -248,14 +243,26 @@ class CheckpointManager:
             CheckpointCorrupt: there are checkpoints, but none can be loaded.
             LayoutMismatch: the newest whole one does not fit the state.
         """
+        from planish.checkpoint import api
+
         self.ahead.drop()
         skipped: list[tuple[str, str]] = []
-        for pin in self._candidates():
-            found = self._try(pin, state, options)
-            if isinstance(found, CheckpointInfo):
-                return Resumed(found, tuple(skipped))
-            logger.error(telemetry.event("checkpoint_skipped", uri=pin, reason=found))
-            skipped.append((pin, found))
+        for pin in self._pins():
+            info, fault = None, ""
+            try:
+                info = api.load(pin, state, self.framework, process_group=self.group, **options)
+            except DAMAGED as error:
+                fault = f"{type(error).__name__}: {error}"
+            # A checkpoint that one rank finds damaged is skipped by all of them.
+            call = self.engine.control.call(f"loaded {pin}", 300.0)
+            faults = call.gather(fault.encode(), "faults")
+            first = next(filter(None, faults), b"") if faults is not None else None
+            fault = call.broadcast(first, "first fault").decode()
+            if info is not None and not fault:
+                return Resumed(info, tuple(skipped))
+            fault = fault or "a rank could not load it"
+            logger.error(telemetry.event("checkpoint_skipped", uri=pin, reason=fault))
+            skipped.append((pin, fault))
         if skipped:
             raise CheckpointCorrupt(
                 f"`{self.root}` must hold a whole checkpoint, but none of {len(skipped)} can be "
@@ -308,59 +315,25 @@ class CheckpointManager:
                 self._failed_in_a_row = 0
 
     def _retain(self, storage: Store, path: str) -> None:
-        root = path.rpartition("/")[0]
-        schedule = self.schedule
         catalog.retain(
             storage,
-            root,
-            keep_last=schedule.keep_last,
-            keep_every=schedule.keep_every,
-            pins=schedule.pins,
+            path.rpartition("/")[0],
+            keep_last=self.schedule.keep_last,
+            keep_every=self.schedule.keep_every,
+            pins=self.schedule.pins,
         )
 
-    def _candidates(self) -> Iterable[str]:
-        """Return pins of the committed checkpoints, newest first, as rank 0 sees them."""
+    def _pins(self) -> list[str]:
+        """Return pins of the committed checkpoints, newest first, as rank 0 lists them."""
         call = self.engine.control.call(f"list {self.root}", 300.0)
-        error: Exception | None = None
         pins: list[str] = []
+        error: Exception | None = None
         if call.rank == 0:
             try:
-                storage, root = open_store(self.root)
-                entries = catalog.list_checkpoints(storage, root)
+                entries = catalog.list_checkpoints(*open_store(self.root))
                 pins = [f"{e.uri}#sha256={e.commit.meta_sha256}" for e in reversed(entries)]
-            except (StoreError, CheckpointError) as found:
-                error = found
+            except (StoreError, CheckpointError) as caught:
+                error = caught
         call.settle(error, "list")
-        found_pins: list[str] = json.loads(call.broadcast(json.dumps(pins).encode(), "pins"))
-        return found_pins
-
-    def _try(
-        self, pin: str, state: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> CheckpointInfo | str:
-        """Load one checkpoint; returns why it is damaged, on all ranks alike."""
-        from planish.checkpoint import api
-
-        info, told = None, ""
-        try:
-            info = api.load(pin, state, self.framework, process_group=self.group, **options)
-        except DAMAGED as error:
-            told = f"{type(error).__name__}: {error}"
-        call = self.engine.control.call(f"loaded {pin}", 300.0)
-        gathered = call.gather(told.encode(), "told")
-        reply = next(filter(None, gathered), b"") if gathered is not None else None
-        told = call.broadcast(reply, "verdict").decode()
-        if told or info is None:
-            return told or "a rank could not load it"
-        return info
-
-
-def collect_roles(
-    state: Mapping[str, Any], framework: str | Mapping[str, str], role: str | None = None
-) -> dict[str, Collected]:
-    """Return role -> what its adapter finds in a state, for a save."""
-    from planish.checkpoint.adapters.base import collect, split_roles
-
-    return {
-        name: collect(name, inner, kind, for_load=False)
-        for name, (inner, kind) in split_roles(state, framework, role).items()
-    }
+        listed: list[str] = json.loads(call.broadcast(json.dumps(pins).encode(), "pins"))
+        return listed

@@ -84,6 +84,16 @@ def _framework_of(role: str, framework: Framework) -> str:
     return chosen
 
 
+def collect_roles(
+    state: Mapping[str, Any], framework: Framework, role: str | None = None
+) -> dict[str, Collected]:
+    """Return role -> its tensors and small values on this rank, for a save; see `collect`."""
+    return {
+        name: collect(name, inner, kind, for_load=False)
+        for name, (inner, kind) in split_roles(state, framework, role).items()
+    }
+
+
 def collect(
     role: str,
     state: Mapping[str, Any],

@@ -28,7 +28,7 @@ from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import Collected, LocalItem
 from planish.checkpoint.format.tables import TensorSpec
 from planish.checkpoint.load.extras import names_of
-from planish.checkpoint.load.reader import Opened, open_state
+from planish.checkpoint.load.reader import BlockReader, Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveOptions
@@ -273,28 +273,20 @@ def export_dcp(
             for (owner, kind, fqn), row in opened.metadata.tensor_ids.items()
             if owner == role
         ):
-            writer.add_tensor(_dcp_path(kind, fqn), opened, row)
-        for name, value in _shared(opened, role).items():
+            path: tuple[str, ...] = kind, fqn
+            if kind == "optim" and "." in fqn:
+                parameter, _, state = fqn.rpartition(".")
+                path = "optim", "state", parameter, state
+            writer.add_tensor(path, opened, row)
+        key = names_of(opened.metadata.objects, role).shared
+        shared = decode_extra(BlockReader(opened).read_file(key), file=key) if key else {}
+        for name, value in shared.items() if isinstance(shared, dict) else ():
             writer.add_value(("shared", name), value)
         if not writer.described:
             raise LayoutMismatch(f"`{opened.uri}` must hold the role `{role}`; see `info`")
         writer.finish()
     finally:
         writer.close()
-
-
-def _dcp_path(kind: str, fqn: str) -> tuple[str, ...]:
-    if kind == "optim" and "." in fqn:
-        parameter, _, state = fqn.rpartition(".")
-        return "optim", "state", parameter, state
-    return kind, fqn
-
-
-def _shared(opened: Opened, role: str) -> dict[str, Any]:
-    key = names_of(opened.metadata.objects, role).shared
-    reader = SliceReader(opened).reader
-    found = decode_extra(reader.read_file(key), file=key) if key else {}
-    return found if isinstance(found, dict) else {}
 
 
 class _Writer:

@@ -19,7 +19,7 @@ from planish.checkpoint.format.geometry import flat_boxes, whole
 from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.fill import Array
-from planish.checkpoint.load.reader import Opened, open_state
+from planish.checkpoint.load.reader import BlockReader, Opened, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.store import Store
 
@@ -114,7 +114,13 @@ def diff(
     sides = open_state(a, storage_a), open_state(b, storage_b)
     found = Diff()
     common = list(_common(sides, parts, found))
-    found.values = _differing_values(sides)
+    small = []
+    for side in sides:
+        reader, objects = BlockReader(side), side.metadata.objects
+        keys = {role: names_of(objects, role).shared for role in objects}
+        small.append({role: reader.read_file(key) for role, key in keys.items() if key})
+    roles = sorted({*small[0], *small[1]})
+    found.values = [role for role in roles if small[0].get(role) != small[1].get(role)]
     total = sum(ITEM_BYTES[spec.dtype] * math.prod(spec.shape) for spec in common)
     readers = SliceReader(sides[0]), SliceReader(sides[1])
     faults: dict[str, TensorDiff] = {}
@@ -193,14 +199,3 @@ def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff])
     else:
         index = tuple(int(i) for i in first)
         faults[name] = TensorDiff(name, "values", len(places), index, largest)
-
-
-def _differing_values(sides: tuple[Opened, Opened]) -> list[str]:
-    """Return the roles whose shared small values are not the same bytes."""
-    forms = []
-    for side in sides:
-        reader = SliceReader(side).reader
-        objects = side.metadata.objects
-        names = {role: names_of(objects, role).shared for role in objects}
-        forms.append({r: reader.read_file(key) for r, key in names.items() if key})
-    return sorted(r for r in {*forms[0], *forms[1]} if forms[0].get(r) != forms[1].get(r))

@@ -89,38 +89,28 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
     slow = sorted((-seconds, rank) for rank, seconds in spans.items() if seconds > limit)
     if not slow:
         return []
+    # Seconds of each stage by rank, from the first start to the last end: objects move in parallel,
+    # and the sum of their durations would count the same second many times.
+    stages: dict[str, list[Timing]] = {}
+    for record in own_work(timeline).records:
+        stages.setdefault(record.stage, []).append(record)
+    by_stage = {stage: Timeline(records).end_to_end() for stage, records in stages.items()}
+    medians = {
+        stage: statistics.median(seconds.get(rank, 0.0) for rank in spans)
+        for stage, seconds in by_stage.items()
+    }
     hosts = host_of(timeline.records)
-    by_stage = _seconds_by_stage(own_work(timeline).records)
-    return [
-        Straggler(rank, hosts.get(rank, ""), _worst(by_stage, rank, spans), -seconds, median)
-        for seconds, rank in slow
-    ]
+    found = []
+    for seconds, rank in slow:
+        lost = {s: by_stage[s].get(rank, 0.0) - medians[s] for s in sorted(by_stage)}
+        worst = max(lost, key=lost.__getitem__)
+        found.append(Straggler(rank, hosts.get(rank, ""), worst, -seconds, median))
+    return found
 
 
 def host_of(records: Sequence[Timing]) -> dict[int, str]:
     """Return the machine of each rank that names one."""
     return {record.rank: record.host for record in records if record.host}
-
-
-def _seconds_by_stage(records: Sequence[Timing]) -> dict[str, dict[int, float]]:
-    """Return stage -> rank -> seconds from the first start to the last end in that stage.
-
-    Objects move in parallel: the sum of their durations would count the same second many times.
-    """
-    stages: dict[str, list[Timing]] = {}
-    for record in records:
-        stages.setdefault(record.stage, []).append(record)
-    return {stage: Timeline(found).end_to_end() for stage, found in stages.items()}
-
-
-def _worst(
-    by_stage: Mapping[str, Mapping[int, float]], rank: int, spans: Mapping[int, float]
-) -> str:
-    def beyond(stage: str) -> float:
-        seconds = by_stage[stage]
-        return seconds.get(rank, 0.0) - statistics.median(seconds.get(r, 0.0) for r in spans)
-
-    return max(sorted(by_stage), key=beyond)
 
 
 def warn_of_stragglers(timeline: Timeline) -> list[Straggler]:
@@ -156,7 +146,8 @@ def publish(timeline: Timeline, rank: int) -> None:
             publish_retries({record.object.removeprefix(RETRY): record.retries})
             continue
         telemetry.observe(
-            *("planish_checkpoint_stage_seconds", max(record.seconds, 0.0)),
+            "planish_checkpoint_stage_seconds",
+            max(record.seconds, 0.0),
             op=op,
             stage=record.stage,
             state=state,
