@@ -214,5 +214,5 @@ def _open_object(uri: str) -> tuple[Store, str]:
 
 
 def _count(direction: str, uri: str, num_bytes: int) -> None:
-    scheme = uri.partition("://")[0]
+    scheme = uri_of(uri).partition("://")[0]
     telemetry.count(f"planish_store_{direction}_bytes_total", num_bytes, scheme=scheme)

@@ -1,6 +1,7 @@
 """When a request to an S3 server is sent again, and when it is given up.
 
-Knows which failures pass; not what a request means, so that conditions are not retried here.
+Knows which failures may end by themselves, but not what a request means: a condition that does not
+hold is no failure here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
-"""A request is sent again until so much was waited between its tries: a server may restart."""
+"""A request is sent again until the waits between its tries come to this: a server may restart."""
 FIRST_WAIT_SECONDS = 0.1
 """Full jitter: the wait before try k + 1 is uniform in 0..min(10, 0.1 * 2**(k - 1))."""
 LONGEST_WAIT_SECONDS = 10.0
@@ -34,14 +35,14 @@ TRANSIENT_CODES = frozenset(
     | {"XMinioServerNotInitialized", "XMinioIAMNotInitialized"}
     | {"XAmzContentChecksumMismatch", "BadDigest", "IncompleteBody"}
 )
-"""Codes of S3 that pass, whatever their status. Those of the last line say that a body changed on
-its way."""
+"""Error codes after which the same request may succeed, whatever the HTTP status. Those of the last
+line say that a body changed on its way."""
 FULL_CODES = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded"})
-"""Codes of S3 that do not pass, whatever their status."""
+"""Error codes that stay until somebody makes room, whatever the HTTP status."""
 
 
 def passes(status: int, code: str) -> bool:
-    """Return whether an error answer may be another one later.
+    """Return whether the same request may succeed later.
 
     Args:
         status: of HTTP.
@@ -53,7 +54,7 @@ def passes(status: int, code: str) -> bool:
 
 
 class Transient(Exception):
-    """A try failed in a way that may pass."""
+    """A try failed in a way that may end by itself."""
 
     def __init__(self, reason: str, text: str, *, sent: bool = True, answered: bool = False):
         super().__init__(text)
@@ -79,8 +80,8 @@ class Tries:
     deadline: float
     """Monotonic seconds; no try and no wait goes beyond."""
     retry_seconds: float = RETRY_SECONDS
-    """The waits may come to so much and one wait more; 0 for one try. A try itself does not count:
-    it may carry gigabytes before it fails."""
+    """No further try once the waits come to this; 0 for one try. The tries themselves do not count:
+    one may carry gigabytes before it fails."""
     sleep: Callable[[float], None] = time.sleep
     jitter: Callable[[float, float], float] = field(
         default_factory=lambda: random.Random().uniform, repr=False
@@ -122,7 +123,7 @@ def longest_wait(tries: int) -> float:
 
 
 def transient(error: Exception, *, sent: bool) -> Transient | None:
-    """Return what `run` retries for an error of a connection, None if it will not pass.
+    """Return what `run` retries for an error of a connection, None if it will not end by itself.
 
     Args:
         error: raised by `socket`, `ssl` or `http.client`.

@@ -66,11 +66,11 @@ class S3Settings:
     session_token: str = field(default="", repr=False)
     """Of temporary keys that a security token service has given."""
     retry_seconds: float = RETRY_SECONDS
-    """A request that fails is sent again until so much was waited; 0 for one try."""
+    """A request that fails is sent again until its waits come to this; 0 for one try."""
 
 
 class Refused(Exception):
-    """The server answered with an error that will not pass, and that the caller knows to handle."""
+    """The server answered with an error that stays the same when the request is sent again."""
 
     def __init__(self, status: int, code: str, message: str = ""):
         super().__init__(f"{code} (HTTP {status}): {message}" if code else f"HTTP {status}")

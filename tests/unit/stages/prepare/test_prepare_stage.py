@@ -162,7 +162,7 @@ def test_a_root_in_use_is_refused_and_names_the_holder(file_root):
 
 _TAKE = """
 import dataclasses, sys
-from planish import lock
+from planish.run import lock
 root, pid = sys.argv[1], int(sys.argv[2])
 me = dataclasses.replace(lock.current_holder(), pid=pid, started=lock.process_start(pid))
 lock.acquire(root, me)
