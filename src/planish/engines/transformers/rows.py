@@ -40,6 +40,50 @@ class RunningRow:
     stats: dict[str, float] = field(default_factory=dict)
     admitted_seconds: float = 0.0
 
+    def output(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        *,
+        version: int,
+        reason: FinishReason | None,
+        stop_ids: frozenset[int],
+        stop_string: str | None,
+    ) -> Output:
+        """Return what the request gave.
+
+        Args:
+            tokens: those of this call, the stop token included.
+            logprobs: one for each token.
+            version: policy version of the weights now.
+            reason: None finds STOP, LENGTH, or ABORT where the logits were not finite.
+            stop_ids: tokens that end this response.
+            stop_string: the one that the last token has completed.
+        """
+        error, stop_id = "", None
+        if reason is None and not math.isfinite(logprobs[-1]):
+            place = self.start + len(tokens) - 1
+            error = f"logits must be finite, got NaN or inf at position {place}"
+            tokens, logprobs, reason = tokens[:-1], logprobs[:-1], FinishReason.ABORT
+        if reason is None:
+            stop_id = tokens[-1] if tokens[-1] in stop_ids else None
+            has_stopped = stop_id is not None or stop_string is not None
+            reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
+        versions = [version] * len(tokens)
+        for length, older in reversed(self.version_starts):
+            versions[: length - self.start] = [older] * (length - self.start)
+        return Output(
+            self.request.request_id,
+            tokens,
+            logprobs,
+            versions[: len(tokens)],
+            reason,
+            stop_token_id=stop_id,
+            stop_string=stop_string if reason is FinishReason.STOP else None,
+            stats={**self.stats, "decode_seconds": time.monotonic() - self.admitted_seconds},
+            error=error,
+        )
+
 
 class RunningRows:
     """Tokens, log-probabilities and sampling settings of all running requests.
@@ -227,34 +271,19 @@ class RunningRows:
         strings = self._strings.strings(where) if self._strings else [None] * len(indices)
         outputs = []
         for place, index in enumerate(indices):
-            new = slice(self.rows[index].start, lengths[place])
-            found = (tokens[place][new], logprobs[place][new])
-            output = self._output(self.rows[index], *found, version, reason)
-            outputs.append(_stopped(output, stops[place], strings[place]))
+            row = self.rows[index]
+            new = slice(row.start, lengths[place])
+            outputs.append(
+                row.output(
+                    tokens[place][new],
+                    logprobs[place][new],
+                    version=version,
+                    reason=reason,
+                    stop_ids=stops[place],
+                    stop_string=strings[place],
+                )
+            )
         return outputs
-
-    def _output(
-        self,
-        row: RunningRow,
-        tokens: list[int],
-        logprobs: list[float],
-        version: int,
-        reason: FinishReason | None,
-    ) -> Output:
-        """Return the output of a row; without a reason it is LENGTH, or ABORT where it failed."""
-        stats: dict[str, float | str] = dict(row.stats)
-        error = ""
-        stats["decode_seconds"] = time.monotonic() - row.admitted_seconds
-        if reason is None:
-            reason = FinishReason.LENGTH
-            if not math.isfinite(logprobs[-1]):
-                reason = FinishReason.ABORT
-                place = row.start + len(tokens) - 1
-                tokens, logprobs = tokens[:-1], logprobs[:-1]
-                error = f"logits must be finite, got NaN or inf at position {place}"
-        versions = _versions(row, len(tokens), version)
-        name = row.request.request_id
-        return Output(name, tokens, logprobs, versions, reason, stats=stats, error=error)
 
     def remove(self, ended: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Drop rows and fill the holes with the last rows.
@@ -311,22 +340,3 @@ def _is_special(sampling: Sampling) -> bool:
         or sampling.top_k > 0
         or sampling.min_new_tokens > 0
     )
-
-
-def _stopped(output: Output, stop_ids: frozenset[int], string: str | None) -> Output:
-    """Make LENGTH STOP where the last token ends the response."""
-    if output.finish_reason is FinishReason.LENGTH and output.token_ids:
-        last = output.token_ids[-1]
-        output.stop_token_id = last if last in stop_ids else None
-        output.stop_string = string
-        if string is not None or last in stop_ids:
-            output.finish_reason = FinishReason.STOP
-    return output
-
-
-def _versions(row: RunningRow, num_tokens: int, version: int) -> list[int]:
-    """Return the version of each new token; `version_starts` holds (length, older version)."""
-    versions = [version] * num_tokens
-    for length, older in reversed(row.version_starts):
-        versions[: length - row.start] = [older] * (length - row.start)
-    return versions[:num_tokens]
