@@ -1,7 +1,7 @@
 """Run the post-training pipeline on this machine and show what happens, one line a stage.
 
-The pipeline is the one that a cluster runs, driven by kfp's local runner in a child process whose
-chatter goes to a log file; this module watches the run root, prints, and measures the control.
+The pipeline is the one that a cluster runs, run by kfp's local runner in a child process whose
+output goes to a log file; this module watches the run root, prints, and measures the control.
 
     python -m pipelines.demo --seed 0
 """
@@ -61,7 +61,7 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("accuracy_after", "after", "{:.3f}"),
     ),
 }
-"""Stage to (metric, words, format): what its progress line tells."""
+"""Stage to (metric, words, format): what its progress line shows."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def read_tasks(root: str, since: float) -> list[EndedTask]:
 
 
 def progress_line(task: EndedTask, elapsed: float) -> str:
-    """Return the line that tells of one ended task.
+    """Return the line about one ended task.
 
     Example:
         >>> task = EndedTask("reward", 2, 0, "done", 0, 0, 1.5, {"reward_mean": -0.2}, False, "")

@@ -307,18 +307,18 @@ def _signature(module: str) -> dict[str, tuple[str, bool]] | None:
     tree = ast.parse(Path(spec.origin).read_text("utf-8"))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "run":
-            arguments = node.args
-            positional = [*arguments.posonlyargs, *arguments.args]
-            no_default = len(positional) - len(arguments.defaults)
-            found = {a.arg: (_text(a), i < no_default) for i, a in enumerate(positional)}
-            for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-                found[argument.arg] = (_text(argument), default is None)
-            return found
+            positional = [*node.args.posonlyargs, *node.args.args]
+            defaults = [None] * (len(positional) - len(node.args.defaults)) + node.args.defaults
+            every = zip(
+                [*positional, *node.args.kwonlyargs],
+                [*defaults, *node.args.kw_defaults],
+                strict=True,
+            )
+            return {
+                a.arg: (ast.unparse(a.annotation) if a.annotation else "", default is None)
+                for a, default in every
+            }
     return None
-
-
-def _text(argument: ast.arg) -> str:
-    return ast.unparse(argument.annotation) if argument.annotation else ""
 
 
 def loops_run_over_integers(compiled: Compiled) -> Iterator[BrokenRule]:
@@ -364,16 +364,16 @@ def platform_names_executors(compiled: Compiled) -> Iterator[BrokenRule]:
 
 def parameters_are_public(compiled: Compiled) -> Iterator[BrokenRule]:
     """Rule 13: the run form has exactly the public parameters, each described."""
-    found = compiled.components["root"].get("inputDefinitions", {}).get("parameters", {})
+    given = compiled.components["root"].get("inputDefinitions", {}).get("parameters", {})
     public = compiled.expected.parameters
-    for name in sorted(set(found) ^ set(public)):
-        word = "is not public" if name in found else "is missing"
+    for name in sorted(set(given) ^ set(public)):
+        word = "is not public" if name in given else "is missing"
         yield BrokenRule(13, "root", f"parameter `{name}` {word}")
-    for name in sorted(set(found) & set(public)):
-        kind = found[name].get("parameterType")
+    for name in sorted(set(given) & set(public)):
+        kind = given[name].get("parameterType")
         if kind != public[name]:
             yield BrokenRule(13, "root", f"`{name}` must be {public[name]}, got {kind}")
-        if not found[name].get("description", "").strip():
+        if not given[name].get("description", "").strip():
             yield BrokenRule(13, "root", f"`{name}` must have a description, but has none")
 
 

@@ -230,9 +230,9 @@ def _steps(
         max_avoided_nodes=max_restarts,
     )
     in_pod(prepared, "prepare")
-    away = prepared.outputs["node_affinity"]
+    node_affinity = prepared.outputs["node_affinity"]
     if max_restarts:
-        in_pod = partial(in_pod, node_affinity=away)
+        in_pod = partial(in_pod, node_affinity=node_affinity)
     of_run = {"root": root, "config_sha256": prepared.outputs["config_sha256"]}
     curated = in_pod(curate(**of_run), "curate")
     started = in_pod(sft(**of_run, prompts=curated.outputs["prompts"]), "sft")
@@ -245,7 +245,7 @@ def _steps(
             policy_pin=pins.outputs["policy_pin"],
             state_pin=pins.outputs["state_pin"],
             store_secret=store_secret,
-            node_affinity=away,
+            node_affinity=node_affinity,
         ).set_display_name(f"iteration {number}")
     evaluated = evaluate(
         **of_run,

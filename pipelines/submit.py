@@ -237,10 +237,10 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
         return [uri]
     folder = layout.iteration(root, 0).rpartition("/")[0]
     marks = [mark for mark in store.list_uris(folder) if mark.endswith("/stopped.json")]
-    found = [mark for mark in (uri, *marks) if store.exists(mark)]
-    for mark in found:
+    present = [mark for mark in (uri, *marks) if store.exists(mark)]
+    for mark in present:
         store.delete(mark)
-    return found
+    return present
 
 
 def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:

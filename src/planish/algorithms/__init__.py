@@ -42,8 +42,8 @@ def algorithm_recipe(raw: Mapping[str, Any]) -> Recipe:
             f"{nearest(str(name), ALGORITHMS)}"
         )
     module, _, attribute = ALGORITHMS[name].partition(":")
-    found: Recipe = getattr(importlib.import_module(module), attribute)
-    return found
+    recipe: Recipe = getattr(importlib.import_module(module), attribute)
+    return recipe
 
 
 def algorithm_config(raw: Mapping[str, Any]) -> type[Section]:

@@ -35,8 +35,8 @@
       BackendUnavailable               a monitoring server did not answer, or not as it must
 
 A store serves records as well as checkpoints, so a `StoreError` is no `CheckpointError`: who calls
-`planish.checkpoint` catches both, or `PlanishError`. A store that fails in the midst of a save is
-told as `SaveFailed`.
+`planish.checkpoint` catches both, or `PlanishError`. A store that fails during a save raises
+`SaveFailed`.
 
 A message reads: what must be what, the value seen, who must change what.
 """
@@ -59,7 +59,7 @@ class ConfigError(PlanishError, ValueError):
 
 
 class RootInUse(ConfigError):
-    """Another run holds the lock of the root: a run that hears this has written nothing there."""
+    """Another run holds the lock of the root; a run with this error has written nothing there."""
 
 
 class RecordError(PlanishError, ValueError):

@@ -212,12 +212,12 @@ class BaseEngine(ABC):
             with self._lock:
                 self._expect("poll", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
                 self._arrived.clear()
-                found = self._collect(wanted)
-                if not found and self._state is EngineState.RUNNING:
+                outputs = self._collect(wanted)
+                if not outputs and self._state is EngineState.RUNNING:
                     self._turn(admit=True)
-                    found = self._collect(wanted)
-                if found:
-                    return found
+                    outputs = self._collect(wanted)
+                if outputs:
+                    return outputs
                 waits = self._state is not EngineState.RUNNING
             left = deadline - time.monotonic()
             if left <= 0:

@@ -174,17 +174,17 @@ def _model_class(config: Mapping[str, Any], heads: Sequence[str]) -> Any:
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
     match = _ARCHITECTURE.fullmatch(name) if isinstance(name, str) else None
-    found = None
+    model_class = None
     if match is not None and match["head"] in heads:
-        found = getattr(transformers, match[0], None)
-    if found is None:
+        model_class = getattr(transformers, match[0], None)
+    if model_class is None:
         wanted = " or ".join(f"'Qwen3{head}'" for head in heads)
         raise ConfigError(
             "`architectures` in config.json must name a model that this version of transformers "
             f"({transformers.__version__}) knows, such as {wanted}, got {names!r}; choose another "
             "model: code that comes with a model is never run"
         )
-    return found
+    return model_class
 
 
 def save_policy(

@@ -93,7 +93,7 @@ def _fetch_from_hub(hub_id: str, revision: str, key: str) -> Path:
     )
 
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             hub_id,
             revision=revision,
             allow_patterns=list(HUB_FILES),
@@ -119,7 +119,7 @@ def _fetch_from_hub(hub_id: str, revision: str, key: str) -> Path:
             f"as `{key}`"
         )
     else:
-        return Path(found)
+        return Path(folder)
     raise ConfigError(f"`{key}` must be a model that the hub gives, got {hub_id!r}; {remedy}")
 
 
@@ -127,7 +127,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder without configuration or without safetensors weights.
 
     Raises:
-        ConfigError: names what is missing; pickled weights are told apart.
+        ConfigError: names what is missing, or the pickled weights that are there instead.
     """
     read_model_config(folder)
     if any(folder.glob("*.safetensors")):

@@ -58,7 +58,7 @@ def hidden_at(body: Any, input_ids: Tensor, rows: Tensor, columns: Tensor) -> Te
     for number, layer in enumerate(body.layers, 1):
         is_last = number == len(body.layers)
         compute = partial(_layer, layer, turn=turn, where=where if is_last else None)
-        # As the modules do where they are told to: less memory for a second forward pass.
+        # As the modules do with gradient checkpointing: less memory for a second forward pass.
         again = layer.training and layer.gradient_checkpointing and torch.is_grad_enabled()
         x = checkpoint(compute, x, use_reentrant=False) if again else compute(x)
     return _norm(body.norm, x)

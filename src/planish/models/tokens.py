@@ -177,8 +177,8 @@ def _text_bytes(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
         if step["type"] == "ByteLevel":
             known = all(character in _BYTE_ALPHABET for character in token)
             return bytes(_BYTE_ALPHABET[c] for c in token) if known else token.encode()
-        if step["type"] == "ByteFallback" and (found := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(found[1], 16)])
+        if step["type"] == "ByteFallback" and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
         if step["type"] == "Metaspace":
             token = token.replace(step["replacement"], " ")
         if step["type"] == "Replace":

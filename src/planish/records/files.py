@@ -139,10 +139,10 @@ def _verify(folder: Path, manifest: Manifest, uri: str) -> None:
             faults.append(f"`{shard.name}` must have the sha256 {shard.sha256}, got another")
     # A loader would pick up an unlisted file (say, weights of another format) without a check.
     known = {shard.name for shard in manifest.shards} | {MANIFEST}
-    found = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     faults += [
         f"`{name}` is not in the manifest"
-        for name in sorted(found - known)
+        for name in sorted(present - known)
         if not Path(name).name.startswith(".")
     ]
     if faults:
@@ -178,7 +178,7 @@ def _fetch(uri: str, manifest: Manifest) -> Path:
         part.mkdir()
         for shard in manifest.shards:
             (part / shard.name).parent.mkdir(parents=True, exist_ok=True)
-            # An absent file is told by the check, together with all other faults.
+            # The check reports an absent file together with all other faults.
             with contextlib.suppress(ObjectMissing):
                 store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
         _verify(part, manifest, uri)

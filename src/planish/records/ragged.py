@@ -109,29 +109,29 @@ class Ragged:
 
     def faults(self, name: str, *, rows: int, dtype: npt.DTypeLike) -> list[str]:
         """Return what is wrong with this array as column `name`; empty when sound."""
-        found = []
+        faults = []
         if self.values.ndim != 1 or self.values.dtype != np.dtype(dtype):
-            found.append(
+            faults.append(
                 f"`{name}` values must be [N] {np.dtype(dtype)}, got "
                 f"{list(self.values.shape)} {self.values.dtype}"
             )
         if self.offsets.ndim != 1 or self.offsets.dtype != np.int64 or not len(self.offsets):
             return [
-                *found,
+                *faults,
                 f"`{name}` offsets must be [R + 1] int64, got "
                 f"{list(self.offsets.shape)} {self.offsets.dtype}",
             ]
         if len(self) != rows:
-            found.append(f"`{name}` must have {rows} rows, got {len(self)}")
+            faults.append(f"`{name}` must have {rows} rows, got {len(self)}")
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
-            found.append(
+            faults.append(
                 f"`{name}` offsets must run from 0 to {len(self.values)}, got "
                 f"{self.offsets[0]} to {self.offsets[-1]}"
             )
         falling = np.flatnonzero(np.diff(self.offsets) < 0)
         if len(falling):
-            found.append(f"`{name}` offsets must not decrease, got a fall after row {falling[0]}")
-        return found
+            faults.append(f"`{name}` offsets must not decrease, got a fall after row {falling[0]}")
+        return faults
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -154,10 +154,10 @@ def parse_report(cls: type[ReportT], data: bytes, name: str) -> ReportT:
 def _scalars(raw: Any, name: str) -> Scalars:
     if not isinstance(raw, dict):
         raise RecordError(f"`{name}`: scalars must be an object, got {raw!r:.80}")
-    found = {}
+    scalars = {}
     for key, value in raw.items():
         number = _NON_FINITE.get(value, value) if isinstance(value, str) else value
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise RecordError(f"`{name}`: `{key}` must be a number, got {value!r:.80}")
-        found[key] = float(number)
-    return found
+        scalars[key] = float(number)
+    return scalars

@@ -85,12 +85,12 @@ class KfpRuns:
     def find(self, name: str, experiment_id: str) -> str:
         """Return the id of the run of that name; empty when there is none."""
         predicate = {"operation": "EQUALS", "key": "display_name", "stringValue": name}
-        found = self._client.list_runs(
+        answer = self._client.list_runs(
             page_size=1,
             experiment_id=experiment_id or None,
             filter=json.dumps({"predicates": [predicate]}),
         )
-        return str(found.runs[0].run_id) if found.runs else ""
+        return str(answer.runs[0].run_id) if answer.runs else ""
 
     def create(self, name: str, facts: KubeflowRun) -> str:
         """Start a run and return its id."""

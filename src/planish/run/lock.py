@@ -1,9 +1,9 @@
 """Who runs on a root now: a lock that is taken over at once when its holder is gone.
 
-The lock is a row of small objects, one each time it changes hands, created conditionally: of two
-that want it at the same moment only one can create the next object. Nothing releases it; the end
-of the holder does, or its word that the run which follows is submitted. It keeps two runs off one
-root, it does not order the tasks of one run.
+Each holder of the lock creates one small object with the next number. The store creates it only if
+it does not exist, so of two runs at the same moment one succeeds. A lock is free when its holder
+has ended, or has written that the following run is submitted. It keeps two runs off one root; it
+does not order the tasks of one run.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def current_holder() -> Holder:
 
 
 def is_alive(holder: Holder) -> bool | None:
-    """Tell whether a local holder lives; None where that cannot be told from here."""
+    """Tell whether a local holder lives; None where this process cannot know."""
     if holder.kind != "local" or not holder.space or holder.space != process_space():
         return None
     return holder.started != 0 and process_start(holder.pid) == holder.started

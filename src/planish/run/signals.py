@@ -16,7 +16,7 @@ from pathlib import Path
 
 from planish.store.processes import process_line
 
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Kubernetes sends the first, a keyboard the second, a terminal that goes away the third."""
 
 STOP_SECONDS = 15.0
@@ -43,25 +43,25 @@ class Terminated(SystemExit):
 
 @contextlib.contextmanager
 def on_signal(act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with the number of the first signal of `HEARD`; later ones are ignored.
+    """Call `act` with the number of the first signal of `STOP_SIGNALS`; later ones are ignored.
 
-    Outside the main thread, where Python hears no signals, nothing changes.
+    Outside the main thread, where Python handles no signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    is_heard = False
+    has_acted = False
 
-    def hear(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         # A second signal would cut short what the first one has begun.
-        nonlocal is_heard
-        if not is_heard:
-            is_heard = True
+        nonlocal has_acted
+        if not has_acted:
+            has_acted = True
             act(number)
 
-    # What `nohup` or a shell's background has made deaf stays so.
-    heard = [number for number in HEARD if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, hear) for number in heard}
+    # A signal that `nohup` or a shell in the background ignores stays ignored.
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:
@@ -110,13 +110,13 @@ def _process_table() -> dict[int, tuple[int, Process]]:
 
 
 def _descendants(table: dict[int, tuple[int, Process]]) -> set[Process]:
-    found: set[Process] = set()
+    descendants: set[Process] = set()
     parents = {os.getpid()}
     while parents:
         children = {pid: process for pid, (parent, process) in table.items() if parent in parents}
-        found.update(children.values())
+        descendants.update(children.values())
         parents = set(children)
-    return found
+    return descendants
 
 
 def end_descendants(limit_seconds: float) -> None:

@@ -244,8 +244,8 @@ def _refuse_known_failure(context: Context, run_id: str) -> None:
     if not store.exists(uri):
         return
     marker: Any = read_json(uri)
-    mine = {"config_sha256": context.config_sha256, "run_id": run_id}
-    if isinstance(marker, dict) and mine.items() <= marker.items():
+    this_task = {"config_sha256": context.config_sha256, "run_id": run_id}
+    if isinstance(marker, dict) and this_task.items() <= marker.items():
         raise ConfigError(f"an earlier attempt of this task failed for good: {marker['error']}")
 
 

@@ -61,7 +61,7 @@ def verify_many(
 
 
 def answer_fault(name: str, answer: str) -> str | None:
-    """Say why a ground truth cannot be verified, or return None.
+    """Return why a ground truth cannot be verified, or None.
 
     Returns:
         A reason code: `unknown_verifier`, `answer_empty`, `answer_too_long`,

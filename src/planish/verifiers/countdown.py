@@ -67,18 +67,18 @@ def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Ve
     task = parse_countdown(answer)
     if task is None:
         return failed()
-    found = extract_answer(response)
-    if found is None:
+    given = extract_answer(response)
+    if given is None:
         lines = [line.strip() for line in response[-TAIL_CHARS:].splitlines()]
-        found = next((line for line in reversed(lines) if line), None)
-    if found is None:
+        given = next((line for line in reversed(lines) if line), None)
+    if given is None:
         return not_found()
-    expression, equals, claimed = found.strip("$ ").partition("=")
+    expression, equals, claimed = given.strip("$ ").partition("=")
     try:
         parsed = evaluate(expression, signs=False)
         agrees = not equals or evaluate(claimed).value == task.target
     except ExpressionError:
-        return wrong(found)
+        return wrong(given)
     uses_each_once = Counter(parsed.operands) == Counter(Fraction(n) for n in task.numbers)
     reached = parsed.value == task.target and agrees and uses_each_once
-    return right(found) if reached else wrong(found)
+    return right(given) if reached else wrong(given)

@@ -17,7 +17,7 @@ def verify_exact(response: str, answer: str, options: VerifierOptions) -> Verdic
     expected = answer.strip()
     if not expected:
         return failed()
-    found = response.strip()
-    if not found:
+    given = response.strip()
+    if not given:
         return not_found()
-    return right(found) if found == expected else wrong(found)
+    return right(given) if given == expected else wrong(given)

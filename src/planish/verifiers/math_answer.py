@@ -108,10 +108,10 @@ def verify_integer(response: str, answer: str, options: VerifierOptions) -> Verd
     expected = normalise_answer(answer)
     if not expected:
         return failed()
-    found = extract_answer(response)
-    if found is None:
+    given = extract_answer(response)
+    if given is None:
         return not_found()
-    return _by_rule(normalise_answer(found), expected, options)
+    return _by_rule(normalise_answer(given), expected, options)
 
 
 def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
@@ -126,10 +126,10 @@ def verify_math(response: str, answer: str, options: VerifierOptions) -> Verdict
     expected = normalise_answer(answer)
     if not expected or len(answer) > MAX_ANSWER_CHARS:
         return failed()
-    found = extract_answer(response)
-    if found is None:
+    given = extract_answer(response)
+    if given is None:
         return not_found()
-    seen = normalise_answer(found)
+    seen = normalise_answer(given)
     ruled = _by_rule(seen, expected, options)
     both_integers = None not in (as_integer(seen, options), as_integer(expected, options))
     if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen):

@@ -23,7 +23,7 @@ def equal(gold: str, target: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     def read(text: str) -> list[Any]:
-        found: list[Any] = parse(
+        answers: list[Any] = parse(
             f"\\boxed{{{text}}}",
             extraction_config=[
                 LatexExtractionConfig(boxed_match_priority=0),
@@ -31,7 +31,7 @@ def equal(gold: str, target: str) -> bool:
             ],
             parsing_timeout=None,
         )
-        return found
+        return answers
 
     # The library's own limits use alarms; the limit that counts is the parent's on this process.
     return bool(verify(read(gold), read(target), timeout_seconds=None))

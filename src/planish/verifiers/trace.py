@@ -25,8 +25,8 @@ def verify_trace(response: str, answer: str, options: VerifierOptions) -> Verdic
     wanted = as_integer(answer.strip(), _WHOLE_NUMBERS)
     if wanted is None:
         return failed()
-    _, equals, found = response[-TAIL_CHARS:].rpartition("=")
-    found = found.strip(" \t\r\n")
-    if not equals or not found:
+    _, equals, given = response[-TAIL_CHARS:].rpartition("=")
+    given = given.strip(" \t\r\n")
+    if not equals or not given:
         return not_found()
-    return right(found) if as_integer(found, _WHOLE_NUMBERS) == wanted else wrong(found)
+    return right(given) if as_integer(given, _WHOLE_NUMBERS) == wanted else wrong(given)

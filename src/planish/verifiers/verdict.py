@@ -1,4 +1,4 @@
-"""What a verifier says about one response, and what it may be told.
+"""What a verifier says about one response, and the options that it takes.
 
 Deliberately without rewards: a verdict is 0 or 1, the reward stage makes numbers that train of it.
 """

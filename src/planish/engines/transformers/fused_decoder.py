@@ -105,12 +105,12 @@ def _join(tensors: dict[str, Tensor], names: Sequence[str], share: bool) -> Line
     """Lay the weights of several linears in one tensor; `share` makes theirs views of it."""
     joined: list[Tensor | None] = []
     for kind in ("weight", "bias"):
-        found = [f"{name}.{kind}" for name in names if f"{name}.{kind}" in tensors]
-        whole = torch.cat([tensors[name] for name in found]) if found else None
+        present = [f"{name}.{kind}" for name in names if f"{name}.{kind}" in tensors]
+        whole = torch.cat([tensors[name] for name in present]) if present else None
         joined.append(whole)
         if whole is not None and share:
-            sizes = [tensors[name].shape[0] for name in found]
-            tensors.update(zip(found, torch.split(whole, sizes), strict=True))
+            sizes = [tensors[name].shape[0] for name in present]
+            tensors.update(zip(present, torch.split(whole, sizes), strict=True))
     weight, bias = joined
     assert weight is not None
     return weight, bias
