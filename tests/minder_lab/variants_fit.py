@@ -6,7 +6,6 @@ Source: Minder, arXiv 2411.01791, section 6 (the integrated model); static limit
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +96,7 @@ def fit_comparison(
     metrics = config.detect.metrics
     data = _windows(prepared, metrics, training.seed)
     test = _windows([prepare(f, config, limits) for f in held_out], metrics, training.seed)
-    model, losses = train_vae(data, test, training, progress=progress, clock=time.monotonic)
+    model, losses = train_vae(data, test, training, progress=progress)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _FACTS).unlink(missing_ok=True)
     weights = {key: np.ascontiguousarray(t.numpy()) for key, t in model.state_dict().items()}

@@ -55,7 +55,7 @@ class Trace:
         here = self.present[cells]
         self.sums[cells] = sums
         self.scores[cells] = normal_scores(sums, here)
-        self.above[cells] = distances_above_median(sums, WINDOW, here)
+        self.above[cells] = distances_above_median(sums, here)
 
 
 def comparison_groups(machines: Sequence[str], config: DetectConfig, job: Job) -> list[I64]:
@@ -252,15 +252,15 @@ def normal_scores(sums: F32, present: Mask | None = None) -> F32:
     return result
 
 
-def distances_above_median(sums: F32, length: int, present: Mask | None = None) -> F32:
-    """Return each machine's sum above the median one, per peer and per sample of a window.
+def distances_above_median(sums: F32, here: Mask) -> F32:
+    """Return each machine's sum above the median one, in the unit of the normalised metric.
+
+    That is per peer, and per root of the samples of a window.
 
     Args:
         sums: [W, N].
-        length: samples of a window, so that the unit is that of the normalised metric.
-        present: [W, N], machines that are compared.
+        here: [W, N], machines that are compared.
     """
-    here = np.ones(sums.shape, bool) if present is None else present
     if here.all():
         median = np.median(sums, axis=1, keepdims=True)
     else:
@@ -268,7 +268,7 @@ def distances_above_median(sums: F32, length: int, present: Mask | None = None) 
         known = here | ~here.any(axis=1, keepdims=True)
         median = np.nanmedian(np.where(known, sums, np.nan), axis=1, keepdims=True)
     count = here.sum(axis=1, keepdims=True)
-    peers = np.maximum(count - 1, 1) * np.float32(np.sqrt(length))
+    peers = np.maximum(count - 1, 1) * np.float32(np.sqrt(WINDOW))
     return np.where(here, (sums - median) / peers, 0.0).astype(np.float32)
 
 

@@ -54,25 +54,23 @@ def prepare(
     *,
     board: str = "",
     scales: Mapping[str, float] | None = None,
-    table: Mapping[str, Metric] = METRICS,
 ) -> Prepared:
     """Clean one frame.
 
     Args:
         frame: of one job.
         config: of the monitor; only metrics of `detect.metrics` are looked at.
-        limits: of metrics whose limits are fitted; others have theirs in `table`.
+        limits: of metrics whose limits are fitted; others have theirs in `METRICS`.
         board: model of the boards that the job runs on; empty when not known.
         scales: metric to the factor by which its limits are too narrow for this job.
-        table: all metrics.
     """
     values: dict[str, F32] = {}
     masked: dict[str, Mask] = {}
     skipped: dict[str, str] = {}
     clipped: dict[str, float] = {}
     rules = config.preprocess
-    broken = broken_exporters(frame, table) if rules.mask_broken_exporter else {}
-    frozen = frozen_exporters(frame, table, rules.frozen_after_seconds)
+    broken = broken_exporters(frame) if rules.mask_broken_exporter else {}
+    frozen = frozen_exporters(frame, rules.frozen_after_seconds)
     for name in config.detect.metrics:
         if name not in frame.values:
             skipped[name] = "absent"
@@ -82,7 +80,7 @@ def prepare(
         for machine, first in frozen.get(name, {}).items():
             real[first:, frame.machines.index(machine)] = False
         reason = unusable(frame.values[name], real, config)
-        bounds = limits_of(table[name], config, limits, board)
+        bounds = limits_of(METRICS[name], config, limits, board)
         if not reason and (bounds is None or bounds[0] >= bounds[1]):
             reason = "limits"
         if reason:
@@ -92,7 +90,7 @@ def prepare(
         filled, unknown = fill(frame.values[name], real, rules.max_gap_seconds)
         for machine, first in frozen.get(name, {}).items():
             unknown[first:, frame.machines.index(machine)] = True
-        scaled = transformed(filled, table[name])
+        scaled = transformed(filled, METRICS[name])
         scaled = (scaled - np.float32(bounds[0])) / np.float32(bounds[1] - bounds[0])
         known = ~unknown
         beyond = known & ((scaled < 0) | (scaled > 1))
@@ -221,9 +219,9 @@ def _is_coarse(real: Mask) -> bool:
     return False
 
 
-def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
+def broken_exporters(frame: Frame) -> dict[str, tuple[str, ...]]:
     """Find GPU metrics that are 0 on one machine only, while another one of it moves."""
-    gpu = [name for name in frame.values if name in table and table[name].is_gpu]
+    gpu = [name for name in frame.values if name in METRICS and METRICS[name].is_gpu]
     broken: dict[str, tuple[str, ...]] = {}
     moves = {}
     for name in gpu:
@@ -239,9 +237,7 @@ def broken_exporters(frame: Frame, table: Mapping[str, Metric]) -> dict[str, tup
     return broken
 
 
-def frozen_exporters(
-    frame: Frame, table: Mapping[str, Metric], after_seconds: int
-) -> dict[str, dict[str, int]]:
+def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, int]]:
     """Find exporters that give one and the same values on and on, while those of peers move.
 
     All metrics of an exporter must have stood still until the end of the frame, among them one that
@@ -250,7 +246,6 @@ def frozen_exporters(
 
     Args:
         frame: of one job.
-        table: all metrics.
         after_seconds: for which they must have stood still; 0: no machine is looked at.
 
     Returns:
@@ -260,7 +255,9 @@ def frozen_exporters(
     if not after_seconds or frame.num_seconds <= after_seconds:
         return frozen
     for is_gpu in (False, True):
-        names = [name for name in frame.values if name in table and table[name].is_gpu == is_gpu]
+        names = [
+            name for name in frame.values if name in METRICS and METRICS[name].is_gpu == is_gpu
+        ]
         still = {name: still_since(frame.values[name], frame.mask[name]) for name in names}
         if not still:
             continue
@@ -268,7 +265,7 @@ def frozen_exporters(
         since = np.max(np.stack(list(still.values())), axis=0)
         alive = np.zeros(frame.num_machines, bool)
         for name in names:
-            metric, last = table[name], _last_values(frame.values[name], frame.mask[name])
+            metric, last = METRICS[name], _last_values(frame.values[name], frame.mask[name])
             moving = still[name] >= needed
             # Where hardly anything moves, standing still says nothing.
             if 2 * np.count_nonzero(moving) <= frame.num_machines:

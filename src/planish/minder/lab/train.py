@@ -7,7 +7,6 @@ by job, the gate and the fallback are ours.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -131,7 +130,6 @@ def _train_one(
         test,
         training,
         progress=None if progress is None else lambda epoch, error: progress(name, epoch, error),
-        clock=time.process_time,
     )
     facts = Facts(
         metric=name,
