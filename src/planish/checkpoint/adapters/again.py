@@ -257,17 +257,18 @@ def described(found: Outline, gathered: Collected) -> Description | None:
             sources.append(-1)
             continue
         source = known.get((data.data_ptr(), data.dtype, data.numel()))
-        if source is None or not _is_view(data, found.tensors[source]):
+        if source is None:
+            return None
+        whole = found.tensors[source]
+        # Two tensors that begin at one place must hold the same elements in one order.
+        if data.shape == whole.shape:
+            is_same = data.stride() == whole.stride()
+        else:
+            is_same = data.is_contiguous() and whole.is_contiguous()
+        if not is_same:
             return None
         sources.append(source)
     return Description(found, gathered, sources)
-
-
-def _is_view(data: Tensor, whole: Tensor) -> bool:
-    """Return whether two tensors that begin at one place hold the same elements in one order."""
-    if data.shape == whole.shape:
-        return data.stride() == whole.stride()
-    return data.is_contiguous() and whole.is_contiguous()
 
 
 class Descriptions:

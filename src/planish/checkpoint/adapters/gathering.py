@@ -41,6 +41,8 @@ class Stored:
         known = isinstance(aliases, Mapping) and rename is None
         self.aliases: dict[str, str] = dict(aliases) if known else {}
         """Further name of a tied tensor -> the name it is stored under."""
+        self._states: dict[str, list[str]] | None = None
+        """Stored name of a parameter -> keys of its optimizer state; None: not looked up yet."""
 
     def find(self, kind: str, fqn: str) -> TensorSpec | None:
         """Return a stored tensor, None without it."""
@@ -60,6 +62,11 @@ class Stored:
 
     def states_of(self, fqn: str) -> list[str]:
         """Return the keys of a parameter's stored optimizer state."""
+        if self._states is None:
+            self._states = {}
+            for name in self.names.get("optim", []):
+                parameter, _, key = name.rpartition(".")
+                self._states.setdefault(parameter, []).append(key)
         return self._states.get(self.name_of(fqn), [])
 
     @functools.cached_property
@@ -70,15 +77,6 @@ class Stored:
             for role, kind, fqn in self._metadata.tensor_ids:
                 if role == self._role:
                     found.setdefault(kind, []).append(fqn)
-        return found
-
-    @functools.cached_property
-    def _states(self) -> dict[str, list[str]]:
-        """Stored name of a parameter -> keys of its optimizer state."""
-        found: dict[str, list[str]] = {}
-        for name in self.names.get("optim", []):
-            fqn, _, key = name.rpartition(".")
-            found.setdefault(fqn, []).append(key)
         return found
 
 

@@ -246,7 +246,10 @@ class LoaderState:
         record: Any = common
         state = cls(
             dict(record["common"]),
-            sorted((LoaderShard.from_data(raw) for raw in shards), key=_place),
+            sorted(
+                (LoaderShard.from_data(raw) for raw in shards),
+                key=lambda shard: (shard.dp_rank, shard.reader, shard.order_key),
+            ),
             dp_size=record["dp_size"],
             num_readers=record["num_readers"],
         )
@@ -259,10 +262,6 @@ class LoaderState:
                 "an earlier checkpoint"
             )
         return state
-
-
-def _place(shard: LoaderShard) -> tuple[int, int, Any]:
-    return (shard.dp_rank, shard.reader, shard.order_key)
 
 
 def sources(saved_dp_size: int, dp_rank: int, dp_size: int) -> range:

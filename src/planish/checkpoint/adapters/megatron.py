@@ -38,7 +38,8 @@ def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
     """
     sites: dict[int, ParameterSite] = {}
     model = state.get("model")
-    for chunk in unite([model]) if _is_module(model) else [model]:
+    is_module = hasattr(model, "sharded_state_dict") or isinstance(model, (list, tuple))
+    for chunk in unite([model]) if is_module else [model]:
         module, entries = _entries_of(chunk)
         rest = []
         for path, entry in entries:
@@ -48,12 +49,12 @@ def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
     optimizer = state.get("optimizer")
     if optimizer is not None:
         gathering.part = "optim"
-        found = [_torch_optimizer(one) for one in _unchained(optimizer)]
-        gather_stacked(gathering, found, lambda parameter: sites.get(id(parameter)))
-
-
-def _is_module(model: Any) -> bool:
-    return hasattr(model, "sharded_state_dict") or isinstance(model, (list, tuple))
+        chained = unite(getattr(each, "chained_optimizers", [each]) for each in unite([optimizer]))
+        gather_stacked(
+            gathering,
+            [_torch_optimizer(inner) for inner in chained],
+            lambda parameter: sites.get(id(parameter)),
+        )
 
 
 def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]:
@@ -62,7 +63,8 @@ def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]
         return None, iter(())
     if isinstance(chunk, Mapping):
         return None, _flat(chunk)
-    while not hasattr(chunk, "sharded_state_dict") or _is_holder(chunk):
+    holders = ("DistributedDataParallel", "Float16Module")
+    while not hasattr(chunk, "sharded_state_dict") or type(chunk).__name__ in holders:
         if not hasattr(chunk, "module"):
             raise TypeError(
                 "`model` must have `sharded_state_dict` for framework 'megatron', got "
@@ -70,10 +72,6 @@ def _entries_of(chunk: Any) -> tuple[Any, Iterator[tuple[tuple[Any, ...], Any]]]
             )
         chunk = chunk.module
     return chunk, _flat(chunk.sharded_state_dict())
-
-
-def _is_holder(module: Any) -> bool:
-    return type(module).__name__ in ("DistributedDataParallel", "Float16Module")
 
 
 def _flat(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -301,13 +299,6 @@ def _gather_object(gathering: Gathering, module: Any, path: tuple[Any, ...], ent
             module.get_submodule(owner).set_extra_state(value)
 
     gathering.after(finish, "extra")
-
-
-def _unchained(optimizer: Any) -> list[Any]:
-    found = []
-    for one in unite([optimizer]):
-        found += list(getattr(one, "chained_optimizers", [one]))
-    return found
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

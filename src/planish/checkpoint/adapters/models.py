@@ -165,18 +165,16 @@ def gather_rest(
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         for path, leaf in shared.get(part, {}).get("values", []):
-            if isinstance(value, MutableMapping):
-                put(value, (_key_of(value, path[0]), *path[1:]), leaf, restore)
+            if not isinstance(value, MutableMapping):
+                return
+            key = path[0]
+            if key not in value and isinstance(key, str):
+                # The state dict holds the canonical name under that of a wrapper.
+                held = (k for k in value if isinstance(k, str))
+                key = next((k for k in held if clean(k).removeprefix("module.") == key), key)
+            put(value, (key, *path[1:]), leaf, restore)
 
     gathering.after(finish)
-
-
-def _key_of(value: Mapping[Any, Any], key: Any) -> Any:
-    """Return under which key a state dict holds a canonical name."""
-    if key in value or not isinstance(key, str):
-        return key
-    matches = [k for k in value if isinstance(k, str) and clean(k).removeprefix("module.") == key]
-    return matches[0] if matches else key
 
 
 def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None:
@@ -191,18 +189,18 @@ def gather_optimizer(gathering: Gathering, optimizer: Any, sites: Sites) -> None
         gathering.after(lambda shared, own: optimizer.load_state_dict(held))
         return
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    if isinstance(groups, list) and all(map(_has_named_members, groups)):
+    if isinstance(groups, list) and all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), (list, tuple))
+        and all(isinstance(name, str) for name in group["params"])
+        for group in groups
+    ):
         gather_groups(gathering, groups, [list(group["params"]) for group in groups])
         if set(optimizer) == {"state", "param_groups"}:
             optimizer = optimizer["state"]
         else:
             optimizer = {k: value for k, value in optimizer.items() if k != "param_groups"}
     gather_mapping(gathering, "optim", optimizer)
-
-
-def _has_named_members(group: Any) -> bool:
-    members = group.get("params") if isinstance(group, Mapping) else None
-    return isinstance(members, (list, tuple)) and all(isinstance(name, str) for name in members)
 
 
 def _with_own_names(optimizers: list[Any], sites: Sites) -> Sites:

@@ -130,16 +130,11 @@ def restore(target: Any, saved: Any) -> Any:
     if isinstance(target, tuple) and isinstance(saved, tuple) and len(target) == len(saved):
         return tuple(restore(old, new) for old, new in zip(target, saved, strict=True))
     if isinstance(target, Tensor) and isinstance(saved, Tensor):
-        return _filled(target, saved)
-    return _without_marks(saved)
-
-
-def _filled(target: Tensor, saved: Tensor) -> Tensor:
-    """Return the target with the saved values where it has their form, else the saved tensor."""
-    if (target.shape, target.dtype) == (saved.shape, saved.dtype):
+        if (target.shape, target.dtype) != (saved.shape, saved.dtype):
+            return saved
         target.detach().copy_(saved)
         return target
-    return saved
+    return _without_marks(saved)
 
 
 def _without_marks(saved: Any) -> Any:

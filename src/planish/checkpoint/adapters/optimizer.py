@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, unite
 from planish.checkpoint.adapters.nested import checked, restore
-from planish.checkpoint.adapters.placement import TYPES, Placed, place
+from planish.checkpoint.adapters.placement import TYPES, place
 
 PART = "optimizer"
 """Part of the state, and key of its small values."""
@@ -82,16 +82,13 @@ class PlainSite:
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
         """Collect it."""
         name = f"{self.fqn}.{key}"
-        gathering.add("optim", name, self._place(name, value))
-
-    def _place(self, name: str, value: Tensor) -> Placed:
         sharded = isinstance(self.parameter, DTensor) and not isinstance(value, DTensor)
         if sharded and value.dim():
             raise TypeError(
                 f"`{name}` must be a DTensor as its parameter is one, got a plain tensor of "
                 f"{tuple(value.shape)}; nothing says which part of the whole it is"
             )
-        return place(name, value)
+        gathering.add("optim", name, place(name, value))
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros like the parameter."""
@@ -204,8 +201,8 @@ def gather_groups(
 
     On load a group gets the options that its members were saved with, in whatever group.
     """
-    told = zip(names, _all_options(groups), strict=True)
-    gathering.share(PART, groups=[{"params": list(p), "options": o} for p, o in told])
+    members = zip(names, _all_options(groups), strict=True)
+    gathering.share(PART, groups=[{"params": list(p), "options": o} for p, o in members])
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         saved = shared.get(PART, {}).get("groups", [])

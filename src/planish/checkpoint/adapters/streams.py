@@ -57,7 +57,12 @@ class RandomStreams:
         here = (dict(self.coordinate), dict(self.layout))
         same = (saved.get("coordinate"), saved.get("layout")) == here
         if same and ("cuda" in streams) == torch.cuda.is_available():
-            _set(streams)
+            version, keys, gauss = streams["python"]
+            random.setstate((version, tuple(keys), gauss))
+            np.random.set_state(tuple(streams["numpy"]))
+            torch.set_rng_state(torch.as_tensor(streams["torch"], dtype=torch.uint8))
+            if "cuda" in streams:
+                torch.cuda.set_rng_state(torch.as_tensor(streams["cuda"], dtype=torch.uint8))
             self.outcome = "exact"
         else:
             self.derive()
@@ -72,16 +77,3 @@ class RandomStreams:
         random.seed(wide[0])
         np.random.seed(words[4:])
         torch.manual_seed(wide[1] >> 1)
-
-
-def _set(streams: Mapping[str, Any]) -> None:
-    version, keys, gauss = streams["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(streams["numpy"]))
-    torch.set_rng_state(_bytes(streams["torch"]))
-    if "cuda" in streams:
-        torch.cuda.set_rng_state(_bytes(streams["cuda"]))
-
-
-def _bytes(state: Any) -> torch.Tensor:
-    return torch.as_tensor(state, dtype=torch.uint8)

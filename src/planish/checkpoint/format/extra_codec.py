@@ -126,22 +126,22 @@ class _Writer:
         if depth > MAX_DEPTH:
             raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep; does it hold itself?")
         if kind in (list, tuple):
-            told = [self.plain(v, f"{path}[{n}]", depth + 1) for n, v in enumerate(value)]
-            return told if kind is list else {"!tuple": told}
+            parts = [self.plain(v, f"{path}[{n}]", depth + 1) for n, v in enumerate(value)]
+            return parts if kind is list else {"!tuple": parts}
         if kind in (dict, OrderedDict):
             return self._mapping(value, path, depth)
         return self._blob(value, path)
 
     def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
-        told = [
+        pairs = [
             (self._key(key, path, depth), self.plain(v, f"{path}[{key!r:.80}]", depth + 1))
             for key, v in value.items()
         ]
         if type(value) is OrderedDict:
-            return {"!ordered": [list(pair) for pair in told]}
+            return {"!ordered": [list(pair) for pair in pairs]}
         if all(type(key) is str and not key.startswith("!") for key in value):
-            return dict(told)
-        return {"!map": [list(pair) for pair in told]}
+            return dict(pairs)
+        return {"!map": [list(pair) for pair in pairs]}
 
     def _key(self, key: Any, path: str, depth: int) -> Any:
         if type(key) is tuple:
@@ -164,7 +164,8 @@ class _Writer:
         if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
             sides = list(value.shape)
             return {"!array": [_little(value.dtype), sides, self._keep(_row_major(value))]}
-        if _is_tensor(value):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if self._allow_pickle:
             import pickle
@@ -204,33 +205,33 @@ class _Reader:
         self._allow_pickle = allow_pickle
         self._tags: dict[str, Callable[[Any], Any]] = {
             "!float": self._float,
-            "!tuple": lambda told: tuple([self.value(part) for part in _list(told)]),
-            "!map": lambda told: dict(self._pairs(told)),
-            "!ordered": lambda told: OrderedDict(self._pairs(told)),
+            "!tuple": lambda plain: tuple([self.value(part) for part in _list(plain)]),
+            "!map": lambda plain: dict(self._pairs(plain)),
+            "!ordered": lambda plain: OrderedDict(self._pairs(plain)),
             "!bytes": self._take,
-            "!bytearray": lambda told: bytearray(self._take(told)),
+            "!bytearray": lambda plain: bytearray(self._take(plain)),
             "!complex": self._complex,
-            "!scalar": lambda told: self._array([*_list(told)[:1], [], *_list(told)[1:]])[()],
+            "!scalar": lambda plain: self._array([*_list(plain)[:1], [], *_list(plain)[1:]])[()],
             "!array": self._array,
             "!tensor": self._tensor,
             "!pickle": self._pickle,
         }
 
-    def value(self, told: Any) -> Any:
-        if isinstance(told, list):
-            return [self.value(part) for part in told]
-        if not isinstance(told, dict):
-            return told
-        tag = next(iter(told), "")
+    def value(self, plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [self.value(part) for part in plain]
+        if not isinstance(plain, dict):
+            return plain
+        tag = next(iter(plain), "")
         if not tag.startswith("!"):
-            return {key: self.value(part) for key, part in told.items()}
-        if tag not in self._tags or len(told) != 1:
+            return {key: self.value(part) for key, part in plain.items()}
+        if tag not in self._tags or len(plain) != 1:
             raise PackFault(f"unknown kind of value {tag!r:.80}")
-        return self._tags[tag](told[tag])
+        return self._tags[tag](plain[tag])
 
-    def _pairs(self, told: Any) -> Iterable[tuple[Any, Any]]:
+    def _pairs(self, plain: Any) -> Iterable[tuple[Any, Any]]:
         seen = set()
-        for pair in _list(told):
+        for pair in _list(plain):
             if not isinstance(pair, list) or len(pair) != 2:
                 raise PackFault("a mapping must hold pairs")
             key = self._key(pair[0])
@@ -239,19 +240,19 @@ class _Reader:
             seen.add(key)
             yield key, self.value(pair[1])
 
-    def _key(self, told: Any) -> Any:
-        if isinstance(told, dict) and told.keys() == {"!tuple"}:
-            return tuple([self._key(part) for part in _list(told["!tuple"])])
-        if isinstance(told, dict) and told.keys() == {"!float"}:
-            return self._float(told["!float"])
-        if isinstance(told, (dict, list)):
+    def _key(self, plain: Any) -> Any:
+        if isinstance(plain, dict) and plain.keys() == {"!tuple"}:
+            return tuple([self._key(part) for part in _list(plain["!tuple"])])
+        if isinstance(plain, dict) and plain.keys() == {"!float"}:
+            return self._float(plain["!float"])
+        if isinstance(plain, (dict, list)):
             raise PackFault("a key must be a text, a number or a tuple")
-        return told
+        return plain
 
-    def _float(self, told: Any) -> float:
-        if told not in ("nan", "inf", "-inf"):
-            raise PackFault(f"number {told!r:.80}")
-        return float(told)
+    def _float(self, plain: Any) -> float:
+        if plain not in ("nan", "inf", "-inf"):
+            raise PackFault(f"number {plain!r:.80}")
+        return float(plain)
 
     def _take(self, size: Any) -> bytes:
         if type(size) is not int or not 0 <= size <= len(self._data) - self.place:
@@ -264,8 +265,8 @@ class _Reader:
             raise PackFault(f"a complex number of {size!r:.80} bytes")
         return complex(*struct.unpack("<dd", self._take(size)))
 
-    def _array(self, told: Any) -> Any:
-        name, shape, size = _form(told)
+    def _array(self, plain: Any) -> Any:
+        name, shape, size = _form(plain)
         try:
             dtype = np.dtype(name if _ARRAY_TYPE.fullmatch(name) else "none")
         except TypeError:
@@ -273,8 +274,8 @@ class _Reader:
         self._fits(shape, size, dtype.itemsize)
         return np.frombuffer(bytearray(self._take(size)), dtype).reshape(shape)
 
-    def _tensor(self, told: Any) -> Any:
-        dtype, shape, size = _form(told)
+    def _tensor(self, plain: Any) -> Any:
+        dtype, shape, size = _form(plain)
         if dtype not in ITEM_BYTES:
             raise PackFault(f"unknown type of tensor {dtype!r:.80}")
         self._fits(shape, size, ITEM_BYTES[dtype])
@@ -305,19 +306,19 @@ class _Reader:
         return pickle.loads(self._take(size))
 
 
-def _form(told: Any) -> tuple[str, tuple[int, ...], Any]:
-    if not isinstance(told, list) or len(told) != 3 or not isinstance(told[0], str):
-        raise PackFault(f"an array must be [type, shape, bytes], got {told!r:.80}")
-    name, shape, size = told
+def _form(plain: Any) -> tuple[str, tuple[int, ...], Any]:
+    if not isinstance(plain, list) or len(plain) != 3 or not isinstance(plain[0], str):
+        raise PackFault(f"an array must be [type, shape, bytes], got {plain!r:.80}")
+    name, shape, size = plain
     if not isinstance(shape, list) or not all(type(v) is int and v >= 0 for v in shape):
         raise PackFault(f"a shape must hold counts, got {shape!r:.80}")
     return name, tuple(shape), size
 
 
-def _list(told: Any) -> list[Any]:
-    if not isinstance(told, list):
-        raise PackFault(f"must be a list, got {told!r:.80}")
-    return told
+def _list(plain: Any) -> list[Any]:
+    if not isinstance(plain, list):
+        raise PackFault(f"must be a list, got {plain!r:.80}")
+    return plain
 
 
 def _little(dtype: np.dtype[Any]) -> str:
@@ -326,8 +327,3 @@ def _little(dtype: np.dtype[Any]) -> str:
 
 def _row_major(array: np.ndarray[Any, Any]) -> bytes:
     return array.astype(array.dtype.newbyteorder("<")).tobytes()
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)

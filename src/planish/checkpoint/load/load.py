@@ -169,7 +169,12 @@ class _Load:
 
     def _move(self, targets: Targets, job: JobPlan) -> None:
         """Read, copy and exchange."""
-        threads, buckets = self._threads_and_buckets(job.max_host_bytes)
+        # How many threads read, and how many buckets a ring has, within the limit.
+        units = job.max_host_bytes // BUCKET_BYTES
+        near = self.call.hosts.count(self.call.hosts[self.call.rank])
+        cores = -(-(os.cpu_count() or 1) // near)
+        threads = min(4, max(2, cores), max(1, units // 4))
+        buckets = max(2, min(RING, units - threads - 2))
         exchange: Exchange | None = None
         rounds, ring = Rounds({}, 0, 0), np.zeros(0, np.uint8)
         if len(job.members) > 1:
@@ -189,14 +194,6 @@ class _Load:
                 pool.finish()
             finally:
                 self.modified = pool.modified
-
-    def _threads_and_buckets(self, max_host_bytes: int) -> tuple[int, int]:
-        """Return how many threads read and how many buckets a ring has, within the limit."""
-        units = max_host_bytes // BUCKET_BYTES
-        near = self.call.hosts.count(self.call.hosts[self.call.rank])
-        cores = -(-(os.cpu_count() or 1) // near)
-        threads = min(4, max(2, cores), max(1, units // 4))
-        return threads, max(2, min(RING, units - threads - 2))
 
     def _settle(self, error: Exception | None, tag: str) -> None:
         """Leave with the error of any rank; say whether this rank's tensors have changed."""

@@ -313,7 +313,7 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
 
     Args:
         metadata: Of the checkpoint.
-        part: What the coordinator told the rank.
+        part: What the coordinator sent the rank.
         mine: The rank's own reads.
 
     Raises:
