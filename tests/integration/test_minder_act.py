@@ -299,7 +299,7 @@ def test_guards_of_the_cluster_are_asked_for_each_action(fleet):
     silenced = actor_of(fleet, others={"is_silenced": lambda of: of.id == about.id})
     assert twice(silenced, about).detail == "a silence matches the alert"
     unknown = actor_of(fleet, others={"is_silenced": outage})
-    assert twice(unknown, about).detail.endswith("can not be told: no route")
+    assert twice(unknown, about).detail.endswith("matches the alert: no route")
     assert fleet.versions() == before
 
 

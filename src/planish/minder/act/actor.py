@@ -339,8 +339,8 @@ class Actor:
             if self._is_silenced(alert):
                 return ["a silence matches the alert"]
         except Exception as error:
-            # While nobody can tell, the alert counts as silenced.
-            return [f"whether a silence matches the alert can not be told: {error}"]
+            # As long as this is not known, the alert counts as silenced.
+            return [f"it is not known whether a silence matches the alert: {error}"]
         has_begun = is_ours(target.node, self.config)
         nodes = [] if has_begun else self.cluster.nodes()
         situation = Situation(

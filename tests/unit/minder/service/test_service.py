@@ -351,7 +351,7 @@ def test_the_breaker_outlives_a_restart_where_the_state_of_the_jobs_can_not_be_s
 
 def test_the_state_of_the_actor_is_bounded_and_keeps_the_breaker_and_the_newest(tmp_path):
     number = 5000
-    detail = "whether a silence matches the alert can not be told: " + "x" * 200
+    detail = "it is not known whether a silence matches the alert: " + "x" * 200
     outcome = {"action": "evict", "result": "refused", "detail": detail, "has_changed": True}
     evictions = {"attempts": {}, "given_up": [f"{n:036d}" for n in range(8)], "num_evicted": 8}
     memory = {"first_end": T0, "state": "firing", "last": outcome, "is_finished": True,
