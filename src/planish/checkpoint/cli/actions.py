@@ -91,7 +91,7 @@ def inspect(options: argparse.Namespace, _: Progress) -> Lines:
     tensors, shards = metadata.tensors, metadata.shards
     names = enumerate(tensors.fqns)
     rows = [row for row, fqn in names if fnmatch.fnmatchcase(fqn, options.name)]
-    found: list[list[Any]] = []
+    described: list[list[Any]] = []
     parts: list[list[Any]] = []
     for row in rows[:_MAX_ROWS]:
         spec = tensors.spec(row)
@@ -99,7 +99,7 @@ def inspect(options: argparse.Namespace, _: Progress) -> Lines:
         size = int(shards.nbytes[mine].sum())
         shape = " x ".join(map(str, spec.shape)) or "scalar"
         state = f"{spec.role}.{spec.kind}"
-        found.append([state, spec.fqn, spec.dtype, shape, bytes_text(size), len(mine)])
+        described.append([state, spec.fqn, spec.dtype, shape, bytes_text(size), len(mine)])
         wanted = mine.tolist() if options.shards and len(parts) < _MAX_ROWS else ()
         for part in wanted:
             dims = len(spec.shape)
@@ -111,7 +111,7 @@ def inspect(options: argparse.Namespace, _: Progress) -> Lines:
             parts.append([spec.fqn, box, metadata.files.keys[int(shards.file[part])], place])
     columns = ("state", "tensor", "type", "shape", "bytes", "parts")
     more = f" (the first {_MAX_ROWS} of {len(rows)})" if len(rows) > _MAX_ROWS else ""
-    yield Table(f"{opened.uri}{more}", columns, found)
+    yield Table(f"{opened.uri}{more}", columns, described)
     if options.shards:
         yield Table("parts", ("tensor", "box", "file", "bytes"), parts[:_MAX_ROWS])
 
@@ -149,43 +149,43 @@ def gc(options: argparse.Namespace, _: Progress) -> Lines:
 
 def verify(options: argparse.Namespace, progress: Progress) -> Lines:
     """Check a checkpoint; yield every fault, and exit with 1 if there is one."""
-    found = checkpoint.verify(
+    result = checkpoint.verify(
         _checkpoint(options.path),
         options.level,
         progress=lambda done, total: progress("verify", done, total),
     )
-    if not found.is_intact:
+    if not result.is_intact:
         rows = [
             [fault.file, fault.block if fault.block >= 0 else "", fault.text]
-            for fault in found.faults
+            for fault in result.faults
         ]
-        yield Table(f"{found.uri}: {len(rows)} faults", ("object", "block", "what"), rows)
+        yield Table(f"{result.uri}: {len(rows)} faults", ("object", "block", "what"), rows)
         raise Ended(EXIT_FAILED)
     how = {"meta": "metadata read", "size": "all there", "crc": "every block intact"}
     yield (
-        f"{found.uri}: {how[found.level]}, {found.num_objects} objects, {found.num_tensors} "
-        f"tensors, {bytes_text(found.num_bytes)} read"
+        f"{result.uri}: {how[result.level]}, {result.num_objects} objects, {result.num_tensors} "
+        f"tensors, {bytes_text(result.num_bytes)} read"
     )
 
 
 def diff(options: argparse.Namespace, progress: Progress) -> Lines:
     """Compare two checkpoints bit by bit; yield how they differ, and exit with 1 if they do."""
-    found = checkpoint.diff(
+    result = checkpoint.diff(
         _checkpoint(options.a),
         _checkpoint(options.b),
         progress=lambda done, total: progress("diff", done, total),
     )
-    if found.is_equal:
-        yield f"equal: {found.num_equal} tensors, {bytes_text(found.num_bytes)}"
+    if result.is_equal:
+        yield f"equal: {result.num_equal} tensors, {bytes_text(result.num_bytes)}"
         return
-    rows: list[list[Any]] = [[name, "only in the first", "", ""] for name in found.only_a]
-    rows += [[name, "only in the second", "", ""] for name in found.only_b]
-    rows += [[f"role {role}", "shared small values", "", ""] for role in found.values]
-    for tensor in found.differing:
+    rows: list[list[Any]] = [[name, "only in the first", "", ""] for name in result.only_a]
+    rows += [[name, "only in the second", "", ""] for name in result.only_b]
+    rows += [[f"role {role}", "shared small values", "", ""] for role in result.values]
+    for tensor in result.differing:
         largest = "" if math.isnan(tensor.max_abs) else tensor.max_abs
         rows.append([tensor.name, tensor.reason, tensor.num_elements or "", largest])
     more = f", the first {options.limit} shown" if len(rows) > options.limit else ""
-    title = f"{len(rows)} differences{more}; {found.num_equal} tensors are equal"
+    title = f"{len(rows)} differences{more}; {result.num_equal} tensors are equal"
     columns = ("tensor", "what differs", "elements", "largest difference")
     yield Table(title, columns, rows[: options.limit])
     raise Ended(EXIT_FAILED)
@@ -343,11 +343,11 @@ def _states(metadata: Metadata) -> dict[str, dict[str, Any]]:
     tensors, shards, files = metadata.tensors, metadata.shards, metadata.files
     states = [f"{role}.{kind}" for role, kind in zip(tensors.roles, tensors.kinds, strict=True)]
     elements = volumes(tensors.shapes)
-    found: dict[str, dict[str, Any]] = {}
+    counts: dict[str, dict[str, Any]] = {}
     for name in sorted(set(states)):
         rows = [row for row, state in enumerate(states) if state == name]
         mine = np.isin(shards.tensor, rows)
-        found[name] = {
+        counts[name] = {
             "tensors": len(rows),
             "elements": int(elements[rows].sum()),
             "bytes": int(shards.nbytes[mine].sum()),
@@ -359,10 +359,10 @@ def _states(metadata: Metadata) -> dict[str, dict[str, Any]]:
         if not key.endswith(".safetensors"):
             name = key.split("/")[1] if key.count("/") > 1 else key
             empty = {"tensors": 0, "elements": 0, "bytes": 0, "parts": 0, "files": 0, "types": []}
-            state = found.setdefault(name, empty)
+            state = counts.setdefault(name, empty)
             state["bytes"] += size
             state["files"] += 1
-    return found
+    return counts
 
 
 def _verdicts(verdicts: list[CatalogVerdict], noun: str, *, dry_run: bool) -> Table | str:

@@ -115,22 +115,22 @@ class _Folder:
             )
         if path.stat().st_size > MAX_METADATA_BYTES:
             raise CheckpointCorrupt(f"`{path}` must be at most {MAX_METADATA_BYTES} bytes")
-        found = read_dcp_metadata(path.read_bytes(), name=str(path))
-        self.described: Mapping[str, Any] = found.state_dict_metadata
-        self.stored: Mapping[Any, Any] = found.storage_data
+        metadata = read_dcp_metadata(path.read_bytes(), name=str(path))
+        self.described: Mapping[str, Any] = metadata.state_dict_metadata
+        self.stored: Mapping[Any, Any] = metadata.storage_data
         self._maps: dict[str, memoryview] = {}
 
     def items(self, role: str, names: Split) -> Iterator[LocalItem]:
         """Yield every stored chunk as an item whose data lie in a mapped file."""
-        for name, told in self.described.items():
-            if getattr(told, "kind", "") != "TensorStorageMetadata":
+        for name, entry in self.described.items():
+            if getattr(entry, "kind", "") != "TensorStorageMetadata":
                 continue
             kind, fqn = names(name)
-            dtype = TYPES_OF_TORCH.get(told.properties.dtype, "")
+            dtype = TYPES_OF_TORCH.get(entry.properties.dtype, "")
             if not dtype:
-                raise TypeError(f"`{name}` must be of a type that checkpoints hold, got {told}")
-            spec = TensorSpec(role, kind, fqn, dtype, tuple(told.size))
-            for chunk in told.chunks:
+                raise TypeError(f"`{name}` must be of a type that checkpoints hold, got {entry}")
+            spec = TensorSpec(role, kind, fqn, dtype, tuple(entry.size))
+            for chunk in entry.chunks:
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
                 data = self._tensor(
                     TorchRecord("MetadataIndex", {"fqn": name, "offset": box.offsets})
@@ -144,17 +144,17 @@ class _Folder:
 
     def values(self) -> dict[str, Any]:
         """Return what is no tensor, as shared values."""
-        found = {}
-        for name, told in self.described.items():
-            if getattr(told, "kind", "") == "BytesStorageMetadata":
+        values = {}
+        for name, entry in self.described.items():
+            if getattr(entry, "kind", "") == "BytesStorageMetadata":
                 view = self._view(TorchRecord("MetadataIndex", {"fqn": name}))
                 try:
-                    found[name] = torch.load(io.BytesIO(view), "cpu", weights_only=True)
+                    values[name] = torch.load(io.BytesIO(view), "cpu", weights_only=True)
                 except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
                     raise self._corrupt(
                         f"`{name}` must hold plain values ({error!s:.160})"
                     ) from None
-        return {"dcp": found} if found else {}
+        return {"dcp": values} if values else {}
 
     def _tensor(self, index: TorchRecord) -> Tensor:
         """Return a tensor whose storage is the mapped file: nothing is read yet."""
@@ -163,16 +163,16 @@ class _Folder:
         view = self._view(index)
         try:
             with FakeTensorMode():
-                told = torch.load(cast(IO[bytes], _Window(view)), weights_only=True)
-            held = told.untyped_storage()
-            start, size = held._checkpoint_offset, held.nbytes()
+                fake = torch.load(cast(IO[bytes], _Window(view)), weights_only=True)
+            storage = fake.untyped_storage()
+            start, size = storage._checkpoint_offset, storage.nbytes()
             if not 0 <= start <= start + size <= len(view):
                 raise ValueError(f"bytes {start} to {start + size} of {len(view)}")
             if size == 0:
-                return torch.empty(told.shape, dtype=told.dtype)
+                return torch.empty(fake.shape, dtype=fake.dtype)
             data = torch.frombuffer(view[start : start + size], dtype=torch.uint8)
-            place = told.storage_offset(), told.shape, told.stride()
-            return torch.empty(0, dtype=told.dtype).set_(data.untyped_storage(), *place)
+            place = fake.storage_offset(), fake.shape, fake.stride()
+            return torch.empty(0, dtype=fake.dtype).set_(data.untyped_storage(), *place)
         except _UNREADABLE as error:
             text = f"`{index.fqn}` must be a saved tensor ({error!s:.160})"
             raise self._corrupt(text) from None

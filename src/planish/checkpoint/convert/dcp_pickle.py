@@ -161,7 +161,7 @@ def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> TorchRecord:
     """
     try:
         _check_opcodes(data)
-        found = _Unpickler(io.BytesIO(data)).load()
+        record = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:
         # A hostile stream can raise anything from the unpickler; all of it means the same here.
         raise CheckpointCorrupt(
@@ -169,17 +169,17 @@ def read_dcp_metadata(data: bytes, *, name: str = ".metadata") -> TorchRecord:
             "nothing in it has been run",
             file=name,
         ) from None
-    fields = found.fields if isinstance(found, TorchRecord) else {}
+    fields = record.fields if isinstance(record, TorchRecord) else {}
     if not all(
         isinstance(fields.get(key), dict) for key in ("state_dict_metadata", "storage_data")
     ):
         raise CheckpointCorrupt(
-            f"`{name}` must hold `state_dict_metadata` and `storage_data`, got {type(found)}; it "
+            f"`{name}` must hold `state_dict_metadata` and `storage_data`, got {type(record)}; it "
             "is not from torch.distributed.checkpoint's file system writer",
             file=name,
         )
-    assert isinstance(found, TorchRecord)
-    return found
+    assert isinstance(record, TorchRecord)
+    return record
 
 
 def _check_opcodes(data: bytes) -> None:

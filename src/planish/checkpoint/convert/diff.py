@@ -112,15 +112,15 @@ def diff(
         CheckpointCorrupt: one is damaged.
     """
     sides = open_state(a, storage_a), open_state(b, storage_b)
-    found = Diff()
-    common = list(_common(sides, parts, found))
+    result = Diff()
+    common = list(_common(sides, parts, result))
     small = []
     for side in sides:
         reader, objects = BlockReader(side), side.metadata.objects
         keys = {role: names_of(objects, role).shared for role in objects}
         small.append({role: reader.read_file(key) for role, key in keys.items() if key})
     roles = sorted({*small[0], *small[1]})
-    found.values = [role for role in roles if small[0].get(role) != small[1].get(role)]
+    result.values = [role for role in roles if small[0].get(role) != small[1].get(role)]
     total = sum(ITEM_BYTES[spec.dtype] * math.prod(spec.shape) for spec in common)
     readers = SliceReader(sides[0]), SliceReader(sides[1])
     faults: dict[str, TensorDiff] = {}
@@ -130,16 +130,16 @@ def diff(
             first, second = pool.map(SliceReader.read_many, readers, (slices, slices))
             for window, x, y in zip(windows, first, second, strict=True):
                 _compare(window, x, y, faults)
-                found.num_bytes += x.nbytes
+                result.num_bytes += x.nbytes
             if progress is not None:
-                progress(found.num_bytes, total)
-    found.differing = sorted([*found.differing, *faults.values()])
-    found.num_equal = len(common) - len(faults)
-    return found
+                progress(result.num_bytes, total)
+    result.differing = sorted([*result.differing, *faults.values()])
+    result.num_equal = len(common) - len(faults)
+    return result
 
 
 def _common(
-    sides: tuple[Opened, Opened], parts: Sequence[str], found: Diff
+    sides: tuple[Opened, Opened], parts: Sequence[str], result: Diff
 ) -> Iterator[TensorSpec]:
     """Yield the tensors that both have in one form; note the others."""
     ids = [side.metadata.tensor_ids for side in sides]
@@ -148,12 +148,12 @@ def _common(
             continue
         name = quoted_name(*key)
         if key not in ids[0] or key not in ids[1]:
-            (found.only_a if key in ids[0] else found.only_b).append(name)
+            (result.only_a if key in ids[0] else result.only_b).append(name)
             continue
         x, y = (side.metadata.tensors.spec(i[key]) for side, i in zip(sides, ids, strict=True))
         if x != y:
             form = f"{x.dtype} {list(x.shape)} against {y.dtype} {list(y.shape)}"
-            found.differing.append(TensorDiff(name, form))
+            result.differing.append(TensorDiff(name, form))
             continue
         yield x
 

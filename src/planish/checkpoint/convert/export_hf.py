@@ -147,10 +147,10 @@ def policy_role(roles: Sequence[str], wanted: str = "") -> str:
         'policy'
     """
     usual = [name for name in ("policy", "main") if name in roles]
-    found = [wanted] if wanted else usual[:1] or list(roles)
-    if len(found) != 1 or found[0] not in roles:
+    candidates = [wanted] if wanted else usual[:1] or list(roles)
+    if len(candidates) != 1 or candidates[0] not in roles:
         raise ConfigError(f"`role` must be one of {sorted(roles)}, got {wanted!r}")
-    return found[0]
+    return candidates[0]
 
 
 def parse_config(data: bytes, place: str) -> dict[str, Any]:
@@ -160,12 +160,12 @@ def parse_config(data: bytes, place: str) -> dict[str, Any]:
         RecordError: it is no JSON object.
     """
     try:
-        found = json.loads(data)
+        config = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        config = None
+    if not isinstance(config, dict):
         raise RecordError(f"`{place}` must be a JSON object, got {data[:40]!r}")
-    return found
+    return config
 
 
 def _earlier_policy(pin: str) -> tuple[dict[str, Path | bytes], dict[str, Form]]:

@@ -98,20 +98,20 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
             name: WeightPart(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
             for name, spec in tensors.items()
         }
-    found: Sources = {}
+    weights: Sources = {}
     unknown = []
     for name, spec in tensors.items():
         if name == "output_layer.weight" and config.get("tie_word_embeddings"):
             continue
         made = dict(_weights(name, spec, config))
         unknown += [] if made else [name]
-        found |= made
+        weights |= made
     if unknown:
         raise LayoutMismatch(
             f"every tensor must have a place in a Llama- or Qwen-like model, {unknown} have none; "
             "export without `config.json` and rename the weights yourself"
         )
-    return found
+    return weights
 
 
 def _weights(

@@ -230,16 +230,16 @@ def _standing(
 ) -> Commit | None:
     """Return what is committed at the target if it is what this rewrite would write."""
     try:
-        found = open_state(storage.uri(path), storage)
+        earlier = open_state(storage.uri(path), storage)
     except CheckpointNotFound:
         return None
-    if found.metadata.header == header:
-        return found.commit
+    if earlier.metadata.header == header:
+        return earlier.commit
     if overwrite:
         return None
     raise CheckpointExists(
         f"`{storage.uri(path)}` must be free or hold the same state under the same layout, got "
-        f"step {found.commit.step}, layout {str(found.metadata.header.get('layout'))[:40]!r}; "
+        f"step {earlier.commit.step}, layout {str(earlier.metadata.header.get('layout'))[:40]!r}; "
         "choose another place, or overwrite"
     )
 

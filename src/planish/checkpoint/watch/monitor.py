@@ -100,12 +100,12 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
         for stage, seconds in by_stage.items()
     }
     hosts = host_of(timeline.records)
-    found = []
+    named = []
     for seconds, rank in slow:
         lost = {s: by_stage[s].get(rank, 0.0) - medians[s] for s in sorted(by_stage)}
         worst = max(lost, key=lost.__getitem__)
-        found.append(Straggler(rank, hosts.get(rank, ""), worst, -seconds, median))
-    return found
+        named.append(Straggler(rank, hosts.get(rank, ""), worst, -seconds, median))
+    return named
 
 
 def host_of(records: Sequence[Timing]) -> dict[int, str]:
