@@ -312,7 +312,7 @@ def _plan_for_all(
         )
     shared = share_reads(metadata, reads, hosts=hosts)
     # Nothing is faster than a store in the memory of this process.
-    is_shared = options.redundancy == "auto" and not opened.uri.startswith("mem://")
+    is_shared = options.redundancy == "auto" and not opened.storage.in_memory
     is_shared = is_shared and shared.replication > 1.0
     ranks = range(len(reads))
     if is_shared or len(ranks) == 1:
