@@ -104,7 +104,8 @@ def parse_images(pairs: Sequence[str]) -> dict[str, str]:
     return images
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, lint, then write or compare. Returns 1 on drift or lint faults."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--out", type=Path, default=GOLDEN, help="folder of the files")
@@ -116,12 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
     monitor_options(parser, on_cluster=True)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, lint, then write or compare. Returns 1 on drift or lint faults."""
-    parser = _parser()
     arguments = parser.parse_args(argv)
     failed = False
     try:
