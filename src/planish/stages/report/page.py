@@ -111,6 +111,13 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         failed_task: what the scheduler names as failed.
         error_message: what the scheduler says about it.
     """
+    header = [
+        ("preset", facts.run.get("preset")),
+        ("algorithm", facts.config.get("algorithm", {}).get("name")),
+        ("seed", facts.config.get("run", {}).get("seed")),
+        ("code", facts.run.get("code_version")),
+        ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
+    ]
     failure = _failure(facts, failed_task, error_message)
     is_stopped = facts.is_stopped and facts.is_success
     saved, more = tables.saved_rows(facts)
@@ -125,7 +132,11 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         root=facts.root,
         state="Stopped by an operator" if is_stopped else facts.final_state.capitalize(),
         tone="good" if facts.is_success else "bad" if failure else "warn",
-        facts=_header_facts(facts),
+        facts=[
+            (label, one_line(str(value), limit=60))
+            for label, value in header
+            if value not in (None, "")
+        ],
         cards=_cards(facts),
         failure=failure,
         charts=all_charts(
@@ -164,19 +175,6 @@ def _utc(second: float) -> str:
         return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%d %H:%M:%S} UTC" if second else ""
     except (OverflowError, ValueError, OSError):
         return ""
-
-
-def _header_facts(facts: ReportFacts) -> list[tuple[str, str]]:
-    pairs = [
-        ("preset", facts.run.get("preset")),
-        ("algorithm", facts.config.get("algorithm", {}).get("name")),
-        ("seed", facts.config.get("run", {}).get("seed")),
-        ("code", facts.run.get("code_version")),
-        ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
-    ]
-    return [
-        (label, one_line(str(value), limit=60)) for label, value in pairs if value not in (None, "")
-    ]
 
 
 def _cards(facts: ReportFacts) -> list[Card]:

@@ -10,6 +10,7 @@ import html
 import re
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
@@ -30,28 +31,23 @@ def render_html(page: Page) -> str:
 
     A page that would be larger loses its samples, then its charts.
     """
+    template = _environment(autoescape=True).get_template("report.html.j2")
+    css = Markup(
+        resources.files("planish.stages.report").joinpath("templates/report.css").read_text()
+    )
     for drop in (
         (),
         ("comparisons",),
         ("comparisons", "curation"),
         ("comparisons", "curation", "charts"),
     ):
-        text = _html({**vars(page), **{name: [] for name in drop}})
+        kept: dict[str, Any] = {**vars(page), **{name: [] for name in drop}}
+        kept["charts"] = [{**vars(chart), "svg": Markup(chart.svg)} for chart in kept["charts"]]
+        kept["curation"] = _safe_markdown(str(kept["curation"] or ""))
+        text = template.render(page=kept, css=css)
         if len(text.encode()) < MAX_BYTES:
             break
     return text
-
-
-def _html(page: dict[str, object]) -> str:
-    environment = _environment(autoescape=True)
-    charts = page["charts"]
-    assert isinstance(charts, list)
-    drawn = [{**vars(chart), "svg": Markup(chart.svg)} for chart in charts]
-    css = Markup(
-        resources.files("planish.stages.report").joinpath("templates/report.css").read_text()
-    )
-    values = {**page, "charts": drawn, "curation": _safe_markdown(str(page["curation"] or ""))}
-    return environment.get_template("report.html.j2").render(page=values, css=css)
 
 
 def render_markdown(page: Page) -> str:

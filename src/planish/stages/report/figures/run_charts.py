@@ -63,11 +63,13 @@ def all_charts(facts: ReportFacts, before: Mark | None, after: Mark | None) -> l
     hint = "Every group trains, whatever its accuracy." if keeps_all else ACCURACY.hint
     if marks:
         hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
+    sections = (facts.config.get(name, {}) for name in ("rollout", "reward"))
+    limits = [section.get("max_response_tokens") for section in sections]
     reward, entropy, *others = (draw(facts, panel) for panel in PANELS)
     charts = [
         draw(facts, ACCURACY, marks=marks, hint=hint),
         reward,
-        draw(facts, LENGTHS, limit=_max_response_tokens(facts)),
+        draw(facts, LENGTHS, limit=next((n for n in limits if isinstance(n, int)), 0)),
         entropy,
         _groups(facts, keeps_all=keeps_all),
         *others,
@@ -170,15 +172,6 @@ def draw(
     keys += [(label, "line", "box") for label in dict.fromkeys(band.label for band in bands)]
     keys += [("held out", marks[0].color, "mark")] if marks else []
     return Chart(panel.title, svg, hint or panel.hint, tuple(keys))
-
-
-def _max_response_tokens(facts: ReportFacts) -> int:
-    """Return the limit on sampled tokens, 0 when the configuration does not tell."""
-    for section in ("rollout", "reward"):
-        limit = facts.config.get(section, {}).get("max_response_tokens")
-        if isinstance(limit, int):
-            return limit
-    return 0
 
 
 def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
