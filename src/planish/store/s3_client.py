@@ -280,8 +280,8 @@ _ERRORS: dict[str, tuple[type[StoreError], str]] = {
     ),
     "InvalidAccessKeyId": (
         AccessRefused,
-        "`MINIO_ACCESS_KEY` must be a key of the server, which knows no such key ({place} answers "
-        "{answer}); correct the secret that sets it",
+        "`MINIO_ACCESS_KEY` must be a key of the server, which knows no such key or has disabled "
+        "it ({place} answers {answer}); correct the secret that sets it and `MINIO_SECRET_KEY`",
     ),
     "SignatureDoesNotMatch": (
         AccessRefused,
