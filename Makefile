@@ -69,6 +69,7 @@ studies: $(VENV)/.installed  ## experiments of many runs (tens of minutes)
 golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the review
 	$(BIN)/python -m tests.golden.write
 	$(BIN)/python -m tests.golden.write_surface
+	$(BIN)/python -m tests.golden.write_configuration
 	$(BIN)/python -m tests.golden.write_rules
 	$(BIN)/python -m pipelines.compile
 

@@ -32,6 +32,37 @@ EDGES = {
 }
 """Allowed inside one layer; stages never import each other, and the monitor is no stage."""
 
+ROOMS = {
+    "checkpoint": {
+        "__init__": {"adapters", "api", "checkpoint_manager", "load", "save", "watch"},
+        "format": set(),
+        "ranks": set(),
+        "pinned": set(),
+        "commit": set(),
+        "watch": {"commit"},
+        "adapters": {"format"},
+        "plan": {"format", "ranks"},
+        "save": {"commit", "format", "plan", "ranks", "watch"},
+        "load": {"adapters", "commit", "format", "plan", "ranks", "watch"},
+        "convert": {
+            *("adapters", "commit", "format", "load", "pinned", "plan", "ranks", "save", "watch"),
+        },
+        "api": {"adapters", "commit", "convert", "format", "load", "ranks", "save", "watch"},
+        "checkpoint_manager": {"adapters", "api", "commit", "save", "watch"},
+        "train_state": {"api", "commit", "format", "load", "pinned"},
+        "cli": {"commit", "convert", "format", "load", "train_state", "watch"},
+    },
+    "minder": {
+        "__init__": set(),
+        "detect": set(),
+        "act": {"detect"},
+        "service": {"act", "detect"},
+        "lab": {"act", "detect"},
+        "cli": {"detect", "lab", "service"},
+    },
+}
+"""Rooms inside a part of the house -> the rooms beside them that they may import."""
+
 OWNERS = {
     "certifi": ("src/planish/store/",),
     "prometheus_client": (
@@ -126,6 +157,39 @@ def test_every_import_goes_down_or_along_an_allowed_edge():
 def test_the_check_sees_upward_and_sideways_imports(tmp_path, unit, code, expected):
     (tmp_path / "x.py").write_text(code)
     assert len(list(faults_of(tmp_path / "x.py", unit))) == expected
+
+
+def room_faults(part, path, names):
+    """Say which imports of a file go to a room that its own room may not use."""
+    room = names[0]
+    for module, _ in imported(path):
+        words = module.split(".")
+        target = words[2] if words[:2] == ["planish", part] and len(words) > 2 else room
+        if target in ROOMS[part] and target not in {room, *ROOMS[part][room]}:
+            yield f"{path} must not import {module}"
+
+
+@pytest.mark.parametrize("part", ROOMS)
+def test_rooms_import_along_allowed_edges_only(part):
+    folder = REPOSITORY / "src/planish" / part
+    files = {path: path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")}
+    assert {names[0] for names in files.values()} == set(ROOMS[part])
+    assert [
+        fault for path, names in files.items() for fault in room_faults(part, path, names)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f():\n    from planish.checkpoint.save import engine", 1),
+        ("from planish.checkpoint.format.geometry import Box", 0),
+        ("from planish.checkpoint import api, commit", 1),
+    ],
+)
+def test_the_check_sees_a_room_that_a_loader_may_not_use(tmp_path, code, expected):
+    (tmp_path / "x.py").write_text(code)
+    assert len(list(room_faults("checkpoint", tmp_path / "x.py", ("load", "x")))) == expected
 
 
 def test_every_layer_entry_exists():

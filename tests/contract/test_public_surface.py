@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.golden.write_configuration import PAGE, page
 from tests.golden.write_surface import FOLDER, SURFACES
 
 
@@ -14,3 +15,7 @@ def test_the_surface_is_the_one_on_file(name):
 
 def test_there_is_no_other_file_of_the_surface():
     assert sorted(path.name for path in FOLDER.iterdir()) == sorted(SURFACES)
+
+
+def test_the_page_of_all_settings_is_the_one_on_file():
+    assert page().splitlines() == PAGE.read_text("utf-8").splitlines()

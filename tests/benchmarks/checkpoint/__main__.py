@@ -5,7 +5,7 @@ same state into a real MinIO server (or a folder beside it), or load it. Data li
 phases on disk (the page cache is never dropped). Medians of `--rounds` turns after two warm-ups,
 lowest and highest in brackets, the order of systems rotated. Ratios are of figures of one phase.
 It does not start on a machine that does other work; `--rehearse` does, and writes nothing. `--rows`
-prints the README's row of the last result.
+prints the rows of docs/results.md for the last result.
 
 call    the time inside `save()`; the slowest rank
 stall   the step that saves, less the median step without, but never less than `call`
@@ -23,9 +23,10 @@ BYTECHECKPOINT_PYTHON (its pin of torch <= 2.5 is overridden by the torch of all
     uv venv BCP -p 3.11 && uv pip install -p BCP/bin/python bytecheckpoint==0.0.2 setuptools \
         --override <(echo torch==2.13.0)
 
-Without `--phase` and `--workload` the phases are run that the README tells of, about 24 minutes on
-two idle cores, W2 and W3 at half their size. `--scale` shrinks all workloads, `--minutes` ends a
-run early: phases come in order of importance, and what was measured is written after every round.
+Without `--phase` and `--workload` the phases are run that docs/results.md tells of, about 24
+minutes on two idle cores, W2 and W3 at half their size. `--scale` shrinks all workloads,
+`--minutes` ends a run early: phases come in order of importance, and what was measured is written
+after every round.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from tests.benchmarks.checkpoint.measure import Bench, run_phase
-from tests.benchmarks.checkpoint.readme import readme_row
+from tests.benchmarks.checkpoint.rows import result_rows
 from tests.benchmarks.checkpoint.schedule import PHASES, Phase
 from tests.benchmarks.checkpoint.table import HEADINGS, Table, figures
 from tests.benchmarks.checkpoint.workloads import ABOUT
@@ -65,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=25.0, help="no phase begins after")
     parser.add_argument("--rehearse", action="store_true", help="on a busy machine, for nothing")
-    parser.add_argument("--rows", action="store_true", help="print the README's row and end")
+    parser.add_argument("--rows", action="store_true", help="print the rows of the page and end")
     parser.add_argument("--logs", type=Path, default=None, help="folder for what ranks print")
     return parser.parse_args()
 
@@ -155,7 +156,7 @@ def show_plan(console: Console, phases: list[Phase], options: argparse.Namespace
 def main() -> None:
     options = arguments()
     if options.rows:
-        print(readme_row(json.loads((RESULTS / "checkpoint.json").read_text("utf-8"))))
+        print(result_rows(json.loads((RESULTS / "checkpoint.json").read_text("utf-8"))))
         return
     console = Console(width=200)
     phases = chosen(options)
@@ -191,11 +192,11 @@ def main() -> None:
     report(console, found)
     result = result_of(options, found, busy)
     if options.rehearse:
-        print(readme_row({"label": "rehearsed", "result": result}))
+        print(result_rows({"label": "rehearsed", "result": result}))
         return
     path = write_result("checkpoint", "measured-cpu", result, MODULE)
     console.print(path)
-    print(readme_row(json.loads(path.read_text("utf-8"))))
+    print(result_rows(json.loads(path.read_text("utf-8"))))
 
 
 if __name__ == "__main__":

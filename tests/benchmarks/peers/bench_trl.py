@@ -16,8 +16,8 @@ evaluated by the same function, with our engine, on the held-out prompts.
 
 TRL's environment is made as `equality.py` says. With `TRL_PYTHON=TRL/bin/python` in the
 environment, `python -m tests.benchmarks.peers.bench_trl` writes `results/trl.json` and prints rows
-for the README; `--rows` prints those of the last result. It needs an idle machine; `--rehearse`
-does not, and writes nothing.
+for docs/results.md; `--rows` prints those of the last result. It needs an idle machine;
+`--rehearse` does not, and writes nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from planish.stages.sft.stage import run as sft
 from planish.verifiers import VerifierOptions, verify_many
 from planish.verifiers.shaping import overlong_penalty
 from tests.benchmarks.facts import RESULTS, require_idle_machine, write_result
-from tests.benchmarks.peers.trl_table import ARMS, REACHES, SYSTEMS, readme_rows, summary
+from tests.benchmarks.peers.trl_table import ARMS, REACHES, SYSTEMS, result_rows, summary
 from tests.benchmarks.peers.turns import Player
 
 HERE = Path(__file__).resolve().parent
@@ -282,7 +282,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rehearse", action="store_true", help="run on a busy machine too; write no result"
     )
-    parser.add_argument("--rows", action="store_true", help="print the README's rows and end")
+    parser.add_argument("--rows", action="store_true", help="print the rows of the page and end")
     options = parser.parse_args()
     if not options.rows and not Path(os.environ.get("TRL_PYTHON", "")).is_file():
         parser.error(
@@ -294,9 +294,9 @@ def arguments() -> argparse.Namespace:
 
 
 def print_rows() -> None:
-    """Print the README's rows of the last result."""
+    """Print the rows of docs/results.md for the last result."""
     document = json.loads((RESULTS / "trl.json").read_text("utf-8"))
-    print("\n".join(readme_rows(document["result"], document["label"])))
+    print("\n".join(result_rows(document["result"], document["label"])))
 
 
 def main() -> None:
@@ -323,7 +323,7 @@ def main() -> None:
     }
     if options.rehearse:
         print(json.dumps(result["summary"], indent=1))
-        print("\n".join(readme_rows(result, "rehearsed")))
+        print("\n".join(result_rows(result, "rehearsed")))
         return
     print(write_result("trl", "measured-cpu", result, "tests.benchmarks.peers.bench_trl"))
     print_rows()

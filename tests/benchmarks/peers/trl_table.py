@@ -1,4 +1,4 @@
-"""What the comparison with TRL says, from seed-by-seed ratios and differences to README rows."""
+"""What the comparison with TRL says, from ratios by seed to rows of docs/results.md."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def _difference(seeds: Sequence[Mapping[str, Any]], arm: str, iteration: int) ->
     return interval(s[arm]["accuracy"][iteration] - s["trl"]["accuracy"][iteration] for s in seeds)
 
 
-def readme_rows(result: Mapping[str, Any], label: str) -> list[str]:
-    """Return the rows of the README's table of figures, as Markdown.
+def result_rows(result: Mapping[str, Any], label: str) -> list[str]:
+    """Return the rows of docs/results.md, as Markdown.
 
     Args:
         result: of `results/trl.json`.
@@ -126,7 +126,7 @@ def readme_rows(result: Mapping[str, Any], label: str) -> list[str]:
         return _shown(found[arm]["seconds"][name], "{:.2f}x")
 
     def row(what: str, figure: str) -> str:
-        return f"| {what} | {figure} | [trl.json](tests/benchmarks/results/trl.json) |"
+        return f"| {what} | {figure} | [trl.json](../tests/benchmarks/results/trl.json) |"
 
     groups = found["ours_dynamic"]["generated_groups_per_iteration"]
     return [

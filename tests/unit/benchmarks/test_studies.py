@@ -73,8 +73,8 @@ def committed(name):
     return json.loads((RESULTS / f"study_{name}.json").read_text("utf-8"))["result"]
 
 
-def readme_row(start):
-    rows = (RESULTS.parents[2] / "README.md").read_text("utf-8").splitlines()
+def page_row(start):
+    rows = (RESULTS.parents[2] / "docs/results.md").read_text("utf-8").splitlines()
     (row,) = (row for row in rows if row.startswith(start))
     return row
 
@@ -104,18 +104,18 @@ def test_a_direction_of_ratios_is_compared_with_one():
     assert none["seen"] == "within noise"
 
 
-def test_the_readme_tells_what_the_last_arm_of_the_ladder_generates():
+def test_the_page_tells_what_the_last_arm_of_the_ladder_generates():
     figures = committed("ladder")["figures"]
     spent = [figures[step]["generated_tokens"]["by_seed"] for step in (STEPS[-1], STEPS[0])]
     ratio = reading.ratio_interval(a / b for a, b in zip(*spent, strict=True))
     assert figures[TOKENS] == ratio.to_json()
-    row = readme_row("| [GRPO to DAPO]")
+    row = page_row("| [GRPO to DAPO]")
     assert f"the last arm generates {ratio.mean:.1f}x GRPO's tokens" in row
 
 
-def test_the_readme_tells_the_ratios_of_windows_and_when_seeds_were_added():
+def test_the_page_tells_the_ratios_of_windows_and_when_seeds_were_added():
     found = committed("tppo_windows")
-    row = readme_row("| E7 [T-PPO's windows]")
+    row = page_row("| E7 [T-PPO's windows]")
     for window in ("L/2", "L/4"):
         name = f"VAPO, whole responses / T-PPO, W = {window} in decode iterations to equal accuracy"
         (ratio,) = (d["ratio"] for d in found["directions"] if d["statement"] == name)

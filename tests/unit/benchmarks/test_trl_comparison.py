@@ -7,7 +7,7 @@ import pytest
 from planish.algorithms import build_algorithm
 from planish.base.config import load_preset, merge, resolve_config
 from tests.benchmarks.peers.bench_trl import OVERRIDES, SEEDS
-from tests.benchmarks.peers.trl_table import ARMS, SYSTEMS, iterations_to, readme_rows, summary
+from tests.benchmarks.peers.trl_table import ARMS, SYSTEMS, iterations_to, result_rows, summary
 from tests.benchmarks.studies.reading import ratio_interval
 
 
@@ -58,7 +58,7 @@ def test_accuracies_are_compared_at_equal_iterations_also_where_ours_is_lower() 
     found = summary(seeds)["ours"]
     assert [d["mean"] for d in found["accuracy_minus_trl"]] == pytest.approx([0.1, -0.1])
     assert found["seconds"]["trl_over_it_per_iteration"]["by_seed"] == [2.0, 3.0, 4.0]
-    rows = readme_rows({"summary": summary(seeds), "seeds": seeds}, "measured-cpu")
+    rows = result_rows({"summary": summary(seeds), "seeds": seeds}, "measured-cpu")
     assert "2.88x [1.21, 6.85]" in rows[0]
     assert "both without dynamic sampling and with recomputed old log-probabilities" in rows[0]
     assert "3 seeds fixed beforehand" in rows[0]

@@ -1,0 +1,144 @@
+"""The house stays one in which a reader finds a room: few entries, few files, no circles."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "src/planish"
+MAX_ENTRIES = 16
+PAGE_LINES = {"README.md": 90, "docs": 150}
+MAX_CELL = 120
+FOLDERS = "src|components|pipelines|images|manifests|monitoring|tests|docs"
+PATH = re.compile(rf"`((?:{FOLDERS})/[^`\s*<>{{}}]*)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?:\]\(|src=\")([^)\"#:]+)(?:#[^)\"]*)?[)\"]")
+
+
+def code():
+    for folder in (PACKAGE, REPOSITORY / "components", REPOSITORY / "pipelines"):
+        yield from sorted(folder.rglob("*.py"))
+
+
+def module_of(path):
+    base = PACKAGE.parent if PACKAGE in path.parents else REPOSITORY
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_the_package_has_few_entries():
+    entries = [p.name for p in PACKAGE.iterdir() if p.name != "__pycache__"]
+    assert len(entries) <= MAX_ENTRIES, sorted(entries)
+
+
+def test_no_folder_is_crowded():
+    files = Counter(
+        path.parent.relative_to(REPOSITORY).as_posix()
+        for path in code()
+        if path.name not in ("__init__.py", "__main__.py")
+    )
+    crowded = {name: n for name, n in files.items() if n > MAX_ENTRIES and name != "components"}
+    assert crowded == {}
+
+
+def imports_of(tree, modules):
+    """Return the modules of ours that run with a file, also those imported inside functions."""
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules
+            # A package that only gives way to its modules is no use of the package.
+            found |= inner if len(inner) == len(node.names) else inner | {node.module}
+    return found & modules
+
+
+def cycle_in(graph):
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    trees = {module_of(path): ast.parse(path.read_text("utf-8")) for path in code()}
+    graph = {name: imports_of(tree, set(trees)) - {name} for name, tree in trees.items()}
+    assert sum(map(len, graph.values())) > 500
+    assert cycle_in(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from a import b", {"a.b"}),
+        ("from a import b, other", {"a", "a.b"}),
+        ("def f():\n    import c", {"c"}),
+        ("if TYPE_CHECKING:\n    import c", set()),
+        ("import numpy", set()),
+    ],
+)
+def test_the_check_sees_imports_in_functions_and_none_for_types(text, expected):
+    assert imports_of(ast.parse(text), {"a", "a.b", "c"}) == expected
+
+
+def test_the_check_sees_a_circle():
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) != []
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "d": {"a"}}) == []
+
+
+def test_no_call_unpacks_a_tuple_that_stands_there():
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in code()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        for argument in node.args
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
+    ]
+    assert found == []
+
+
+def pages():
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def test_pages_are_short():
+    long = {}
+    for page in pages():
+        limit = PAGE_LINES.get(page.name, PAGE_LINES["docs"])
+        lines = page.read_text("utf-8").splitlines()
+        if len(lines) > limit and page.name not in ("results.md", "configuration.md"):
+            long[page.name] = len(lines)
+    assert long == {}
+
+
+def test_no_cell_of_the_front_page_is_long():
+    rows = (REPOSITORY / "README.md").read_text("utf-8").splitlines()
+    cells = [cell.strip() for row in rows if row.startswith("|") for cell in row.split("|")]
+    assert [cell for cell in cells if len(cell) > MAX_CELL] == []
+
+
+def test_every_file_that_a_page_names_exists():
+    missing = []
+    for page in pages():
+        text = FENCE.sub("", page.read_text("utf-8"))
+        named = [REPOSITORY / path for path in PATH.findall(text)]
+        named += [page.parent / link for link in LINK.findall(text)]
+        missing += [f"{page.name}: {path}" for path in named if not path.exists()]
+    assert missing == []

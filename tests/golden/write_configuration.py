@@ -1,0 +1,103 @@
+"""Writes docs/configuration.md from the classes: `python -m tests.golden.write_configuration`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from planish.algorithms import ALGORITHMS
+from planish.base.config import SECTIONS, Section, section_class
+
+PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+
+HEAD = """\
+# Every setting
+
+Written by `make golden` from the classes that check the settings; `none` switches off what may be
+off. A run takes its preset, then a TOML file with the sections below, then overrides:
+`-p overrides='train.learning_rate=1e-6'` of `pipelines.submit`. An unknown key or a wrong type is
+an error that names the key. Defaults are those of the class; the presets in
+`src/planish/presets/` set others: `-paper` the published values, `-tiny` those of the demo.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [HEAD]
+    for section in SECTIONS:
+        if section == "algorithm":
+            parts += [algorithms()]
+        else:
+            cls = section_class(section, {})
+            parts += [table(f"`{section}`", cls, list(cls.model_fields))]
+    return "\n".join(parts)
+
+
+def algorithms() -> str:
+    """Return the tables of the algorithms: what all share once, then what each adds."""
+    classes = {name: section_class("algorithm", {"name": name}) for name in ALGORITHMS}
+    first = next(iter(classes.values()))
+    shared = [
+        key
+        for key, field in first.model_fields.items()
+        if all(same(field, cls.model_fields.get(key)) for cls in classes.values())
+    ]
+    parts = [table("`algorithm`, whatever its name", first, shared)]
+    for name, cls in classes.items():
+        own = [key for key in cls.model_fields if key not in shared]
+        parts += [table(f'`algorithm`, `name = "{name}"`', cls, own)]
+    return "\n".join(parts)
+
+
+def same(one: FieldInfo, other: FieldInfo | None) -> bool:
+    """Tell whether two classes describe a setting alike."""
+    return other is not None and (one.description, one.default, one.annotation) == (
+        other.description,
+        other.default,
+        other.annotation,
+    )
+
+
+def table(title: str, cls: type[Section], keys: list[str]) -> str:
+    """Return one section as a table."""
+    rows = [f"## {title}", "", " ".join((cls.__doc__ or "").split()), ""]
+    rows += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for key in keys:
+        field = cls.model_fields[key]
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        rows.append(f"| `{key}` | {kind(field.annotation)} | {default(field)} | {meaning} |")
+    return "\n".join([*rows, ""])
+
+
+def kind(annotation: Any) -> str:
+    """Return a type as a user writes it in TOML."""
+    options = get_args(annotation)
+    if NoneType in options:
+        return f"{kind(next(o for o in options if o is not NoneType))} or none"
+    if options and all(isinstance(option, (str, int)) for option in options):
+        return ", ".join(f"`{option}`" for option in options)
+    if options:
+        return f"list of {kind(options[0])}"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}.get(
+        annotation.__name__, annotation.__name__
+    )
+
+
+def default(field: FieldInfo) -> str:
+    """Return the default as TOML, empty where the key must be given."""
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return ""
+    if value is None:
+        return "`none`"
+    shown = json.dumps(value).replace("|", "\\|")
+    return f"`{shown}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
