@@ -158,7 +158,7 @@ def test_a_table_keeps_names_and_padded_shapes():
         *("adapters.loader_state", "format.extra_codec", "format.geometry", "format.integrity"),
         *("format.items", "format.metafile", "format.safetensors_file", "format.tables"),
         *("load.agree", "load.extras", "load.fill", "load.options", "load.slices"),
-        *("plan.coalesce", "plan.coverage", "plan.ordering", "plan.share"),
+        *("plan.coalesce", "plan.coverage", "plan.share"),
     ],
 )
 def test_the_examples_in_the_documentation_hold(name):
