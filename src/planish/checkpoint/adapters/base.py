@@ -9,6 +9,7 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -26,8 +27,17 @@ from planish.checkpoint.format.items import Collected
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.format.tables import PARTS as LOADED
 
-FRAMEWORKS = ("plain", "ddp", "fsdp", "fsdp2", "flat", "megatron")
-"""Names of `framework`."""
+_MODELS = "planish.checkpoint.adapters.models:gather_tensors"
+
+FRAMEWORKS = {
+    "plain": _MODELS,
+    "ddp": _MODELS,
+    "fsdp": "planish.checkpoint.adapters.fsdp:gather_tensors",
+    "fsdp2": _MODELS,
+    "flat": _MODELS,
+    "megatron": "planish.checkpoint.adapters.megatron:gather_tensors",
+}
+"""Name of `framework` to `module:function`, which collects the tensors of a role's state."""
 PARTS = ("model", "optimizer", "scheduler", "dataloader", "random", "extra")
 """Keys of one role's state."""
 MAIN = "main"
@@ -162,26 +172,8 @@ def _gather_for_save(gathering: Gathering, state: Mapping[str, Any]) -> None:
 
 
 def _gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
-    if gathering.framework == "megatron":
-        from planish.checkpoint.adapters.megatron import gather_megatron
-
-        gather_megatron(gathering, state)
-        return
-    from planish.checkpoint.adapters.fsdp import gather_fsdp
-    from planish.checkpoint.adapters.models import (
-        NamedTensors,
-        gather_model,
-        gather_optimizer,
-        sites_of,
-    )
-
-    sites = sites_of(NamedTensors())
-    if state.get("model") is not None:
-        gather = gather_fsdp if gathering.framework == "fsdp" else gather_model
-        sites = gather(gathering, state["model"])
-    if state.get("optimizer") is not None:
-        gathering.part = "optim"
-        gather_optimizer(gathering, state["optimizer"], sites)
+    module, _, function = FRAMEWORKS[gathering.framework].partition(":")
+    getattr(importlib.import_module(module), function)(gathering, state)
 
 
 def _gather_values(gathering: Gathering, state: Mapping[str, Any]) -> None:

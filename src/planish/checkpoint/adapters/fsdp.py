@@ -7,13 +7,14 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3.2 (irregular tensor decompos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from planish.checkpoint.adapters import models
 from planish.checkpoint.adapters.gathering import Gathering
 from planish.checkpoint.adapters.models import (
     clean,
@@ -63,6 +64,11 @@ class FlatSite:
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros for this rank's range."""
         return torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False)
+
+
+def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
+    """Collect the tensors of a model under FSDP1 and of its optimizer."""
+    models.gather_tensors(gathering, state, gather_fsdp)
 
 
 def gather_fsdp(gathering: Gathering, model: Any) -> Callable[[Tensor], ParameterSite | None]:

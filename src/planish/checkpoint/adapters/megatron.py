@@ -30,7 +30,7 @@ MAX_OBJECT_BYTES = 64 << 20
 """A sharded object beyond this is refused on load."""
 
 
-def gather_megatron(gathering: Gathering, state: Mapping[str, Any]) -> None:
+def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
     """Collect a role whose model is Megatron's.
 
     Raises:

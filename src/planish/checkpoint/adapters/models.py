@@ -8,7 +8,7 @@ the first in the order of the module tree; the others are aliases of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,20 @@ from planish.checkpoint.adapters.optimizer import (
 )
 from planish.checkpoint.adapters.placement import FlatShard, place
 from planish.checkpoint.format.items import Finish
+
+
+def gather_tensors(
+    gathering: Gathering,
+    state: Mapping[str, Any],
+    gather: Callable[[Gathering, Any], Sites] | None = None,
+) -> None:
+    """Collect the tensors of a model and its optimizer; `gather` collects those of the model."""
+    sites = sites_of(NamedTensors())
+    if state.get("model") is not None:
+        sites = (gather or gather_model)(gathering, state["model"])
+    if state.get("optimizer") is not None:
+        gathering.part = "optim"
+        gather_optimizer(gathering, state["optimizer"], sites)
 
 
 def gather_model(gathering: Gathering, model: Any) -> Sites:
