@@ -102,7 +102,7 @@ _STAGES = {
             metrics.log_metric("loss", 0.5)
             return Trained(f"state-{offset + number}")
     """,
-    "checkpoint_stage": """
+    "export": """
         from collections import namedtuple
         Exported = namedtuple("Exported", "policy_pin")
         def run(*, root, config_sha256, number, offset, policy_pin, state, policy, metrics):
@@ -149,11 +149,14 @@ def write_fake_stages(folder: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(_COMMON.replace("{real!r}", repr(str(REAL))))
     (package / "presets").symlink_to(REAL / "presets")
+    (package / "stages").mkdir()
+    (package / "stages" / "__init__.py").write_text("")
     for stage, body in _STAGES.items():
-        (package / stage).mkdir()
-        (package / stage / "__init__.py").write_text("")
+        folder_of_stage = package / "stages" / stage
+        folder_of_stage.mkdir()
+        (folder_of_stage / "__init__.py").write_text("")
         head = "import os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
-        (package / stage / "stage.py").write_text(head + textwrap.dedent(body))
+        (folder_of_stage / "stage.py").write_text(head + textwrap.dedent(body))
     return folder
 
 
