@@ -108,6 +108,9 @@ class Profile:
     """How long the cluster keeps the workflow of an ended run."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of every task."""
+    store_secret: str = "planish-store"
+    """Name of the secret with endpoint, access_key and secret_key; its key `webhook`, if there is
+    one, is the URL that gets the summary at the end."""
 
 
 METRICS_PORT = 9464

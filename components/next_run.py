@@ -10,16 +10,16 @@ def next_run(
     root: str,
     config_sha256: str,
     chain_index: int,
-    max_runs: int,
+    chain: str,
     metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Submit run chain_index + 1 on the same root, once, until max_runs or the stop file."""
+    """Submit run chain_index + 1 on the same root, once, until `runs` of chain or the stop file."""
     from planish.stages.next_run.stage import run
 
     run(
         root=root,
         config_sha256=config_sha256,
         chain_index=chain_index,
-        max_runs=max_runs,
+        chain=chain,
         metrics=metrics,
     )

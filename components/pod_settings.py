@@ -50,7 +50,6 @@ def with_pod_settings(
     *,
     profile: Profile,
     images: Mapping[str, str],
-    store_secret: str,
     iteration: int = 0,
     is_exit_task: bool = False,
     node_affinity: Any = None,
@@ -60,9 +59,9 @@ def with_pod_settings(
     Args:
         task: the task of one component.
         stage: name of the stage, key of `STAGE_IMAGES` and of `profile.stages`.
-        profile: resources, retries and timeouts.
+        profile: resources, retries, timeouts, and the name of the secret with the keys of
+            `SECRET_ENV`.
         images: image name to reference.
-        store_secret: name of the secret with the keys of `SECRET_ENV`; a pipeline parameter.
         iteration: 1, 2, ... inside iterations, else 0.
         is_exit_task: an exit task takes no retries.
         node_affinity: output of the first task that keeps pods away from faulty machines; a
@@ -84,7 +83,7 @@ def with_pod_settings(
     for name, path in FIELD_ENV.items():
         kubernetes.use_field_path_as_env(task, env_name=name, field_path=path)
     kubernetes.use_secret_as_env(
-        task, secret_name=store_secret, secret_key_to_env=dict(SECRET_ENV), optional=True
+        task, profile.store_secret, secret_key_to_env=dict(SECRET_ENV), optional=True
     )
     kubernetes.add_pod_label(task, STAGE_LABEL, stage)
     kubernetes.add_pod_label(task, ITERATION_LABEL, str(iteration))

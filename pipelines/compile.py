@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
+    parser.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     monitor_options(parser, on_cluster=True)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
     arguments = parser.parse_args(argv)
@@ -127,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_iterations=arguments.iterations,
                 num_shards=arguments.shards,
                 parallelism=arguments.parallelism,
+                store_secret=arguments.store_secret,
             )
             for name in arguments.profile or PROFILES
         ]

@@ -22,14 +22,9 @@ PARAMETERS: dict[str, str] = {
     "model": "STRING",
     "dataset": "STRING",
     "seed": "NUMBER_INTEGER",
-    "resume_from": "STRING",
-    "chain_index": "NUMBER_INTEGER",
-    "max_runs": "NUMBER_INTEGER",
-    "allow_config_change": "BOOLEAN",
-    "assume_autoscaling": "BOOLEAN",
-    "store_secret": "STRING",
+    "chain": "STRING",
 }
-"""Public parameters of `post-train` and their types; at most fifteen fit a form people read."""
+"""Public parameters of `post-train` and their types: a short form that a person reads."""
 
 RESHARD_PARAMETERS: dict[str, str] = {
     "root": "STRING",
@@ -42,7 +37,6 @@ RESHARD_PARAMETERS: dict[str, str] = {
     "retain_folder": "STRING",
     "keep_last": "NUMBER_INTEGER",
     "keep_every": "NUMBER_INTEGER",
-    "store_secret": "STRING",
 }
 """The same of `reshard`."""
 

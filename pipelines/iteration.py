@@ -62,14 +62,12 @@ def build_iteration(
         offset: int,
         policy_pin: str,
         state_pin: str,
-        store_secret: str,
         node_affinity: dict[str, Any],
     ) -> Pins:
         in_pod = partial(
             with_pod_settings,
             profile=profile,
             images=images,
-            store_secret=store_secret,
             iteration=label,
             node_affinity=node_affinity if monitor and monitor.max_restarts else None,
         )

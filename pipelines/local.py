@@ -21,6 +21,7 @@ from kfp import local
 from pipelines.monitor import monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.run.chain import with_settings
 from planish.run.lock import acquire, current_holder
 from planish.run.signals import end_descendants, on_signal
 from planish.store import normal_uri
@@ -103,6 +104,9 @@ def run_local(
     iterations: int | None,
     shards: int | None,
     skip_bad: bool = False,
+    resume_from: str = "",
+    chain_index: int = 0,
+    allow_config_change: bool = False,
     monitor: str = "",
     monitor_trace: str = "",
     **parameters: Any,
@@ -114,6 +118,9 @@ def run_local(
         iterations: iterations of this run; None keeps the profile's number.
         shards: rollout shards of an iteration; None keeps the profile's number.
         skip_bad: drop malformed lines of the data instead of refusing the file.
+        resume_from: root of another run whose newest policy and state start this one.
+        chain_index: place in a chain of runs on the root; -1 for the first unfinished.
+        allow_config_change: go on when the root holds another configuration.
         monitor: URI of the settings of a task beside each train task that looks once for a
             faulty machine; empty for what is built in.
         monitor_trace: URI of a recorded trace that it looks at; empty for the servers that the
@@ -127,6 +134,12 @@ def run_local(
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
+    parameters["chain"] = with_settings(
+        "",
+        index=chain_index,
+        resume_from=resume_from,
+        allow_config_change=allow_config_change,
+    )
     # Tasks run one after the other here: one that watched would hold up what it watches.
     parameters["root"] = normal_uri(parameters["root"])
     looks = monitor_of(monitor, monitor_trace, watches=False)

@@ -62,8 +62,9 @@ def profile_named(
     num_iterations: int | None = None,
     num_shards: int | None = None,
     parallelism: int | None = None,
+    store_secret: str = "",
 ) -> Profile:
-    """Return a profile of the table, with its counts replaced where given.
+    """Return a profile of the table, with its counts and secret replaced where given.
 
     Fewer shards lower the parallelism with them unless it is given too.
 
@@ -81,6 +82,7 @@ def profile_named(
         num_iterations=profile.num_iterations if num_iterations is None else num_iterations,
         num_shards=shards,
         parallelism=parallelism,
+        store_secret=store_secret or profile.store_secret,
     )
     check_profile(profile)
     return profile
@@ -148,12 +150,7 @@ def build_post_train(
         model: str = "",
         dataset: str = "",
         seed: int = -1,
-        resume_from: str = "",
-        chain_index: int = 0,
-        max_runs: int = 1,
-        allow_config_change: bool = False,
-        assume_autoscaling: bool = False,
-        store_secret: str = "planish-store",
+        chain: str = "",
     ) -> None:
         settings = {
             "preset": preset,
@@ -162,18 +159,15 @@ def build_post_train(
             "model": model,
             "dataset": dataset,
             "seed": seed,
-            "resume_from": resume_from,
-            "chain_index": chain_index,
-            "allow_config_change": allow_config_change,
-            "assume_autoscaling": assume_autoscaling,
+            "chain": chain,
         }
-        in_pod = partial(
-            with_pod_settings, profile=profile, images=table, store_secret=store_secret
-        )
+        in_pod = partial(with_pod_settings, profile=profile, images=table)
         reported = in_pod(report(root=root, max_restarts=max_restarts), "report", is_exit_task=True)
-        kubernetes.use_secret_as_env(reported, store_secret, dict(WEBHOOK_ENV), optional=True)
+        kubernetes.use_secret_as_env(
+            reported, profile.store_secret, dict(WEBHOOK_ENV), optional=True
+        )
         with dsl.ExitHandler(reported, name="post-train"):
-            _steps(in_pod, root, settings, max_runs, iterations, max_restarts)
+            _steps(in_pod, root, settings, iterations, max_restarts)
 
     post_train.__doc__ = DESCRIPTION
     decorate = dsl.pipeline(
@@ -191,6 +185,9 @@ def build_post_train(
 
 DESCRIPTION = """Post-train a reasoning language model by reinforcement learning.
 
+Fill in three fields: `root`, the folder of the run; `preset`, the algorithm and its sizes; `model`,
+what training starts from (empty for a preset that ends with `-tiny`). The rest may stay as it is.
+
 Args:
     root: URI under which the run lives, `s3://bucket/prefix` or `file:///folder`.
     preset: Name of the shipped configuration to start from.
@@ -200,13 +197,9 @@ Args:
     model: Model to start from, hub id or folder; empty for the configured one.
     dataset: Data to train on, hub id, JSONL or Parquet; empty for the configured one.
     seed: Seed of every random choice; -1 for the configured one.
-    resume_from: Root of another run whose newest policy and state start this one.
-    chain_index: Position in a chain of runs on this root; -1 for the first unfinished.
-    max_runs: Runs of the chain; the last task submits the next one up to this number.
-    allow_config_change: Go on when the root holds another configuration.
-    assume_autoscaling: Only warn when no node is large enough now.
-    store_secret: Name of the secret with endpoint, access_key and secret_key; its key webhook, if
-        there is one, is the URL that gets the summary at the end.
+    chain: JSON that programs set, `{"index": 0, "runs": 1, "resume_from": "",
+        "allow_config_change": false, "assume_autoscaling": false}` or a part of it; empty for a
+        single run. Up to `runs` runs on this root follow each other.
 """
 """Docstring of the pipeline: what a person reads beside each field of the run form."""
 
@@ -215,12 +208,11 @@ def _steps(
     in_pod: partial[dsl.PipelineTask],
     root: Any,
     settings: Mapping[str, Any],
-    max_runs: Any,
     iterations: Sequence[Callable[..., Any]],
     max_restarts: int,
 ) -> None:
     """Wire everything that the exit handler watches; parameters are pipeline channels."""
-    profile, store_secret = in_pod.keywords["profile"], in_pod.keywords["store_secret"]
+    profile = in_pod.keywords["profile"]
     prepared = prepare(
         root=root,
         **settings,
@@ -244,7 +236,6 @@ def _steps(
             offset=prepared.outputs["offset"],
             policy_pin=pins.outputs["policy_pin"],
             state_pin=pins.outputs["state_pin"],
-            store_secret=store_secret,
             node_affinity=node_affinity,
         ).set_display_name(f"iteration {number}")
     evaluated = evaluate(
@@ -253,5 +244,7 @@ def _steps(
         policy_pin=pins.outputs["policy_pin"],
     )
     in_pod(evaluated, "evaluate")
-    followed = next_run(**of_run, chain_index=prepared.outputs["chain_index"], max_runs=max_runs)
+    followed = next_run(
+        **of_run, chain_index=prepared.outputs["chain_index"], chain=settings["chain"]
+    )
     in_pod(followed, "next").after(evaluated)

@@ -32,7 +32,6 @@ Args:
     retain_folder: URI below which older checkpoints are removed at the end; empty for none.
     keep_last: Checkpoints that stay there; 0 removes none.
     keep_every: Multiples of this step stay as well; 0 for no such rule.
-    store_secret: Name of the secret with endpoint, access_key and secret_key.
 """
 
 
@@ -61,11 +60,8 @@ def build_reshard(
         retain_folder: str = "",
         keep_last: int = 0,
         keep_every: int = 0,
-        store_secret: str = "planish-store",
     ) -> None:
-        in_pod = partial(
-            with_pod_settings, profile=profile, images=table, store_secret=store_secret
-        )
+        in_pod = partial(with_pod_settings, profile=profile, images=table)
         retained = checkpoint_retain(
             root=root, folder=retain_folder, keep_last=keep_last, keep_every=keep_every
         )

@@ -26,6 +26,9 @@ from pipelines.compiled import PARAMETERS
 from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import profile_named
+from planish.base.config import parse_override
+from planish.base.errors import ConfigError
+from planish.run.chain import FIRST_UNFINISHED, with_settings
 
 RUN_LABEL = "pipeline/runid"
 """Label that Kubeflow puts on every pod of a run, and we on every job of one."""
@@ -38,6 +41,8 @@ SUCCEEDED = "SUCCEEDED"
 def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     """Parse `key=value` pairs as the types of the public run parameters.
 
+    `chain.key=value` sets one key of the JSON of `chain`.
+
     Raises:
         ValueError: an unknown parameter, or a value of the wrong type; all at once.
     """
@@ -45,6 +50,13 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
+        if equals and key.startswith("chain."):
+            try:
+                _, name, setting = parse_override(pair)
+                parsed["chain"] = with_settings(parsed.get("chain", ""), **{name: setting})
+            except ConfigError as error:
+                faults.append(str(error))
+            continue
         if not equals or key not in PARAMETERS:
             faults.append(
                 f"a parameter must read key=value with one of {sorted(PARAMETERS)}, got {pair!r}"
@@ -53,8 +65,6 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
         kind = PARAMETERS[key]
         if kind == "STRING":
             parsed[key] = value
-        elif kind == "BOOLEAN" and value.lower() in ("true", "false"):
-            parsed[key] = value.lower() == "true"
         elif kind == "NUMBER_INTEGER" and value.removeprefix("-").isdecimal():
             parsed[key] = int(value)
         else:
@@ -64,7 +74,7 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-_KIND_WORDS = {"BOOLEAN": "true or false", "NUMBER_INTEGER": "an integer"}
+_KIND_WORDS = {"NUMBER_INTEGER": "an integer"}
 
 
 def check_root(root: str) -> str:
@@ -156,11 +166,12 @@ def start_schedule(
         raise ValueError("a schedule must have either --cron or --interval-seconds")
     if cron and len(cron.split()) != 6:
         raise ValueError(f"a cron expression must have six fields, seconds first, got {cron!r}")
+    chain = with_settings(parameters.get("chain", ""), index=FIRST_UNFINISHED)
     recurring = client.create_recurring_run(
         experiment_id=_experiment_id(client, experiment, namespace),
         job_name=name,
         pipeline_package_path=str(package),
-        params={**parameters, "chain_index": -1},
+        params={**parameters, "chain": chain},
         cron_expression=cron or None,
         interval_second=interval_seconds or None,
         max_concurrency=1,
@@ -287,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--name", default="", help="name on the run page")
     start.add_argument("--experiment", default=EXPERIMENT)
     start.add_argument("--service-account", default="planish-runner")
+    start.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     monitor_options(start, on_cluster=True)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", parents=[start], help="start one run")
@@ -312,7 +324,10 @@ def _start(arguments: argparse.Namespace) -> str:
     root = check_root(arguments.root)
     parameters = {**parse_parameters(arguments.parameter), "root": root}
     profile = profile_named(
-        arguments.profile, num_iterations=arguments.iterations, num_shards=arguments.shards
+        arguments.profile,
+        num_iterations=arguments.iterations,
+        num_shards=arguments.shards,
+        store_secret=arguments.store_secret,
     )
     images = parse_images(arguments.image)
     monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)

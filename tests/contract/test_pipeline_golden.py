@@ -52,6 +52,26 @@ def test_compilations_in_other_processes_are_byte_equal():
     assert {*texts} == {compile_text(profile)}
 
 
+def test_the_form_of_a_new_run_is_short_and_the_description_says_what_to_fill():
+    text = (GOLDEN / file_name(PROFILES["cpu-tiny"])).read_text()
+    spec = next(yaml.load_all(text, yaml.CSafeLoader))
+    # The form sorts the fields by name.
+    assert sorted(spec["root"]["inputDefinitions"]["parameters"]) == [
+        *("chain", "config", "dataset", "model", "overrides", "preset", "root", "seed")
+    ]
+    description = spec["pipelineInfo"]["description"]
+    for words in ("Fill in three fields", "`root`", "`preset`", "`model`"):
+        assert words in description
+
+
+def test_a_secret_of_another_name_is_fixed_at_compilation():
+    profile = profile_named("cpu-tiny", num_iterations=1, store_secret="team-store")
+    _, platform = yaml.safe_load_all(compile_text(profile))
+    pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    names = {secret["secretName"] for pod in pods.values() for secret in pod["secretAsEnv"]}
+    assert names == {"team-store"}
+
+
 def test_a_changed_default_is_a_drift(tmp_path):
     text = (GOLDEN / file_name(PROFILES["cpu-tiny"])).read_text()
     path = tmp_path / "old.yaml"

@@ -49,16 +49,13 @@ _STAGES = {
     "prepare": """
         from collections import namedtuple
         Prepared = namedtuple("Prepared", "config_sha256 offset chain_index node_affinity")
-        def run(*, root, preset, config, overrides, model, dataset, seed, resume_from, chain_index,
-                num_iterations, num_shards, allow_config_change, assume_autoscaling, requests,
-                max_avoided_nodes, summary, metrics):
-            note("prepare", root=root, preset=preset, seed=seed, chain_index=chain_index,
-                 num_iterations=num_iterations, num_shards=num_shards,
-                 allow_config_change=allow_config_change,
-                 requests=requests, resume_from=resume_from)
+        def run(*, root, preset, config, overrides, model, dataset, seed, chain, num_iterations,
+                num_shards, requests, max_avoided_nodes, summary, metrics):
+            note("prepare", root=root, preset=preset, seed=seed, chain=chain,
+                 num_iterations=num_iterations, num_shards=num_shards, requests=requests)
             write(summary)
             metrics.log_metric("offset", 2.0)
-            return Prepared("c" * 64, 2, chain_index, {})
+            return Prepared("c" * 64, 2, json.loads(chain or "{}").get("index", 0), {})
     """,
     "curate": """
         def run(*, root, config_sha256, prompts, metrics, report):
@@ -127,8 +124,8 @@ _STAGES = {
             return Checked("node-3")
     """,
     "next_run": """
-        def run(*, root, config_sha256, chain_index, max_runs, metrics):
-            note("next", root=root, chain_index=chain_index, max_runs=max_runs)
+        def run(*, root, config_sha256, chain_index, chain, metrics):
+            note("next", root=root, chain_index=chain_index, chain=chain)
     """,
     "report": """
         def run(*, root, state, failed_task, error_message, max_restarts, report, summary,
@@ -155,7 +152,7 @@ def write_fake_stages(folder: Path) -> Path:
         folder_of_stage = package / "stages" / stage
         folder_of_stage.mkdir()
         (folder_of_stage / "__init__.py").write_text("")
-        head = "import os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
+        head = "import json, os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
         (folder_of_stage / "stage.py").write_text(head + textwrap.dedent(body))
     return folder
 

@@ -34,7 +34,7 @@ def package(tmp_path_factory):
 
 def test_a_run_carries_pipeline_parameters_and_account(server, client, package):
     run_id = submit.start_run(
-        *(client, package, {"root": "s3://b/r", "seed": 7, "allow_config_change": True}),
+        *(client, package, {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'}),
         name="first",
         namespace="team",
         service_account="planish-runner",
@@ -44,7 +44,7 @@ def test_a_run_carries_pipeline_parameters_and_account(server, client, package):
     assert body["display_name"] == "first"
     assert body["service_account"] == "planish-runner"
     parameters = body["runtime_config"]["parameters"]
-    assert parameters == {"root": "s3://b/r", "seed": 7, "allow_config_change": True}
+    assert parameters == {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'}
     spec = body["pipeline_spec"]
     assert spec["pipeline_spec"]["pipelineInfo"]["name"] == "post-train"
     assert "kubernetes" in spec["platform_spec"]["platforms"]
@@ -63,7 +63,7 @@ def test_a_schedule_runs_one_at_a_time_and_takes_the_first_unfinished_place(
     assert body["no_catchup"] is True
     assert body["mode"] == "ENABLE"
     assert body["trigger"]["cron_schedule"]["cron"] == "0 0 2 * * *"
-    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain_index": -1}
+    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": '{"index": -1}'}
 
 
 def test_a_schedule_can_be_an_interval(server, client, package):
@@ -149,19 +149,20 @@ def test_the_real_janitor_deletes_jobs_and_services_only():
 
 
 def test_parameters_are_parsed_as_their_types():
-    pairs = ["preset=dapo-paper", "seed=-1", "allow_config_change=True", "overrides=a.b=1 c.d=2"]
+    pairs = ["preset=dapo-paper", "seed=-1", "chain.allow_config_change=true"]
+    pairs += ["chain.resume_from=s3://b/r", "overrides=a.b=1 c.d=2"]
     assert submit.parse_parameters(pairs) == {
         "preset": "dapo-paper",
         "seed": -1,
-        "allow_config_change": True,
+        "chain": '{"allow_config_change": true, "resume_from": "s3://b/r"}',
         "overrides": "a.b=1 c.d=2",
     }
 
 
 def test_wrong_parameters_are_told_at_once():
     with pytest.raises(ValueError, match=r"an integer, got '1\.5'") as caught:
-        submit.parse_parameters(["sed=1", "seed=1.5", "allow_config_change=yes", "preset"])
-    for words in ("got 'sed=1'", "true or false, got 'yes'", "got 'preset'"):
+        submit.parse_parameters(["sed=1", "seed=1.5", "chain.allow_config_change=yes", "preset"])
+    for words in ("got 'sed=1'", "valid boolean, got 'yes'", "got 'preset'"):
         assert words in str(caught.value)
 
 

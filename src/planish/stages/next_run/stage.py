@@ -12,6 +12,7 @@ from typing import Literal
 
 from planish import store
 from planish.records import layout
+from planish.run.chain import parse_chain, with_settings
 from planish.run.kubeflow import KfpRuns, Runs, run_name
 from planish.run.lock import current_holder, hand_over
 from planish.run.stage import Artifact, Context, Outcome, execute
@@ -32,19 +33,19 @@ class Following:
     """Its id where it exists."""
 
 
-def run(root: str, config_sha256: str, chain_index: int, max_runs: int, metrics: Artifact) -> None:
+def run(root: str, config_sha256: str, chain_index: int, chain: str, metrics: Artifact) -> None:
     """Submit the following run of the chain, once.
 
     Args:
         root: URI of the run.
         config_sha256: digest of the run's configuration.
         chain_index: place of the present run in its chain.
-        max_runs: runs of the chain.
+        chain: run parameter of that name, the JSON of `planish.run.chain.Chain`.
         metrics: gets whether a run was submitted.
     """
     execute(
         "next",
-        lambda context: submit_next(context, chain_index, max_runs),
+        lambda context: submit_next(context, chain_index, parse_chain(chain).runs),
         root=root,
         config_sha256=config_sha256,
         outputs={"metrics": metrics},
@@ -108,7 +109,8 @@ def follow(
     existing = runs.find(name, facts.experiment_id)
     if existing:
         return Following("exists", existing)
-    parameters = {**facts.parameters, "chain_index": chain_index + 1}
+    chain = with_settings(str(facts.parameters.get("chain", "")), index=chain_index + 1)
+    parameters = {**facts.parameters, "chain": chain}
     created = runs.create(name, replace(facts, parameters=parameters))
     logger.info("submitted run=%s name=%s chain_index=%d", created, name, chain_index + 1)
     return Following("submitted", created)

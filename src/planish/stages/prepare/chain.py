@@ -10,12 +10,10 @@ from planish import store
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
 from planish.records.io import read_manifest
+from planish.run.chain import FIRST_UNFINISHED
 from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
-
-FIRST_UNFINISHED = -1
-"""Value of `chain_index` for: the last run if it is unfinished, else one more."""
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def _quota_faults(
                 faults.append(
                     f"the quota of the namespace must leave {wanted} of `{resource}` for the "
                     f"largest stage, got {limit} in all and {free:g} free; raise the quota, wait, "
-                    "or set `assume_autoscaling=true`"
+                    "or set `chain.assume_autoscaling=true`"
                 )
     return faults
 
@@ -262,11 +262,11 @@ def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> l
         if largest == 0 and resource not in ("cpu", "memory"):
             faults.append(
                 f"a node with `{resource}` must exist, but none of the {len(nodes)} nodes has it; "
-                "add one, compile another profile, or set `assume_autoscaling=true`"
+                "add one, compile another profile, or set `chain.assume_autoscaling=true`"
             )
         elif amount(wanted) > largest:
             faults.append(
                 f"a node must hold {wanted} of `{resource}` for the largest pod, but the largest "
-                f"has {largest:g}; compile another profile or set `assume_autoscaling=true`"
+                f"has {largest:g}; compile another profile or set `chain.assume_autoscaling=true`"
             )
     return faults

@@ -112,7 +112,7 @@ def check_same_config(
         raise ConfigError(
             f"the configuration must equal that of `{layout.run_file(root)}`, but differs in "
             f"{'; '.join(changed)}; undo the change, choose a new root, or set "
-            "`allow_config_change=true`"
+            "`chain.allow_config_change=true`"
         )
     return changed
 

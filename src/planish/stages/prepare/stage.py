@@ -13,6 +13,7 @@ from planish.base.errors import ConfigError
 from planish.checkpoint.train_state import read_state_info
 from planish.records.reference import find_reference
 from planish.run.avoid import avoided, node_affinity
+from planish.run.chain import parse_chain
 from planish.run.lock import Holder, acquire, check_free, current_holder, is_alive
 from planish.run.stage import Artifact, Outcome, execute
 from planish.stages.prepare.chain import find_link, record_link
@@ -62,12 +63,9 @@ class Wish:
     model: str
     dataset: str
     seed: int
-    resume_from: str
-    chain_index: int
+    chain: str
     num_iterations: int
     num_shards: int
-    allow_config_change: bool
-    assume_autoscaling: bool
     requests: str
     max_avoided_nodes: int
 
@@ -80,12 +78,9 @@ def run(
     model: str,
     dataset: str,
     seed: int,
-    resume_from: str,
-    chain_index: int,
+    chain: str,
     num_iterations: int,
     num_shards: int,
-    allow_config_change: bool,
-    assume_autoscaling: bool,
     requests: str,
     max_avoided_nodes: int,
     summary: Artifact,
@@ -101,12 +96,9 @@ def run(
         model: hub id or folder; empty leaves the configured one.
         dataset: hub id or file; empty leaves the configured one.
         seed: -1 leaves the configured one.
-        resume_from: root of another run to start from; empty for none.
-        chain_index: place in a chain of runs on this root; -1 for the first unfinished.
+        chain: what programs set, as JSON; `planish.run.chain.Chain` says what.
         num_iterations: iterations of this run.
         num_shards: rollout tasks of an iteration.
-        allow_config_change: go on when the root holds another configuration.
-        assume_autoscaling: missing room in the cluster is only a warning.
         requests: what the pods ask for, as JSON; empty for nothing.
         max_avoided_nodes: nodes at most that this run keeps away from; 0 for none.
         summary: gets the plan in Markdown.
@@ -119,12 +111,9 @@ def run(
         model=model,
         dataset=dataset,
         seed=seed,
-        resume_from=resume_from,
-        chain_index=chain_index,
+        chain=chain,
         num_iterations=num_iterations,
         num_shards=num_shards,
-        allow_config_change=allow_config_change,
-        assume_autoscaling=assume_autoscaling,
         requests=requests,
         max_avoided_nodes=max_avoided_nodes,
     )
@@ -176,27 +165,27 @@ def check_reference(config: Config, start: StartPins) -> None:
         )
 
 
-def nodes_to_avoid(root: str, wish: Wish) -> list[str]:
+def nodes_to_avoid(root: str, resume_from: str, limit: int) -> list[str]:
     """Return the nodes named first, on this root and on the one that this run starts from."""
-    if wish.max_avoided_nodes < 0:
+    if limit < 0:
         raise ConfigError(
-            f"`max_avoided_nodes` must be 0 or more, got {wish.max_avoided_nodes}; it is fixed "
+            f"`max_avoided_nodes` must be 0 or more, got {limit}; it is fixed "
             "when the pipeline is compiled"
         )
-    if not wish.max_avoided_nodes:
+    if not limit:
         return []
     nodes = avoided(root)
-    if wish.resume_from:
-        nodes = [*nodes, *avoided(wish.resume_from.rstrip("/"))]
+    if resume_from:
+        nodes = [*nodes, *avoided(resume_from.rstrip("/"))]
     nodes = sorted(nodes, key=lambda node: node.seconds)
     names = list(dict.fromkeys(node.name for node in nodes))
-    if len(names) > wish.max_avoided_nodes:
+    if len(names) > limit:
         logger.warning(
             "more nodes named than may be avoided named=%d max=%d",
             len(names),
-            wish.max_avoided_nodes,
+            limit,
         )
-    return names[: wish.max_avoided_nodes]
+    return names[:limit]
 
 
 def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
@@ -214,6 +203,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     """
     if api is None and inside_cluster():
         api = KubernetesApi.from_pod()
+    chain = parse_chain(wish.chain)
     me = current_holder()
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
@@ -228,7 +218,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     findings = Findings()
     if api is not None:
         requests = PodRequests.parse(wish.requests)
-        findings = check_cluster(api, requests, assume_autoscaling=wish.assume_autoscaling)
+        findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults:
         raise ConfigError("; ".join(faults))
@@ -236,11 +226,11 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     run_file, changed, is_new = open_run_file(
         root,
         config,
-        resume_from=wish.resume_from,
-        allow_config_change=wish.allow_config_change,
+        resume_from=chain.resume_from,
+        allow_config_change=chain.allow_config_change,
     )
-    away_from = nodes_to_avoid(root, wish)
-    link = find_link(root, wish.chain_index, wish.num_iterations)
+    away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes)
+    link = find_link(root, chain.index, wish.num_iterations)
     if link.offset:
         run_file = replace(run_file, initial=start_after(root, link.offset))
     check_reference(config, run_file.initial)

@@ -48,7 +48,7 @@ def test_the_following_run_has_the_same_parameters_and_the_next_place():
     assert ask(runs, chain_index=1) == Following("submitted", "id-1")
     name, facts = runs.created[0]
     assert name == run_name("s3://b/r", 2)
-    assert facts.parameters == {"root": "s3://b/r", "seed": 1, "chain_index": 2}
+    assert facts.parameters == {"root": "s3://b/r", "seed": 1, "chain": '{"index": 2}'}
     assert (facts.service_account, facts.pipeline) == ("account", {"x": "now"})
 
 
@@ -94,7 +94,7 @@ def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
         experiment_id="e1",
         service_account="planish-runner",
         pipeline_spec=SPEC,
-        runtime_config={"parameters": {"root": "s3://b/r", "chain_index": 0}},
+        runtime_config={"parameters": {"root": "s3://b/r", "chain": '{"runs": 3}'}},
     )
     runs = KfpRuns(host=server.url)
     for decision in ("submitted", "exists"):
@@ -104,7 +104,8 @@ def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
     assert body["experiment_id"] == "e1"
     assert body["service_account"] == "planish-runner"
     assert body["pipeline_spec"] == SPEC
-    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain_index": 1}
+    chain = '{"index": 1, "runs": 3}'
+    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": chain}
 
 
 def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
@@ -119,7 +120,7 @@ def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
     assert body["pipeline_version_reference"] == reference
     assert "pipeline_spec" not in body
     assert body["runtime_config"] == {
-        "parameters": {"chain_index": 1},
+        "parameters": {"chain": '{"index": 1}'},
         "pipeline_root": "s3://b/kfp",
     }
 
@@ -129,7 +130,7 @@ def run_stage(root, tmp_path, **changes):
     document = {"config": config, "initial": {"policy": "", "state": ""}}
     store.write(layout.run_file(root), json.dumps(document).encode())
     metrics = PathArtifact(f"{tmp_path}/metrics.json")
-    facts = {"chain_index": 0, "max_runs": 2, **changes}
+    facts = {"chain_index": 0, "chain": '{"runs": 2}', **changes}
     stage.run(root=root, config_sha256=config_sha256(config), metrics=metrics, **facts)
     return json.loads(Path(metrics.path).read_text())
 

@@ -14,6 +14,7 @@ from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.io import write_files
 from planish.run.avoid import AvoidedNode, avoid, node_affinity
+from planish.run.chain import Chain, with_settings
 from planish.run.lock import Holder, acquire, current_holder
 from planish.run.stage import PathArtifact
 from planish.stages.prepare.stage import Wish, liveness, prepare, run
@@ -30,16 +31,14 @@ def wish(**changes):
         "model": "",
         "dataset": "",
         "seed": 3,
-        "resume_from": "",
-        "chain_index": 0,
+        "chain": "",
         "num_iterations": 2,
         "num_shards": 2,
-        "allow_config_change": False,
-        "assume_autoscaling": False,
         "requests": "",
         "max_avoided_nodes": 0,
     }
-    return Wish(**{**facts, **changes})
+    settings = {name: changes.pop(name) for name in [*changes] if name in Chain.model_fields}
+    return Wish(**{**facts, "chain": with_settings("", **settings), **changes})
 
 
 def finish(root, version):
@@ -93,7 +92,7 @@ def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_
     run_stage(tmp_path / "a", file_root)
     finish(file_root, 1)
     state, policy = finish(file_root, 2)
-    values, summary, _ = run_stage(tmp_path / "b", file_root, chain_index=1, num_iterations=3)
+    values, summary, _ = run_stage(tmp_path / "b", file_root, index=1, num_iterations=3)
     assert values[1:3] == (2, 1)
     assert "| iterations | 3 to 5 (0 already finished) |" in summary
     assert "run 1 of a chain" in summary
@@ -109,7 +108,7 @@ def test_the_next_run_of_a_chain_starts_where_the_last_one_ended(file_root, tmp_
 def test_minus_one_becomes_the_place_that_it_stands_for(file_root, tmp_path):
     run_stage(tmp_path / "a", file_root)
     finish(file_root, 2)
-    assert run_stage(tmp_path / "b", file_root, chain_index=-1)[0][1:3] == (2, 1)
+    assert run_stage(tmp_path / "b", file_root, index=-1)[0][1:3] == (2, 1)
 
 
 def test_a_run_from_another_root_says_so(tmp_path):
@@ -126,7 +125,7 @@ def test_a_run_from_another_root_says_so(tmp_path):
         ({"overrides": "train.learning_rat=1"}, "did you mean `learning_rate`"),
         ({"overrides": SMALL, "num_shards": 9}, "1 to `rollout.prompts_per_iteration` (8)"),
         ({"resume_from": "file:///nowhere/at/all"}, "`resume_from` must be the root of a run"),
-        ({"chain_index": 3}, "`chain_index` must be at most"),
+        ({"index": 3}, "`chain_index` must be at most"),
         ({"preset": "nope"}, "a preset must be one of"),
     ],
 )

@@ -20,7 +20,9 @@ from planish.store.documents import read_json, write_json
 from tests.unit.pipelines.kfp_server import Server
 
 SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
-FACTS = KubeflowRun("exp", {"root": "r", "chain_index": 2}, "account", "", {"x": "y"}, "RUNNING")
+FACTS = KubeflowRun(
+    "exp", {"root": "r", "chain": '{"index": 2}'}, "account", "", {"x": "y"}, "RUNNING"
+)
 
 
 class FakeRuns:
@@ -176,7 +178,7 @@ def test_the_report_submits_through_the_real_client_and_shows_it(
         experiment_id="e1",
         service_account="planish-runner",
         pipeline_spec=SPEC,
-        runtime_config={"parameters": {"root": file_root, "chain_index": -1}},
+        runtime_config={"parameters": {"root": file_root, "chain": '{"index": -1}'}},
     )
     monkeypatch.setenv("RUN_ID", present["run_id"])
     avoid(file_root, AvoidedNode("node-3", "monitor_check", present["run_id"], 4, 1.76e9))
@@ -185,7 +187,7 @@ def test_the_report_submits_through_the_real_client_and_shows_it(
     assert body["display_name"] == restart_name(file_root, 1)
     assert body["pipeline_spec"] == SPEC
     assert body["service_account"] == "planish-runner"
-    assert body["runtime_config"]["parameters"] == {"root": file_root, "chain_index": -1}
+    assert body["runtime_config"]["parameters"] == {"root": file_root, "chain": '{"index": -1}'}
     facts = f"iteration 4 | {present['run_id']} | 2025-10-09 08:53:20 UTC |"
     assert f"| node-3 | monitor\\_check | {facts}" in markdown
     created = next(i for i in server.objects["runs"] if i != present["run_id"])
