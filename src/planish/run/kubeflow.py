@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
+
+TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
+"""Where an installation for several users mounts the token that its API asks for."""
+
+API = "ml-pipeline.kubeflow.svc.cluster.local"
+"""Name of the API's service where Kubeflow is in its own namespace."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +49,26 @@ class Runs(Protocol):
 
 
 class KfpRuns:
-    """Meets `Runs` through the client of kfp; its import takes a second."""
+    """Meets `Runs` through the generated client of the API; its import takes a second.
 
-    def __init__(self, **options: Any) -> None:
-        """Connect; without options to the installation that this pod belongs to.
+    Inside a task kfp itself has no client: it is imported in part there (`_KFP_RUNTIME`).
+    """
 
-        Args:
-            options: of `kfp.Client`: host, namespace, credentials ...
-        """
-        with warnings.catch_warnings():
-            # The client warns on every start that it needs a back end of version 2.
-            warnings.simplefilter("ignore", FutureWarning)
-            import kfp
-            import kfp_server_api
+    def __init__(self, host: str = "") -> None:
+        """Connect to the installation at a URL; without one, to that which this pod belongs to."""
+        import kfp_server_api
 
-            self._client = kfp.Client(**options)
+        settings = kfp_server_api.Configuration(host=host or api_url())
+        token = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
+        if token.is_file():
+            settings.api_key_prefix["authorization"] = "Bearer"
+            settings.api_key["authorization"] = token.read_text("utf-8").strip()
         self._api = kfp_server_api
-        self._runs = self._client._run_api
+        self._runs = kfp_server_api.RunServiceApi(kfp_server_api.ApiClient(settings))
 
     def facts(self, run_id: str) -> KubeflowRun:
         """Return how a run was started."""
-        run = self._client.get_run(run_id)
+        run = self._runs.run_service_get_run(run_id)
         runtime = run.runtime_config
         pipeline: dict[str, Any] = {}
         if run.pipeline_version_reference is not None:
@@ -85,7 +91,7 @@ class KfpRuns:
     def find(self, name: str, experiment_id: str) -> str:
         """Return the id of the run of that name; empty when there is none."""
         predicate = {"operation": "EQUALS", "key": "display_name", "stringValue": name}
-        answer = self._client.list_runs(
+        answer = self._runs.run_service_list_runs(
             page_size=1,
             experiment_id=experiment_id or None,
             filter=json.dumps({"predicates": [predicate]}),
@@ -112,6 +118,16 @@ class KfpRuns:
             )
         )
         return str(created.run_id)
+
+
+def api_url() -> str:
+    """Return the URL of the API that this pod belongs to.
+
+    `KF_PIPELINES_ENDPOINT` where it is set, else the service of the pod's own namespace, which
+    Kubernetes names in the environment, else the service in the namespace `kubeflow`.
+    """
+    beside = os.environ.get("ML_PIPELINE_SERVICE_HOST", "")
+    return os.environ.get("KF_PIPELINES_ENDPOINT", "") or f"http://{beside or API}:8888"
 
 
 def run_name(root: str, chain_index: int) -> str:

@@ -48,10 +48,11 @@ def check(value, kind):
 
 
 class Server:
-    """Starts on a free port; `requests` has (method, path, query, body)."""
+    """Starts on a free port; `requests` has (method, path, query, body), `headers` the last."""
 
     def __init__(self):
         self.requests = []
+        self.headers = {}
         self.objects = {kind: {} for kind in MODELS}
         self.states = ["SUCCEEDED"]
         owner = self
@@ -98,6 +99,7 @@ class Server:
         url = urlparse(handler.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         self.requests.append(("GET", url.path, query, None))
+        self.headers = {name.lower(): value for name, value in handler.headers.items()}
         parts = url.path.removeprefix(PREFIX).strip("/").split("/")
         if parts[0] == "healthz":
             return self._answer(handler, 200, {"multi_user": False})

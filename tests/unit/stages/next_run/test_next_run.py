@@ -8,7 +8,7 @@ import pytest
 from planish import store
 from planish.base.config import config_sha256
 from planish.records import layout
-from planish.run.kubeflow import KfpRuns, KubeflowRun, restart_name, run_name
+from planish.run.kubeflow import KfpRuns, KubeflowRun, api_url, restart_name, run_name
 from planish.run.lock import Holder, acquire
 from planish.run.stage import PathArtifact
 from planish.stages.next_run import stage
@@ -96,7 +96,7 @@ def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
         pipeline_spec=SPEC,
         runtime_config={"parameters": {"root": "s3://b/r", "chain": '{"runs": 3}'}},
     )
-    runs = KfpRuns(host=server.url)
+    runs = KfpRuns(server.url)
     for decision in ("submitted", "exists"):
         assert ask(runs, run_id=present["run_id"]).decision == decision
     (body,) = server.posted("runs")
@@ -115,7 +115,7 @@ def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
         pipeline_version_reference=reference,
         runtime_config={"parameters": {}, "pipeline_root": "s3://b/kfp"},
     )
-    ask(KfpRuns(host=server.url), run_id=present["run_id"])
+    ask(KfpRuns(server.url), run_id=present["run_id"])
     (body,) = server.posted("runs")
     assert body["pipeline_version_reference"] == reference
     assert "pipeline_spec" not in body
@@ -123,6 +123,33 @@ def test_a_run_of_an_uploaded_pipeline_keeps_its_version(server):
         "parameters": {"chain": '{"index": 1}'},
         "pipeline_root": "s3://b/kfp",
     }
+
+
+@pytest.mark.parametrize(
+    ("environment", "url"),
+    [
+        ({}, "http://ml-pipeline.kubeflow.svc.cluster.local:8888"),
+        ({"ML_PIPELINE_SERVICE_HOST": "10.0.0.7"}, "http://10.0.0.7:8888"),
+        (
+            {"ML_PIPELINE_SERVICE_HOST": "10.0.0.7", "KF_PIPELINES_ENDPOINT": "http://kfp:80"},
+            "http://kfp:80",
+        ),
+    ],
+)
+def test_a_pod_finds_the_api_that_it_belongs_to(environment, url, monkeypatch):
+    for name in ("ML_PIPELINE_SERVICE_HOST", "KF_PIPELINES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert api_url() == url
+
+
+def test_the_token_of_an_installation_for_several_users_is_sent(server, tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.write_text("a-token\n")
+    monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(token))
+    KfpRuns(server.url).find("x", "e1")
+    assert server.headers["authorization"] == "Bearer a-token"
 
 
 def run_stage(root, tmp_path, **changes):
