@@ -89,7 +89,8 @@ def with_pod_settings(
     kubernetes.add_pod_label(task, ITERATION_LABEL, str(iteration))
     kubernetes.set_timeout(task, resources.timeout_seconds)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
-    if resources.retries and not is_exit_task:
+    if not is_exit_task:
+        # A task that says nothing gets the retries of the installation; 0 is said as well.
         task.set_retry(
             num_retries=resources.retries,
             backoff_duration=f"{resources.backoff_seconds}s",

@@ -215,7 +215,7 @@ def _iterations_are_labelled(compiled: Compiled) -> Iterator[BrokenRule]:
 
 
 def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
-    """Rule 8: all stages but the first and last retry, and go on doing so after long attempts."""
+    """Rule 8: tasks but the first and last retry, also after long attempts; graphs never."""
     for name, _, task_name, task in compiled.tasks():
         where = f"{name}.{task_name}"
         if (task.get("triggerPolicy", {}).get("strategy") == EXIT_TRIGGER) != (
@@ -224,6 +224,8 @@ def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(8, where, "exactly the exit task runs whatever the others do")
         label = compiled.executor_of(task)
         if not label:
+            if "retryPolicy" in task:
+                yield BrokenRule(8, where, "a graph must not be retried: its tasks are")
             continue
         stage = compiled.stage_of(label)
         policy = task.get("retryPolicy", {})
@@ -231,6 +233,9 @@ def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
         if stage in WITHOUT_RETRIES:
             if retries:
                 yield BrokenRule(8, where, f"`{stage}` must not be retried, got {retries}")
+            if task_name == compiled.expected.first_task and not policy:
+                message = "must say that it is not retried, or the installation retries it"
+                yield BrokenRule(8, where, message)
             continue
         if retries < 1:
             yield BrokenRule(8, where, "must have retries, but has none")

@@ -142,6 +142,15 @@ def no_retries(spec, _):
     del iteration(spec)["reward-1"]["retryPolicy"]
 
 
+def retried_graph(spec, _):
+    tasks = exit_dag(spec)
+    tasks["iteration-1"]["retryPolicy"] = dict(tasks["curate"]["retryPolicy"])
+
+
+def first_task_that_says_nothing(spec, _):
+    del exit_dag(spec)["prepare"]["retryPolicy"]
+
+
 def short_backoff(spec, _):
     iteration(spec)["train-1"]["retryPolicy"]["backoffMaxDuration"] = "3600s"
 
@@ -246,6 +255,7 @@ MUTATIONS = [
     ),
     (7, secret_in_a_parameter),
     *((8, no_retries), (8, short_backoff), (8, retried_exit_task)),
+    *((8, retried_graph), (8, first_task_that_says_nothing)),
     (8, exit_task_for_success_only),
     *((9, argument_that_no_stage_takes), (9, argument_of_another_type), (9, input_not_given)),
     *((10, loop_over_texts), (10, loop_over_artifacts), (10, loop_without_limit)),

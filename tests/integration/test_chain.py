@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from planish.checkpoint.train_state import read_state_info
+from planish.minder.lab.files import write_frame
 from planish.records import layout
 from planish.records.io import read_manifest
+from planish.run.avoid import AvoidedNode, avoid
+from planish.run.chain import Chain, parse_chain
+from planish.run.kubeflow import restart_name, run_name
 from tests.integration import runs
+from tests.unit.minder.lab.test_files import made
+from tests.unit.pipelines.kfp_server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -22,18 +35,79 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
+def assert_same(root: str, four: str) -> None:
+    """Both learned the same; the chain has evaluated more often."""
+    final = runs.digests(four)
+    assert {k: v for k, v in runs.digests(root).items() if k in final} == final
+    more = runs.digests(root).keys() - final
+    assert all(path.startswith("evals/") for path in more)
+
+
 def test_two_iterations_twice_equal_four(four: str, tmp_path: Path) -> None:
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
     runs.run(root, log, iterations=2)
     runs.run(root, log, iterations=2, chain_index=1)
+    assert_same(root, four)
 
-    def learned(of: str) -> dict[str, str]:
-        return {k: v for k, v in runs.digests(of).items() if not k.startswith("evals/")}
 
-    assert learned(root) == learned(four)
-    final = runs.digests(four)
-    assert {k: v for k, v in runs.digests(root).items() if k in final} == final
+def start(server: Server, run: dict, trace: Path, log: Path) -> subprocess.Popen:
+    """Start what Kubeflow was asked to run, as its tasks find themselves in a cluster."""
+    parameters = {"trace": trace.as_uri(), **run["runtime_config"]["parameters"]}
+    environment = {"RUN_ID": run["run_id"], "KF_PIPELINES_ENDPOINT": server.url}
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.one_run", json.dumps(parameters)],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=runs.REPOSITORY,
+            env={**runs.environment(), **environment},
+            start_new_session=True,
+        )
+
+
+def kill_train(process: subprocess.Popen) -> None:
+    """Kill the train task, not the program that waits for it."""
+    for _ in range(1000):
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                task = {b"kfp.dsl.executor_main", b"train"} <= {*words}
+                if task and os.getsid(int(folder.name)) == process.pid:
+                    return os.kill(int(folder.name), signal.SIGKILL)
+        time.sleep(0.01)
+    raise AssertionError("no train task")
+
+
+def test_a_chain_and_a_restart_through_the_api_equal_four(four: str, tmp_path: Path) -> None:
+    """Two runs of two iterations; the second is killed beside a faulty machine and restarted."""
+    root, log, trace = (tmp_path / "run").as_uri(), tmp_path / "log.txt", tmp_path / "trace.npz"
+    write_frame(trace, made())
+    server = Server()
+    first = server.add_run(
+        display_name="by hand",
+        experiment_id="e1",
+        service_account="planish-runner",
+        pipeline_spec={"pipelineInfo": {"name": "post-train"}},
+        runtime_config={
+            "parameters": {"root": root, "config": str(runs.TINY), "chain": '{"runs": 2}'}
+        },
+    )
+    runs.finish(start(server, first, trace, log), log)
+    (second,) = (run for run in server.objects["runs"].values() if run is not first)
+    process = start(server, second, trace, log)
+    runs.wait_for_stage(root, "train", 4)
+    avoid(root, AvoidedNode("node-3", "monitor_check", second["run_id"], 4))
+    kill_train(process)
+    assert process.wait(timeout=300) == 1
+    (third,) = (run for run in server.objects["runs"].values() if run not in (first, second))
+    runs.finish(start(server, third, trace, log), log)
+    server.close()
+    names = [body["display_name"] for body in server.posted("runs")]
+    assert names == [run_name(root, 1), restart_name(root, 1)]
+    places = [run["runtime_config"]["parameters"]["chain"] for run in (second, third)]
+    assert [parse_chain(place) for place in places] == [Chain(index=1, runs=2)] * 2
+    assert_same(root, four)
 
 
 def test_no_prompt_is_lost_or_trained_twice(four: str) -> None:

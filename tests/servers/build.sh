@@ -10,6 +10,7 @@ declare -A package=(
   [minio]=github.com/minio/minio
   [etcd]=.
   [kubernetes]=.
+  [expression]=.
 )
 declare -A flags=(
   [kubernetes]='-X k8s.io/component-base/version.gitVersion=v1.34.4'

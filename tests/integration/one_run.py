@@ -1,0 +1,27 @@
+"""Run what Kubeflow was asked to run: `python -m tests.integration.one_run PARAMETERS_JSON`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from pipelines.local import exit_status, run_here
+from pipelines.monitor import Monitor
+from pipelines.post_train import build_post_train, profile_named
+
+ITERATIONS = 2
+
+
+def run_once(trace: str, **parameters: Any) -> None:
+    """Run two iterations of two shards; a killed train task fails its run, which may restart."""
+    profile = profile_named("cpu-tiny", num_iterations=ITERATIONS, num_shards=2)
+    train = dataclasses.replace(profile.stages["train"], retries=0)
+    profile = dataclasses.replace(profile, stages={**profile.stages, "train": train})
+    monitor = Monitor(trace=trace, watches=False, max_restarts=1)
+    run_here(build_post_train(profile, monitor=monitor), parameters)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(run_once, json.loads(sys.argv[1])))
