@@ -18,6 +18,7 @@ from planish import __version__
 from planish.base import telemetry
 from planish.base.errors import PlanishError, exit_code
 from planish.checkpoint.cli import command as cli
+from planish.minder.cli import BAD_INPUT
 from planish.minder.cli import command as minder_cli
 
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             top.error(message)
         # There 2, the code of wrong arguments elsewhere, says that a machine is faulty.
         sys.stderr.write(f"planish minder: {message}\n")
-        return minder_cli.BAD_INPUT
+        return BAD_INPUT
     telemetry.configure_logging(logging.WARNING)
     # A pipe has no width of its own: rows must not be folded at 80 characters there.
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)

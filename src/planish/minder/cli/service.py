@@ -11,48 +11,32 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from planish.base import telemetry
-from planish.base.errors import ConfigError
-from planish.minder.cli.command import CLEAN, FAULT_FOUND
+from planish.base.errors import BackendUnavailable, ConfigError
+from planish.minder.cli import CLEAN, FAULT_FOUND
+from planish.minder.detect.frame import Frame
+from planish.minder.lab.cases import Case, Truth, write_recorded
+from planish.minder.lab.files import ENDINGS
+from planish.minder.service.build import (
+    build,
+    check_queries,
+    find_job,
+    models_of,
+    run_once,
+    state_of,
+)
+from planish.minder.service.config import ModelsConfig, ServiceSettings, load_service_config
+from planish.minder.service.http import Deadline, HttpClient, StatusServer
+from planish.minder.service.prometheus import Prometheus
+from planish.minder.service.pull import Puller
 
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 10.0
 _MAX_HOURS = 31 * 24
-
-
-def add_commands(verbs: Any) -> None:
-    """Add the parsers of these verbs.
-
-    Args:
-        verbs: what `add_subparsers` returned.
-    """
-    serve = verbs.add_parser("serve", help="watch all jobs until SIGTERM")
-    validate = verbs.add_parser(
-        "validate-config", help="check configuration, models and queries; exit code 3 names the key"
-    )
-    validate.add_argument(
-        "--offline", action="store_true", help="do not ask Prometheus to parse the queries"
-    )
-    breaker = verbs.add_parser("breaker", help="allow actions again after the breaker has opened")
-    breaker.add_argument("what", choices=["reset"], help="reset: close it")
-    record = verbs.add_parser("record", help="write what Prometheus has of a job to a file")
-    record.add_argument("--job", required=True, metavar="J", help="its name or key")
-    record.add_argument("--hours", type=float, default=1.0, metavar="H", help="default 1")
-    record.add_argument("--end", type=float, metavar="T", help="unix seconds; default: now")
-    record.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="ends in .npz, .csv or .parquet; a .json beside it has room for the label of a fault",
-    )
-    for verb in (serve, validate, breaker, record):
-        verb.add_argument(
-            "--config", required=True, type=Path, metavar="FILE", help="TOML of the service"
-        )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,8 +46,6 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: options or settings can not be as they are.
         BackendUnavailable: a server that is needed does not answer.
     """
-    from planish.minder.service.config import load_service_config
-
     settings = load_service_config(options.config)
     if options.verb == "validate-config":
         return _validate(settings, is_offline=options.offline)
@@ -74,18 +56,8 @@ def run(options: argparse.Namespace) -> int:
     return _serve(settings)
 
 
-def _record(settings: Any, options: argparse.Namespace) -> int:
+def _record(settings: ServiceSettings, options: argparse.Namespace) -> int:
     """Write what Prometheus has of a job, of which no fault is known, to a file."""
-    import numpy as np
-
-    from planish.minder.detect.frame import Frame
-    from planish.minder.lab.cases import Case, Truth, write_recorded
-    from planish.minder.lab.files import ENDINGS
-    from planish.minder.service.build import find_job
-    from planish.minder.service.http import Deadline
-    from planish.minder.service.prometheus import Prometheus
-    from planish.minder.service.pull import Puller
-
     service = settings.minder.service
     seconds = int(3600 * options.hours) if 0 < options.hours <= _MAX_HOURS else 0
     if seconds < service.window_seconds or options.out.suffix not in ENDINGS:
@@ -136,9 +108,6 @@ def run_once_live(options: argparse.Namespace) -> int:
         ConfigError: no configuration of the service, or no job of that name.
         BackendUnavailable: Prometheus does not answer as it must.
     """
-    from planish.minder.service.build import run_once
-    from planish.minder.service.config import ModelsConfig, load_service_config
-
     if not options.config or not options.job:
         raise ConfigError(
             "`--from-file` must be given, or `--config` of the service and `--job`, got neither"
@@ -151,11 +120,7 @@ def run_once_live(options: argparse.Namespace) -> int:
     return FAULT_FOUND if result.findings else CLEAN
 
 
-def _validate(settings: Any, *, is_offline: bool) -> int:
-    from planish.minder.service.build import check_queries, models_of
-    from planish.minder.service.http import Deadline, HttpClient
-    from planish.minder.service.prometheus import Prometheus
-
+def _validate(settings: ServiceSettings, *, is_offline: bool) -> int:
     models = models_of(settings)
     if settings.alertmanager.url:
         HttpClient(settings.alertmanager)
@@ -169,9 +134,7 @@ def _validate(settings: Any, *, is_offline: bool) -> int:
     return CLEAN
 
 
-def _reset(settings: Any) -> int:
-    from planish.minder.service.build import state_of
-
+def _reset(settings: ServiceSettings) -> int:
     state = state_of(settings)
     if state is None:
         raise ConfigError(
@@ -183,13 +146,8 @@ def _reset(settings: Any) -> int:
     return CLEAN
 
 
-def _serve(settings: Any) -> int:
+def _serve(settings: ServiceSettings) -> int:
     """Watch until SIGTERM or SIGINT; return within 10 s of it."""
-    from planish.base.errors import BackendUnavailable
-    from planish.minder.service.build import build, check_queries
-    from planish.minder.service.http import Deadline, StatusServer
-    from planish.minder.service.prometheus import Prometheus
-
     telemetry.configure_logging(logging.INFO)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

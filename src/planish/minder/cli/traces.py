@@ -9,88 +9,30 @@ import sys
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from planish.base.config import read_toml
 from planish.base.errors import ConfigError
-from planish.minder.cli.command import BAD_INPUT, CLEAN, FAULT_FOUND
-
-if TYPE_CHECKING:
-    from planish.minder.detect.config import MinderConfig
-    from planish.minder.detect.denoise import Models
-    from planish.minder.lab.calibrate import Recorded
-    from planish.minder.lab.cases import Case
+from planish.minder.cli import BAD_INPUT, CLEAN, FAULT_FOUND
+from planish.minder.cli.service import run_once_live
+from planish.minder.detect.config import MinderConfig, minder_config
+from planish.minder.detect.denoise import Models
+from planish.minder.detect.model_files import default_models, load_models
+from planish.minder.lab.calibrate import (
+    LEAST_FAULTS,
+    calibrate,
+    fitted_limits,
+    record,
+    site_tables,
+    toml_of,
+)
+from planish.minder.lab.cases import Case, read_case, trace_files
+from planish.minder.lab.evaluate import evaluate, in_processes, markdown, report
+from planish.minder.lab.files import read_frame
+from planish.minder.lab.replay import replay
 
 _CLIPPED_SHARE = 0.01
 """More values than this beyond the limits of a metric say that the limits are wrong."""
-
-
-def add_commands(verbs: Any) -> None:
-    """Add the verbs' parsers."""
-    run_once = verbs.add_parser(
-        "run-once", help="look at a trace, or ask Prometheus; exit code 2 if a machine is faulty"
-    )
-    run_once.add_argument("--end", type=float, metavar="T", help="unix seconds; default: its end")
-    run_once.add_argument("--job", default="", help="name of the job; default: that of the file")
-    replay = verbs.add_parser(
-        "replay", help="look at a trace as the service would, minute by minute"
-    )
-    replay.add_argument(
-        "--every",
-        type=int,
-        default=0,
-        metavar="SECONDS",
-        help="between two calls; default: as configured, 60",
-    )
-    for verb in (run_once, replay):
-        verb.add_argument(
-            "--from-file",
-            type=Path,
-            required=verb is replay,
-            metavar="F",
-            help="npz, CSV or Parquet with ts, machine, metric, value",
-        )
-    train = verbs.add_parser("train", help="train the models on healthy traces")
-    train.add_argument("out", type=Path, help="folder that gets the models")
-    train.add_argument(
-        "--from-file",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="F",
-        help="traces of healthy jobs, at least two",
-    )
-    train.add_argument(
-        "--seconds", type=float, default=150.0, help="of CPU time at most, for each metric"
-    )
-    calibrate = verbs.add_parser(
-        "calibrate", help="fit limits, thresholds and floors to the traces of a site"
-    )
-    calibrate.add_argument("--out", type=Path, metavar="TOML", help="gets tables for the settings")
-    calibrate.add_argument(
-        "--min-precision", type=float, default=0.9, metavar="P", help="default 0.9"
-    )
-    evaluate = verbs.add_parser("evaluate", help="score the detector on labelled traces")
-    for verb in (calibrate, evaluate):
-        verb.add_argument(
-            "--traces",
-            type=Path,
-            nargs="+",
-            required=True,
-            metavar="PATH",
-            help="recorded traces or folders of them; what is known of `a.npz` stands in `a.json`",
-        )
-        verb.add_argument(
-            "--workers", type=int, default=1, metavar="N", help="processes (default 1)"
-        )
-        verb.add_argument("--json", type=Path, metavar="FILE", help="gets every figure")
-    for verb in (run_once, replay, calibrate, evaluate):
-        verb.add_argument(
-            "--models", type=Path, metavar="DIR", help="default: those of this package"
-        )
-    for verb in (run_once, replay, train, calibrate, evaluate):
-        verb.add_argument("--config", type=Path, metavar="TOML", help="settings; default: built in")
-        verb.add_argument("--profile", choices=("default", "paper"), help="wins over the settings")
-        verb.add_argument("--metrics", metavar="A,B", help="wins over the settings")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,9 +53,6 @@ def _tables(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: the file can not be read, or is not as it must be.
     """
-    from planish.base.config import read_toml
-    from planish.minder.detect.config import MinderConfig, minder_config
-
     raw = read_toml(options.config) if options.config else {}
     # A service's file has sections that matter to it alone.
     raw = {name: table for name, table in raw.items() if name in MinderConfig.model_fields}
@@ -126,26 +65,17 @@ def _tables(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _models(options: argparse.Namespace, config: MinderConfig) -> Models:
-    from planish.minder.detect.model_files import default_models, load_models
-
     return load_models(options.models or default_models(), config.denoise, config.detect.metrics)
 
 
 def _trace(options: argparse.Namespace) -> tuple[Case, Models, MinderConfig]:
-    from planish.minder.detect.config import minder_config
-    from planish.minder.lab.cases import read_case
-
     config = minder_config(_tables(options))
     return read_case(options.from_file), _models(options, config), config
 
 
 def _run_once(options: argparse.Namespace) -> int:
     """Look at the last window before the end; what was before it trains the baseline."""
-    from planish.minder.lab.replay import replay
-
     if options.from_file is None:
-        from planish.minder.cli.service import run_once_live
-
         return run_once_live(options)
     case, models, config = _trace(options)
     first = int(case.frame.ts[0])
@@ -165,8 +95,6 @@ def _run_once(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     """Print a line for each alarm, and one with what the calls took."""
-    from planish.minder.lab.replay import replay
-
     case, models, config = _trace(options)
     frame = case.frame
     if options.every < 0:
@@ -201,8 +129,6 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     """Print a line for each model."""
-    from planish.minder.detect.config import minder_config
-    from planish.minder.lab.files import read_frame
     from planish.minder.lab.train import train_models
     from planish.minder.lab.vae import Training
 
@@ -228,8 +154,6 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _traces(options: argparse.Namespace) -> list[Path]:
-    from planish.minder.lab.cases import trace_files
-
     if options.workers < 1:
         raise ConfigError(f"`--workers` must be at least 1, got {options.workers}")
     return trace_files(options.traces)
@@ -244,9 +168,6 @@ def _write_json(options: argparse.Namespace, document: dict[str, Any]) -> None:
 
 def _evaluate(options: argparse.Namespace) -> int:
     """Print the tables of a report."""
-    from planish.minder.detect.config import minder_config
-    from planish.minder.lab.evaluate import evaluate, markdown, report
-
     config = minder_config(_tables(options))
     models = _models(options, config)
     outcomes = evaluate(
@@ -264,17 +185,6 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _calibrate(options: argparse.Namespace) -> int:
     """Fit limits, and with enough labelled faults thresholds and floors; print them as TOML."""
-    from planish.minder.detect.config import minder_config
-    from planish.minder.lab.calibrate import (
-        LEAST_FAULTS,
-        calibrate,
-        fitted_limits,
-        site_tables,
-        toml_of,
-    )
-    from planish.minder.lab.cases import read_case
-    from planish.minder.lab.evaluate import in_processes
-
     raw = _tables(options)
     config = minder_config(raw)
     models, paths = _models(options, config), _traces(options)
@@ -294,7 +204,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         fitted = {name: {**raw.get(name, {}), **table} for name, table in tables.items()}
         config = minder_config({**raw, **fitted})
         recorded = in_processes(
-            functools.partial(_record, models=models, config=config),
+            functools.partial(record, models=models, config=config),
             paths,
             workers=options.workers,
             progress=lambda done, total: options.progress("cases", done, total),
@@ -309,10 +219,3 @@ def _calibrate(options: argparse.Namespace) -> int:
     sys.stdout.write(text + toml)
     _write_json(options, {**document, "tables": tables})
     return CLEAN
-
-
-def _record(path: Path, models: Models, config: MinderConfig) -> Recorded:
-    from planish.minder.lab.calibrate import record
-    from planish.minder.lab.cases import read_case
-
-    return record(read_case(path), models, config)

@@ -46,30 +46,31 @@ def evaluate(
         ConfigError: a trace is not there.
         RecordError: one is damaged.
     """
-    work = functools.partial(_outcome_of_file, models=models, config=config)
+    work = functools.partial(outcome_of, models=models, config=config)
     return list(in_processes(work, paths, workers=workers, progress=progress))
 
 
 def in_processes(
-    work: Callable[[Path], T],
+    work: Callable[[Case], T],
     paths: Sequence[Path],
     *,
     workers: int,
     progress: Progress | None,
 ) -> Iterator[T]:
-    """Yield `work(path)` for each trace, in the same order."""
+    """Yield what `work` returns for the case of each trace, in the same order."""
     # torch does not survive a fork once it has computed.
     context = multiprocessing.get_context("spawn")
+    read = functools.partial(_read_and, work)
     with ProcessPoolExecutor(workers, context) as pool:
-        results = pool.map(work, paths) if workers > 1 else map(work, paths)
+        results = pool.map(read, paths) if workers > 1 else map(read, paths)
         for done, result in enumerate(results, 1):
             if progress:
                 progress(done, len(paths))
             yield result
 
 
-def _outcome_of_file(path: Path, models: Models, config: MinderConfig) -> CaseOutcome:
-    return outcome_of(read_case(path), models, config)
+def _read_and(work: Callable[[Case], T], path: Path) -> T:
+    return work(read_case(path))
 
 
 def outcome_of(
