@@ -51,7 +51,7 @@ check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a fe
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
 
 servers:  ## build the test servers from their Go modules into .cache/bin
-	tests/servers/build.sh minio etcd kubernetes
+	tests/servers/build.sh minio mc etcd kubernetes
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them
 	@tests/servers/debian.sh chromium=chromium prometheus=prometheus promtool=prometheus \

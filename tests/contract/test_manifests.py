@@ -14,10 +14,14 @@ from planish.run.__main__ import stage_run
 from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
 from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
+from tests.contract.kfp_needs import NEEDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "manifests"
 OVERLAYS = ("overlays/local", "overlays/gpu")
+KUBEFLOW_OVERLAYS = ("overlays/kfp-single-user", "overlays/kfp-multi-user")
+LAUNCHER = "kfp-launcher.yaml"
+"""A patch of an object of Kubeflow's own, which nothing may apply."""
 WORKLOADS = ("Deployment", "Job")
 
 
@@ -40,9 +44,8 @@ def resolve(folder):
         metadata = {"name": generator["name"]}
         objects.append({"kind": "Secret", "metadata": metadata, "stringData": data})
     for patch in kustomization.get("patches", []):
-        (change,) = load(folder / patch["path"])
-        target = find(objects, change["kind"], change["metadata"]["name"])
-        merge(target, change)
+        for change in load(folder / patch["path"]):
+            merge(find(objects, change["kind"], change["metadata"]["name"]), change)
     return objects
 
 
@@ -81,6 +84,13 @@ def pods(objects):
             yield item, item["spec"]["template"]["spec"]
 
 
+def launcher_settings():
+    """Return what the patch adds to the settings of Kubeflow's launcher."""
+    ((_, added),) = load(FOLDER / "runs" / LAUNCHER)
+    assert (added["op"], added["path"]) == ("add", "/data/providers")
+    return yaml.safe_load(added["value"])
+
+
 def walk(node, key):
     if isinstance(node, dict):
         for name, value in node.items():
@@ -102,7 +112,7 @@ def test_every_file_of_a_folder_belongs_to_its_kustomization():
         (kustomization,) = load(path)
         named = set(kustomization.get("resources", []))
         named |= {patch["path"] for patch in kustomization.get("patches", [])}
-        files = {p.name for p in path.parent.glob("*.yaml")} - {"kustomization.yaml"}
+        files = {p.name for p in path.parent.glob("*.yaml")} - {"kustomization.yaml", LAUNCHER}
         assert files == {name for name in named if name.endswith(".yaml")}, path
 
 
@@ -169,11 +179,12 @@ def test_servers_have_probes(objects):
 
 
 def test_images_are_tagged_in_one_place():
-    (kustomization,) = load(FOLDER / "base/kustomization.yaml")
-    tagged = {image["name"]: image["newTag"] for image in kustomization["images"]}
-    used = {c["image"] for _, pod in pods(resolve(FOLDER / "base")) for c in pod["containers"]}
-    assert used == set(tagged)
-    assert all(tag != "latest" for tag in tagged.values())
+    for folder in ("base", "base/minder"):
+        (kustomization,) = load(FOLDER / folder / "kustomization.yaml")
+        tagged = {image["name"]: image["newTag"] for image in kustomization["images"]}
+        used = {c["image"] for _, pod in pods(resolve(FOLDER / folder)) for c in pod["containers"]}
+        assert used == set(tagged)
+        assert all(tag != "latest" for tag in tagged.values())
 
 
 def test_replacements_point_at_things_that_exist():
@@ -192,13 +203,12 @@ def test_replacements_point_at_things_that_exist():
 
 def test_the_launcher_of_kubeflow_uses_our_bucket_secret_and_service():
     objects = resolve(FOLDER / "overlays/local")
-    data = find(objects, "ConfigMap", "kfp-launcher")["data"]
-    bucket = find(objects, "ConfigMap", "planish-install")["data"]["bucket"]
-    assert data["defaultPipelineRoot"] == f"s3://{bucket}/kfp"
-    default = yaml.safe_load(data["providers"])["s3"]["default"]
-    secret = find(objects, "Secret", default["credentials"]["secretRef"]["secretName"])
-    assert default["credentials"]["secretRef"]["accessKeyKey"] in secret["stringData"]
-    host = default["endpoint"].removeprefix("http://")
+    (ours,) = launcher_settings()["s3"]["overrides"]
+    assert ours["bucketName"] == find(objects, "ConfigMap", "planish-install")["data"]["bucket"]
+    reference = ours["credentials"]["secretRef"]
+    secret = find(objects, "Secret", reference["secretName"])
+    assert {reference["accessKeyKey"], reference["secretKeyKey"]} <= set(secret["stringData"])
+    host = ours["endpoint"].removeprefix("http://")
     assert host == secret["stringData"]["endpoint"]
     assert host.split(".")[0] in names(objects, "Service")
 
@@ -216,8 +226,8 @@ def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
         }
 
     asked = {(p.group, p.resource, p.verb) for p in PERMISSIONS}
-    argo = {("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")}
-    assert granted("Role", "planish-runner") == asked | argo
+    kubeflow = {(need.group, need.resource, need.verb) for need in NEEDS}
+    assert granted("Role", "planish-runner") == asked | kubeflow
     everywhere = {(p.group, p.resource, p.verb) for p in CLUSTER_PERMISSIONS}
     assert granted("ClusterRole", "planish-node-reader") == everywhere
     operator = {("batch", "jobs", v) for v in ("list", "delete")}
@@ -239,13 +249,6 @@ def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
         "list_namespaced_service",
         "delete_namespaced_service",
     }
-
-
-def test_the_patch_of_kubeflow_names_a_priority_that_exists():
-    server = find(resolve(FOLDER / "overlays/kfp-patch"), "Deployment", "ml-pipeline")
-    patch = yaml.safe_load(next(walk(server, "env"))[0]["value"])
-    classes = names(resolve(FOLDER / "overlays/gpu"), "PriorityClass")
-    assert patch["podPriorityClassName"] in classes
 
 
 WORKFLOW = load(FOLDER / "argo/post-train.yaml")[0]
@@ -383,10 +386,13 @@ def test_images_run_as_a_number_and_take_another_base(name):
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here")
-@pytest.mark.parametrize("overlay", [*OVERLAYS, "overlays/kfp-patch"])
+@pytest.mark.parametrize("overlay", [*OVERLAYS, *KUBEFLOW_OVERLAYS])
 def test_kustomize_itself_builds_the_same_objects(overlay):
     command = ["kubectl", "kustomize", str(FOLDER / overlay)]
     built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {(o["kind"], o["metadata"]["name"]) for o in yaml.safe_load_all(built)}
-    ours = {(o["kind"], o["metadata"]["name"]) for o in resolve(FOLDER / overlay)}
+    # Behind a dot stands the namespace, which only kustomize fills in.
+    found, ours = (
+        {(o["kind"], o["metadata"]["name"].partition(".")[0]) for o in objects}
+        for objects in (yaml.safe_load_all(built), resolve(FOLDER / overlay))
+    )
     assert found == ours

@@ -54,13 +54,14 @@ def test_rights_are_checked(control_plane):
     assert control_plane.kubectl("auth", "can-i", "create", "jobs").stdout.strip() == "yes"
 
 
-@pytest.mark.parametrize("overlay", ["local", "gpu"])
+@pytest.mark.parametrize("overlay", ["local", "gpu", "kfp-single-user", "kfp-multi-user"])
 def test_a_real_server_accepts_every_object_of_an_overlay(control_plane, overlay):
     folder = REPOSITORY / "manifests" / "overlays" / overlay
     built = control_plane.kubectl("kustomize", str(folder)).stdout
     path = control_plane.folder / f"{overlay}.yaml"
     path.write_text(built)
-    control_plane.kubectl("create", "namespace", "planish", check=False)
+    for namespace in ("planish", "kubeflow", "team"):
+        control_plane.kubectl("create", "namespace", namespace, check=False)
     done = control_plane.kubectl(
         "apply", "--dry-run=server", "--validate=strict", "-f", str(path), check=False
     )

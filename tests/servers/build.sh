@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the servers that tests start, from pinned Go modules into .cache/bin.
-#   tests/servers/build.sh [minio] [etcd] [kubernetes]      (default: minio)
+#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes]      (default: minio)
 # A server that is there in the pinned version is not built again.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -8,6 +8,7 @@ bin="$(cd "$here/../.." && pwd)/.cache/bin"
 
 declare -A package=(
   [minio]=github.com/minio/minio
+  [mc]=github.com/minio/mc
   [etcd]=.
   [kubernetes]=.
   [expression]=.
