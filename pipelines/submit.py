@@ -7,14 +7,15 @@
     python -m pipelines.submit stop s3://bucket/run
     python -m pipelines.submit avoid s3://bucket/run NODE
 
-The client of kfp finds the server by --host, by its environment, or in the cluster.
+The client of kfp finds the server by --host, by its environment, or by the kubeconfig. A server for
+one user puts the pods of all runs into its own namespace (--kfp-namespace); one for several users
+wants the namespace of a profile (--namespace).
 """
 
 import argparse
 import json
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from components.images import PROFILES, Profile
 from components.pod_settings import STAGE_LABEL
 from pipelines.compile import compile_text, parse_images
 from pipelines.compiled import PARAMETERS
+from pipelines.connect import KFP_NAMESPACE, Kubeflow, connect
 from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import profile_named
@@ -108,18 +110,19 @@ def write_package(
     return path
 
 
-def connect(host: str, namespace: str) -> Any:
-    """Return a client of kfp; typed loosely because kfp carries no types."""
-    with warnings.catch_warnings():
-        # The client warns on every start that it needs a back end of version 2.
-        warnings.simplefilter("ignore", FutureWarning)
-        import kfp
-
-        return kfp.Client(host=host or None, namespace=namespace)
-
-
 def _experiment_id(client: Any, name: str, namespace: str) -> str:
-    return str(client.create_experiment(name, namespace=namespace).experiment_id)
+    return str(client.create_experiment(name, namespace=namespace or None).experiment_id)
+
+
+def pipeline_root(root: str) -> str:
+    """Return where Kubeflow keeps the small artifacts of a run: beside the root, in its bucket.
+
+    Example:
+        >>> pipeline_root("s3://bucket/team/run"), pipeline_root("file:///shared/run")
+        ('s3://bucket/kfp', '')
+    """
+    scheme, _, path = root.partition("://")
+    return f"s3://{path.partition('/')[0]}/kfp" if scheme == "s3" else ""
 
 
 def start_run(
@@ -129,15 +132,16 @@ def start_run(
     *,
     name: str,
     experiment: str = EXPERIMENT,
-    namespace: str = "kubeflow",
+    namespace: str = "",
     service_account: str = "",
 ) -> str:
-    """Start one run and return its id."""
+    """Start one run and return its id; the namespace is that of a profile, or empty."""
     run = client.run_pipeline(
         experiment_id=_experiment_id(client, experiment, namespace),
         job_name=name,
         pipeline_package_path=str(package),
         params=dict(parameters),
+        pipeline_root=pipeline_root(str(parameters.get("root", ""))) or None,
         service_account=service_account or None,
     )
     return str(run.run_id)
@@ -152,7 +156,7 @@ def start_schedule(
     cron: str = "",
     interval_seconds: int = 0,
     experiment: str = EXPERIMENT,
-    namespace: str = "kubeflow",
+    namespace: str = "",
     service_account: str = "",
 ) -> str:
     """Start a recurring run, one at a time and without catching up; return its id.
@@ -176,6 +180,7 @@ def start_schedule(
         interval_second=interval_seconds or None,
         max_concurrency=1,
         no_catchup=True,
+        pipeline_root=pipeline_root(str(parameters.get("root", ""))) or None,
         service_account=service_account or None,
     )
     return str(recurring.recurring_run_id)
@@ -287,7 +292,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     server = argparse.ArgumentParser(add_help=False)
     server.add_argument("--host", default="", help="URL of the Kubeflow Pipelines API")
-    server.add_argument("--namespace", default="kubeflow")
+    server.add_argument("--kfp-namespace", default=KFP_NAMESPACE, help="where Kubeflow runs")
+    server.add_argument("--namespace", default="", help="where runs go: that of your profile")
     start = argparse.ArgumentParser(add_help=False, parents=[server])
     start.add_argument("root", help="s3://bucket/prefix")
     start.add_argument("--profile", default="gpu-1x8", choices=sorted(PROFILES))
@@ -320,6 +326,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _connect(arguments: argparse.Namespace) -> Kubeflow:
+    """Connect, and say where runs go."""
+    server = connect(arguments.host, arguments.kfp_namespace)
+    line = server.describe(server.namespace_of_runs(arguments.namespace))
+    sys.stderr.write(f"{line}\n")
+    return server
+
+
 def _start(arguments: argparse.Namespace) -> str:
     root = check_root(arguments.root)
     parameters = {**parse_parameters(arguments.parameter), "root": root}
@@ -334,16 +348,16 @@ def _start(arguments: argparse.Namespace) -> str:
     options = {
         "name": arguments.name or f"post-train {root.rpartition('/')[2]}",
         "experiment": arguments.experiment,
-        "namespace": arguments.namespace,
         "service_account": arguments.service_account,
     }
+    server = _connect(arguments)
     with tempfile.TemporaryDirectory() as folder:
         package = write_package(Path(folder), profile, images, monitor)
-        client = connect(arguments.host, arguments.namespace)
+        options["namespace"] = arguments.namespace if server.is_multi_user else ""
         if arguments.command == "run":
-            return start_run(client, package, parameters, **options)
+            return start_run(server.client, package, parameters, **options)
         return start_schedule(
-            client,
+            server.client,
             package,
             parameters,
             cron=arguments.cron,
@@ -362,23 +376,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command in ("run", "schedule"):
             lines = [_start(arguments)]
         elif arguments.command == "wait":
-            client = connect(arguments.host, arguments.namespace)
+            client = connect(arguments.host, arguments.kfp_namespace).client
             state = wait(client, arguments.run_id, timeout_seconds=arguments.timeout_seconds)
             lines, code = [state], 0 if state == SUCCEEDED else 1
         elif arguments.command == "cleanup":
             from kubernetes import client as kubernetes_client
             from kubernetes import config
 
+            server = _connect(arguments)
             config.load_config()
-            janitor = KubernetesJanitor(kubernetes_client.ApiClient(), arguments.namespace)
-            server = connect(arguments.host, arguments.namespace)
-            lines = cleanup(server, janitor, arguments.run_id)
+            namespace = server.namespace_of_runs(arguments.namespace)
+            janitor = KubernetesJanitor(kubernetes_client.ApiClient(), namespace)
+            lines = cleanup(server.client, janitor, arguments.run_id)
         elif arguments.command == "avoid":
             lines = avoid(arguments.root, arguments.node, undo=arguments.undo)
         else:
             lines = stop(arguments.root, undo=arguments.undo)
     except ValueError as error:
         parser.error(str(error))
+    except ConnectionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return code

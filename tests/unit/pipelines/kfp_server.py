@@ -55,6 +55,7 @@ class Server:
         self.headers = {}
         self.objects = {kind: {} for kind in MODELS}
         self.states = ["SUCCEEDED"]
+        self.is_multi_user = False
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -102,7 +103,7 @@ class Server:
         self.headers = {name.lower(): value for name, value in handler.headers.items()}
         parts = url.path.removeprefix(PREFIX).strip("/").split("/")
         if parts[0] == "healthz":
-            return self._answer(handler, 200, {"multi_user": False})
+            return self._answer(handler, 200, {"multi_user": self.is_multi_user})
         found = self.objects.get(parts[0], {})
         if len(parts) == 1:
             wanted = [

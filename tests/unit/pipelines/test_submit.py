@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelines import submit
+from pipelines.connect import connect
 from pipelines.post_train import profile_named
 from planish import store
 from planish.records import layout
@@ -23,7 +24,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    return submit.connect(server.url, "team")
+    return connect(server.url).client
 
 
 @pytest.fixture(scope="module")
