@@ -15,6 +15,7 @@ from components.reward import reward
 from components.rollout import rollout
 from components.sft import sft
 from components.train import train
+from components.update import update
 
 __all__ = [
     "checkpoint",
@@ -32,4 +33,5 @@ __all__ = [
     "rollout",
     "sft",
     "train",
+    "update",
 ]

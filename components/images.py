@@ -106,6 +106,8 @@ class Profile:
     """Deadline of the whole run."""
     retention_seconds: int
     """How long the cluster keeps the workflow of an ended run."""
+    compact: bool = False
+    """Reward, train and checkpoint are one task on the resources of train."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of every task."""
     store_secret: str = "planish-store"
@@ -200,7 +202,7 @@ GPU_1X8 = Profile(
 
 GPU_4X8 = Profile(
     name="gpu-4x8",
-    num_iterations=8,
+    num_iterations=4,
     num_shards=32,
     parallelism=32,
     stages=_gpu_stages(train_timeout_seconds=24 * HOUR),

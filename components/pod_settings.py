@@ -12,7 +12,6 @@ from kfp import dsl, kubernetes
 from components.images import GPU, GPU_NODE_LABEL, STAGE_IMAGES, Profile
 
 STAGE_LABEL = "planish/stage"
-ITERATION_LABEL = "planish/iteration"
 
 FIELD_ENV: dict[str, str] = {
     "RUN_ID": "metadata.labels['pipeline/runid']",
@@ -50,7 +49,6 @@ def with_pod_settings(
     *,
     profile: Profile,
     images: Mapping[str, str],
-    iteration: int = 0,
     is_exit_task: bool = False,
     node_affinity: Any = None,
 ) -> dsl.PipelineTask:
@@ -62,7 +60,6 @@ def with_pod_settings(
         profile: resources, retries, timeouts, and the name of the secret with the keys of
             `SECRET_ENV`.
         images: image name to reference.
-        iteration: 1, 2, ... inside iterations, else 0.
         is_exit_task: an exit task takes no retries.
         node_affinity: output of the first task that keeps pods away from faulty machines; a
             pipeline channel, which carries no type. None for a pod that goes anywhere.
@@ -86,7 +83,6 @@ def with_pod_settings(
         task, profile.store_secret, secret_key_to_env=dict(SECRET_ENV), optional=True
     )
     kubernetes.add_pod_label(task, STAGE_LABEL, stage)
-    kubernetes.add_pod_label(task, ITERATION_LABEL, str(iteration))
     kubernetes.set_timeout(task, resources.timeout_seconds)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     if not is_exit_task:

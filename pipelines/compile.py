@@ -21,6 +21,7 @@ from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
+from pipelines.share import share_components
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "pipelines"
 """Folder of the committed files."""
@@ -66,8 +67,9 @@ def compile_text(
         compiler.Compiler().compile(built, str(path))
         text = path.read_text("utf-8")
     heading = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
-    documents = yaml.load_all(text, yaml.CSafeLoader)
-    return heading + yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True)
+    spec, platform = yaml.load_all(text, yaml.CSafeLoader)
+    share_components(spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"])
+    return heading + yaml.dump_all([spec, platform], Dumper=yaml.CSafeDumper, sort_keys=True)
 
 
 def normalised(text: str) -> str:
@@ -112,9 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipeline", action="append", choices=sorted(BUILDERS), default=[])
     parser.add_argument("--profile", action="append", choices=sorted(PROFILES), default=[])
     parser.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
-    parser.add_argument("--iterations", type=int, help="iterations of one run, 1 to 30")
+    parser.add_argument("--iterations", type=int, help="iterations of one run")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")
+    parser.add_argument(
+        "--compact", action="store_true", help="reward, train and checkpoint as one task"
+    )
     parser.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     monitor_options(parser, on_cluster=True)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
@@ -128,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_iterations=arguments.iterations,
                 num_shards=arguments.shards,
                 parallelism=arguments.parallelism,
+                compact=arguments.compact,
                 store_secret=arguments.store_secret,
             )
             for name in arguments.profile or PROFILES

@@ -138,14 +138,6 @@ class Compiled:
         component = self.components.get(task["componentRef"]["name"], {})
         return str(component.get("executorLabel", ""))
 
-    def executors_inside(self, name: str) -> Iterator[str]:
-        """Yield the executor label of every task of a component, at any depth."""
-        component = self.components.get(name, {})
-        if "executorLabel" in component:
-            yield str(component["executorLabel"])
-        for task in component.get("dag", {}).get("tasks", {}).values():
-            yield from self.executors_inside(task["componentRef"]["name"])
-
     def stage_of(self, label: str) -> str:
         """Return the stage that an executor's pod is labelled with, or an empty text."""
         labels = self.pods.get(label, {}).get("podMetadata", {}).get("labels", {})
@@ -164,17 +156,53 @@ def walk(node: Any, key: str) -> Iterator[Any]:
             yield from walk(value, key)
 
 
-def stored_bytes(compiled: Compiled) -> int:
-    """Return the size of the workflow object before any status, in bytes of compact JSON.
+MAX_OBJECT_BYTES = 900_000
+"""Argo refuses a workflow object over 1 MiB; the rest is for retries, about sixty pods."""
 
-    The back end stores equal component and container specifications once, by their digest.
+POD_STATUS_BYTES = 2_300
+"""What the nodes of one pod add to the status, compressed: 398 kB for 182 pods, 32 kB for the 14 of
+an iteration with two shards. Retries of the installation wrap every node, which is counted in."""
+
+LEAF_BYTES, GRAPH_BYTES = 1_600, 1_000
+"""What a task adds to the templates besides its own text: a container, a graph or loop."""
+
+TEMPLATES_BYTES = 17_500
+"""Templates of drivers and launchers, and the rest of an object without tasks."""
+
+
+def spec_bytes(compiled: Compiled) -> int:
+    """Return the size of the specification in the workflow object, in bytes.
+
+    The back end writes components, container and Kubernetes settings as text into arguments of the
+    workflow, those of equal containers once, and each task as text into the template of its graph,
+    a loop twice. The constants are fitted to two measured objects (Kubeflow Pipelines 2.17, Argo
+    4.0): 351 kB for 12 iterations of two shards and 777 kB for 30, both met within 1 percent.
+
+    Source: kubeflow/pipelines, tag 2.17.0, backend/src/v2/compiler/argocompiler/argo.go and dag.go.
     """
 
-    def compact(node: Node) -> str:
-        return json.dumps(node, separators=(",", ":"), sort_keys=True)
+    def text(node: Node) -> str:
+        return json.dumps(json.dumps(node, separators=(",", ":"), sort_keys=True))
 
-    once = {compact(c) for c in (*compiled.components.values(), *compiled.executors.values())}
-    return sum(map(len, once)) + sum(len(compact(pod)) for pod in compiled.pods.values())
+    arguments: dict[str, Node] = {}
+    size = TEMPLATES_BYTES
+    for name, component in compiled.components.items():
+        label = component.get("executorLabel", "")
+        container = text(compiled.executors.get(label, {})) if label else name
+        arguments.setdefault(f"components {container}", component)
+        if label:
+            arguments[f"implementations {container}"] = compiled.executors.get(label, {})
+            arguments[f"kubernetes {name}"] = compiled.pods.get(label, {})
+    for _, _, _, task in compiled.tasks():
+        times = 2 if "parameterIterator" in task else 1
+        size += times * len(text(task))
+        size += LEAF_BYTES if compiled.executor_of(task) else times * GRAPH_BYTES
+    return size + sum(len(text(node)) for node in arguments.values())
+
+
+def object_bytes(compiled: Compiled) -> int:
+    """Return the size of the workflow object at the end of a run without failures, compressed."""
+    return spec_bytes(compiled) + POD_STATUS_BYTES * pods_of(compiled)
 
 
 def pods_of(compiled: Compiled, name: str = "root") -> int:

@@ -4,14 +4,13 @@ Artifacts stay inside: the run page then shows one box an iteration, and the loc
 2.17 cannot bind an artifact input of a nested pipeline.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import checkpoint, monitor_check, reward, rollout, train
+from components import checkpoint, monitor_check, reward, rollout, train, update
 from components.images import Profile
 from components.pod_settings import with_pod_settings
 from pipelines.monitor import Monitor
@@ -26,28 +25,22 @@ class Pins(NamedTuple):
     """The same for the train state; empty before the first update."""
 
 
-def _numbered(component: Any, label: int) -> Any:
-    """Return the component under a name of its own for each iteration.
-
-    Where two nested pipelines hold a component of the same name, the compiler of kfp 2.17 renames
-    the second one but has by then overwritten the pod settings of the first.
-    """
-    spec = dataclasses.replace(
-        component.component_spec, name=f"{component.component_spec.name}-{label}"
-    )
-    return type(component)(component_spec=spec, python_func=component.python_func)
-
-
 def build_iteration(
-    profile: Profile, images: Mapping[str, str], label: int, monitor: Monitor | None = None
+    profile: Profile,
+    images: Mapping[str, str],
+    label: int,
+    monitor: Monitor | None = None,
+    *,
+    one_machine: bool = False,
 ) -> Callable[..., Any]:
     """Return the nested pipeline of one iteration.
 
     Args:
         profile: shards, resources, retries.
         images: image name to reference.
-        label: 1, 2, ... within the run; pod labels are fixed at compile time.
+        label: 1, 2, ... within the run.
         monitor: options of a task that looks for faulty machines; None for no such task.
+        one_machine: for the local runner, which runs at the same time only turns of a loop.
     """
 
     @dsl.pipeline(
@@ -68,38 +61,58 @@ def build_iteration(
             with_pod_settings,
             profile=profile,
             images=images,
-            iteration=label,
             node_affinity=node_affinity if monitor and monitor.max_restarts else None,
         )
         of_run = {"root": root, "config_sha256": config_sha256}
         of_iteration = {**of_run, "number": number, "offset": offset}
         of_policy = {**of_iteration, "policy_pin": policy_pin}
         of_batch = {**of_policy, "num_shards": profile.num_shards}
-        at_once = profile.parallelism or profile.num_shards
-        shards = list(range(profile.num_shards))
-        with dsl.ParallelFor(shards, name="shards", parallelism=at_once) as shard:
-            rolled = _numbered(rollout, label)(**of_batch, shard=shard, state_pin=state_pin)
-            in_pod(rolled, "rollout")
-        rewarded = _numbered(reward, label)(**of_batch)
-        in_pod(rewarded, "reward").after(rolled)
-        trained = _numbered(train, label)(
-            **of_batch, state_pin=state_pin, rewards=rewarded.outputs["rewards"]
-        )
-        in_pod(trained, "train")
+        rolled = _rollouts(in_pod, {**of_batch, "state_pin": state_pin}, one_machine=one_machine)
+        if profile.compact:
+            updated = update(**of_batch, state_pin=state_pin)
+            in_pod(updated, "train").set_display_name("reward, train, checkpoint").after(*rolled)
+            before_training, exported, trained = rolled, updated, updated
+        else:
+            rewarded = reward(**of_batch)
+            in_pod(rewarded, "reward").after(*rolled)
+            rewards = rewarded.outputs["rewards"]
+            trained = in_pod(train(**of_batch, state_pin=state_pin, rewards=rewards), "train")
+            exported = checkpoint(**of_policy, state=trained.outputs["state"])
+            in_pod(exported, "checkpoint")
+            before_training = [rewarded]
         if monitor is not None:
             watch_seconds = profile.stages["train"].timeout_seconds if monitor.watches else 0
-            checked = _numbered(monitor_check, label)(
+            checked = monitor_check(
                 **of_iteration,
                 settings=monitor.settings,
                 trace=monitor.trace,
                 job="",
                 watch_seconds=watch_seconds,
             )
-            in_pod(checked, "monitor_check").after(rewarded)
-        exported = _numbered(checkpoint, label)(**of_policy, state=trained.outputs["state"])
-        in_pod(exported, "checkpoint")
+            in_pod(checked, "monitor_check").after(*before_training)
         return Pins(
             policy_pin=exported.outputs["policy_pin"], state_pin=trained.outputs["state_pin"]
         )
 
     return iteration  # type: ignore[no-any-return]
+
+
+def _rollouts(
+    in_pod: partial[dsl.PipelineTask], arguments: Mapping[str, Any], *, one_machine: bool
+) -> list[dsl.PipelineTask]:
+    """Return the rollout tasks, which run at most `profile.parallelism` at a time."""
+    profile: Profile = in_pod.keywords["profile"]
+    at_once = profile.parallelism or profile.num_shards
+    shards = list(range(profile.num_shards))
+    if one_machine:
+        with dsl.ParallelFor(shards, name="shards", parallelism=at_once) as shard:
+            return [in_pod(rollout(**arguments, shard=shard), "rollout")]
+    # In a cluster a loop costs a driver, and each of its turns another one.
+    tasks: list[dsl.PipelineTask] = []
+    for index in shards:
+        task = in_pod(rollout(**arguments, shard=index), "rollout")
+        task.set_display_name(f"rollout {index}")
+        if index >= at_once:
+            task.after(tasks[index - at_once])
+        tasks.append(task)
+    return tasks

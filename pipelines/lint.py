@@ -21,11 +21,11 @@ from typing import Any
 import yaml
 
 from components.images import GPU, resolve_images
-from components.pod_settings import FIELD_ENV, ITERATION_LABEL, SECRET_ENV, STAGE_LABEL
-from pipelines.compiled import PIPELINES, Compiled, pods_of, stored_bytes, walk
+from components.pod_settings import FIELD_ENV, SECRET_ENV, STAGE_LABEL
+from pipelines.compiled import MAX_OBJECT_BYTES, PIPELINES, Compiled, object_bytes, pods_of, walk
 
-MAX_STORED_BYTES = 512 * 1024
-"""Half of the largest workflow object that a cluster stores (1 MiB)."""
+SHORTER = "take fewer iterations a run and chain several runs, fewer shards, or --compact"
+"""What to do about a run that is too large."""
 
 MAX_PODS = 1000
 """Half of the pods up to which one workflow behaves well."""
@@ -119,6 +119,8 @@ def stages_follow_prepare(compiled: Compiled) -> Iterator[BrokenRule]:
                 )
     used = {compiled.executor_of(task) for _, _, _, task in compiled.tasks()}
     stages = {compiled.stage_of(label) for label in used}
+    if "comp-update" in compiled.components:
+        stages |= {"reward", "checkpoint"}
     if compiled.name not in PIPELINES:
         known = sorted(PIPELINES)
         yield BrokenRule(3, "root", f"the pipeline must be one of {known}, got {compiled.name!r}")
@@ -176,8 +178,8 @@ def pods_have_the_standard_settings(compiled: Compiled) -> Iterator[BrokenRule]:
         for name in sorted(n for n, path in FIELD_ENV.items() if fields.get(n) != path):
             yield BrokenRule(7, label, f"environment `{name}` must come from `{FIELD_ENV[name]}`")
         labels = pod.get("podMetadata", {}).get("labels", {})
-        for name in sorted({STAGE_LABEL, ITERATION_LABEL} - set(labels)):
-            yield BrokenRule(7, label, f"label `{name}` is missing")
+        if not labels.get(STAGE_LABEL):
+            yield BrokenRule(7, label, f"label `{STAGE_LABEL}` is missing")
         secrets = {
             entry.get("envVar")
             for secret in pod.get("secretAsEnv", [])
@@ -191,27 +193,11 @@ def pods_have_the_standard_settings(compiled: Compiled) -> Iterator[BrokenRule]:
                 yield BrokenRule(
                     7, label, f"environment `{name}` looks like a secret in plain text"
                 )
-    yield from _iterations_are_labelled(compiled)
     for name, _, task_name, task in compiled.tasks():
         for key, source in task.get("inputs", {}).get("parameters", {}).items():
             constant = str(source.get("runtimeValue", {}).get("constant", ""))
             if _SECRET_VALUE.search(constant):
                 yield BrokenRule(7, f"{name}.{task_name}", f"input `{key}` looks like a secret")
-
-
-def _iterations_are_labelled(compiled: Compiled) -> Iterator[BrokenRule]:
-    """Where a graph is given its iteration, all pods inside carry that number as a label."""
-    for _, _, _, task in compiled.tasks():
-        number = task.get("inputs", {}).get("parameters", {}).get("number", {})
-        constant = number.get("runtimeValue", {}).get("constant")
-        if constant is None:
-            continue
-        for label in compiled.executors_inside(task["componentRef"]["name"]):
-            labels = compiled.pods.get(label, {}).get("podMetadata", {}).get("labels", {})
-            seen = labels.get(ITERATION_LABEL)
-            if seen != str(int(constant)):
-                message = f"label `{ITERATION_LABEL}` must be '{int(constant)}', got {seen!r}"
-                yield BrokenRule(7, label, message)
 
 
 def retries_outlast_timeouts(compiled: Compiled) -> Iterator[BrokenRule]:
@@ -347,14 +333,14 @@ def loops_run_over_integers(compiled: Compiled) -> Iterator[BrokenRule]:
 
 
 def size_is_within_limits(compiled: Compiled) -> Iterator[BrokenRule]:
-    """Rule 11: the workflow object and its number of pods keep a margin of two."""
-    size = stored_bytes(compiled)
-    if size > MAX_STORED_BYTES:
-        yield BrokenRule(11, "root", f"must store at most {MAX_STORED_BYTES} bytes, got {size}")
+    """Rule 11: the workflow object at the end of the run and its pods are within limits."""
     try:
-        pods = pods_of(compiled)
+        size, pods = object_bytes(compiled), pods_of(compiled)
     except (KeyError, TypeError, ValueError, RecursionError):
         return  # A graph that cannot be counted breaks rules 1, 2 or 10 already.
+    if size > MAX_OBJECT_BYTES:
+        message = f"the workflow object must end with at most {MAX_OBJECT_BYTES} bytes, got {size}"
+        yield BrokenRule(11, "root", f"{message}; {SHORTER}")
     if pods > MAX_PODS:
         yield BrokenRule(11, "root", f"must make at most {MAX_PODS} pods, got {pods}")
 

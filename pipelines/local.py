@@ -96,6 +96,9 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
     parser.add_argument("--iterations", type=int, default=None)
     parser.add_argument("--shards", type=int, default=None)
+    parser.add_argument(
+        "--compact", action="store_true", help="reward, train and checkpoint as one task"
+    )
 
 
 def run_local(
@@ -103,6 +106,7 @@ def run_local(
     profile: str = "cpu-tiny",
     iterations: int | None,
     shards: int | None,
+    compact: bool = False,
     skip_bad: bool = False,
     resume_from: str = "",
     chain_index: int = 0,
@@ -117,6 +121,7 @@ def run_local(
         profile: name in `components.images.PROFILES`.
         iterations: iterations of this run; None keeps the profile's number.
         shards: rollout shards of an iteration; None keeps the profile's number.
+        compact: reward, train and checkpoint as one task.
         skip_bad: drop malformed lines of the data instead of refusing the file.
         resume_from: root of another run whose newest policy and state start this one.
         chain_index: place in a chain of runs on the root; -1 for the first unfinished.
@@ -131,7 +136,7 @@ def run_local(
         RuntimeError: a task failed; the exit task has run.
         PlanishError: a count outside its limits, a root that cannot be or is in use.
     """
-    chosen = profile_named(profile, num_iterations=iterations, num_shards=shards)
+    chosen = profile_named(profile, num_iterations=iterations, num_shards=shards, compact=compact)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
     parameters["chain"] = with_settings(
@@ -145,7 +150,7 @@ def run_local(
     looks = monitor_of(monitor, monitor_trace, watches=False)
     # Before the first stage writes anything: a run that is refused leaves no trace.
     acquire(parameters["root"], current_holder())
-    run_here(build_post_train(chosen, monitor=looks), parameters)
+    run_here(build_post_train(chosen, monitor=looks, one_machine=True), parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

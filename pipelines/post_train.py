@@ -16,11 +16,11 @@ from kfp import dsl, kubernetes
 from components import curate, evaluate, next_run, prepare, report, sft
 from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
 from components.pod_settings import WEBHOOK_ENV, with_pod_settings
+from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
 from planish.base.errors import ConfigError
 
-MAX_ITERATIONS = 30
 MAX_SHARDS = 32
 
 
@@ -31,11 +31,13 @@ def check_profile(profile: Profile) -> None:
         ConfigError: names each limit and its reason.
     """
     faults = []
-    if not 1 <= profile.num_iterations <= MAX_ITERATIONS:
+    pods = 1 + 2 * profile.num_shards + (2 if profile.compact else 6)
+    most = MAX_OBJECT_BYTES // (POD_STATUS_BYTES * pods)
+    if not 1 <= profile.num_iterations <= most:
         faults.append(
-            f"`num_iterations` must be 1 to {MAX_ITERATIONS}, got {profile.num_iterations}; the "
-            "workflow object of a longer run outgrows what the cluster stores (1 MiB): chain "
-            "several runs instead"
+            f"`num_iterations` must be 1 to {most}, got {profile.num_iterations}; the workflow "
+            f"object of a longer run with {pods} pods an iteration outgrows what the cluster "
+            "stores (1 MiB): chain several runs instead"
         )
     if not 1 <= profile.num_shards <= MAX_SHARDS:
         faults.append(
@@ -63,6 +65,7 @@ def profile_named(
     num_shards: int | None = None,
     parallelism: int | None = None,
     store_secret: str = "",
+    compact: bool = False,
 ) -> Profile:
     """Return a profile of the table, with its counts and secret replaced where given.
 
@@ -83,6 +86,7 @@ def profile_named(
         num_shards=shards,
         parallelism=parallelism,
         store_secret=store_secret or profile.store_secret,
+        compact=compact or profile.compact,
     )
     check_profile(profile)
     return profile
@@ -124,6 +128,7 @@ def build_post_train(
     *,
     images: Mapping[str, str] | None = None,
     monitor: Monitor | None = None,
+    one_machine: bool = False,
 ) -> Callable[..., Any]:
     """Return the pipeline of one run; call it to run locally, or compile it.
 
@@ -132,6 +137,7 @@ def build_post_train(
         images: image name to reference, replacing those of the table.
         monitor: options of a task beside each train task that looks for a faulty machine, and of
             what follows when it has named one; None for no such task.
+        one_machine: for the local runner, which runs at the same time only turns of a loop.
 
     Raises:
         ValueError: a count outside its limits, or an unknown image name.
@@ -139,7 +145,10 @@ def build_post_train(
     check_profile(profile)
     table = resolve_images(images)
     numbers = range(1, profile.num_iterations + 1)
-    iterations = [build_iteration(profile, table, number, monitor) for number in numbers]
+    iterations = [
+        build_iteration(profile, table, number, monitor, one_machine=one_machine)
+        for number in numbers
+    ]
     max_restarts = monitor.max_restarts if monitor else 0
 
     def post_train(

@@ -299,6 +299,9 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--profile", default="gpu-1x8", choices=sorted(PROFILES))
     start.add_argument("--iterations", type=int)
     start.add_argument("--shards", type=int)
+    start.add_argument(
+        "--compact", action="store_true", help="reward, train and checkpoint as one task"
+    )
     start.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
     start.add_argument("-p", "--parameter", action="append", default=[], metavar="KEY=VALUE")
     start.add_argument("--name", default="", help="name on the run page")
@@ -341,6 +344,7 @@ def _start(arguments: argparse.Namespace) -> str:
         arguments.profile,
         num_iterations=arguments.iterations,
         num_shards=arguments.shards,
+        compact=arguments.compact,
         store_secret=arguments.store_secret,
     )
     images = parse_images(arguments.image)

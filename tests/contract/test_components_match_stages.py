@@ -32,6 +32,7 @@ STAGES = {
     "rollout": "rollout",
     "sft": "sft",
     "train": "train",
+    "update": "train",
 }
 """Component to stage: the key of the image and resource tables, and the label of its pods."""
 

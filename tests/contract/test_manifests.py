@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from components.images import IMAGES, METRICS_PORT, OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
-from components.pod_settings import ITERATION_LABEL, SECRET_ENV, STAGE_LABEL, WEBHOOK_ENV
+from components.pod_settings import SECRET_ENV, STAGE_LABEL, WEBHOOK_ENV
+from planish.minder.act.kube.names import ITERATION_LABEL
 from planish.run.__main__ import stage_run
 from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS

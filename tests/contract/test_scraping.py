@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from components.images import METRICS_PORT, PROFILES
-from components.pod_settings import ITERATION_LABEL, STAGE_LABEL
+from components.pod_settings import STAGE_LABEL
 from pipelines.compile import BUILDERS, GOLDEN, file_name
 from planish.run.stage_metrics import NUM_PORTS, PORT_VARIABLE
 
@@ -42,7 +42,7 @@ def test_every_pod_of_a_cluster_profile_serves_where_it_is_looked_for(name, pipe
     found = list(pods_of(name, pipeline))
     assert {env.get(PORT_VARIABLE) for env, _ in found} == {str(METRICS_PORT)}
     for _, labels in found:
-        assert {STAGE_LABEL, ITERATION_LABEL} <= set(labels)
+        assert STAGE_LABEL in labels
 
 
 @pytest.mark.parametrize("pipeline", sorted(BUILDERS))

@@ -20,7 +20,7 @@ def run_once(trace: str, **parameters: Any) -> None:
     train = dataclasses.replace(profile.stages["train"], retries=0)
     profile = dataclasses.replace(profile, stages={**profile.stages, "train": train})
     monitor = Monitor(trace=trace, watches=False, max_restarts=1)
-    run_here(build_post_train(profile, monitor=monitor), parameters)
+    run_here(build_post_train(profile, monitor=monitor, one_machine=True), parameters)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ def start(root: str, log: Path, *, iterations: int = 1, **parameters: Any) -> su
     command = [sys.executable, "-m", "pipelines.local", "--root", root]
     command += ["--iterations", str(iterations)]
     for name, value in parameters.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+        flag = f"--{name.replace('_', '-')}"
+        command += [flag] if value is True else [flag, str(value)]
     with log.open("ab") as stream:
         return subprocess.Popen(
             command,

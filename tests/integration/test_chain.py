@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from planish import store
 from planish.checkpoint.train_state import read_state_info
 from planish.minder.lab.files import write_frame
 from planish.records import layout
@@ -49,6 +50,16 @@ def test_two_iterations_twice_equal_four(four: str, tmp_path: Path) -> None:
     runs.run(root, log, iterations=2)
     runs.run(root, log, iterations=2, chain_index=1)
     assert_same(root, four)
+
+
+def test_a_compact_run_writes_the_same_records(four: str, tmp_path: Path) -> None:
+    root = (tmp_path / "run").as_uri()
+    runs.run(root, tmp_path / "log.txt", iterations=2, compact=True)
+    learned = {k: v for k, v in runs.digests(root).items() if not k.startswith("evals/")}
+    assert any(path.startswith("policies/00002/") for path in learned)
+    assert learned.items() <= runs.digests(four).items()
+    for stage in ("reward", "train", "checkpoint"):
+        assert store.exists(layout.stage_log(root, stage, 2, 0))
 
 
 def start(server: Server, run: dict, trace: Path, log: Path) -> subprocess.Popen:

@@ -21,7 +21,7 @@ warnings.simplefilter("ignore")
 root, iterations, shards = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 local.init(local.SubprocessRunner(use_venv=False), pipeline_root=sys.argv[4], raise_on_error=True)
 profile = profile_named("cpu-tiny", num_iterations=iterations, num_shards=shards)
-build_post_train(profile)(root=root, seed=5)
+build_post_train(profile, one_machine=True)(root=root, seed=5)
 """
 
 

@@ -224,8 +224,8 @@ def test_a_run_with_a_monitor_and_restarts_is_compiled_with_them(server, capsys)
     assert submit.main(["run", "s3://bucket/run", *options]) == 0
     spec = server.posted("runs")[0]["pipeline_spec"]
     pods = spec["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    assert "nodeAffinity" in pods["exec-train-1"]
-    assert "exec-monitor-check-1" in pods
+    assert "nodeAffinity" in pods["exec-train"]
+    assert "exec-monitor-check" in pods
 
 
 def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):

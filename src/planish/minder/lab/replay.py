@@ -19,7 +19,6 @@ from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
-from planish.minder.detect.preprocess import last_rows
 from planish.minder.detect.result import Result
 
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
@@ -123,7 +122,8 @@ class Membership:
         """Return the machines at a time, sorted."""
         count = int(np.searchsorted(self.frame.ts, now))
         known = self._first < count
-        last = last_rows(self._heard[:count])
+        rows = np.arange(count)[:, None]
+        last = np.where(self._heard[:count], rows, -1).max(axis=0, initial=-1)
         silent = np.flatnonzero(known & (count - 1 - last > self._silent_after))
         arrivals = [first for first in self._first[known].tolist() if first > _TOGETHER_SECONDS]
         gone = set()

@@ -223,6 +223,21 @@ def test_a_pod_tells_its_run_stage_iteration_rank_and_pipeline_stage():
     assert (pod.rank, pod.workflow, dict(job.stages)) == (3, "run-x", {"n1": "first"})
 
 
+@pytest.mark.parametrize(
+    ("place", "iteration"),
+    [
+        ("run-x.root.exit-handler-1.iteration-12.train.executor(0)", 12),
+        ("run-x(0).root(0).exit-handler-1(0).iteration-3(0).rollout-2.executor(1)", 3),
+        ("run-x.root.exit-handler-1.curate.executor(0)", 0),
+        ("run-x.root.my-iteration-3.train", 0),
+    ],
+)
+def test_kubeflow_tells_the_iteration_by_the_place_of_the_task(place, iteration):
+    pod = raw_pod(labels={names.WORKFLOW_LABEL: "run-x"})
+    pod["metadata"]["annotations"] = {names.NODE_NAME: place}
+    assert parse_pod(pod, CONFIG).iteration == iteration
+
+
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "9" * 400])
 def test_a_label_that_is_no_number_is_none(text):
     labels = {names.JOB_LABELS[0]: "j", names.ITERATION_LABEL: text, names.RANK_LABEL: text}

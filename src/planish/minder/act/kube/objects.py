@@ -202,7 +202,7 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         pipeline_stage=str(labels.get(config.pipeline_stage_label, "")),
         run_id=str(labels.get(names.RUN_ID_LABEL, "")),
         stage=str(labels.get(names.STAGE_LABEL, "")),
-        iteration=_integer(labels.get(names.ITERATION_LABEL), 0),
+        iteration=_iteration(labels, annotations),
         rank=_integer(rank, -1),
         workflow=str(labels.get(names.WORKFLOW_LABEL, "")),
         run_root=_run_root(annotations, spec),
@@ -215,6 +215,12 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         selector=_texts(spec, "nodeSelector"),
         tolerations=tuple(spec.get("tolerations") or ()),
     )
+
+
+def _iteration(labels: Raw, annotations: Raw) -> int:
+    """Return the iteration of a run: the label, or the graph of that name around the task."""
+    place = re.search(r"\.iteration-(\d{1,6})[.(]", str(annotations.get(names.NODE_NAME, "")))
+    return _integer(labels.get(names.ITERATION_LABEL, place and place[1]), 0)
 
 
 def _role(job_label: str, labels: Raw, annotations: Raw) -> str:

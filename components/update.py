@@ -1,0 +1,35 @@
+"""Interface of the task that rewards, trains and exports, for profiles that are `compact`."""
+
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.images import IMAGES
+
+
+@dsl.component(base_image=IMAGES["train"], packages_to_install=[], install_kfp_package=False)
+def update(
+    root: str,
+    config_sha256: str,
+    number: int,
+    offset: int,
+    num_shards: int,
+    policy_pin: str,
+    state_pin: str,
+    state: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+) -> NamedTuple("Updated", [("policy_pin", str), ("state_pin", str)]):  # type: ignore[valid-type]
+    """Run the stages reward, train and checkpoint in turn; each writes what it always writes."""
+    from planish.run.update import run
+
+    return run(
+        root=root,
+        config_sha256=config_sha256,
+        number=number,
+        offset=offset,
+        num_shards=num_shards,
+        policy_pin=policy_pin,
+        state_pin=state_pin,
+        state=state,
+        metrics=metrics,
+    )
