@@ -184,5 +184,3 @@ def test_a_fleet_that_is_scraped_every_second_shows_its_faults(prometheus, fleet
     assert np.nanpercentile(others, 90) < 45
     assert np.nanmax(others) < 80
     assert np.nanmax(cpu[:, 3]) < 45
-    # What the rate of a counter that does not begin at 0 becomes is no load.
-    assert (one.counts.dropped["gpu_duty_cycle"], one.counts.dropped["cpu_usage"] <= 6) == (0, True)

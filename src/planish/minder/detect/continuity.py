@@ -145,6 +145,7 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
         started: `time.perf_counter()` at the beginning of the call.
     """
     config, rules, frame = view.config, view.config.detect, view.frame
+    end = int(frame.ts[-1]) + 1 if frame.num_seconds else 0
     silent = np.zeros(frame.num_machines, bool)
     if config.preprocess.silent_after_seconds:
         silent = view.prepared.silent_seconds > config.preprocess.silent_after_seconds
@@ -161,7 +162,19 @@ def conclude(view: View, denoisers: Mapping[str, Denoiser], started: float) -> R
     # One silent machine of four is no outage.
     if silent.sum() > max(1.0, config.preprocess.outage_share * frame.num_machines):
         return make_result(frame, config, "outage", started, **facts)
-    findings = _silent_findings(view, silent)
+    seconds = view.prepared.silent_seconds.astype(int)
+    findings = [
+        Finding(
+            machine=frame.machines[column],
+            metric="",
+            kind="silent",
+            run_start=end - int(seconds[column]),
+            confirmed_at=end - int(seconds[column]) + rules.continuity_seconds,
+            duration_s=float(seconds[column]),
+            score_mean=0.0,
+        )
+        for column in np.flatnonzero(silent & (seconds > rules.continuity_seconds)).tolist()
+    ]
     if not view.traces and not findings:
         return make_result(frame, config, "skipped", started, **facts)
     facts["candidates"] = ()
@@ -257,25 +270,6 @@ def _ongoing(view: View, named: Mapping[str, _Named]) -> tuple[Candidate, ...]:
                 machine_name = view.frame.machines[machine]
                 ongoing.append(Candidate(machine_name, name, since, run.length, score))
     return tuple(sorted(ongoing, key=lambda c: (-c.seconds, c.machine, c.metric)))
-
-
-def _silent_findings(view: View, silent: Mask) -> list[Finding]:
-    """Return the machines that have been silent for longer than the continuity."""
-    frame, needed = view.frame, view.config.detect.continuity_seconds
-    end = int(frame.ts[-1]) + 1 if frame.num_seconds else 0
-    seconds = view.prepared.silent_seconds.astype(int)
-    return [
-        Finding(
-            machine=frame.machines[column],
-            metric="",
-            kind="silent",
-            run_start=end - int(seconds[column]),
-            confirmed_at=end - int(seconds[column]) + needed,
-            duration_s=float(seconds[column]),
-            score_mean=0.0,
-        )
-        for column in np.flatnonzero(silent & (seconds > needed)).tolist()
-    ]
 
 
 def _part_findings(view: View) -> list[Finding]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planish.minder.detect.frame import F32, Mask
+
+T = TypeVar("T", bound=np.generic)
 
 WINDOW = 8
 """Samples of a window (section 4.2)."""
@@ -50,7 +53,7 @@ class Models:
     """Metric to the transformed values that become 0 and 1, where they are fitted."""
 
 
-def windows_of(values: F32) -> F32:
+def windows_of(values: NDArray[T]) -> NDArray[T]:
     """Return the windows of all machines, one for each start.
 
     Args:
@@ -64,7 +67,7 @@ def windows_of(values: F32) -> F32:
         (3, 2, 8)
     """
     if len(values) < WINDOW:
-        return np.zeros((0, values.shape[1], WINDOW), np.float32)
+        return np.zeros((0, values.shape[1], WINDOW), values.dtype)
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=0)
 
 
@@ -229,32 +232,29 @@ class Vae:
 
     def embed(self, windows: F32) -> F32:
         """Return [M, 8] reconstructions, or latent means, of windows [M, 8]."""
-        width = len(self._mean) if self.latent else WINDOW
+        width, hidden = (len(self._mean) if self.latent else WINDOW), self._encoder.state.shape[1]
         result = np.empty((len(windows), width), np.float32)
         for start in range(0, len(windows), _BLOCK_WINDOWS):
-            block = np.ascontiguousarray(windows[start : start + _BLOCK_WINDOWS].T, np.float32)
-            result[start : start + _BLOCK_WINDOWS] = self._block(block).T
+            block = slice(start, start + _BLOCK_WINDOWS)
+            x = np.ascontiguousarray(windows[block].T, np.float32)
+            count = x.shape[1]
+            h, c = np.zeros((hidden, count), np.float32), np.zeros((hidden, count), np.float32)
+            gates, inputs = (np.empty((4 * hidden, count), np.float32) for _ in range(2))
+            for row in x:
+                np.multiply(self._encoder.inputs, row, out=inputs)
+                inputs += self._encoder.bias
+                self._encoder.step(h, c, inputs, gates)
+            z: F32 = self._mean @ h + self._mean_bias
+            if self.latent:
+                result[block] = z.T
+                continue
+            # The decoder sees the same vector at every step.
+            np.matmul(self._decoder.inputs, z, out=inputs)
+            inputs += self._decoder.bias
+            h[:], c[:] = 0.0, 0.0
+            for row in x:
+                self._decoder.step(h, c, inputs, gates)
+                row[:] = (self._output @ h)[0]
+                row += self._output_bias
+            result[block] = x.T
         return result
-
-    def _block(self, x: F32) -> F32:
-        """Return [d, M] of windows [8, M]."""
-        count, hidden = x.shape[1], self._encoder.state.shape[1]
-        h, c = np.zeros((hidden, count), np.float32), np.zeros((hidden, count), np.float32)
-        gates, inputs = (np.empty((4 * hidden, count), np.float32) for _ in range(2))
-        for row in x:
-            np.multiply(self._encoder.inputs, row, out=inputs)
-            inputs += self._encoder.bias
-            self._encoder.step(h, c, inputs, gates)
-        z: F32 = self._mean @ h + self._mean_bias
-        if self.latent:
-            return z
-        # The decoder sees the same vector at every step.
-        np.matmul(self._decoder.inputs, z, out=inputs)
-        inputs += self._decoder.bias
-        h[:], c[:] = 0.0, 0.0
-        restored = np.empty_like(x)
-        for row in restored:
-            self._decoder.step(h, c, inputs, gates)
-            row[:] = (self._output @ h)[0]
-            row += self._output_bias
-        return restored

@@ -13,7 +13,7 @@ import numpy as np
 
 from planish.minder.detect.config import MinderConfig
 from planish.minder.detect.continuity import View, conclude, make_result
-from planish.minder.detect.denoise import WINDOW, Models
+from planish.minder.detect.denoise import WINDOW, Models, windows_of
 from planish.minder.detect.distances import Trace, compared_values, comparison_groups, fill_trace
 from planish.minder.detect.frame import F32, I64, Frame, Job, Mask
 from planish.minder.detect.preprocess import Prepared, prepare
@@ -80,7 +80,10 @@ class Detector:
         self._machines, self._groups = frame.machines, groups
         traces = self.traces(prepared, job)
         self._seen = {name: self._seen[name] for name in traces if name in self._seen}
-        ignored = _ignored_windows(frame, job)
+        seconds = np.zeros(frame.num_seconds, bool)
+        for start, end in job.ignored:
+            seconds |= (frame.ts >= start) & (frame.ts < end)
+        ignored = np.asarray(windows_of(seconds[:, None])[:, 0].any(axis=1))
         self.last = traces
         compared = {name: seen.values for name, seen in self._seen.items()}
         view = View(prepared, traces, groups, self.config, ignored, job, compared)
@@ -123,9 +126,7 @@ class Detector:
                 mine, theirs = slice(low, high), slice(low + shift, high + shift)
                 same[mine] = (values[mine] == old.values[theirs]).all(axis=1)
                 same[mine] &= (seen.masked[mine] == old.masked[theirs]).all(axis=1)
-        kept: Mask = np.zeros(0, bool)
-        if len(values) >= WINDOW:
-            kept = np.asarray(np.lib.stride_tricks.sliding_window_view(same, WINDOW).all(axis=1))
+        kept = np.asarray(windows_of(same[:, None])[:, 0].all(axis=1))
         rows = np.flatnonzero(kept)
         if old is not None and len(rows):
             for attribute in ("sums", "scores", "above", "present"):
@@ -149,13 +150,3 @@ def _of_age(prepared: Prepared, job: Job) -> Prepared:
         masked={name: masked | before for name, masked in prepared.masked.items()},
         silent_seconds=np.minimum(prepared.silent_seconds, frame.ts[-1] - since),
     )
-
-
-def _ignored_windows(frame: Frame, job: Job) -> Mask:
-    """Return [T - 7], windows that hold an ignored second."""
-    seconds = np.zeros(frame.num_seconds, bool)
-    for start, end in job.ignored:
-        seconds |= (frame.ts >= start) & (frame.ts < end)
-    if frame.num_seconds < WINDOW:
-        return np.zeros(0, bool)
-    return np.asarray(np.lib.stride_tricks.sliding_window_view(seconds, WINDOW).max(axis=1))

@@ -119,8 +119,7 @@ def median_of_known(values: F32, known: Mask) -> F32:
 
 def known_windows(masked: Mask) -> Mask:
     """Return [W, N], machines of which the whole window is known, from [T, N]."""
-    unknown = windows_of(masked.astype(np.float32))
-    return np.asarray(unknown.max(axis=2, initial=0.0) == 0.0)
+    return np.asarray(~windows_of(masked).any(axis=2))
 
 
 def fill_trace(
@@ -143,11 +142,11 @@ def fill_trace(
         groups: columns that are compared with each other.
         distance: between two embeddings.
     """
-    windows, unknown = windows_of(values), windows_of(masked.astype(np.float32))
+    windows, unknown = windows_of(values), windows_of(masked)
     machines = values.shape[1]
     for start in range(0, len(which), _BLOCK_WINDOWS):
         rows = which[start : start + _BLOCK_WINDOWS]
-        trace.present[rows] = unknown[rows].max(axis=2, initial=0.0) == 0.0
+        trace.present[rows] = ~unknown[rows].any(axis=2)
         block = np.ascontiguousarray(windows[rows]).reshape(-1, WINDOW)
         embedded = denoiser.embed(block).reshape(len(rows), machines, -1)
         for columns in groups:

@@ -173,7 +173,9 @@ def align(
         for column, name in enumerate(names):
             if name in by_machine:
                 ts, sent = clean(*by_machine[name], keep_negative=keep_negative)
-                array[:, column] = nearest(ts - _skew(ts), sent, grid, reach=_reach(ts))
+                spacing = float(np.median(np.diff(ts))) if len(ts) >= _FEWEST_SPACINGS else 0.0
+                reach = spacing / 2 if _DENSE_SECONDS < spacing <= COARSEST_SECONDS else 0.5
+                array[:, column] = nearest(ts - _skew(ts), sent, grid, reach=reach)
         values[metric] = array
     return Frame(job, grid, names, values)
 
@@ -225,11 +227,3 @@ def _skew(ts: F64) -> float:
     # The mean on the circle finds the place of the fractions, the median about it the skew.
     centre = float(np.angle(np.exp(2j * np.pi * fractions).mean())) / (2 * np.pi)
     return centre + float(np.median((ts - centre + 0.5) % 1.0 - 0.5))
-
-
-def _reach(ts: F64) -> float:
-    """Return how far from a second its nearest sample may be, in seconds."""
-    if len(ts) < _FEWEST_SPACINGS:
-        return 0.5
-    spacing = float(np.median(np.diff(ts)))
-    return spacing / 2 if _DENSE_SECONDS < spacing <= COARSEST_SECONDS else 0.5

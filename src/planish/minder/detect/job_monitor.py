@@ -66,11 +66,17 @@ class JobMonitor:
         frame = frame.slice(now - self.config.service.window_seconds, now)
         self._follow(frame, started, now)
         frame, since = self._of_age(frame, now)
-        ignored = self._ignored(frame, started)
+        rules = self.config.detect
+        warmup = rules.warmup_seconds
+        ignored = [(started, started + warmup)] if started and warmup else []
+        for start, stop in stretches(_idle(frame)):
+            if 0 < rules.idle_seconds <= stop - start:
+                # A job that goes on has to warm up again.
+                first = int(frame.ts[0])
+                ignored.append((first + start, first + stop + warmup))
         self._widen(frame, board)
         self.baseline.keep(frame.machines)
         self.usual.keep(frame.machines)
-        rules = self.config.detect
         metrics = rules.metrics if rules.role_baseline else ()
         job = Job(
             stages=dict(stages or {}),
@@ -134,19 +140,6 @@ class JobMonitor:
 
     def _forget(self) -> None:
         self.baseline, self.usual = Baseline(self.config.detect), Baseline(self.config.detect)
-
-    def _ignored(self, frame: Frame, started: int) -> list[tuple[int, int]]:
-        """Return the stretches after a start, and in which all machines are idle."""
-        rules = self.config.detect
-        warmup = rules.warmup_seconds
-        ignored = [(started, started + warmup)] if started and warmup else []
-        if rules.idle_seconds and frame.num_seconds:
-            for start, stop in stretches(_idle(frame)):
-                if stop - start >= rules.idle_seconds:
-                    first = int(frame.ts[0])
-                    # A job that goes on has to warm up again.
-                    ignored.append((first + start, first + stop + warmup))
-        return ignored
 
     def usual_distances(self) -> dict[str, dict[str, float]]:
         """Return the usual distances, further for machines whose role is not known yet."""

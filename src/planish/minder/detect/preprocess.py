@@ -205,18 +205,11 @@ def unusable(values: F32, real: Mask, config: MinderConfig) -> str:
     machines = values.shape[1]
     good = real.mean(axis=0) >= rules.min_real_share
     if good.sum() < min(machines, max(4, int(np.ceil(rules.min_machine_share * machines)))):
-        return "coarse" if _is_coarse(real) else "missing"
+        seconds = next((np.flatnonzero(column) for column in real.T if column.sum() > 2), ())
+        # Coarse samples come regularly, but less often than every two seconds.
+        return "coarse" if len(seconds) and np.median(np.diff(seconds)) > 2 else "missing"
     seen = values[real]
     return "flat" if seen.min() == seen.max() else ""
-
-
-def _is_coarse(real: Mask) -> bool:
-    """Tell whether samples come regularly, but less often than every two seconds."""
-    for column in real.T:
-        rows = np.flatnonzero(column)
-        if len(rows) > 2:
-            return bool(np.median(np.diff(rows)) > 2)
-    return False
 
 
 def broken_exporters(frame: Frame) -> dict[str, tuple[str, ...]]:
@@ -293,29 +286,30 @@ def still_since(values: F32, real: Mask) -> I64:
     """
     count = len(values)
     last = _last_values(values, real)
-    rows = np.arange(count)[:, None]
     differs = real & (values != last)
-    first: I64 = np.where(differs, rows, -1).max(axis=0, initial=-1) + 1
-    ends = np.where(real, rows, -1).max(axis=0, initial=-1)
+    first, ends = last_rows(differs) + 1, last_rows(real)
     return np.where((ends >= 0) & (ends < count - _FRESH_ROWS), count, first)
+
+
+def last_rows(flags: Mask) -> I64:
+    """Return [N], the last row of [T, N] in which the flag of a machine is set; -1 for none."""
+    rows: I64 = np.where(flags, np.arange(len(flags))[:, None], -1).max(axis=0, initial=-1)
+    return rows
 
 
 def _last_values(values: F32, real: Mask) -> F32:
     """Return [N], the last sample of each machine; 0 without any."""
-    ends = np.where(real, np.arange(len(values))[:, None], -1).max(axis=0, initial=-1)
+    ends = last_rows(real)
     picked = values[np.maximum(ends, 0), np.arange(values.shape[1])]
     return np.where(ends >= 0, picked, np.float32(0)).astype(np.float32)
 
 
 def silent_seconds(frame: Frame) -> F64:
     """Return for each machine the seconds since its last sample of any metric."""
-    count = frame.num_seconds
     last = np.full(frame.num_machines, -1)
-    rows = np.arange(count)[:, None]
     for real in frame.mask.values():
-        if count:
-            last = np.maximum(last, np.where(real, rows, -1).max(axis=0))
-    return (count - 1 - last).astype(np.float64)
+        last = np.maximum(last, last_rows(real))
+    return (frame.num_seconds - 1 - last).astype(np.float64)
 
 
 def fit_limits(frames: list[Frame], metric: Metric) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from planish.minder.detect.denoise import Models
 from planish.minder.detect.detector import Detector
 from planish.minder.detect.frame import Frame
 from planish.minder.detect.job_monitor import JobMonitor
+from planish.minder.detect.preprocess import last_rows
 from planish.minder.detect.result import Result
 
 FAULT_KINDS = ("dissimilar", "silent", "job_wide")
@@ -122,8 +123,7 @@ class Membership:
         """Return the machines at a time, sorted."""
         count = int(np.searchsorted(self.frame.ts, now))
         known = self._first < count
-        rows = np.arange(count)[:, None]
-        last = np.where(self._heard[:count], rows, -1).max(axis=0, initial=-1)
+        last = last_rows(self._heard[:count])
         silent = np.flatnonzero(known & (count - 1 - last > self._silent_after))
         arrivals = [first for first in self._first[known].tolist() if first > _TOGETHER_SECONDS]
         gone = set()

@@ -149,12 +149,13 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
     """
     models, metrics = models_of(settings), OwnMetrics()
     for name, denoiser in models.denoisers.items():
-        metrics.model(name, denoiser.version, denoiser.quality, denoiser.name)
+        metrics.set("model_info", 1.0, name, denoiser.version, denoiser.quality, denoiser.name)
         if settings.minder.denoise.denoiser != "none":
             facts = read_facts(models_folder(settings), name)
-            metrics.model_error(name, facts.mse_held_out)
-    prometheus = Prometheus(settings.prometheus)
-    metrics.follow(prometheus.counts.errors)
+            metrics.set("model_mse", facts.mse_held_out, name)
+    prometheus = Prometheus(
+        settings.prometheus, on_error=lambda code: metrics.count("prometheus_errors", code)
+    )
     alertmanager = Alertmanager(settings.alertmanager) if settings.alertmanager.url else None
     shared = Shared(
         settings.minder,
@@ -188,9 +189,12 @@ def build(settings: ServiceSettings, stop: threading.Event | None = None) -> Ser
         return [*static_jobs(settings), *(actor.jobs(int(time.time())) if actor else ())]
 
     def source_of(info: JobInfo) -> Puller:
-        puller = Puller(prometheus, settings.sources, info.key)
-        metrics.follow_duplicates(info.key, puller.counts.duplicates)
-        return puller
+        return Puller(
+            prometheus,
+            settings.sources,
+            info.key,
+            on_duplicate=lambda: metrics.count("duplicate_series"),
+        )
 
     return Service(
         settings,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from planish import __version__
@@ -65,17 +64,6 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass
-class _Followed:
-    """Totals that another object counts."""
-
-    counter: str
-    totals: Mapping[str, int]
-    is_labelled: bool = False
-    job: str = ""
-    exported: dict[str, int] = field(default_factory=dict)
-
-
 class OwnMetrics:
     """All metrics of the monitor, `minder_*`."""
 
@@ -99,52 +87,30 @@ class OwnMetrics:
             buckets=BUCKETS,
             **make,
         )
-        self._followed: list[_Followed] = []
         self._series: dict[str, dict[str, set[tuple[str, ...]]]] = {}
-        self._gauges["build_info"].labels(__version__, platform.python_version()).set(1)
-        self._gauges["breaker_open"].set(0)
-
-    def follow(self, errors: Mapping[str, int]) -> None:
-        """Export from now on how often questions to Prometheus failed, by code."""
-        self._followed.append(_Followed("prometheus_errors", errors, is_labelled=True))
-
-    def follow_duplicates(self, job: str, series: Mapping[str, int]) -> None:
-        """Export from now on how many series of a job lay over another one, by metric."""
-        self._followed.append(_Followed("duplicate_series", series, job=job))
+        self.set("build_info", 1.0, __version__, platform.python_version())
+        self.set("breaker_open", 0.0)
 
     def text(self) -> bytes:
         """Return what `/metrics` answers."""
         from prometheus_client import generate_latest
 
         with self._lock:
-            for followed in self._followed:
-                for key, total in list(followed.totals.items()):
-                    labels = (key,) if followed.is_labelled else ()
-                    new = total - followed.exported.get(key, 0)
-                    self.count(followed.counter, *labels, amount=new)
-                    followed.exported[key] = total
             return generate_latest(self.registry)
 
-    def count(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """Add to a counter, named without `minder_` and `_total`."""
+    def count(self, name: str, *labels: str) -> None:
+        """Add 1 to a counter, named without `minder_` and `_total`."""
         counter = self._counters[name]
-        (counter.labels(*labels) if labels else counter).inc(amount)
+        (counter.labels(*labels) if labels else counter).inc()
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge that belongs to no job, named without `minder_`."""
+        gauge = self._gauges[name]
+        (gauge.labels(*labels) if labels else gauge).set(value)
 
     def took(self, stage: str, seconds: float) -> None:
         """Observe one stage of a call: pull, preprocess, denoise, detect or total."""
         self._durations.labels(stage).observe(seconds)
-
-    def breaker(self, *, is_open: bool) -> None:
-        """Export whether actions are blocked."""
-        self._gauges["breaker_open"].set(float(is_open))
-
-    def model(self, metric: str, version: str, quality: str, denoiser: str) -> None:
-        """Export that a model is in use."""
-        self._gauges["model_info"].labels(metric, version, quality, denoiser).set(1)
-
-    def model_error(self, metric: str, mse: float) -> None:
-        """Export the error of a model on held-out jobs."""
-        self._gauges["model_mse"].labels(metric).set(mse)
 
     def restored(self, job: str, errors: Mapping[str, float]) -> None:
         """Export how well the models restore what a healthy job measures now, by metric."""
@@ -160,7 +126,7 @@ class OwnMetrics:
         with self._lock:
             self._replace("missing_ratio", frame.job, _by_metric(frame.job, missing))
             for name, seconds in intervals.items():
-                self._gauges["sample_interval_seconds"].labels(name).set(seconds)
+                self.set("sample_interval_seconds", seconds, name)
 
     def called(self, result: Result, now: float, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Export the result of a call; `scores`: metric to machine to normal score."""
@@ -198,7 +164,6 @@ class OwnMetrics:
     def end_job(self, job: str) -> None:
         """Remove all series of a job."""
         with self._lock:
-            self._followed = [item for item in self._followed if item.job != job]
             for name in list(self._series.get(job, {})):
                 self._replace(name, job, {})
             self._series.pop(job, None)

@@ -12,9 +12,8 @@ import json
 import logging
 import re
 import urllib.parse
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -230,27 +229,22 @@ class Series:
         return tuple(sorted((k, v) for k, v in self.labels.items() if k != "__name__"))
 
 
-@dataclass
-class Counts:
-    """What went wrong, and how often."""
-
-    errors: Counter[str] = field(default_factory=Counter)
-    """By HTTP status or kind of failure."""
-    warnings: Counter[str] = field(default_factory=Counter)
-    """`warnings` and `infos` of valid answers."""
-
-
 class Prometheus:
     """One Prometheus; several threads may ask it."""
 
-    def __init__(self, config: PrometheusConfig) -> None:
+    def __init__(
+        self, config: PrometheusConfig, *, on_error: Callable[[str], None] = lambda code: None
+    ) -> None:
         """Take the address; the first question connects.
+
+        Args:
+            config: of the server.
+            on_error: called with the HTTP status or the kind of failure of each failed question.
 
         Raises:
             ConfigError: the address is not valid.
         """
-        self.config = config
-        self.counts = Counts()
+        self.config, self.on_error = config, on_error
         self._http = HttpClient(config, connections=4 * config.concurrency)
         self._logged: set[str] = set()
 
@@ -334,11 +328,11 @@ class Prometheus:
                 status, body = self._http.request("GET", f"{path}?{form}", deadline=deadline)
             return read(self._data(status, body))
         except BackendUnavailable as error:
-            self.counts.errors[error.code] += 1
+            self.on_error(error.code)
             raise
 
     def _data(self, status: int, body: bytes) -> Any:
-        """Return the data of an answer; its warnings are counted and each is logged once."""
+        """Return the data of an answer; each of its warnings is logged once."""
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError):
@@ -355,7 +349,6 @@ class Prometheus:
             raise self._invalid(f"an answer must be JSON and a success, got {body[:80]!r}")
         for kind in ("warnings", "infos"):
             for text in map(str, answer.get(kind) or ()):
-                self.counts.warnings[kind] += 1
                 if text not in self._logged and len(self._logged) < 1000:
                     self._logged.add(text)
                     logger.warning("prometheus %s=%r", kind, text[:300])

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,27 +44,27 @@ _EDGE_INTERVALS = 1.1
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
-@dataclass
-class PullCounts:
-    """What was strange in the samples of one job."""
-
-    duplicates: Counter[str] = field(default_factory=Counter)
-    """Metric to series that lay over another one of the same machine."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Metric to values that are not possible: infinite, negative, too large."""
-    stale: Counter[str] = field(default_factory=Counter)
-    """Metric to values that were too old."""
-
-
 class Puller:
     """The last minutes of one job, second by second; keeps them from call to call."""
 
     def __init__(
-        self, prometheus: Prometheus, sources: Mapping[str, MetricSource], job: str
+        self,
+        prometheus: Prometheus,
+        sources: Mapping[str, MetricSource],
+        job: str,
+        *,
+        on_duplicate: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin with nothing known; the job's name stands in frames and log lines."""
+        """Begin with nothing known.
+
+        Args:
+            prometheus: that is asked.
+            sources: metric to where it is.
+            job: its name, for frames and log lines.
+            on_duplicate: called for each series that lies over another one of the same machine.
+        """
         self._prometheus, self._sources, self._job = prometheus, dict(sources), job
-        self.counts = PullCounts()
+        self.on_duplicate = on_duplicate
         self.intervals: dict[str, float] = {}
         """Metric to the median seconds between its samples."""
         self.seconds_pulled = 0
@@ -112,9 +110,10 @@ class Puller:
 
         run_all([partial(ask, source) for source in self._sources.values()], config.concurrency)
         values = {name: new[name] for name in self._sources}
-        frame = Frame(self._job, np.arange(first, end, dtype=np.int64), names, values)
         if kept is not None:
-            frame = _joined(kept.select(names), frame, start)
+            before = kept.select(names).slice(start, first).values
+            values = {name: np.concatenate([before[name], values[name]]) for name in values}
+        frame = Frame(self._job, np.arange(start, end, dtype=np.int64), names, values)
         self.seconds_pulled = end - first
         self._kept = frame
         return frame
@@ -178,7 +177,6 @@ class Puller:
             fresh = np.zeros(len(column), bool)
             if series.key in ages:
                 fresh = self._fresh(source, ages[series.key], interval, before, rate)
-            self.counts.stale[source.name] += int((~fresh & np.isfinite(column)).sum())
             column[~fresh] = np.nan
             if series.key in reset:
                 column[np.isfinite(_on_grid(reset[series.key], span))] = np.nan
@@ -187,7 +185,7 @@ class Puller:
         array = np.full((span[1] - span[0], len(names)), np.nan, np.float32)
         for place, name in enumerate(names):
             if name in by_machine:
-                array[:, place] = self._merged(source.name, by_machine[name])
+                array[:, place] = self._merged(by_machine[name])
         if source.required and not np.isfinite(array).any():
             raise BackendUnavailable(
                 f"`{source.name}` is required, got no sample of it for job {self._job!r}",
@@ -231,7 +229,6 @@ class Puller:
                 # A rate of idle time may exceed 1 by the jitter of scrapes.
                 bad |= column < -_RATE_JITTER * abs(source.scale) * (source.kind == "counter")
                 np.maximum(column, 0.0, out=column, where=had & ~bad)
-        self.counts.dropped[source.name] += int(bad.sum())
         column[bad] = np.nan
 
     def _stale_after(self, interval: float) -> float:
@@ -260,13 +257,13 @@ class Puller:
         counter: Mask = covered[before:] & covered[begin : begin + len(age) - before]
         return counter
 
-    def _merged(self, name: str, columns: list[F64]) -> F64:
+    def _merged(self, columns: list[F64]) -> F64:
         """Merge the series of all exporters of one machine into one."""
         result = columns[0]
         for other in columns[1:]:
             both = np.isfinite(result) & np.isfinite(other)
             if both.any():
-                self.counts.duplicates[name] += 1
+                self.on_duplicate()
             alike = both & (
                 np.abs(result - other)
                 <= _SAME_SHARE * np.maximum(np.abs(result), np.abs(other)) + 1e-12
@@ -298,15 +295,6 @@ def _ages(seen: F64) -> F64:
     rows = np.arange(len(seen))
     last = np.maximum.accumulate(np.where(np.isfinite(seen), rows, -1))
     return np.where(last >= 0, rows - last, np.inf)
-
-
-def _joined(old: Frame, new: Frame, start: int) -> Frame:
-    """Return the seconds from `start` on, the new ones where both have them."""
-    ts = np.arange(start, int(new.ts[-1]) + 1, dtype=np.int64)
-    before = old.slice(start, int(new.ts[0]))
-    values = {name: np.concatenate([before.values[name], new.values[name]]) for name in new.values}
-    masks = {name: np.concatenate([before.mask[name], new.mask[name]]) for name in new.values}
-    return Frame(new.job, ts, new.machines, values, masks)
 
 
 def run_all(tasks: Sequence[Callable[[], Any]], workers: int) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,8 +277,15 @@ class Service:
                 self._missed.pop(key, None)
                 if key in self.watches:
                     self.watches[key].info = info
-                else:
-                    self._watch(info, earlier.pop(key, None))
+                    continue
+                logger.info("job_found job=%s machines=%d", key, len(info.machines))
+                watch = JobWatch(info, self._source_of(info), self.shared, earlier.pop(key, None))
+                self.watches[key] = watch
+                # Jobs do not all begin at the same second.
+                digest = hashlib.sha256(key.encode()).digest()
+                spread = min(60.0, float(self.settings.minder.service.interval_seconds))
+                after = spread * int.from_bytes(digest[:4], "big") / 2**32
+                self.calls.add(key, watch.call, after=after)
             for key in [key for key in (*self.watches, *earlier) if key not in jobs]:
                 self._missed[key] = self._missed.get(key, 0) + 1
                 if self._missed[key] >= _GONE_AFTER:
@@ -287,16 +294,6 @@ class Service:
                     if key in self.watches:
                         self._drop(key).end()
         return pause
-
-    def _watch(self, info: JobInfo, state: Mapping[str, Any] | None) -> None:
-        """Begin to watch a job; jobs do not all begin at the same second."""
-        logger.info("job_found job=%s machines=%d", info.key, len(info.machines))
-        watch = JobWatch(info, self._source_of(info), self.shared, state)
-        self.watches[info.key] = watch
-        spread = min(60.0, float(self.settings.minder.service.interval_seconds))
-        digest = hashlib.sha256(info.key.encode()).digest()
-        after = spread * int.from_bytes(digest[:4], "big") / 2**32
-        self.calls.add(info.key, watch.call, after=after)
 
     def _drop(self, key: str) -> JobWatch:
         """Stop watching a job; the result of a call that is under way is not used."""
@@ -334,7 +331,7 @@ class Service:
                 with self.shared.lock:
                     actor.close_breaker(asked)
                 logger.warning("breaker_closed asked=%d", int(asked))
-            self.shared.metrics.breaker(is_open=actor.breaker.is_open)
+            self.shared.metrics.set("breaker_open", float(actor.breaker.is_open))
         changed = any(watch.is_changed for watch in list(self.watches.values()))
         if changed or self.shared.clock() - self._last_save >= _SAVE_SECONDS:
             with self.shared.lock:

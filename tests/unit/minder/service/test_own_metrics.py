@@ -53,11 +53,13 @@ def filled(count=8, job="job"):
         metrics.took(stage, 0.3)
     metrics.count("calls", job, "ok")
     metrics.count("actions", "cordon", "done", "true")
-    metrics.follow({"503": 2})
-    metrics.follow_duplicates(job, {"cpu_usage": 3})
+    for _ in range(2):
+        metrics.count("prometheus_errors", "503")
+    for _ in range(3):
+        metrics.count("duplicate_series")
     for name in PUBLISHED_ORDER:
-        metrics.model(name, "1", "good", "pca")
-        metrics.model_error(name, 1e-3)
+        metrics.set("model_info", 1.0, name, "1", "good", "pca")
+        metrics.set("model_mse", 1e-3, name)
     metrics.restored(job, dict.fromkeys(PUBLISHED_ORDER, 2e-3))
     return metrics
 
@@ -86,7 +88,7 @@ def test_values_are_what_a_call_found():
     score = 'minder_machine_score{{job_name="job",metric="cpu_usage",node="node-000{}"}}'
     assert [value(metrics, score.format(i)) for i in (7, 6, 5, 4)] == [7.0, 6.0, 5.0, None]
     assert value(metrics, "minder_breaker_open") == 0
-    metrics.breaker(is_open=True)
+    metrics.set("breaker_open", 1.0)
     assert value(metrics, "minder_breaker_open") == 1
 
 
