@@ -16,7 +16,6 @@ def checkpoint(
     policy_pin: str,
     state: dsl.Input[dsl.Model],
     policy: dsl.Output[dsl.Model],
-    metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Exported", [("policy_pin", str)]):  # type: ignore[valid-type]
     """Export the train state as a Hugging Face folder. Reads train-state/2, writes policy/1."""
     from planish.stages.export.stage import run
@@ -29,5 +28,4 @@ def checkpoint(
         policy_pin=policy_pin,
         state=state,
         policy=policy,
-        metrics=metrics,
     )

@@ -12,8 +12,7 @@ def checkpoint_retain(
     keep_last: int,
     keep_every: int,
     status: dsl.PipelineTaskFinalStatus,
-    summary: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
+    retention: dsl.Output[dsl.Markdown],
 ) -> None:
     """Keep the newest checkpoints below a folder, after success only; clear up leftovers."""
     from planish.stages.reshard.retain import run
@@ -24,6 +23,5 @@ def checkpoint_retain(
         folder=folder,
         keep_last=keep_last,
         keep_every=keep_every,
-        summary=summary,
-        metrics=metrics,
+        summary=retention,
     )

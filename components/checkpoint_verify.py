@@ -10,8 +10,7 @@ def checkpoint_verify(
     root: str,
     source_pin: str,
     checkpoint: dsl.Input[dsl.Model],
-    summary: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
+    verification: dsl.Output[dsl.Markdown],
 ) -> None:
     """Check every block of a checkpoint or policy, and every tensor against its source."""
     from planish.stages.reshard.verify import run
@@ -20,6 +19,5 @@ def checkpoint_verify(
         root=root,
         source_pin=source_pin,
         checkpoint=checkpoint,
-        summary=summary,
-        metrics=metrics,
+        summary=verification,
     )

@@ -10,10 +10,9 @@ def curate(
     root: str,
     config_sha256: str,
     prompts: dsl.Output[dsl.Dataset],
-    metrics: dsl.Output[dsl.Metrics],
-    report: dsl.Output[dsl.Markdown],
+    curation_report: dsl.Output[dsl.Markdown],
 ) -> None:
     """Read sources, clean, deduplicate, filter and split them. Writes prompts/1. CPU only."""
     from planish.stages.curate.stage import run
 
-    run(root=root, config_sha256=config_sha256, prompts=prompts, metrics=metrics, report=report)
+    run(root=root, config_sha256=config_sha256, prompts=prompts, report=curation_report)

@@ -12,7 +12,7 @@ def evaluate(
     baseline_pin: str,
     policy_pin: str,
     evaluation: dsl.Output[dsl.Dataset],
-    metrics: dsl.Output[dsl.Metrics],
+    evaluation_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Measure the policy before and after on held-out prompts. Writes eval/1."""
     from planish.stages.evaluate.stage import run
@@ -23,5 +23,5 @@ def evaluate(
         baseline_pin=baseline_pin,
         policy_pin=policy_pin,
         evaluation=evaluation,
-        metrics=metrics,
+        metrics=evaluation_metrics,
     )

@@ -17,8 +17,8 @@ def monitor_check(
     trace: str,
     job: str,
     watch_seconds: int,
-    result: dsl.Output[dsl.Artifact],
-    metrics: dsl.Output[dsl.Metrics],
+    monitor_result: dsl.Output[dsl.Artifact],
+    monitor_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Checked", [("faulty_machine", str)]):  # type: ignore[valid-type]
     """Look for a faulty machine in Prometheus or in a recorded trace. A fault does not fail it."""
     from planish.stages.monitor_check.stage import run
@@ -32,6 +32,6 @@ def monitor_check(
         trace=trace,
         job=job,
         watch_seconds=watch_seconds,
-        result=result,
-        metrics=metrics,
+        result=monitor_result,
+        metrics=monitor_metrics,
     )

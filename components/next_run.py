@@ -11,7 +11,6 @@ def next_run(
     config_sha256: str,
     chain_index: int,
     chain: str,
-    metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Submit run chain_index + 1 on the same root, once, until `runs` of chain or the stop file."""
     from planish.stages.next_run.stage import run
@@ -21,5 +20,4 @@ def next_run(
         config_sha256=config_sha256,
         chain_index=chain_index,
         chain=chain,
-        metrics=metrics,
     )

@@ -21,8 +21,7 @@ def prepare(
     num_shards: int,
     requests: str,
     max_avoided_nodes: int,
-    summary: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
+    plan: dsl.Output[dsl.Markdown],
 ) -> NamedTuple(  # type: ignore[valid-type]
     "Prepared",
     [("config_sha256", str), ("offset", int), ("chain_index", int), ("node_affinity", dict)],
@@ -43,6 +42,5 @@ def prepare(
         num_shards=num_shards,
         requests=requests,
         max_avoided_nodes=max_avoided_nodes,
-        summary=summary,
-        metrics=metrics,
+        summary=plan,
     )

@@ -12,7 +12,6 @@ def report(
     status: dsl.PipelineTaskFinalStatus,
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Write the report of the run from its root, whatever the state of the run."""
     from planish.stages.report.stage import run
@@ -25,5 +24,4 @@ def report(
         max_restarts=max_restarts,
         report=report,
         summary=summary,
-        metrics=metrics,
     )

@@ -12,14 +12,11 @@ def reshard(
     root: str,
     config_sha256: str,
     result: dsl.Output[dsl.Model],
-    report: dsl.Output[dsl.HTML],
-    metrics: dsl.Output[dsl.Metrics],
+    reshard_report: dsl.Output[dsl.HTML],
 ) -> NamedTuple(  # type: ignore[valid-type]
     "Resharded", [("source_pin", str), ("result_pin", str)]
 ):
     """Write the state of the run for other ranks, or merged as a Hugging Face folder."""
     from planish.stages.reshard.reshard import run
 
-    return run(
-        root=root, config_sha256=config_sha256, result=result, report=report, metrics=metrics
-    )
+    return run(root=root, config_sha256=config_sha256, result=result, report=reshard_report)

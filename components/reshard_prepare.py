@@ -16,8 +16,7 @@ def reshard_prepare(
     parts: str,
     role: str,
     policy: str,
-    summary: dsl.Output[dsl.Markdown],
-    metrics: dsl.Output[dsl.Metrics],
+    plan: dsl.Output[dsl.Markdown],
 ) -> NamedTuple("ReshardPrepared", [("config_sha256", str)]):  # type: ignore[valid-type]
     """Check source, layout and target of a reshard run; write run.json; say what will happen."""
     from planish.stages.reshard.prepare import run
@@ -30,6 +29,5 @@ def reshard_prepare(
         parts=parts,
         role=role,
         policy=policy,
-        summary=summary,
-        metrics=metrics,
+        summary=plan,
     )

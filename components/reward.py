@@ -14,7 +14,7 @@ def reward(
     num_shards: int,
     policy_pin: str,
     rewards: dsl.Output[dsl.Dataset],
-    metrics: dsl.Output[dsl.Metrics],
+    reward_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Score the rollouts of all shards. Reads rollouts/1, writes rewards/1. CPU only."""
     from planish.stages.reward.stage import run
@@ -27,5 +27,5 @@ def reward(
         num_shards=num_shards,
         policy_pin=policy_pin,
         rewards=rewards,
-        metrics=metrics,
+        metrics=reward_metrics,
     )

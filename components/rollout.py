@@ -16,7 +16,7 @@ def rollout(
     policy_pin: str,
     state_pin: str,
     rollouts: dsl.Output[dsl.Dataset],
-    metrics: dsl.Output[dsl.Metrics],
+    rollout_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
     """Sample groups of responses until this shard of the batch is full. Writes rollouts/1."""
     from planish.stages.rollout.stage import run
@@ -31,5 +31,5 @@ def rollout(
         policy_pin=policy_pin,
         state_pin=state_pin,
         rollouts=rollouts,
-        metrics=metrics,
+        metrics=rollout_metrics,
     )

@@ -12,8 +12,8 @@ def sft(
     root: str,
     config_sha256: str,
     prompts: dsl.Input[dsl.Dataset],
-    policy: dsl.Output[dsl.Model],
-    metrics: dsl.Output[dsl.Metrics],
+    start_policy: dsl.Output[dsl.Model],
+    sft_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple(  # type: ignore[valid-type]
     "Start", [("policy_pin", str), ("state_pin", str)]
 ):
@@ -21,5 +21,9 @@ def sft(
     from planish.stages.sft.stage import run
 
     return run(
-        root=root, config_sha256=config_sha256, prompts=prompts, policy=policy, metrics=metrics
+        root=root,
+        config_sha256=config_sha256,
+        prompts=prompts,
+        policy=start_policy,
+        metrics=sft_metrics,
     )

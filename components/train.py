@@ -17,8 +17,8 @@ def train(
     policy_pin: str,
     state_pin: str,
     rewards: dsl.Input[dsl.Dataset],
-    state: dsl.Output[dsl.Model],
-    metrics: dsl.Output[dsl.Metrics],
+    train_state: dsl.Output[dsl.Model],
+    train_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Trained", [("state_pin", str)]):  # type: ignore[valid-type]
     """Update the policy on one iteration's rollouts. Writes train-state/2 and update/1."""
     from planish.stages.train.stage import run
@@ -32,6 +32,6 @@ def train(
         policy_pin=policy_pin,
         state_pin=state_pin,
         rewards=rewards,
-        state=state,
-        metrics=metrics,
+        state=train_state,
+        metrics=train_metrics,
     )

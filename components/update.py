@@ -16,8 +16,8 @@ def update(
     num_shards: int,
     policy_pin: str,
     state_pin: str,
-    state: dsl.Output[dsl.Model],
-    metrics: dsl.Output[dsl.Metrics],
+    train_state: dsl.Output[dsl.Model],
+    train_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Updated", [("policy_pin", str), ("state_pin", str)]):  # type: ignore[valid-type]
     """Run the stages reward, train and checkpoint in turn; each writes what it always writes."""
     from planish.run.update import run
@@ -30,6 +30,6 @@ def update(
         num_shards=num_shards,
         policy_pin=policy_pin,
         state_pin=state_pin,
-        state=state,
-        metrics=metrics,
+        state=train_state,
+        metrics=train_metrics,
     )

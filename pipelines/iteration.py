@@ -77,7 +77,7 @@ def build_iteration(
             in_pod(rewarded, "reward").after(*rolled)
             rewards = rewarded.outputs["rewards"]
             trained = in_pod(train(**of_batch, state_pin=state_pin, rewards=rewards), "train")
-            exported = checkpoint(**of_policy, state=trained.outputs["state"])
+            exported = checkpoint(**of_policy, state=trained.outputs["train_state"])
             in_pod(exported, "checkpoint")
             before_training = [rewarded]
         if monitor is not None:

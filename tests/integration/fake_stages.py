@@ -50,15 +50,14 @@ _STAGES = {
         from collections import namedtuple
         Prepared = namedtuple("Prepared", "config_sha256 offset chain_index node_affinity")
         def run(*, root, preset, config, overrides, model, dataset, seed, chain, num_iterations,
-                num_shards, requests, max_avoided_nodes, summary, metrics):
+                num_shards, requests, max_avoided_nodes, summary):
             note("prepare", root=root, preset=preset, seed=seed, chain=chain,
                  num_iterations=num_iterations, num_shards=num_shards, requests=requests)
             write(summary)
-            metrics.log_metric("offset", 2.0)
             return Prepared("c" * 64, 2, json.loads(chain or "{}").get("index", 0), {})
     """,
     "curate": """
-        def run(*, root, config_sha256, prompts, metrics, report):
+        def run(*, root, config_sha256, prompts, report):
             note("curate", root=root, config_sha256=config_sha256)
             write(prompts, report)
     """,
@@ -102,7 +101,7 @@ _STAGES = {
     "export": """
         from collections import namedtuple
         Exported = namedtuple("Exported", "policy_pin")
-        def run(*, root, config_sha256, number, offset, policy_pin, state, policy, metrics):
+        def run(*, root, config_sha256, number, offset, policy_pin, state, policy):
             note("checkpoint", root=root, iteration=offset + number, policy_pin=policy_pin)
             assert Path(state.path).exists()
             write(policy)
@@ -124,12 +123,11 @@ _STAGES = {
             return Checked("node-3")
     """,
     "next_run": """
-        def run(*, root, config_sha256, chain_index, chain, metrics):
+        def run(*, root, config_sha256, chain_index, chain):
             note("next", root=root, chain_index=chain_index, chain=chain)
     """,
     "report": """
-        def run(*, root, state, failed_task, error_message, max_restarts, report, summary,
-                metrics):
+        def run(*, root, state, failed_task, error_message, max_restarts, report, summary):
             note("report", root=root, state=state, failed_task=failed_task,
                  error_message=error_message)
             write(report, summary)

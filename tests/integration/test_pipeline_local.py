@@ -178,8 +178,8 @@ def test_shards_run_side_by_side_in_processes_of_their_own(bench):
 def test_every_declared_output_exists_after_a_run(bench):
     bench.run(iterations=1)
     files = {path.name for path in bench.artifacts.rglob("*") if path.is_file()}
-    expected = {"summary", "prompts", "policy", "rollouts", "rewards", "state", "evaluation"}
-    assert expected | {"report"} <= files
+    expected = {"plan", "curation_report", "prompts", "start_policy", "rollouts", "rewards"}
+    assert expected | {"train_state", "policy", "evaluation", "report", "summary"} <= files
 
 
 def test_a_killed_run_leaves_nothing_that_stops_the_next_one(bench):

@@ -16,11 +16,10 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     root = f"file://{folder}/arithmetic"
     build_run(root)
-    outputs = {name: PathArtifact(str(folder / name)) for name in ("summary", "metrics")}
-    target = PathArtifact(str(folder / "report.html"))
+    summary, target = (PathArtifact(str(folder / name)) for name in ("summary", "report.html"))
     run(
         root=root, state="SUCCEEDED", failed_task="", error_message="",
-        max_restarts=0, report=target, **outputs,
+        max_restarts=0, report=target, summary=summary,
     )  # fmt: skip
     return folder / "report.html"
 

@@ -82,7 +82,6 @@ def test_pretraining_exports_the_policy_unchanged_and_then_trains_it(file_root, 
         result = run_checkpoint(
             tiny.root, tiny.digest, iteration, 0, tiny.policy_pin,
             artifact(tmp_path / str(iteration), "state"), artifact(out, "policy"),
-            artifact(out, "metrics"),
         )  # fmt: skip
         exported.append(load_policy(result.policy_pin))
     before = load_policy(tiny.policy_pin).model.state_dict()

@@ -199,10 +199,13 @@ def test_checkpoint_stage_exports_the_trained_weights_once(file_root, tmp_path):
     (state_pin,) = train_all(tiny, tmp_path, (1,))
 
     def export(name):
-        return run_checkpoint(
-            tiny.root, tiny.digest, 1, 0, tiny.policy_pin, artifact(tmp_path / "1", "state"),
-            artifact(tmp_path / name, "policy"), artifact(tmp_path / name, "metrics"),
-        ).policy_pin  # fmt: skip
+        policy = artifact(tmp_path / name, "policy")
+        found = run_checkpoint(
+            tiny.root, tiny.digest, 1, 0, tiny.policy_pin, artifact(tmp_path / "1", "state"), policy
+        )  # fmt: skip
+        assert policy.metadata["policy_version"] == 1
+        assert policy.metadata["policy_bytes"] > 10_000
+        return found.policy_pin
 
     pin = export("a")
     policy = load_policy(pin)
@@ -212,9 +215,6 @@ def test_checkpoint_stage_exports_the_trained_weights_once(file_root, tmp_path):
         assert torch.equal(weight, tensors[f"model.{name}"]), name
     assert not torch.equal(policy.model.lm_head.weight, tiny.policy.model.lm_head.weight)
     assert export("b") == pin
-    metrics = json.loads((tmp_path / "b" / "metrics").read_text())
-    assert metrics["policy_version"] == 1.0
-    assert metrics["policy_bytes"] > 10_000
 
 
 def failing(tiny, iteration, state_pin, rewards, folder):

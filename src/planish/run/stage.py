@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import itertools
 import json
 import logging
 import math
@@ -73,7 +74,7 @@ class Outcome:
     refs: dict[str, Ref] = field(default_factory=dict)
     """Output artifact name to the Ref that is written there."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Scalars for the `metrics` artifact and the stage log."""
+    """Scalars for the `metrics` artifact, else the facts of the first one, and the stage log."""
     documents: dict[str, str] = field(default_factory=dict)
     """Output artifact name to the text (HTML, Markdown) that is written there."""
     values: dict[str, str | int] = field(default_factory=dict)
@@ -221,6 +222,8 @@ def _write_outputs(outcome: Outcome, outputs: Mapping[str, Artifact]) -> None:
         _write_text(outputs[name].path, text)
     metrics = outputs.get("metrics")
     if metrics is None:
+        for artifact in itertools.islice(outputs.values(), 1):
+            artifact.metadata.update(outcome.metrics)
         return
     log_metric = getattr(metrics, "log_metric", None)
     if log_metric is None:
@@ -275,7 +278,7 @@ def execute(
         work: does the work; gets the facts of the task.
         root: URI of the run, without a slash at the end.
         config_sha256: digest of the configuration; None where the stage must run without one.
-        outputs: output artifacts by name; `metrics` gets the scalars.
+        outputs: output artifacts by name; `metrics` gets the scalars, without it the first one.
         iteration: 1, 2, ... inside iterations, else 0.
         shard: index among the parallel tasks of the stage.
 

@@ -66,6 +66,5 @@ def run(
             **of_iteration,
             state=state,
             policy=inside("policy"),
-            metrics=inside("checkpoint metrics"),
         )
     return Updated(exported.policy_pin, trained.state_pin)

@@ -96,8 +96,7 @@ def make_start(folder: Path, seed: int) -> None:
     def at(name: str) -> PathArtifact:
         return PathArtifact(str(folder / "artifacts" / name))
 
-    curate(root=root, config_sha256=digest, prompts=at("prompts"), metrics=at("curate"),
-           report=at("report"))  # fmt: skip
+    curate(root=root, config_sha256=digest, prompts=at("prompts"), report=at("report"))
     sft(root=root, config_sha256=digest, prompts=at("prompts"), policy=at("policy"),
         metrics=at("sft"))  # fmt: skip
 

@@ -55,9 +55,7 @@ class Iterations:
         trained = train(**common, num_shards=1, state_pin=self.state_pin, rewards=at("rewards"),
                         state=at("state"), metrics=at("train"))  # fmt: skip
         times.append(time.perf_counter())
-        exported = checkpoint(
-            **common, state=at("state"), policy=at("policy"), metrics=at("checkpoint")
-        )
+        exported = checkpoint(**common, state=at("state"), policy=at("policy"))
         times.append(time.perf_counter())
         self.policy_pin, self.state_pin = exported.policy_pin, trained.state_pin
         return {

@@ -7,6 +7,7 @@ A process that is started again goes on after the last finished iteration.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from planish.records.reports import EvalReport, read_report
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import PathArtifact
 from planish.stages.prepare.run_file import RunFile, StartPins, write_run_file
+from planish.store.documents import read_json
 from tests.benchmarks.facts import commit
 from tests.benchmarks.studies.arms import (
     SHARED,
@@ -66,13 +68,11 @@ class Stages:
     def call(self, stage: str, run: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
         """Run a stage; returns its output parameters and its metrics with seconds."""
         wall, cpu = time.perf_counter(), time.process_time()
-        values = run(
-            root=self.root,
-            config_sha256=self.digest,
-            metrics=self.artifact(f"{stage}-metrics"),
-            **options,
-        )
-        metrics = json.loads(Path(self.artifact(f"{stage}-metrics").path).read_text("utf-8"))
+        if "metrics" in inspect.signature(run).parameters:
+            options["metrics"] = self.artifact(f"{stage}-metrics")
+        values = run(root=self.root, config_sha256=self.digest, **options)
+        log = read_json(layout.stage_log(self.root, stage, options.get("number", 0), 0))
+        metrics = dict(log["metrics"])
         metrics["wall_seconds"] = time.perf_counter() - wall
         metrics["cpu_seconds"] = time.process_time() - cpu
         return values, metrics

@@ -22,16 +22,13 @@ from planish.stages.curate.select import curate
 logger = logging.getLogger(__name__)
 
 
-def run(
-    root: str, config_sha256: str, prompts: Artifact, metrics: Artifact, report: Artifact
-) -> None:
+def run(root: str, config_sha256: str, prompts: Artifact, report: Artifact) -> None:
     """Make the prompts of a run.
 
     Args:
         root: URI of the run.
         config_sha256: digest of the run's configuration.
         prompts: gets the Ref of the training prompts.
-        metrics: gets sizes and counts per filter.
         report: gets the curation report (Markdown).
     """
     execute(
@@ -39,7 +36,7 @@ def run(
         make_prompts,
         root=root,
         config_sha256=config_sha256,
-        outputs={"prompts": prompts, "metrics": metrics, "report": report},
+        outputs={"prompts": prompts, "report": report},
     )
 
 

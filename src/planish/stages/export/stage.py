@@ -28,7 +28,6 @@ def run(
     policy_pin: str,
     state: Artifact,
     policy: Artifact,
-    metrics: Artifact,
 ) -> CheckpointResult:
     """Export the policy that an iteration has trained.
 
@@ -40,7 +39,6 @@ def run(
         policy_pin: policy before the iteration; gives configuration, tokenizer and types.
         state: Ref of the train state after the iteration.
         policy: gets the Ref of the new policy.
-        metrics: gets its size.
     """
     root = root.rstrip("/")
     iteration = offset + number
@@ -57,7 +55,7 @@ def run(
         root=root,
         config_sha256=config_sha256,
         iteration=iteration,
-        outputs={"policy": policy, "metrics": metrics},
+        outputs={"policy": policy},
     )
     return CheckpointResult(policy_pin=str(outcome.values["policy_pin"]))
 

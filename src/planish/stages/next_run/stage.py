@@ -15,7 +15,7 @@ from planish.records import layout
 from planish.run.chain import parse_chain, with_settings
 from planish.run.kubeflow import KfpRuns, Runs, run_name
 from planish.run.lock import current_holder, hand_over
-from planish.run.stage import Artifact, Context, Outcome, execute
+from planish.run.stage import Context, Outcome, execute
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Following:
     """Its id where it exists."""
 
 
-def run(root: str, config_sha256: str, chain_index: int, chain: str, metrics: Artifact) -> None:
+def run(root: str, config_sha256: str, chain_index: int, chain: str) -> None:
     """Submit the following run of the chain, once.
 
     Args:
@@ -41,14 +41,13 @@ def run(root: str, config_sha256: str, chain_index: int, chain: str, metrics: Ar
         config_sha256: digest of the run's configuration.
         chain_index: place of the present run in its chain.
         chain: run parameter of that name, the JSON of `planish.run.chain.Chain`.
-        metrics: gets whether a run was submitted.
     """
     execute(
         "next",
         lambda context: submit_next(context, chain_index, parse_chain(chain).runs),
         root=root,
         config_sha256=config_sha256,
-        outputs={"metrics": metrics},
+        outputs={},
     )
 
 

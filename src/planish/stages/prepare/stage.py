@@ -84,7 +84,6 @@ def run(
     requests: str,
     max_avoided_nodes: int,
     summary: Artifact,
-    metrics: Artifact,
 ) -> PreparedRun:
     """Check everything that needs no GPU, take the lock and write run.json.
 
@@ -102,7 +101,6 @@ def run(
         requests: what the pods ask for, as JSON; empty for nothing.
         max_avoided_nodes: nodes at most that this run keeps away from; 0 for none.
         summary: gets the plan in Markdown.
-        metrics: gets a few counts.
     """
     wish = Wish(
         preset=preset,
@@ -122,7 +120,7 @@ def run(
         lambda context: prepare(context.root, wish),
         root=root,
         config_sha256=None,
-        outputs={"summary": summary, "metrics": metrics},
+        outputs={"summary": summary},
     )
     values = outcome.values
     return PreparedRun(

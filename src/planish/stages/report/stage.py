@@ -35,7 +35,6 @@ def run(
     max_restarts: int,
     report: Artifact,
     summary: Artifact,
-    metrics: Artifact,
 ) -> None:
     """Report on a run from what lies under its root.
 
@@ -50,7 +49,6 @@ def run(
             again; 0 for never.
         report: gets the HTML page.
         summary: gets the Markdown summary.
-        metrics: gets the key numbers.
     """
 
     def work(context: Context) -> Outcome:
@@ -79,7 +77,7 @@ def run(
         work,
         root=root,
         config_sha256=None,
-        outputs={"report": report, "summary": summary, "metrics": metrics},
+        outputs={"report": report, "summary": summary},
     )
 
 

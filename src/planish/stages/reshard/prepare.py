@@ -37,7 +37,6 @@ def run(
     role: str,
     policy: str,
     summary: Artifact,
-    metrics: Artifact,
 ) -> PreparedReshard:
     """Pin the source, check that it is whole, and write what the other stages obey.
 
@@ -50,7 +49,6 @@ def run(
         role: one role of several; empty for all.
         policy: pin of a policy that gives configuration and tokenizer to a merged result.
         summary: gets what will happen in Markdown.
-        metrics: gets sizes.
     """
 
     def work(context: Context) -> Outcome:
@@ -69,7 +67,7 @@ def run(
         work,
         root=root,
         config_sha256=None,
-        outputs={"summary": summary, "metrics": metrics},
+        outputs={"summary": summary},
     )
     return PreparedReshard(str(outcome.values["config_sha256"]))
 

@@ -37,9 +37,7 @@ class Resharded(NamedTuple):
     """Pin of what was written."""
 
 
-def run(
-    root: str, config_sha256: str, result: Artifact, report: Artifact, metrics: Artifact
-) -> Resharded:
+def run(root: str, config_sha256: str, result: Artifact, report: Artifact) -> Resharded:
     """Write the state of the run anew; a second call finds the first one's result.
 
     Args:
@@ -47,7 +45,6 @@ def run(
         config_sha256: digest of the resolved wish.
         result: gets the Ref of the checkpoint or policy.
         report: gets the page of stages and times.
-        metrics: gets sizes and seconds.
     """
 
     def work(context: Context) -> Outcome:
@@ -61,7 +58,7 @@ def run(
         work,
         root=root,
         config_sha256=config_sha256,
-        outputs={"result": result, "report": report, "metrics": metrics},
+        outputs={"result": result, "report": report},
     )
     values = outcome.values
     return Resharded(str(values["source_pin"]), str(values["result_pin"]))

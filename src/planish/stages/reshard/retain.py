@@ -19,7 +19,6 @@ def run(
     keep_last: int,
     keep_every: int,
     summary: Artifact,
-    metrics: Artifact,
 ) -> None:
     """Remove the checkpoints below a folder that no rule keeps; after a failure remove none.
 
@@ -30,7 +29,6 @@ def run(
         keep_last: so many of the newest stay; 0 for nothing to do.
         keep_every: multiples of it stay as well; 0 for no such rule.
         summary: gets what was removed, and why, in Markdown.
-        metrics: gets counts.
     """
     execute(
         "checkpoint_retain",
@@ -43,7 +41,7 @@ def run(
         ),
         root=root,
         config_sha256=None,
-        outputs={"summary": summary, "metrics": metrics},
+        outputs={"summary": summary},
     )
 
 

@@ -36,9 +36,7 @@ WINDOW_BYTES = 16 << 20
 """How much of a file is in memory at once; of the source, one tensor is."""
 
 
-def run(
-    root: str, source_pin: str, checkpoint: Artifact, summary: Artifact, metrics: Artifact
-) -> None:
+def run(root: str, source_pin: str, checkpoint: Artifact, summary: Artifact) -> None:
     """Check a checkpoint or policy, and compare it with what it was made from.
 
     Args:
@@ -46,7 +44,6 @@ def run(
         source_pin: pin of the checkpoint that it was made from; empty to check it by itself.
         checkpoint: Ref of what is checked.
         summary: gets the findings in Markdown.
-        metrics: gets counts.
     """
 
     def work(_: Context) -> Outcome:
@@ -65,7 +62,7 @@ def run(
         work,
         root=root,
         config_sha256=None,
-        outputs={"summary": summary, "metrics": metrics},
+        outputs={"summary": summary},
     )
 
 

@@ -25,7 +25,7 @@ def start(root, table, seed=0):
 def curate(folder, table, *, root="", seed=0):
     folder.mkdir(exist_ok=True)
     root = root or f"file://{folder}/root"
-    outputs = {k: PathArtifact(f"{folder}/{k}") for k in ("prompts", "metrics", "report")}
+    outputs = {k: PathArtifact(f"{folder}/{k}") for k in ("prompts", "report")}
     run(root=root, config_sha256=start(root, table, seed), **outputs)
     return root, Ref.from_json(Path(outputs["prompts"].path).read_text()), outputs
 
@@ -53,8 +53,7 @@ def test_the_stage_writes_three_sets_a_report_and_metrics(tmp_path):
     assert attributes.items() <= ref.attributes.items()
     manifest = read_manifest(ref.uri)
     assert manifest.attributes["traces_sha256"] == read_manifest(layout.traces(root)).sha256
-    metrics = json.loads(Path(outputs["metrics"].path).read_text())
-    assert metrics["num_train"] == 300
+    assert outputs["prompts"].metadata["num_train"] == 300
     assert Path(outputs["report"].path).read_text().startswith("# Curation report")
 
 

@@ -1,7 +1,6 @@
 """The following run of a chain: submitted once, and only when it is due."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,9 @@ from planish.base.config import config_sha256
 from planish.records import layout
 from planish.run.kubeflow import KfpRuns, KubeflowRun, api_url, restart_name, run_name
 from planish.run.lock import Holder, acquire
-from planish.run.stage import PathArtifact
 from planish.stages.next_run import stage
 from planish.stages.next_run.stage import Following, follow
+from planish.store.documents import read_json
 from tests.unit.pipelines.kfp_server import Server
 
 SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
@@ -152,29 +151,28 @@ def test_the_token_of_an_installation_for_several_users_is_sent(server, tmp_path
     assert server.headers["authorization"] == "Bearer a-token"
 
 
-def run_stage(root, tmp_path, **changes):
+def run_stage(root, **changes):
     config = {"run": {"seed": 0}}
     document = {"config": config, "initial": {"policy": "", "state": ""}}
     store.write(layout.run_file(root), json.dumps(document).encode())
-    metrics = PathArtifact(f"{tmp_path}/metrics.json")
     facts = {"chain_index": 0, "chain": '{"runs": 2}', **changes}
-    stage.run(root=root, config_sha256=config_sha256(config), metrics=metrics, **facts)
-    return json.loads(Path(metrics.path).read_text())
+    stage.run(root=root, config_sha256=config_sha256(config), **facts)
+    return read_json(layout.stage_log(root, "next", 0, 0))["metrics"]
 
 
-def test_outside_a_cluster_the_stage_does_nothing(file_root, tmp_path, monkeypatch):
+def test_outside_a_cluster_the_stage_does_nothing(file_root, monkeypatch):
     monkeypatch.delenv("RUN_ID", raising=False)
-    assert run_stage(file_root, tmp_path) == {"submitted": 0.0, "chain_index": 0.0}
+    assert run_stage(file_root) == {"submitted": 0.0, "chain_index": 0.0}
 
 
-def test_in_a_cluster_the_stage_submits_once(server, file_root, tmp_path, monkeypatch):
+def test_in_a_cluster_the_stage_submits_once(server, file_root, monkeypatch):
     present = server.add_run(
         display_name="x", pipeline_spec=SPEC, runtime_config={"parameters": {}}
     )
     monkeypatch.setenv("RUN_ID", present["run_id"])
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
     acquire(file_root, Holder("cluster", run_id=present["run_id"]))
-    submitted = [run_stage(file_root, tmp_path)["submitted"] for _ in range(2)]
+    submitted = [run_stage(file_root)["submitted"] for _ in range(2)]
     assert submitted == [1.0, 0.0]
     assert len(server.posted("runs")) == 1
     # The following run may begin before the exit task of this one has ended.
@@ -182,9 +180,9 @@ def test_in_a_cluster_the_stage_submits_once(server, file_root, tmp_path, monkey
     assert acquire(file_root, following, alive=lambda _: True).generation == 2
 
 
-def test_the_stop_file_ends_a_chain(server, file_root, tmp_path, monkeypatch):
+def test_the_stop_file_ends_a_chain(server, file_root, monkeypatch):
     monkeypatch.setenv("RUN_ID", "now")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
     store.write(layout.stop_file(file_root), b"{}")
-    assert run_stage(file_root, tmp_path)["submitted"] == 0.0
+    assert run_stage(file_root)["submitted"] == 0.0
     assert server.requests == []

@@ -55,11 +55,11 @@ def finish(root, version):
 
 
 def run_stage(folder, root, **changes):
-    """Run the stage as its component does; returns (values, summary)."""
+    """Run the stage as its component does; returns (values, summary, its metadata)."""
     folder.mkdir(exist_ok=True)
-    summary, metrics = PathArtifact(f"{folder}/s.md"), PathArtifact(f"{folder}/m.json")
-    values = run(root=root, summary=summary, metrics=metrics, **vars(wish(**changes)))
-    return values, Path(summary.path).read_text(), json.loads(Path(metrics.path).read_text())
+    summary = PathArtifact(f"{folder}/s.md")
+    values = run(root=root, summary=summary, **vars(wish(**changes)))
+    return values, Path(summary.path).read_text(), summary.metadata
 
 
 def test_a_new_run_is_planned_and_written(file_root, tmp_path):
@@ -245,7 +245,7 @@ def test_a_run_in_a_bucket_writes_the_same_run_file(s3_root, file_root):
 
 def test_the_command_line_takes_every_parameter(file_root, tmp_path):
     options = {**vars(wish()), "root": file_root, "summary": f"{tmp_path}/s.md"}
-    options |= {"metrics": f"{tmp_path}/m.json", "values": f"{tmp_path}/v.json"}
+    options["values"] = f"{tmp_path}/v.json"
     words = [
         f"--{k.replace('_', '-')}={str(v).lower() if v in (True, False) else v}"
         for k, v in options.items()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from tests.unit.stages.report.test_report_webhook import server
 
 @pytest.fixture
 def artifacts(tmp_path):
-    names = ("report", "summary", "metrics")
+    names = ("report", "summary")
     return {name: PathArtifact(str(tmp_path / "out" / name)) for name in names}
 
 
@@ -33,7 +32,7 @@ def test_artifacts_and_the_copy_in_the_root_are_the_same(short_root, artifacts):
     folder = layout.report(short_root)
     assert store.read(f"{folder}/report.html").decode() == written["report"]
     assert store.read(f"{folder}/report.md").decode() == written["summary"]
-    assert json.loads(written["metrics"])["accuracy_after"] == 0.4831
+    assert artifacts["report"].metadata["accuracy_after"] == 0.4831
 
 
 def test_the_summary_has_what_the_demo_prints(short_root, artifacts):
@@ -55,7 +54,7 @@ def test_a_root_without_anything_still_gives_a_report(tmp_path, artifacts):
     )  # fmt: skip
     assert "prepare said no" in written["report"]
     assert "the configuration (run.json): not written" in written["summary"]
-    assert json.loads(written["metrics"])["iterations"] == 0.0
+    assert artifacts["report"].metadata["iterations"] == 0.0
 
 
 def failed(root, artifacts):
@@ -114,7 +113,7 @@ def test_the_command_line_writes_the_same_page(short_root, artifacts, tmp_path):
         run,
         ["--root", short_root, "--state", "SUCCEEDED", "--failed-task", "", "--error-message", "",
          "--max-restarts", "0", "--report", str(target),
-         "--summary", str(tmp_path / "s.md"), "--metrics", str(tmp_path / "m.json")],
+         "--summary", str(tmp_path / "s.md")],
     )  # fmt: skip
     assert code == 0
     assert target.read_text() == expected

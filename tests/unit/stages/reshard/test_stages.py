@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -39,20 +38,23 @@ class Bench:
         wish = {"target": "", "parts": "all", "role": "", "policy": "", "source": self.source}
         return prepare(
             root=f"{self.root}/run", target_layout=target_layout, **{**wish, **options},
-            summary=self.artifact("plan.md"), metrics=self.artifact("plan.json"),
+            summary=self.artifact("plan.md"),
         ).config_sha256  # fmt: skip
 
     def reshard(self, digest):
         return reshard(
             root=f"{self.root}/run", config_sha256=digest, result=self.artifact("result"),
-            report=self.artifact("report.html"), metrics=self.artifact("reshard.json"),
+            report=self.artifact("report.html"),
         )  # fmt: skip
 
     def check(self, source_pin):
+        """Run the stage; returns the scalars beside its summary."""
+        summary = self.artifact("check.md")
         check(
             root=f"{self.root}/run", source_pin=source_pin, checkpoint=self.artifact("result"),
-            summary=self.artifact("check.md"), metrics=self.artifact("check.json"),
+            summary=summary,
         )  # fmt: skip
+        return summary.metadata
 
     def read(self, name):
         return (self.folder / name).read_text()
@@ -85,8 +87,7 @@ def test_the_stages_hand_on_pins_refs_and_findings(bench):
     assert (ref.schema, ref.uri) == ("checkpoint/1", f"{bench.root}/run/tp-2")
     assert ref.attributes["step"] == 7
     assert "checkpoint save" in bench.read("report.html")
-    bench.check(pins.source_pin)
-    found = json.loads(bench.read("check.json"))
+    found = bench.check(pins.source_pin)
     assert found["compared_tensors"] == len(tiny_model(layers=1))
     assert found["checked_bytes"] < open_state(ref.pin()).commit.total_bytes
     assert "bit by bit" in bench.read("check.md")
@@ -158,9 +159,9 @@ def test_parts_and_roles_that_were_left_out_are_not_missed(bench):
     both = {**tiny_model(layers=1, role="policy"), **tiny_model(layers=1, role="critic", seed=1)}
     source = write_checkpoint(f"{bench.root}/both", both, extra=False)
     pins = bench.reshard(bench.prepare("tp=2", source=source, parts="model", role="critic"))
-    bench.check(pins.source_pin)
+    found = bench.check(pins.source_pin)
     expected = sum(s.role == "critic" and s.kind == "model" for s in both)
-    assert json.loads(bench.read("check.json"))["compared_tensors"] == expected
+    assert found["compared_tensors"] == expected
 
 
 @pytest.mark.parametrize(
@@ -186,10 +187,10 @@ def test_retention_removes_after_success_only(file_root, tmp_path, state, keep_l
     boxes = Layout.parse("dp=1").boxes
     for step in (1, 2, 3):
         write_checkpoint(f"{file_root}/c/{step}", tiny_model(layers=1), boxes, step=step)
+    summary = PathArtifact(str(tmp_path / "s.md"))
     retain(
         root=f"{file_root}/run", state=state, folder=f"{file_root}/c/", keep_last=keep_last,
-        keep_every=0, summary=PathArtifact(str(tmp_path / "s.md")),
-        metrics=PathArtifact(str(tmp_path / "m.json")),
+        keep_every=0, summary=summary,
     )  # fmt: skip
     found = []
     for step in (1, 2, 3):
@@ -198,7 +199,7 @@ def test_retention_removes_after_success_only(file_root, tmp_path, state, keep_l
         except CheckpointNotFound:
             continue
     assert found == left
-    assert json.loads((tmp_path / "m.json").read_text())["deleted"] == 3 - len(left)
+    assert summary.metadata["deleted"] == 3 - len(left)
 
 
 def earlier_policy(uri, tensors, dtype="BF16"):
@@ -225,8 +226,7 @@ def test_a_state_is_merged_to_a_policy_and_compared_with_it(bench):
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
-    bench.check(pins.source_pin)
-    found = json.loads(bench.read("check.json"))
+    found = bench.check(pins.source_pin)
     weights = [s for s in tiny_model(layers=1) if s.kind == "model"]
     assert found["compared_tensors"] == len(weights)
     assert found["compared_bytes"] == 2 * sum(math.prod(s.shape) for s in weights)
