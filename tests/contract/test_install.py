@@ -1,5 +1,11 @@
 """What is installed beside a Kubeflow: every need of runs is met, and nobody else is touched."""
 
+import json
+import shutil
+import subprocess
+
+import pytest
+
 from tests.contract.kfp_needs import NEEDS
 from tests.contract.test_manifests import (
     FOLDER,
@@ -81,3 +87,34 @@ def test_data_of_a_store_stay_when_its_pod_goes():
 def test_one_machine_has_no_monitor_and_a_gpu_cluster_has_one():
     assert "minder" not in names(resolve(FOLDER / "overlays/local"), "Deployment")
     assert "minder" in names(resolve(FOLDER / "overlays/gpu"), "Deployment")
+
+
+FAKE_CLIENT = """#!/bin/sh
+echo "$*" >> "$HOME/calls"
+case "$*" in "admin policy entities"*) echo "  $RUN_USER" ;; "ilm rule list"*) exit 1 ;; esac
+"""
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_setup_of_the_store_needs_a_shell_and_its_client_and_no_other_program(shell, tmp_path):
+    # The image of the client has no sed and no grep; here is nothing but the client.
+    script = find(resolve(FOLDER / "base"), "ConfigMap", "minio-setup")["data"]["setup.sh"]
+    (tmp_path / "bin").mkdir()
+    client = tmp_path / "bin" / "mc"
+    client.write_text(FAKE_CLIENT)
+    client.chmod(0o755)
+    words = ("BUCKET", "ROOT_USER", "ROOT_PASSWORD", "RUN_USER", "RUN_PASSWORD")
+    done = subprocess.run(
+        [shutil.which(shell), "-c", script],
+        env={name: name.lower() for name in words}
+        | {"PATH": str(client.parent), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert f"admin policy create store planish-runs {tmp_path}/policy.json" in calls
+    assert "ilm rule add --prefix kfp/ --expire-days 30 store/bucket" in calls
+    statements = json.loads((tmp_path / "policy.json").read_text())["Statement"]
+    resources = [resource for statement in statements for resource in statement["Resource"]]
+    assert resources == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/*"]

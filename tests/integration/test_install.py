@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
 
+import minio
 import pytest
+import yaml
 
 from tests.contract.kfp_needs import NEEDS
-from tests.servers.program import REPOSITORY
+from tests.servers.program import BIN, REPOSITORY, require
 
 pytestmark = pytest.mark.server
 
@@ -116,3 +120,42 @@ def test_settings_of_the_workflow_controller_change_one_key(control_plane):
     assert set(after) == set(data)
     assert after["executor"] == data["executor"]
     assert "planish-runner" in after["workflowDefaults"]
+
+
+def test_the_setup_of_the_store_makes_a_user_of_one_bucket_and_may_run_again(
+    minio_server, tmp_path
+):
+    require(BIN / "mc", remedy="build it with `tests/servers/build.sh mc`")
+    path = REPOSITORY / "manifests" / "base" / "minio-setup.yaml"
+    script = next(yaml.safe_load_all(path.read_text()))["data"]["setup.sh"]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mc").symlink_to(BIN / "mc")
+    root = (minio_server.access_key, minio_server.secret_key)
+    environment = {
+        "PATH": str(tmp_path / "bin"),
+        "HOME": str(tmp_path),
+        "BUCKET": "of-runs",
+        **dict(zip(("ROOT_USER", "ROOT_PASSWORD"), root, strict=True)),
+        "RUN_USER": "runs",
+        "RUN_PASSWORD": "secret-of-runs",
+    }
+    for _ in range(2):
+        done = subprocess.run(
+            [
+                "/bin/sh",
+                "-c",
+                script.replace("http://minio:9000", f"http://{minio_server.endpoint}"),
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    user = minio.Minio(minio_server.endpoint, "runs", "secret-of-runs", secure=False)
+    user.put_object("of-runs", "a/b", io.BytesIO(b"x"), 1)
+    assert [item.object_name for item in user.list_objects("of-runs", recursive=True)] == ["a/b"]
+    with pytest.raises(minio.S3Error, match="AccessDenied"):
+        user.make_bucket("other")
+    admin = minio.Minio(minio_server.endpoint, *root, secure=False)
+    (rule,) = admin.get_bucket_lifecycle("of-runs").rules
+    assert (rule.rule_filter.prefix, rule.expiration.days) == ("kfp/", 30)
