@@ -122,8 +122,10 @@ _SCRAPED = {"PLANISH_METRICS_PORT": str(METRICS_PORT)}
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-_TINY_LIGHT = Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=1, backoff_seconds=1)
-_TINY_HEAVY = Resources("1", "4Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1)
+# A task has no CPU limit and takes what is free. The requests are small, so that the tasks of one
+# moment fit on two cores beside Kubernetes, Kubeflow and the store.
+_TINY_LIGHT = Resources("100m", "1Gi", timeout_seconds=10 * MINUTE, retries=1, backoff_seconds=1)
+_TINY_HEAVY = Resources("100m", "2Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1)
 
 CPU_TINY = Profile(
     name="cpu-tiny",
@@ -131,7 +133,7 @@ CPU_TINY = Profile(
     num_shards=2,
     parallelism=2,
     stages={
-        "prepare": Resources("250m", "1Gi", timeout_seconds=5 * MINUTE),
+        "prepare": Resources("100m", "1Gi", timeout_seconds=5 * MINUTE),
         "curate": _TINY_LIGHT,
         "sft": _TINY_HEAVY,
         "rollout": _TINY_HEAVY,
@@ -139,14 +141,14 @@ CPU_TINY = Profile(
         "train": _TINY_HEAVY,
         "checkpoint": _TINY_LIGHT,
         "evaluate": _TINY_HEAVY,
-        "next": Resources("250m", "512Mi", timeout_seconds=5 * MINUTE, retries=1),
-        "report": Resources("250m", "1Gi", timeout_seconds=10 * MINUTE),
-        "reshard_prepare": Resources("250m", "512Mi", timeout_seconds=5 * MINUTE),
+        "next": Resources("100m", "512Mi", timeout_seconds=5 * MINUTE, retries=1),
+        "report": Resources("100m", "1Gi", timeout_seconds=10 * MINUTE),
+        "reshard_prepare": Resources("100m", "512Mi", timeout_seconds=5 * MINUTE),
         "reshard": _TINY_LIGHT,
         "checkpoint_verify": _TINY_LIGHT,
-        "checkpoint_retain": Resources("250m", "512Mi", timeout_seconds=10 * MINUTE),
+        "checkpoint_retain": Resources("100m", "512Mi", timeout_seconds=10 * MINUTE),
         "monitor_check": Resources(
-            "500m", "2Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1
+            "100m", "2Gi", timeout_seconds=30 * MINUTE, retries=1, backoff_seconds=1
         ),
     },
     deadline_seconds=6 * HOUR,

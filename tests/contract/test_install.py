@@ -5,8 +5,12 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 
-from tests.contract.kfp_needs import NEEDS
+from components.images import CPU_TINY
+from pipelines.compile import compile_text
+from planish.stages.prepare.cluster import amount
+from tests.contract.kfp_needs import KUBEFLOW, KUBERNETES, LAUNCHER_CPU, NEEDS
 from tests.contract.test_manifests import (
     FOLDER,
     KUBEFLOW_OVERLAYS,
@@ -118,3 +122,32 @@ def test_the_setup_of_the_store_needs_a_shell_and_its_client_and_no_other_progra
     statements = json.loads((tmp_path / "policy.json").read_text())["Statement"]
     resources = [resource for statement in statements for resource in statement["Resource"]]
     assert resources == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/*"]
+
+
+def test_the_tiny_profile_fits_two_cores_beside_kubernetes_kubeflow_and_the_store():
+    assert sum(cpu for cpu, _ in services().values()) + sum(cpu for cpu, _ in tasks()) <= 2.0
+    memory = sum(memory for _, memory in (*services().values(), *tasks()))
+    assert memory <= amount("8Gi")
+
+
+def services():
+    """Return what each pod requests that is there before a run begins: cores and bytes."""
+    found = {s.name: (amount(s.cpu), amount(s.memory)) for s in (*KUBERNETES, *KUBEFLOW)}
+    for item, pod in pods(resolve(FOLDER / "overlays/local")):
+        asked = [container["resources"]["requests"] for container in pod["containers"]]
+        found[item["metadata"]["name"]] = (
+            sum(amount(one["cpu"]) for one in asked),
+            sum(amount(one["memory"]) for one in asked),
+        )
+    return found
+
+
+def tasks():
+    """Return what pods request that run at once: as many of the largest task as may do so."""
+    compiled = next(yaml.safe_load_all(compile_text(CPU_TINY)))
+    largest = (amount(LAUNCHER_CPU), 0.0)
+    for executor in compiled["deploymentSpec"]["executors"].values():
+        asked = executor["container"]["resources"]
+        cpu, memory = asked["resourceCpuRequest"], asked["resourceMemoryRequest"]
+        largest = (max(largest[0], amount(cpu)), max(largest[1], amount(memory)))
+    return [largest] * CPU_TINY.parallelism

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integration.scheduling import running_scheduler
 from tests.servers.http_proxy import HttpProxy
 
 
@@ -23,3 +24,10 @@ def site(minio, s3_root, forks, tmp_path):
 
     with HttpProxy(minio.endpoint) as proxy:
         yield Site(minio, s3_root, proxy, forks, tmp_path)
+
+
+@pytest.fixture
+def scheduler(control_plane):
+    """The control plane with a scheduler, for as long as the test lasts."""
+    with running_scheduler(control_plane) as plane:
+        yield plane

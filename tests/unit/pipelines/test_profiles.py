@@ -64,8 +64,8 @@ def test_a_long_stage_is_still_retried():
 
 def test_requests_of_the_tiny_profile_are_one_large_pod_or_two_rollouts():
     assert json.loads(largest_requests(CPU_TINY)) == {
-        "pod": {"cpu": "1", "memory": "4Gi"},
-        "total": {"cpu": "2000m", "memory": str(8 * 2**30)},
+        "pod": {"cpu": "100m", "memory": "2Gi"},
+        "total": {"cpu": "200m", "memory": str(4 * 2**30)},
     }
 
 
