@@ -169,8 +169,7 @@ class Actor:
         self._lock = threading.Lock()
 
         def count_request(succeeded: bool) -> None:
-            if self.breaker.record(succeeded, clock()):
-                logger.error("breaker opened reason=%s", self.breaker.reason)
+            self.breaker.record(succeeded, clock())
 
         cluster.listener = count_request
 
@@ -294,7 +293,7 @@ class Actor:
         if alert.kind == "job_wide":
             if not memory.has_opened:
                 memory.has_opened = True
-                self._open(f"the whole job {alert.job} is unlike itself", now)
+                self.breaker.open(f"the whole job {alert.job} is unlike itself", now)
             return ActionOutcome("none", "refused", "an event of the whole job")
         if self.mode == "observe":
             return ActionOutcome("none", "none", self.forbidden or "observed only")
@@ -359,7 +358,7 @@ class Actor:
         self.ledger.learn(nodes, self.config.owner)
         reasons = refusals(situation, self.ledger, self.breaker, self.config)
         if cap_is_used_up(situation, self.ledger, self.config):
-            self._open("the cap of nodes is used up", now)
+            self.breaker.open("the cap of nodes is used up", now)
         return reasons
 
     def _cordon(self, alert: Alert, now: int, target: _Target) -> bool:
@@ -428,10 +427,6 @@ class Actor:
         self.forbidden = f"observed only, since a right is missing: {error}"
         logger.error("right missing, everything is only observed from now on error=%s", error)
         return ActionOutcome("none", "forbidden", self.forbidden)
-
-    def _open(self, reason: str, now: float) -> None:
-        if self.breaker.open(reason, now):
-            logger.error("breaker opened reason=%s", reason)
 
     def _drop(self, alert_id: str) -> None:
         del self._memory[alert_id]

@@ -130,18 +130,20 @@ class AlertBook:
 
     def end_job(self, job: str) -> list[Change]:
         """Resolve all alerts of a job that has ended, and forget the job."""
-        changes = [self._close(key, "the job has ended") for key in self._keys(job)]
+        changes: list[Change] = []
+        for key in self._keys(job):
+            changes += self._close(key, "the job has ended")
         self._closed = {key: seen for key, seen in self._closed.items() if key[0] != job}
-        return [change for change in changes if change is not None]
+        return changes
 
     def expire(self, job: str, now: int) -> list[Change]:
         """Resolve alerts beyond their maximum age; for a job whose calls fail at the moment."""
-        changes = []
+        changes: list[Change] = []
         for key in self._keys(job):
             alert = self._open[key]
             if alert.is_active and now - alert.fired >= self.config.max_age_seconds:
-                changes.append(self._close(key, "it has been open for too long"))
-        return [change for change in changes if change is not None]
+                changes += self._close(key, "it has been open for too long")
+        return changes
 
     def acted(self, alert_id: str, action: str) -> list[Change]:
         """Note what was done about an alert."""
@@ -286,33 +288,30 @@ class AlertBook:
 
     def _resolve(self, now: int, result: Result, members: set[str]) -> list[Change]:
         """Resolve what is alike again, has left or is too old."""
-        changes = []
+        changes: list[Change] = []
         has_compared = result.status in ("ok", "fault")
         for key in self._keys(result.job):
             alert = self._open[key]
             is_telemetry = alert.kind in ("outage", "broken")
-            hold = (
-                self.config.telemetry_hold_seconds
-                if is_telemetry
-                else self.config.keep_firing_seconds
-            )
+            hold = self.config.keep_firing_seconds
+            if is_telemetry:
+                hold = self.config.telemetry_hold_seconds
             if alert.machine and alert.machine not in members:
-                changes.append(self._close(key, "the machine has left the job"))
+                changes += self._close(key, "the machine has left the job")
             elif alert.state == "candidate":
                 continue
             elif (has_compared or is_telemetry) and result.end - alert.seen >= hold:
-                changes.append(self._close(key, f"nothing seen for {int(hold)} s"))
-        changes += self.expire(result.job, now)
-        return [change for change in changes if change is not None]
+                changes += self._close(key, f"nothing seen for {int(hold)} s")
+        return changes + self.expire(result.job, now)
 
-    def _close(self, key: _Key, reason: str) -> Change | None:
+    def _close(self, key: _Key, reason: str) -> list[Change]:
         """Remove an alert from the open ones; a candidate leaves no trace."""
         alert = self._open.pop(key)
         if alert.state == "candidate":
-            return None
+            return []
         if alert.kind not in ("outage", "broken"):
             self._closed[key] = alert.seen
-        return Change(replace(alert, state="resolved", reason=reason), alert.state)
+        return [Change(replace(alert, state="resolved", reason=reason), alert.state)]
 
 
 def _key(job: str, kind: str, machine: str) -> _Key:

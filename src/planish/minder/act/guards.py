@@ -6,6 +6,7 @@ human closes it. It never holds an alert back.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 from planish.minder.act.config import ActConfig
 from planish.minder.act.kube import names
 from planish.minder.act.kube.objects import NodeInfo, PodInfo, is_set, unix_seconds
+
+logger = logging.getLogger(__name__)
 
 
 class Breaker:
@@ -50,6 +53,7 @@ class Breaker:
         if self.is_open:
             return False
         self.reason, self.opened = reason, now
+        logger.error("breaker opened reason=%s", reason)
         return True
 
     def close(self, now: float) -> None:

@@ -112,14 +112,19 @@ class Notifier:
         record = alert_record(alert, job, self._table.of_alert(alert, job), action)
         if alert.state != "resolved":
             what = alert.metric or alert.kind
-            whose = (
-                f"machine {alert.machine}" if alert.machine else f"{len(alert.machines)} machines"
-            )
+            many = f"{len(alert.machines)} machines"
+            whose = f"machine {alert.machine}" if alert.machine else many
             message = f"{whose} unlike its peers in {what} since {int(alert.since)}"
             for pod in job.pods:
                 if pod.machine in _machines(alert):
                     self._events.note(pod, names.POD_REASON, message, now)
-        self._annotate_workflows(record, job)
+        text = json.dumps({k: v for k, v in record.items() if k != "pods"}, sort_keys=True)
+        for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
+            try:
+                self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})
+            except ClusterError as error:
+                # The workflow may have been deleted; the alert itself goes on.
+                logger.warning("workflow not annotated name=%s error=%s", workflow, error)
         self._write_under_root(record, alert, job.run_root)
 
     def _on_node(self, alert: Alert, node: NodeInfo, dry_run: str, breaker: str, now: int) -> None:
@@ -133,15 +138,6 @@ class Notifier:
             self._events.note(node, names.DRY_RUN, dry_run, now, is_warning=False)
         if breaker:
             self._events.note(node, names.BREAKER_OPEN, breaker, now)
-
-    def _annotate_workflows(self, record: dict[str, Any], job: JobInfo) -> None:
-        text = json.dumps({k: v for k, v in record.items() if k != "pods"}, sort_keys=True)
-        for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
-            try:
-                self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})
-            except ClusterError as error:
-                # The workflow may have been deleted; the alert itself goes on.
-                logger.warning("workflow not annotated name=%s error=%s", workflow, error)
 
     def _write_under_root(self, record: dict[str, Any], alert: Alert, root: str) -> None:
         if not allowed_root(root, self._config):

@@ -27,7 +27,7 @@ from planish.minder.lab.calibrate import (
     toml_of,
 )
 from planish.minder.lab.cases import Case, read_case, trace_files
-from planish.minder.lab.evaluate import evaluate, in_processes, markdown, report
+from planish.minder.lab.evaluate import in_processes, markdown, outcome_of, report
 from planish.minder.lab.files import read_frame
 from planish.minder.lab.replay import replay
 
@@ -170,14 +170,13 @@ def _evaluate(options: argparse.Namespace) -> int:
     """Print the tables of a report."""
     config = minder_config(_tables(options))
     models = _models(options, config)
-    outcomes = evaluate(
+    outcomes = in_processes(
+        functools.partial(outcome_of, models=models, config=config),
         _traces(options),
-        models,
-        config,
         workers=options.workers,
         progress=lambda done, total: options.progress("traces", done, total),
     )
-    document = report(outcomes)
+    document = report(list(outcomes))
     sys.stdout.write(markdown(document))
     _write_json(options, document)
     return CLEAN

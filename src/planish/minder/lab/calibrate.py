@@ -124,10 +124,8 @@ def calibrate(
     """
     rules = config.detect
     metrics = sorted({point[0] for job in recorded for point in job.hits})
-    start = CalibrationSettings(
-        rules.theta, rules.kappa, {name: floor_of(name, rules) for name in metrics}
-    )
-    return search(recorded, start, min_precision)
+    floors = {name: floor_of(name, rules) for name in metrics}
+    return search(recorded, CalibrationSettings(rules.theta, rules.kappa, floors), min_precision)
 
 
 def search(

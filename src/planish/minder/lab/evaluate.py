@@ -25,20 +25,14 @@ Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
 
-def evaluate(
-    paths: Sequence[Path],
-    models: Models,
-    config: MinderConfig,
-    *,
-    workers: int = 1,
-    progress: Progress | None = None,
-) -> list[CaseOutcome]:
-    """Replay recorded traces and return their outcomes, in the same order.
+def in_processes(
+    work: Callable[[Case], T], paths: Sequence[Path], *, workers: int, progress: Progress
+) -> Iterator[T]:
+    """Yield what `work` returns for the case of each trace, in the same order.
 
     Args:
+        work: done in another process where there are several.
         paths: traces, see `read_case`.
-        models: of the detector.
-        config: of the detector and of the calls of the service.
         workers: processes.
         progress: called after each trace.
 
@@ -46,26 +40,13 @@ def evaluate(
         ConfigError: a trace is not there.
         RecordError: one is damaged.
     """
-    work = functools.partial(outcome_of, models=models, config=config)
-    return list(in_processes(work, paths, workers=workers, progress=progress))
-
-
-def in_processes(
-    work: Callable[[Case], T],
-    paths: Sequence[Path],
-    *,
-    workers: int,
-    progress: Progress | None,
-) -> Iterator[T]:
-    """Yield what `work` returns for the case of each trace, in the same order."""
     # torch does not survive a fork once it has computed.
     context = multiprocessing.get_context("spawn")
     read = functools.partial(_read_and, work)
     with ProcessPoolExecutor(workers, context) as pool:
         results = pool.map(read, paths) if workers > 1 else map(read, paths)
         for done, result in enumerate(results, 1):
-            if progress:
-                progress(done, len(paths))
+            progress(done, len(paths))
             yield result
 
 

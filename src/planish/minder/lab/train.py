@@ -6,6 +6,7 @@ by job, the gate and the fallback are ours.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def train_models(
     config: MinderConfig,
     training: Training,
     *,
-    progress: Callable[[str, int, float], None] | None = None,
+    progress: Callable[[str, int, float], None] = lambda metric, epoch, error: None,
 ) -> dict[str, Facts]:
     """Fit limits and one model for each metric of the configuration, and write them.
 
@@ -122,15 +123,11 @@ def _train_one(
     folder: Path,
     limits: Limits,
     training: Training,
-    progress: Callable[[str, int, float], None] | None,
+    progress: Callable[[str, int, float], None],
 ) -> Facts:
     pca = Pca.fit(name, windows)
-    model, losses = train_vae(
-        windows,
-        test,
-        training,
-        progress=None if progress is None else lambda epoch, error: progress(name, epoch, error),
-    )
+    report = functools.partial(progress, name)
+    model, losses = train_vae(windows, test, training, progress=report)
     facts = Facts(
         metric=name,
         limits=METRICS[name].limits or limits[name],

@@ -173,24 +173,15 @@ def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
             "Alertmanager knows the silences; to act without it set "
             "`alertmanager.honour_silences = false`"
         )
-    return ServiceSettings(
-        minder=minder,
-        sources=_sources(minder, raw.get("metrics", {})),
-        jobs=_jobs(raw.get("jobs", [])),
-        **parsed,
-    )
-
-
-def _jobs(raw: Any) -> tuple[StaticJob, ...]:
-    if not isinstance(raw, list) or not all(isinstance(item, Mapping) for item in raw):
-        raise ConfigError(f"`jobs` must be written as [[jobs]], got {raw!r:.80}")
-    jobs = tuple(
-        parse_section(StaticJob, item, section=f"jobs[{number}]") for number, item in enumerate(raw)
-    )
+    tables = raw.get("jobs", [])
+    if not isinstance(tables, list) or not all(isinstance(item, Mapping) for item in tables):
+        raise ConfigError(f"`jobs` must be written as [[jobs]], got {tables!r:.80}")
+    jobs = [parse_section(StaticJob, item, section=f"jobs[{i}]") for i, item in enumerate(tables)]
     names = [(job.namespace, job.name) for job in jobs]
     if len(set(names)) != len(names):
         raise ConfigError(f"`jobs` must have different names, got {names}")
-    return jobs
+    sources = _sources(minder, raw.get("metrics", {}))
+    return ServiceSettings(minder=minder, sources=sources, jobs=tuple(jobs), **parsed)
 
 
 def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, MetricSource]:

@@ -224,22 +224,18 @@ class JobWatch:
             if self.is_over:
                 raise BackendUnavailable("the job is watched no longer", code="stopped")
             shared.metrics.pulled(frame, self._source.intervals)
-            self._log_lacking(frame)
+            lacking = {name for name, mask in frame.mask.items() if not mask.any()}
+            for name in sorted(lacking - shared.lacking):
+                logger.warning(
+                    "metric_without_samples metric=%s job=%s remedy=%r",
+                    name,
+                    self.job,
+                    "give the exporter its fields and flags, and its scrape the label `node`, as "
+                    "monitoring/README.md has them; or leave the metric out of `detect.metrics`",
+                )
+            shared.lacking |= lacking
             self._use(result)
         shared.has_succeeded.set()
-
-    def _log_lacking(self, frame: Frame) -> None:
-        """Log metrics without any sample, each of them once in the life of the program."""
-        lacking = {name for name, mask in frame.mask.items() if not mask.any()}
-        for name in sorted(lacking - self._shared.lacking):
-            logger.warning(
-                "metric_without_samples metric=%s job=%s remedy=%r",
-                name,
-                self.job,
-                "give the exporter its fields and flags, and its scrape the label `node`, as "
-                "monitoring/README.md has them; or leave the metric out of `detect.metrics`",
-            )
-        self._shared.lacking |= lacking
 
     def _use(self, result: Result) -> None:
         """Update metrics and alerts by the result of a call."""
@@ -259,7 +255,12 @@ class JobWatch:
         for change in changes:
             alert = change.alert
             if alert.is_active and not alert.run:
-                self.book.link(alert.id, self._run_of(alert.machine))
+                # The pipeline run that the machine works for, as far as labels tell it.
+                pods = (p for p in self.info.pods if p.machine == alert.machine and p.run_id)
+                of = next(pods, self.info)
+                iteration = str(of.iteration) if of.run_id else ""
+                run = {"run_id": of.run_id, "stage": of.stage, "iteration": iteration}
+                self.book.link(alert.id, {name: value for name, value in run.items() if value})
             logger.log(
                 logging.INFO if alert.state == "candidate" else logging.WARNING,
                 "alert state=%s name=%s job=%s machine=%s kind=%s metric=%s since=%d id=%s "
@@ -346,11 +347,3 @@ class JobWatch:
         active = [alert for alert in self.book.alerts(self.job) if alert.is_active]
         info = self.info
         self._shared.metrics.alerts(self.job, info.namespace, info.machines, active)
-
-    def _run_of(self, machine: str) -> dict[str, str]:
-        """Return the pipeline run that a machine works for, as far as labels tell it."""
-        pods = (pod for pod in self.info.pods if pod.machine == machine and pod.run_id)
-        of = next(pods, self.info)
-        iteration = str(of.iteration) if of.run_id else ""
-        run = {"run_id": of.run_id, "stage": of.stage, "iteration": iteration}
-        return {name: value for name, value in run.items() if value}

@@ -109,7 +109,7 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
         jobs = static_jobs(settings)
         if len(jobs) != 1:
             raise ConfigError(
-                "`job` must be named unless the settings list exactly info, got "
+                "`job` must be named unless the settings list exactly one, got "
                 f"{[info.name for info in jobs]}"
             )
         return jobs[0]

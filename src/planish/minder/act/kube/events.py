@@ -64,28 +64,14 @@ class EventBook:
         involved = {"apiVersion": "v1", "kind": kind, "name": about.name, "uid": about.uid}
         if namespace:
             involved["namespace"] = namespace
-        try:
-            if series is None or not self._count_up(series, text, now):
-                body = {
-                    "involvedObject": involved,
-                    "reason": reason,
-                    "message": text,
-                    "type": "Warning" if is_warning else "Normal",
-                }
-                self._series[key] = self._create(body, namespace or "default", now)
-        except ClusterError as error:
-            # What an Event reports goes on without the Event.
-            logger.warning("event not written reason=%s error=%s", reason, error)
-            return False
-        return True
-
-    def _create(self, body: dict[str, Any], namespace: str, now: float) -> _Series:
-        involved = body["involvedObject"]
-        mark = f"{involved['uid']}/{body['reason']}/{now}".encode()
-        name = f"{involved['name'][:200]}.{hashlib.sha256(mark).hexdigest()[:16]}"
+        place = namespace or "default"
+        mark = hashlib.sha256(f"{about.uid}/{reason}/{now}".encode()).hexdigest()[:16]
         event = {
-            **body,
-            "metadata": {"name": name, "namespace": namespace},
+            "metadata": {"name": f"{about.name[:200]}.{mark}", "namespace": place},
+            "involvedObject": involved,
+            "reason": reason,
+            "message": text,
+            "type": "Warning" if is_warning else "Normal",
             "source": {"component": COMPONENT},
             "reportingComponent": COMPONENT,
             "reportingInstance": socket.gethostname(),
@@ -93,8 +79,15 @@ class EventBook:
             "lastTimestamp": timestamp(now),
             "count": 1,
         }
-        self._cluster.call(self._cluster.core.create_namespaced_event, namespace, event)
-        return _Series(name, namespace, now, 1)
+        try:
+            if series is None or not self._count_up(series, text, now):
+                self._cluster.call(self._cluster.core.create_namespaced_event, place, event)
+                self._series[key] = _Series(f"{about.name[:200]}.{mark}", place, now, 1)
+        except ClusterError as error:
+            # What an Event reports goes on without the Event.
+            logger.warning("event not written reason=%s error=%s", reason, error)
+            return False
+        return True
 
     def _count_up(self, series: _Series, message: str, now: float) -> bool:
         """Raise the count of an Event; return False when the server has forgotten the Event."""

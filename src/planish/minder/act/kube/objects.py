@@ -132,27 +132,27 @@ def group_jobs(pods: Iterable[PodInfo]) -> list[JobInfo]:
     for pod in pods:
         if pod.phase == RUNNING and pod.machine and not pod.is_driver:
             groups[pod.namespace, pod.job, pod.role].append(pod)
-    return [_job(members) for _, members in sorted(groups.items())]
-
-
-def _job(members: list[PodInfo]) -> JobInfo:
-    pods = sorted(members, key=lambda pod: (pod.machine, pod.name))
-    # Stages of one workflow follow each other; the one that started last is the one that runs.
-    newest = max(pods, key=lambda pod: (pod.started, pod.iteration, pod.stage))
-    return JobInfo(
-        name=newest.job,
-        namespace=newest.namespace,
-        machines=tuple(sorted({pod.machine for pod in pods})),
-        stages={pod.machine: pod.pipeline_stage for pod in pods if pod.pipeline_stage},
-        started=newest.started,
-        run_id=newest.run_id,
-        stage=newest.stage,
-        iteration=newest.iteration,
-        run_root=newest.run_root or next((p.run_root for p in pods if p.run_root), ""),
-        role=newest.role,
-        pods=tuple(pods),
-        is_observed_only=any(pod.is_observed_only for pod in pods),
-    )
+    jobs = []
+    for (namespace, name, role), members in sorted(groups.items()):
+        pods = sorted(members, key=lambda pod: (pod.machine, pod.name))
+        # Stages of one workflow follow each other; the one that started last is the one that runs.
+        newest = max(pods, key=lambda pod: (pod.started, pod.iteration, pod.stage))
+        job = JobInfo(
+            name=name,
+            namespace=namespace,
+            machines=tuple(sorted({pod.machine for pod in pods})),
+            stages={pod.machine: pod.pipeline_stage for pod in pods if pod.pipeline_stage},
+            started=newest.started,
+            run_id=newest.run_id,
+            stage=newest.stage,
+            iteration=newest.iteration,
+            run_root=newest.run_root or next((p.run_root for p in pods if p.run_root), ""),
+            role=role,
+            pods=tuple(pods),
+            is_observed_only=any(pod.is_observed_only for pod in pods),
+        )
+        jobs.append(job)
+    return jobs
 
 
 def pods_on(pods: Iterable[PodInfo], job: JobInfo, machine: str) -> tuple[PodInfo, ...]:
