@@ -24,7 +24,7 @@ from planish.minder.detect.job_monitor import JobMonitor
 from planish.minder.detect.metrics_table import METRICS, PUBLISHED_ORDER
 from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.service.http import Deadline
-from planish.minder.service.prometheus import MetricSource, Prometheus, PrometheusConfig
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig
 from planish.minder.service.pull import Puller
 from tests.benchmarks.facts import write_result
 from tests.servers.run_prometheus import PrometheusServer
@@ -77,7 +77,7 @@ def measured(url: str, machines: list[str], repeats: int) -> dict[str, Any]:
     models = load_models(default_models(), config.denoise, config.detect.metrics)
     first, later, parts = [], [], []
     for _ in range(repeats):
-        sources = {name: MetricSource.of(METRICS[name]) for name in PUBLISHED_ORDER}
+        sources = {name: METRICS[name] for name in PUBLISHED_ORDER}
         puller = Puller(Prometheus(PrometheusConfig(url=url)), sources, "job")
         monitor = JobMonitor("job", models, config)
         for end in range(T0 + WINDOW, T0 + SECONDS, 60):

@@ -15,7 +15,6 @@ from planish.minder.detect.metrics_table import JOB_SELECTOR, PUBLISHED_ORDER
 from planish.minder.detect.metrics_table import METRICS as MINDER_METRICS
 from planish.minder.service.config import service_settings
 from planish.minder.service.own_metrics import OwnMetrics
-from planish.minder.service.prometheus import MetricSource
 from tests.contract.promql import metric_names
 from tests.golden.write_rules import (
     MONITORING,
@@ -187,9 +186,7 @@ def test_settings_for_infiniband_on_the_page_ask_for_what_its_exporter_has():
     text = (MONITORING / "README.md").read_text("utf-8")
     (block,) = re.findall(r"```toml\n(.+?)```", text, re.DOTALL)
     settings = service_settings({"prometheus": {"url": "http://p:9090"}, **tomllib.loads(block)})
-    changed = {
-        n for n, one in settings.sources.items() if one != MetricSource.of(MINDER_METRICS[n])
-    }
+    changed = {n for n, one in settings.sources.items() if one != MINDER_METRICS[n]}
     assert changed == {"pfc_tx_packet_rate"}
     source = settings.sources["pfc_tx_packet_rate"]
     assert unknown(source.series.replace(JOB_SELECTOR, "")) == []

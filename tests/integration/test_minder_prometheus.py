@@ -16,7 +16,7 @@ from planish.minder.lab.cases import read_case
 from planish.minder.service.build import run_once
 from planish.minder.service.config import service_settings
 from planish.minder.service.http import Deadline
-from planish.minder.service.prometheus import MetricSource, Prometheus, PrometheusConfig, queries_of
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig, queries_of
 from planish.minder.service.pull import Puller
 from tests.integration.minder_service import raw_settings, write_toml
 from tests.integration.waiting import wait_for
@@ -64,7 +64,7 @@ def filled(prometheus):
 
 def pulled(server, names=("cpu_usage", "gpu_duty_cycle"), **config):
     prometheus = Prometheus(PrometheusConfig(url=server.url, **config))
-    one = Puller(prometheus, {name: MetricSource.of(METRICS[name]) for name in names}, "job")
+    one = Puller(prometheus, {name: METRICS[name] for name in names}, "job")
     return one, one.pull(MACHINES, SECONDS, Deadline.after(60), end=T0 + SECONDS)
 
 
@@ -147,7 +147,7 @@ def test_prometheus_parses_every_default_query(prometheus):
     client = Prometheus(PrometheusConfig(url=prometheus.url))
     deadline = Deadline.after(30)
     for name in METRICS:
-        queries = queries_of(MetricSource.of(METRICS[name]), ["n1", "n2.x"], ("job", "instance"), 5)
+        queries = queries_of(METRICS[name], ["n1", "n2.x"], ("job", "instance"), 5)
         for query in (queries.values, queries.seen, queries.resets):
             if query:
                 client.check(query, name, deadline)
@@ -168,7 +168,7 @@ def test_a_fleet_that_is_scraped_every_second_shows_its_faults(prometheus, fleet
     time.sleep(9)
     names = ("cpu_usage", "gpu_duty_cycle")
     client = Prometheus(PrometheusConfig(url=prometheus.url, delay_seconds=1))
-    one = Puller(client, {name: MetricSource.of(METRICS[name]) for name in names}, "job")
+    one = Puller(client, {name: METRICS[name] for name in names}, "job")
     frame = one.pull(fleet.machines, 16, Deadline.after(20))
     cpu, gpu = frame.values["cpu_usage"], frame.values["gpu_duty_cycle"]
     assert one.intervals["gpu_duty_cycle"] == pytest.approx(1.0, abs=0.1)

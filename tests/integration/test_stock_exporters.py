@@ -16,7 +16,7 @@ import yaml
 from planish.minder.detect.metrics_table import METRICS
 from planish.minder.service.config import service_settings
 from planish.minder.service.http import Deadline
-from planish.minder.service.prometheus import MetricSource, Prometheus, PrometheusConfig
+from planish.minder.service.prometheus import Prometheus, PrometheusConfig
 from planish.minder.service.pull import Puller
 from tests.integration.waiting import wait_for
 from tests.servers.program import Program, few_variables, free_port, require
@@ -121,7 +121,7 @@ def test_machines_are_told_by_node_beside_a_scrape_that_does_not_know_it(exporte
     (block,) = re.findall(r"```toml\n(.+?)```", PAGE, re.DOTALL)
     raw = {"prometheus": {"url": prometheus.url}, **tomllib.loads(block)}
     names = ("cpu_usage", "memory_usage", "disk_usage", "tcp_throughput")
-    sources = {name: MetricSource.of(METRICS[name]) for name in names}
+    sources = {name: METRICS[name] for name in names}
     sources["pfc_tx_packet_rate"] = service_settings(raw).sources["pfc_tx_packet_rate"]
     client = Prometheus(PrometheusConfig(url=prometheus.url, delay_seconds=1))
     duplicates = []

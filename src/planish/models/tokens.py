@@ -186,18 +186,15 @@ def _text_bytes(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
     return token.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character that byte-level vocabularies are written in.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + place): byte for place, byte in enumerate(_OTHERS)
+}
+"""Each character that byte-level vocabularies are written in, to its byte.
 
-    Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_ALPHABET = _byte_alphabet()
+Source: the vocabulary of GPT-2: printable Latin-1 stands for itself, the others follow 255.
+"""
 
 
 def _plain_decoder(backend: Any) -> Any:

@@ -185,15 +185,12 @@ def _fetch(uri: str, manifest: Manifest) -> Path:
         # Another process may have been faster; its folder holds the same verified bytes.
         with contextlib.suppress(OSError):
             part.rename(target)
-    _prune(cache, target)
-    return target
-
-
-def _prune(cache: Path, current: Path) -> None:
+    # Older folders go, the newest few stay.
     ages: dict[Path, float] = {}
     for folder in cache.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process prunes too
+        with contextlib.suppress(FileNotFoundError):  # another process removes some too
             ages[folder] = time.time() - folder.stat().st_mtime
     for folder in sorted(ages, key=ages.__getitem__)[_CACHE_KEEPS:]:
-        if folder != current and ages[folder] > _CACHE_SECONDS:
+        if folder != target and ages[folder] > _CACHE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
+    return target

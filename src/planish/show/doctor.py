@@ -58,19 +58,18 @@ def packages(requirements: list[str] | None = None) -> list[MachineFact]:
         if name and name[1] != "planish":
             groups.setdefault(extra[1] if extra else "", []).append(name[1])
     own = MachineFact("planish", "ok", f"{__version__}, Python {platform.python_version()}")
-    return [own, *(_group(extra, names) for extra, names in sorted(groups.items()))]
-
-
-def _group(extra: str, names: list[str]) -> MachineFact:
-    """Return the versions of the packages of an extra, or how to install what is missing."""
-    versions = {name: _version(name) for name in sorted(set(names))}
-    missing = [name for name, version in versions.items() if version is None]
-    title = f"extra {extra}" if extra else "base packages"
-    if not missing:
-        return MachineFact(title, "ok", ", ".join(f"{n} {v}" for n, v in versions.items()))
-    target = f"'planish[{extra}]'" if extra else "planish"
-    remedy = f"missing {', '.join(missing)}: pip install {target}"
-    return MachineFact(title, "absent" if extra else "wrong", remedy)
+    facts = [own]
+    for group, names in sorted(groups.items()):
+        versions = {name: _version(name) for name in sorted(set(names))}
+        missing = [name for name, version in versions.items() if version is None]
+        title = f"extra {group}" if group else "base packages"
+        target = f"'planish[{group}]'" if group else "planish"
+        state, detail = "ok", ", ".join(f"{n} {v}" for n, v in versions.items())
+        if missing:
+            state = "absent" if group else "wrong"
+            detail = f"missing {', '.join(missing)}: pip install {target}"
+        facts.append(MachineFact(title, state, detail))
+    return facts
 
 
 def _version(name: str) -> str | None:

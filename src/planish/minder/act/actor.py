@@ -2,7 +2,7 @@
 
 `Actor.handle` is called after every call of a job for each of its alerts, from the first candidate
 to the end. It takes at most one step and never waits. It may be called again at any time, also by
-a process that knows nothing of the steps before: annotations of the node tell them.
+a process that knows nothing of the steps before: annotations of the node record them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KEEP_SECONDS = 86_400
 LOST_SECONDS = 3600
 """Seconds after which an alert that no call repeats is dropped."""
 MAX_SAVED = 500
-"""Alerts that outlive a restart; for others, annotations of the node tell what was done."""
+"""Alerts that outlive a restart; for others, annotations of the node record the steps."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Target:
-    """What the API server says of the machine of an alert, and what may be done there."""
+    """The machine of an alert as the API server has it, and the strongest action allowed."""
 
     job: JobInfo
     pods: tuple[PodInfo, ...]
@@ -256,7 +256,7 @@ class Actor:
             return done
 
     def close_breaker(self, now: float) -> None:
-        """Close the breaker because a human says so."""
+        """Close the breaker at the request of a human."""
         logger.info("breaker closed time=%.0f reason=%r", now, self.breaker.reason)
         self.breaker.close(now)
 

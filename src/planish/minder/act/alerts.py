@@ -23,7 +23,7 @@ ACTIVE: tuple[State, ...] = ("firing", "acted", "suppressed")
 """States in which people see the alert."""
 
 _SUBJECT: dict[str, str] = {"dissimilar": "machine", "silent": "machine"}
-"""Kinds that are the same trouble of a machine: only one of them is open at a time."""
+"""Kinds that share one open alert for each machine."""
 
 _NAMES = {
     "job_wide": "MinderJobWide",
@@ -98,7 +98,7 @@ class AlertBook:
     """The alerts of one or several jobs, call after call."""
 
     def __init__(self, config: MinderConfig) -> None:
-        """Begin without alerts; `config.alerts` says how long they are kept."""
+        """Begin without alerts; `config.alerts` limits how long they are kept."""
         self.config = config.alerts
         self._open: dict[_Key, Alert] = {}
         self._closed: dict[_Key, float] = {}
@@ -266,7 +266,7 @@ class AlertBook:
         return changes
 
     def _follow_telemetry(self, now: int, result: Result) -> list[Change]:
-        """Raise faults of the measuring itself, which say nothing about a machine."""
+        """Raise faults of the measuring itself, which are no faults of a machine."""
         faults: list[tuple[AlertKind, str, str, tuple[str, ...]]] = []
         if result.status == "outage":
             faults.append(("outage", "", "", result.silent))

@@ -21,7 +21,7 @@ class ActConfig(Section):
     mode: Mode = "observe"
     """The strongest action that is allowed anywhere."""
     dry_run: bool | Literal["server"] = True
-    """True: say what would be done; "server": the API server checks it too; False: do it."""
+    """True: report what would be done; "server": the API server checks it too; False: do it."""
     owner: str = Field(default="minder", min_length=1, max_length=63)
     """Marks the nodes that this monitor cordoned; keep it the same over restarts."""
     fresh_seconds: int = Field(default=180, ge=1)
@@ -65,7 +65,7 @@ class ActConfig(Section):
     no_execute_taint: bool = False
     """Also set a taint that ends every pod of the node, whatever its budget."""
     auto_uncordon_after_validation: str = ""
-    """Label `key=value` by which an external validator says that a node may serve again."""
+    """Label `key=value` that an external validator sets on a node that may serve again."""
     event_seconds: int = Field(default=600, ge=1)
     """At most one Event for each object and reason in this time."""
 

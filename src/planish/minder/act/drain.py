@@ -30,7 +30,7 @@ def was_uncordoned(node: NodeInfo, config: ActConfig) -> bool:
 def cordon_change(
     node: NodeInfo, alert_id: str, job: str, reason: str, *, now: float, config: ActConfig
 ) -> dict[str, Any]:
-    """Return the patch that takes a node out of service and says who did it and why."""
+    """Return the patch that takes a node out of service and notes who did it and why."""
     taints = _others_taints(node)
     taints.append({"key": names.FAULTY_TAINT, "value": alert_id, "effect": "NoSchedule"})
     if config.no_execute_taint:

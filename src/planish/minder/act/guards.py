@@ -130,7 +130,7 @@ class Ledger:
         self._taken[entry.node, entry.time] = entry
 
     def learn(self, nodes: Sequence[NodeInfo], owner: str) -> None:
-        """Add what the annotations of nodes tell; they outlive any state that was lost."""
+        """Add the nodes whose annotations name a cordon; annotations outlive a lost state."""
         for node in nodes:
             since = float(unix_seconds(node.annotations.get(names.SINCE)))
             if not since or node.annotations.get(names.CORDONED_BY) != owner:

@@ -52,7 +52,7 @@ class RunTable:
     def of_alert(self, alert: Alert, job: JobInfo) -> list[dict[str, Any]]:
         """Return the pods of a job that were on the machines of an alert, by time.
 
-        `end` is 0 while a pod is seen running, `rank` -1 where no label tells it.
+        `end` is 0 while a pod is seen running, `rank` -1 where no label gives it.
         """
         pods = [
             pod

@@ -32,7 +32,7 @@ from planish.minder.lab.files import read_frame
 from planish.minder.lab.replay import replay
 
 _CLIPPED_SHARE = 0.01
-"""More values than this beyond the limits of a metric say that the limits are wrong."""
+"""With a larger share of values beyond them, the limits of a metric are wrong."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ Samples = Mapping[str, Mapping[str, tuple[F64, F64]]]
 """Metric to machine to (timestamps in unix seconds, values), in any order."""
 
 COARSEST_SECONDS = 60.0
-"""Samples that come less often say nothing about the seconds between them."""
+"""Between samples that are further apart nothing is known."""
 _DENSE_SECONDS = 1.5
 _FEWEST_SPACINGS = 8
 """A series with fewer samples has no known spacing."""
@@ -181,7 +181,7 @@ def align(
 
 
 def clean(ts: F64, values: F64, *, keep_negative: bool = False) -> tuple[F64, F64]:
-    """Sort samples by time and drop those that can not be.
+    """Sort samples by time and drop impossible ones.
 
     Example:
         >>> clean(np.array([2.0, 1.0, 1.0, 3.0]), np.array([5.0, 7.0, 8.0, np.nan]))

@@ -6,6 +6,7 @@ seven that detect); queries, scales and limits are ours.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ Aggregation = Literal["mean", "min", "max", "spread", "sum"]
 
 JOB_SELECTOR = "$job_selector"
 """Stands in a query for the label matchers of one job's machines."""
+_SELECTOR = re.compile(r"[a-zA-Z_:][\w:]*\{[^{}]*" + re.escape(JOB_SELECTOR) + r"[^{}]*\}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,32 @@ class Metric:
     """Comes from the GPU exporter."""
     nonnegative: bool = True
     """A negative value is a broken sample."""
+    node_label: str = "node"
+    """Label of the series that names the machine. The label that an exporter sets itself
+    (`Hostname` of the GPU exporter) may name its pod: the scrape configuration sets `node`."""
+    node_regex: str = ""
+    """First group of this expression is the machine, as `([^:]+).*` to drop a port; empty for the
+    whole label."""
+    required: bool = False
+    """A call without this metric has failed."""
+
+    @property
+    def selector(self) -> str:
+        """The first series of the query that is chosen by job; its samples date all."""
+        match = _SELECTOR.search(self.series)
+        return match.group() if match else ""
+
+    def machine_of(self, label: str) -> str:
+        """Return the machine that a label's value names; empty where it names none.
+
+        Example:
+            >>> Metric("m", "1", None, "", node_regex="([^:]+):[0-9]+").machine_of("n1:9100")
+            'n1'
+        """
+        if not self.node_regex:
+            return label
+        match = re.fullmatch(self.node_regex, label)
+        return match.group(1) if match and match.groups() else ""
 
 
 _SELECTED = f"{{{JOB_SELECTOR}}}"

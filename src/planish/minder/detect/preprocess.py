@@ -260,7 +260,7 @@ def frozen_exporters(frame: Frame, after_seconds: int) -> dict[str, dict[str, in
         for name in names:
             metric, last = METRICS[name], _last_values(frame.values[name], frame.mask[name])
             moving = still[name] >= needed
-            # Where hardly anything moves, standing still says nothing.
+            # Where hardly any machine moves, standing still is no sign of a fault.
             if 2 * np.count_nonzero(moving) <= frame.num_machines:
                 continue
             top = metric.limits[1] if metric.limits else np.inf

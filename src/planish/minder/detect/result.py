@@ -12,7 +12,7 @@ Status = Literal["ok", "fault", "outage", "skipped", "too_few_machines"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one metric says of a machine."""
+    """How one metric shows that a machine differs."""
 
     candidate_share: float
     """Share of the windows of the frame in which it was the candidate."""

@@ -34,7 +34,7 @@ from planish.minder.lab.replay import Alarm
 from planish.minder.lab.score import CaseOutcome, Score, score
 
 LEAST_FAULTS = 10
-"""Thresholds that are fitted to fewer labelled faults say more about these than about the site."""
+"""Fewest labelled faults to which thresholds are fitted; fewer would be fitted too closely."""
 THETAS = (1.5, 2.0, 2.5, 3.0)
 KAPPAS = (0.6, 0.7, 0.8, 0.9, 0.95)
 FLOORS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.10, 0.12)

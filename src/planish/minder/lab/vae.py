@@ -97,7 +97,7 @@ class Losses:
     variance_held_out: float
     """Of the same samples: what a constant would leave."""
     divergence: float
-    """Nats; near 0 the latent variable says nothing."""
+    """Nats; near 0 the latent variable carries no information."""
     epochs: int
 
 

@@ -24,9 +24,9 @@ from planish.base.config import Section, nearest, parse_section, read_toml
 from planish.base.errors import ConfigError
 from planish.minder.act.config import ActConfig, KubernetesConfig
 from planish.minder.detect.config import MinderConfig, minder_config
-from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Transform
+from planish.minder.detect.metrics_table import METRICS, Aggregation, Kind, Metric, Transform
 from planish.minder.service.alertmanager import AlertmanagerConfig
-from planish.minder.service.prometheus import MetricSource, PrometheusConfig, check_source
+from planish.minder.service.prometheus import PrometheusConfig, check_source
 
 
 class ServerConfig(Section):
@@ -105,7 +105,7 @@ class ServiceSettings:
 
     minder: MinderConfig
     prometheus: PrometheusConfig
-    sources: dict[str, MetricSource]
+    sources: dict[str, Metric]
     """Metric to where it is; those of `detect.metrics`."""
     alertmanager: AlertmanagerConfig = field(default_factory=AlertmanagerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -184,7 +184,7 @@ def service_settings(raw: Mapping[str, Any]) -> ServiceSettings:
     return ServiceSettings(minder=minder, sources=sources, jobs=tuple(jobs), **parsed)
 
 
-def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, MetricSource]:
+def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, Metric]:
     """Return where the metrics of detection are."""
     for name, value in raw.items():
         if name not in METRICS:
@@ -207,6 +207,6 @@ def _sources(minder: MinderConfig, raw: Mapping[str, Any]) -> dict[str, MetricSo
         changes = {key: value for key, value in table.items() if value not in (None, "")}
         if given.promql:
             changes["series"] = given.promql
-        sources[name] = replace(MetricSource.of(metric), **changes)
+        sources[name] = replace(metric, **changes)
         check_source(sources[name], key)
     return sources

@@ -195,7 +195,7 @@ class StatusServer:
         is_healthy: Callable[[], bool],
         is_ready: Callable[[], bool],
     ) -> None:
-        """Listen from now on; port 0 picks a free one, which `self.port` tells.
+        """Listen from now on; port 0 picks a free one, see `self.port`.
 
         Raises:
             ConfigError: the address can not be listened on.

@@ -255,7 +255,7 @@ class JobWatch:
         for change in changes:
             alert = change.alert
             if alert.is_active and not alert.run:
-                # The pipeline run that the machine works for, as far as labels tell it.
+                # The pipeline run that the machine works for, as far as labels name it.
                 pods = (p for p in self.info.pods if p.machine == alert.machine and p.run_id)
                 of = next(pods, self.info)
                 iteration = str(of.iteration) if of.run_id else ""

@@ -2,7 +2,7 @@
 
 Three queries for each metric: its values, the seconds in which there was a sample at all
 (Prometheus repeats the last sample for five minutes, so a dead exporter would look constant), and,
-for counters, where they were reset. `timestamp()` would tell more, but older servers evaluate it a
+for counters, where they were reset. `timestamp()` would give more, but older servers evaluate it a
 hundred times slower than a range.
 """
 
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from planish.base.errors import BackendUnavailable, ConfigError
 from planish.minder.detect.frame import F64
-from planish.minder.detect.metrics_table import JOB_SELECTOR, Aggregation, Kind, Metric
+from planish.minder.detect.metrics_table import JOB_SELECTOR, Metric
 from planish.minder.service.http import AccessConfig, Deadline, HttpClient
 
 logger = logging.getLogger(__name__)
@@ -32,71 +32,11 @@ REFUSED = ("401", "403")
 """Codes that the next try will not change."""
 MIN_RATE_SECONDS = 5
 """Range of a rate at one sample a second."""
-_SELECTOR = re.compile(r"[a-zA-Z_:][\w:]*\{[^{}]*" + re.escape(JOB_SELECTOR) + r"[^{}]*\}")
 _AGGREGATIONS = {"mean": "avg", "min": "min", "max": "max", "sum": "sum"}
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|`[^`]*`')
 _INNER = r"""[^(){}\[\]"'`]*"""
 _PAIR = re.compile(rf"\({_INNER}\)|\{{{_INNER}\}}|\[{_INNER}\]")
 """A pair of brackets with no bracket and no quote in it."""
-
-
-@dataclass(frozen=True)
-class MetricSource:
-    """Where Prometheus has one metric.
-
-    Example:
-        >>> MetricSource("cpu_usage", 'node_load1{$job_selector}').selector
-        'node_load1{$job_selector}'
-    """
-
-    name: str
-    """Canonical name of the metric."""
-    series: str
-    """PromQL of one value for each device or machine; holds `$job_selector`."""
-    node_label: str = "node"
-    """Label of the series that names the machine. What an exporter says of itself (`Hostname` of
-    the GPU exporter) may be its pod: the scrape configuration sets `node`."""
-    node_regex: str = ""
-    """First group of this expression is the machine, as `([^:]+).*` to drop a port; empty for the
-    whole label."""
-    kind: Kind = "gauge"
-    scale: float = 1.0
-    offset: float = 0.0
-    agg: Aggregation = "mean"
-    nonnegative: bool = True
-    required: bool = False
-    """A call without this metric has failed."""
-
-    @classmethod
-    def of(cls, metric: Metric) -> MetricSource:
-        """Return the source that a metric has by default."""
-        return cls(
-            name=metric.name,
-            series=metric.series,
-            kind=metric.kind,
-            scale=metric.scale,
-            offset=metric.offset,
-            agg=metric.agg,
-            nonnegative=metric.nonnegative,
-        )
-
-    @property
-    def selector(self) -> str:
-        """The first series of the query that is chosen by job; it tells how fresh all is."""
-        match = _SELECTOR.search(self.series)
-        return match.group() if match else ""
-
-    def machine_of(self, label: str) -> str:
-        """Return the machine that a label's value names; empty where it names none.
-
-        Example:
-            >>> MetricSource("m", "", node_regex="([^:]+):[0-9]+").machine_of("n1:9100")
-            'n1'
-        """
-        if not self.node_regex:
-            return label
-        match = re.fullmatch(self.node_regex, label)
-        return match.group(1) if match and match.groups() else ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +51,7 @@ class Queries:
 
 
 def queries_of(
-    source: MetricSource, machines: Sequence[str], series_labels: Sequence[str], rate_seconds: int
+    source: Metric, machines: Sequence[str], series_labels: Sequence[str], rate_seconds: int
 ) -> Queries:
     """Return the queries for some machines.
 
@@ -139,11 +79,11 @@ def queries_of(
     )
 
 
-def job_matcher(source: MetricSource, machines: Sequence[str]) -> str:
+def job_matcher(source: Metric, machines: Sequence[str]) -> str:
     """Return what replaces `$job_selector`: a matcher of the label that names machines.
 
     Example:
-        >>> job_matcher(MetricSource("m", "m{$job_selector}"), ["n1", "n2"])
+        >>> job_matcher(Metric("m", "1", None, "m{$job_selector}"), ["n1", "n2"])
         'node=~"n1|n2"'
     """
     names = "|".join(re.escape(name).replace("\\", "\\\\").replace('"', '\\"') for name in machines)
@@ -152,7 +92,7 @@ def job_matcher(source: MetricSource, machines: Sequence[str]) -> str:
     return f'{source.node_label}=~"{names}"'
 
 
-def check_source(source: MetricSource, key: str) -> None:
+def check_source(source: Metric, key: str) -> None:
     """Refuse a query that can not be right, without asking Prometheus, which knows the rest.
 
     Raises:
@@ -208,7 +148,7 @@ class PrometheusConfig(AccessConfig):
     concurrency: int = Field(default=4, ge=1)
     """Queries of one call at the same time."""
     board_label: str = "modelName"
-    """Label of the GPU series that tells the model of the board, as dcgm-exporter gives it."""
+    """Label of the GPU series that names the model of the board, as dcgm-exporter gives it."""
     series_labels: tuple[str, ...] = Field(default=("job", "instance"), strict=False)
     """Labels that tell two exporters of one machine apart."""
 

@@ -18,11 +18,10 @@ import numpy as np
 
 from planish.base.errors import BackendUnavailable
 from planish.minder.detect.frame import F32, F64, Frame, Mask
-from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS
+from planish.minder.detect.metrics_table import JOB_SELECTOR, METRICS, Metric
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
     MIN_RATE_SECONDS,
-    MetricSource,
     Prometheus,
     Series,
     job_matcher,
@@ -50,7 +49,7 @@ class Puller:
     def __init__(
         self,
         prometheus: Prometheus,
-        sources: Mapping[str, MetricSource],
+        sources: Mapping[str, Metric],
         job: str,
         *,
         on_duplicate: Callable[[], None] = lambda: None,
@@ -105,7 +104,7 @@ class Puller:
             kept = None
         new: dict[str, F32] = {}
 
-        def ask(source: MetricSource) -> None:
+        def ask(source: Metric) -> None:
             new[source.name] = self._metric(source, names, (first, end), deadline)
 
         run_all([partial(ask, source) for source in self._sources.values()], config.concurrency)
@@ -119,7 +118,7 @@ class Puller:
         return frame
 
     def board(self, machines: Sequence[str], deadline: Deadline, *, end: int | None = None) -> str:
-        """Return the model of the boards of most machines; empty where no label tells it.
+        """Return the model of the boards of most machines; empty where no label names it.
 
         Raises:
             BackendUnavailable: Prometheus did not answer as it must.
@@ -142,7 +141,7 @@ class Puller:
 
     def _metric(
         self,
-        source: MetricSource,
+        source: Metric,
         names: tuple[str, ...],
         span: tuple[int, int],
         deadline: Deadline,
@@ -218,7 +217,7 @@ class Puller:
         self.intervals[name] = interval
         return interval
 
-    def _scale(self, source: MetricSource, column: F64) -> None:
+    def _scale(self, source: Metric, column: F64) -> None:
         """Scale one series and remove values that are not possible, in place."""
         had = np.isfinite(column)
         column *= source.scale
@@ -234,9 +233,7 @@ class Puller:
     def _stale_after(self, interval: float) -> float:
         return max(self._prometheus.config.stale_after_seconds, 1.5 * interval)
 
-    def _fresh(
-        self, source: MetricSource, age: F64, interval: float, before: int, rate: int
-    ) -> Mask:
+    def _fresh(self, source: Metric, age: F64, interval: float, before: int, rate: int) -> Mask:
         """Return [T], seconds whose value rests on samples that are new enough.
 
         Args:

@@ -24,10 +24,10 @@ OWN_STAGE = "monitor_check"
 
 @dataclass
 class Watched:
-    """What came of it."""
+    """The last result of a watched job, and the number of calls."""
 
     result: Result | None = None
-    """The last one, which is the one with the fault if there was any."""
+    """Of the last call; it holds the fault if there is one."""
     num_calls: int = 0
     num_failed: int = 0
     """Calls in which a server did not answer."""
@@ -98,7 +98,7 @@ def find(settings: ServiceSettings, job: str) -> JobInfo:
     """Return the job that is named, or that of this run with the most machines.
 
     Raises:
-        ConfigError: there is none, or nobody says which.
+        ConfigError: there is none, or the settings list several.
         ClusterError: the API server refused or does not answer.
     """
     from planish.minder.service.build import find_job, static_jobs

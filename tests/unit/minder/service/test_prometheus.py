@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from planish.base.errors import BackendUnavailable, ConfigError
-from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.metrics_table import METRICS, Metric
 from planish.minder.service.http import Deadline
 from planish.minder.service.prometheus import (
-    MetricSource,
     Prometheus,
     PrometheusConfig,
     check_source,
@@ -187,7 +186,7 @@ def test_the_time_is_that_of_the_server(scripted):
 
 
 def test_queries_choose_the_machines_and_aggregate_their_devices():
-    source = MetricSource.of(METRICS["gpu_duty_cycle"])
+    source = METRICS["gpu_duty_cycle"]
     queries = queries_of(source, ["n1", "n2.x"], ("job", "instance"), 5)
     by, selector = (
         "by (node, job, instance)",
@@ -199,16 +198,16 @@ def test_queries_choose_the_machines_and_aggregate_their_devices():
 
 
 def test_counters_are_read_as_rates_and_their_resets_are_asked_for():
-    source = MetricSource.of(METRICS["pfc_tx_packet_rate"])
+    source = METRICS["pfc_tx_packet_rate"]
     queries = queries_of(source, ["n1"], (), 20)
     selector = 'node_ethtool_transmitted_prio3_pause{node=~"n1"}'
     assert queries.values == f"sum by (node) (rate({selector}[20s]))"
     assert queries.resets == f"sum by (node) (resets({selector}[20s])) > 0"
-    assert (source.scale, MetricSource.of(METRICS["cpu_usage"]).offset) == (1.0, 100.0)
+    assert (source.scale, METRICS["cpu_usage"].offset) == (1.0, 100.0)
 
 
 def test_spread_is_the_largest_minus_the_smallest_device():
-    source = MetricSource("m", "m{$job_selector}", agg="spread")
+    source = Metric("m", "1", None, "m{$job_selector}", agg="spread")
     assert queries_of(source, ["a"], (), 5).values == (
         'max by (node) ((m{node=~"a"})) - min by (node) ((m{node=~"a"}))'
     )
@@ -216,7 +215,7 @@ def test_spread_is_the_largest_minus_the_smallest_device():
 
 @pytest.mark.parametrize("name", METRICS)
 def test_every_default_query_passes_the_check_and_leaves_no_placeholder(name):
-    source = MetricSource.of(METRICS[name])
+    source = METRICS[name]
     check_source(source, f"metrics.{name}")
     queries = queries_of(source, ["n1"], (), 5)
     assert "$" not in queries.values + queries.seen + queries.resets
@@ -235,14 +234,15 @@ def test_every_default_query_passes_the_check_and_leaves_no_placeholder(name):
     ],
 )
 def test_a_query_that_can_not_be_right_is_refused_by_its_key(change, message):
+    metric = Metric("m", "1", None, **{"series": "m{$job_selector}", **change})
     with pytest.raises(ConfigError, match=message) as caught:
-        check_source(MetricSource("m", **{"series": "m{$job_selector}", **change}), "metrics.m")
+        check_source(metric, "metrics.m")
     assert "metrics.m." in str(caught.value)
 
 
 def test_a_label_with_a_port_names_the_machine_without_it():
-    source = MetricSource(
-        "m", "m{$job_selector}", node_label="instance", node_regex=r"([^:]+)(:\d+)?"
+    source = Metric(
+        "m", "1", None, "m{$job_selector}", node_label="instance", node_regex=r"([^:]+)(:\d+)?"
     )
     assert [source.machine_of(x) for x in ("n1:9100", "n1", "")] == ["n1", "n1", ""]
     assert 'instance=~"(?:n1)(?:[:./].*)?"' in queries_of(source, ["n1"], (), 5).values

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from planish.base.errors import BackendUnavailable
-from planish.minder.detect.metrics_table import METRICS
+from planish.minder.detect.metrics_table import METRICS, Metric
 from planish.minder.service.http import Deadline
-from planish.minder.service.prometheus import MetricSource, PrometheusConfig, Series
+from planish.minder.service.prometheus import PrometheusConfig, Series
 from planish.minder.service.pull import Puller, run_all
 
 NAMES = ("a", "b", "c", "d")
@@ -72,7 +72,7 @@ def sampled(names=NAMES, *, every=1.0, seconds=1200, value=lambda i, t: 50.0 + i
 def puller(recorded, name="gpu_duty_cycle", **changes):
     metric = METRICS[name]
     facts = {"kind": metric.kind, "scale": metric.scale, "offset": metric.offset, **changes}
-    source = MetricSource(**{"name": name, "series": f"{name}{{$job_selector}}", **facts})
+    source = Metric(name, metric.unit, None, f"{name}{{$job_selector}}", **facts)
     return Puller(recorded, {name: source}, "job")
 
 

@@ -51,7 +51,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, config: KubernetesConfig) -> Cluster:
-        """Connect as the configuration says.
+        """Connect by the kubeconfig, or by the service account of this pod.
 
         Raises:
             ConfigError: no such kubeconfig, or no service account.
@@ -92,7 +92,7 @@ class Cluster:
         """Send one request and return the JSON of the answer.
 
         Raises:
-            ClusterError: refused or unanswered; `.status` tells which.
+            ClusterError: refused or unanswered; `.status` is 0 without an answer.
         """
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError

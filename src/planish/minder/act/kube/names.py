@@ -37,7 +37,7 @@ ROLE_LABELS = {
     RAY_LABEL: ("ray.io/group",),
     VOLCANO_LABEL: ("volcano.sh/task-spec",),
 }
-"""Label of the job to those that tell its roles apart; the first one that a pod has counts."""
+"""Label of the job to those that name its roles; the first one that a pod has counts."""
 RANK_ROLES = ("master", "chief", "worker")
 """Roles of the training operators and of Volcano that are ranks of one gang: master is rank 0."""
 LAUNCHER_ROLES = ("launcher", "mpimaster")

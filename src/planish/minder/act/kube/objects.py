@@ -1,7 +1,7 @@
 """Pods, nodes and jobs as plain values, read from the JSON of the API server.
 
 A machine is named by its node. A field that is missing or of another type counts as absent, since
-people write labels. Which machines belong to one job is told by the labels of its pods.
+people write labels. The labels of pods name the job that they belong to.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PodInfo:
     stage: str = ""
     iteration: int = 0
     rank: int = -1
-    """-1 where no label tells it."""
+    """-1 where no label gives it."""
     workflow: str = ""
     run_root: str = ""
     is_driver: bool = False
@@ -97,7 +97,7 @@ class JobInfo:
     machines: tuple[str, ...]
     """Nodes of its Running pods, sorted."""
     stages: Mapping[str, str] = field(default_factory=dict)
-    """Machine to stage of pipeline parallelism, where a label tells it."""
+    """Machine to stage of pipeline parallelism, where a label gives it."""
     started: int = 0
     """Unix seconds of the last (re)start of one of its pods."""
     run_id: str = ""
@@ -105,7 +105,7 @@ class JobInfo:
     """Stage of the pipeline, as `train`."""
     iteration: int = 0
     run_root: str = ""
-    """URI under which the run lives; empty where no pod tells it."""
+    """URI under which the run lives; empty where no pod names it."""
     role: str = ""
     pods: tuple[PodInfo, ...] = ()
     """Running pods."""
@@ -224,7 +224,7 @@ def _iteration(labels: Raw, annotations: Raw) -> int:
 
 
 def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
-    """Return what a pod does in its job, where its controller tells it."""
+    """Return what a pod does in its job, where its controller names it."""
     if job_label == names.LEADER_WORKER_LABEL:
         return "leader" if labels.get(names.WORKER_INDEX) == "0" else "worker"
     keys = names.ROLE_LABELS.get(job_label, ())
