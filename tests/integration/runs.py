@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -58,6 +59,24 @@ def kill(process: subprocess.Popen) -> None:
     """End the run and every process that it started, without any warning."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
+
+
+def signal_task(process: subprocess.Popen, component: str, *signals: int) -> None:
+    """Send signals to the task of a component, not to the program that waits for it."""
+    for _ in range(1000):
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                pid = int(folder.name)
+                if {b"kfp.dsl.executor_main", component.encode()} <= {*words}:
+                    if os.getsid(pid) != process.pid:
+                        continue
+                    for number in signals:
+                        os.kill(pid, number)
+                        time.sleep(0.2)
+                    return
+        time.sleep(0.01)
+    raise AssertionError(f"no task of {component}")
 
 
 def wait_for_stage(root: str, stage: str, iteration: int, *, timeout: float = 600) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -77,19 +74,6 @@ def start(server: Server, run: dict, trace: Path, log: Path) -> subprocess.Popen
         )
 
 
-def kill_train(process: subprocess.Popen) -> None:
-    """Kill the train task, not the program that waits for it."""
-    for _ in range(1000):
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                task = {b"kfp.dsl.executor_main", b"train"} <= {*words}
-                if task and os.getsid(int(folder.name)) == process.pid:
-                    return os.kill(int(folder.name), signal.SIGKILL)
-        time.sleep(0.01)
-    raise AssertionError("no train task")
-
-
 def test_a_chain_and_a_restart_through_the_api_equal_four(four: str, tmp_path: Path) -> None:
     """Two runs of two iterations; the second is killed beside a faulty machine and restarted."""
     root, log, trace = (tmp_path / "run").as_uri(), tmp_path / "log.txt", tmp_path / "trace.npz"
@@ -109,7 +93,7 @@ def test_a_chain_and_a_restart_through_the_api_equal_four(four: str, tmp_path: P
     process = start(server, second, trace, log)
     runs.wait_for_stage(root, "train", 4)
     avoid(root, AvoidedNode("node-3", "monitor_check", second["run_id"], 4))
-    kill_train(process)
+    runs.signal_task(process, "train", signal.SIGKILL)
     assert process.wait(timeout=300) == 1
     (third,) = (run for run in server.objects["runs"].values() if run not in (first, second))
     runs.finish(start(server, third, trace, log), log)

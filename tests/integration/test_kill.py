@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -53,3 +54,18 @@ def test_kill_in_a_stage_then_the_same_command_gives_equal_digests(
     runs.run(root, log)
     assert runs.digests(root) == undisturbed, f"killed {pause:.3f} s into {stage}"
     assert not list(tmp_path.rglob(f"{TEMPORARY}*")), f"killed {pause:.3f} s into {stage}"
+
+
+def test_the_next_attempt_of_a_train_task_that_got_lost_goes_on(
+    undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """Stopped first: a process that cannot finish in its grace time, as on a node that is gone."""
+    root = (tmp_path / "run").as_uri()
+    log = tmp_path / "log.txt"
+    process = runs.start(root, log)
+    runs.wait_for_stage(root, "train", 1)
+    runs.signal_task(process, "train", signal.SIGSTOP, signal.SIGKILL)
+    # The same run ends well: its retry made up for the attempt that got lost.
+    runs.finish(process, log)
+    assert runs.digests(root) == undisturbed
+    assert "Retrying" in log.read_text() or log.read_text().count("stage=train") > 1

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
 
+REQUEST_SECONDS = 20
+"""A question that is not answered within so long is given up; the client asks four times."""
+
 API = "ml-pipeline.kubeflow.svc.cluster.local"
 """Name of the API's service where Kubeflow is in its own namespace."""
 
@@ -68,7 +71,7 @@ class KfpRuns:
 
     def facts(self, run_id: str) -> KubeflowRun:
         """Return how a run was started."""
-        run = self._runs.run_service_get_run(run_id)
+        run = self._runs.run_service_get_run(run_id, _request_timeout=REQUEST_SECONDS)
         runtime = run.runtime_config
         pipeline: dict[str, Any] = {}
         if run.pipeline_version_reference is not None:

@@ -12,6 +12,8 @@ from planish.run.avoid import AvoidedNode
 WEIGHT = "num_generated_groups"
 """Metric of a shard that weighs its means."""
 
+CANCELLED = {"CANCELING", "CANCELED", "CANCELLED"}
+"""States of a run that a person has ended."""
 SUCCESS = {"SUCCEEDED", "COMPLETE", "COMPLETED", "DONE"}
 """Final states of a run that went well."""
 
@@ -219,6 +221,11 @@ class ReportFacts:
     def is_success(self) -> bool:
         """The run ended well as far as the scheduler knows."""
         return self.final_state in SUCCESS
+
+    @property
+    def is_ended_by_a_person(self) -> bool:
+        """A person terminated the run; its work so far stands."""
+        return self.final_state in CANCELLED
 
     @property
     def failed(self) -> list[TaskLog]:

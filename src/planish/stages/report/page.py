@@ -9,14 +9,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from planish.stages.report import tables
-from planish.stages.report.facts import Evaluation, ReportFacts, SampleComparison
+from planish.stages.report.facts import CANCELLED, Evaluation, ReportFacts, SampleComparison
 from planish.stages.report.figures.charts import Chart, Mark
 from planish.stages.report.figures.run_charts import all_charts
 from planish.stages.report.tables import ScoreChange, ScoreTable, change_of
 from planish.stages.report.words import number, one_line, percent, seconds, visible
 
-FAILURES = {"FAILED", "ERROR", "CANCELLED", "CANCELED", "TERMINATED"}
+FAILURES = {"FAILED", "ERROR", "TERMINATED", *CANCELLED}
 """Final states after which something has to be mended."""
+
+ENDED = "Ended by a person"
+"""What stands in place of the state of a run that a person terminated."""
 MAX_LISTED = 40
 """Rows of a list that may grow without bound."""
 
@@ -119,7 +122,6 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
     ]
     failure = _failure(facts, failed_task, error_message)
-    is_stopped = facts.is_stopped and facts.is_success
     saved, more = tables.saved_rows(facts)
     config = tables.config_tables(facts.config)
     first = facts.iterations[0] - 1 if facts.iterations else 0
@@ -130,7 +132,7 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
     return Page(
         name=one_line(facts.name, limit=80),
         root=facts.root,
-        state="Stopped by an operator" if is_stopped else facts.final_state.capitalize(),
+        state=_state(facts),
         tone="good" if facts.is_success else "bad" if failure else "warn",
         facts=[
             (label, one_line(str(value), limit=60))
@@ -291,6 +293,13 @@ def _comparison(comparison: SampleComparison) -> dict[str, Any]:
     return {"title": comparison.title, "prompts": list(prompts.values()), "columns": columns}
 
 
+def _state(facts: ReportFacts) -> str:
+    """Return the state of the run in words."""
+    if facts.is_stopped and facts.is_success:
+        return "Stopped by an operator"
+    return ENDED if facts.is_ended_by_a_person else facts.final_state.capitalize()
+
+
 def _failure(facts: ReportFacts, failed_task: str, error_message: str) -> Failure | None:
     """Return what a failed run's owner has to know; None where nothing has failed."""
     if facts.is_success or not (facts.final_state in FAILURES or facts.failed):
@@ -314,7 +323,8 @@ def _failure(facts: ReportFacts, failed_task: str, error_message: str) -> Failur
         ("last good policy", policy.pin if policy else "none: no policy was finished"),
         ("last good state", state.pin if state else "none: no train state was finished"),
     ]
-    return Failure(f"The run failed in stage {name}", tasks, rows, resume_command(facts))
+    what = "was ended by a person" if facts.is_ended_by_a_person else "failed"
+    return Failure(f"The run {what} in stage {name}", tasks, rows, resume_command(facts))
 
 
 def resume_command(facts: ReportFacts) -> str:

@@ -19,15 +19,13 @@ from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.kubeflow import Runs, restart_name
 from planish.run.lock import current_holder, hand_over
+from planish.stages.report.facts import CANCELLED
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
 
 FAILED = ("FAILED", "ERROR")
 """Final states after which a restart may be due."""
-
-CANCELLED = ("CANCELING", "CANCELED")
-"""States of a run that a person has ended: its exit task hears `FAILED` as well."""
 
 
 @dataclass(frozen=True)

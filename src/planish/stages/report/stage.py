@@ -14,11 +14,11 @@ from planish.records import layout
 from planish.run.kubeflow import KfpRuns
 from planish.run.lock import current_holder, refuse_stranger
 from planish.run.stage import Artifact, Context, Outcome, execute
-from planish.stages.report.facts import ReportFacts
+from planish.stages.report.facts import CANCELLED, ReportFacts
 from planish.stages.report.gather import gather
 from planish.stages.report.page import build_page
 from planish.stages.report.render import render_html, render_markdown
-from planish.stages.report.restart import restart
+from planish.stages.report.restart import FAILED, restart
 from planish.stages.report.webhook import post
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def run(
             # The report is the last that a run writes: a restart that fails is named in it.
             logger.warning("not restarted", exc_info=True)
             decision = f"not restarted: {type(error).__name__}: {error}"
-        facts = gather(context.root, state)
+        facts = gather(context.root, final_state(state))
         facts.restart = decision
         return write_report(facts, failed_task=failed_task, error_message=error_message)
 
@@ -79,6 +79,24 @@ def run(
         config_sha256=None,
         outputs={"report": report, "summary": summary},
     )
+
+
+def final_state(state: str) -> str:
+    """Return the state of the run; that a person has ended it is known to Kubeflow alone.
+
+    Args:
+        state: what the exit task is given, which is `FAILED` in both cases.
+    """
+    run_id = os.environ.get("RUN_ID", "")
+    if state.upper() not in FAILED or not run_id:
+        return state
+    try:
+        found = KfpRuns().facts(run_id).state
+    except Exception as error:
+        # Outside Kubeflow there is nobody to ask; the report is the last that a run writes.
+        logger.warning("state of the run not asked for error=%s", type(error).__name__)
+        return state
+    return found if found in CANCELLED else state
 
 
 def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) -> Outcome:

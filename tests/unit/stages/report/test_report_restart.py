@@ -198,6 +198,19 @@ def test_the_report_submits_through_the_real_client_and_shows_it(
     assert len(server.posted("runs")) == 1
 
 
+def test_the_report_of_a_run_that_a_person_ended_says_so(server, file_root, tmp_path, monkeypatch):
+    run = server.add_run(display_name="x", state="CANCELING", runtime_config={"parameters": {}})
+    monkeypatch.setenv("RUN_ID", run["run_id"])
+    for text in report(file_root, tmp_path, max_restarts=0):
+        assert "Ended by a person" in text
+        assert "The run was ended by a person in stage" in text
+        assert "The run failed" not in text
+    run["state"] = "FAILED"
+    for text in report(file_root, tmp_path, max_restarts=0):
+        assert "The run failed in stage" in text
+    assert server.posted("runs") == []
+
+
 def test_a_server_that_is_away_does_not_keep_the_report(named, tmp_path, monkeypatch, free_port):
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{free_port}")
     _, markdown = report(named, tmp_path)
