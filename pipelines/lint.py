@@ -164,6 +164,8 @@ def images_are_known(compiled: Compiled) -> Iterator[BrokenRule]:
             yield BrokenRule(6, label, f"image must be one of the table, got {image!r}")
         if image.endswith(":latest"):
             yield BrokenRule(6, label, f"image must not be a moving tag, got {image!r}")
+        if compiled.pods.get(label, {}).get("imagePullPolicy") != "IfNotPresent":
+            yield BrokenRule(6, label, "an image must be pulled once a node (IfNotPresent)")
         if compiled.release and not _DIGEST.match(image):
             yield BrokenRule(
                 6, label, f"image of a release must end with @sha256:..., got {image!r}"

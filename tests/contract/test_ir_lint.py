@@ -120,6 +120,10 @@ def foreign_image(spec, _):
     spec["deploymentSpec"]["executors"]["exec-reward"]["container"]["image"] = "python:3.11"
 
 
+def image_pulled_each_time(_, pods):
+    pods["exec-train"]["imagePullPolicy"] = "Always"
+
+
 def no_run_id(_, pods):
     pods["exec-reward"]["fieldPathAsEnv"].pop(0)
 
@@ -257,7 +261,7 @@ MUTATIONS = [
     (4, cached_stage),
     *((5, gpu_without_toleration), (5, gpu_without_selector), (5, gpu_without_shared_memory)),
     *((5, cpu_with_accelerator), (5, no_timeout), (5, no_memory_limit)),
-    (6, foreign_image),
+    *((6, foreign_image), (6, image_pulled_each_time)),
     *(
         (7, no_run_id),
         (7, no_stage_label),

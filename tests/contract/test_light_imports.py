@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from planish.run.__main__ import STAGES as STAGE_MODULES
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "sklearn", "pandas", "datasets", "sympy")
 
@@ -28,6 +30,8 @@ LIGHT = [
     "planish.show.doctor",
     "planish.__main__",
     *CONFIGS,
+    # An attempt that finds its work done, or refused for good, ends before torch is imported.
+    *STAGE_MODULES.values(),
 ]
 
 
