@@ -76,11 +76,8 @@ golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the
 compile: $(VENV)/.installed  ## compile the pipelines; CHECK=1 fails when the golden YAML differs
 	$(BIN)/python -m pipelines.compile $(if $(CHECK),--check) $(ARGS)
 
-images:  ## build the container images with docker
-	for file in images/*.Dockerfile; do \
-	  name=$$(basename "$$file" .Dockerfile); \
-	  docker build -f "$$file" -t "planish/$$name:$$(sed -nE 's/^__version__ = "(.*)"/\1/p' src/planish/__init__.py)" . || exit 1; \
-	done
+images:  ## build the container images with docker (ARGS='--push REGISTRY' or '--load kind|k3s|minikube|containerd')
+	$(PYTHON) images/build.py $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) .cache runs dist
