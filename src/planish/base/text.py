@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def bytes_text(count: float) -> str:
     """Return a size.
@@ -45,3 +47,32 @@ def printable(text: str, *, limit: int) -> str:
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1]
     )
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+
+
+def code_span(text: str) -> str:
+    """Return text as one line of inline code of CommonMark, whatever it holds; empty stays empty.
+
+    Nothing inside is markup: the fence is longer than any row of backticks in the text.
+
+    Example:
+        >>> code_span("side_is_full"), code_span("a `b`")
+        ('`side_is_full`', '`` a `b` ``')
+    """
+    flat = " ".join(text.split())
+    fence = "`" * (1 + longest_fence(flat))
+    return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`" if flat else ""
+
+
+def code_cell(text: str) -> str:
+    r"""Return `code_span` for a cell of a table, where a pipe would end the cell.
+
+    Example:
+        >>> code_cell("a|b")
+        '`a\\|b`'
+    """
+    return code_span(text).replace("|", "\\|")
+
+
+def longest_fence(text: str) -> int:
+    """Return the length of the longest row of backticks."""
+    return max((len(row) for row in re.findall(r"`+", text)), default=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planish.base.text import printable
+from planish.base.text import code_cell, code_span, printable
 from planish.stages.curate.select import Curated
 
 EXAMPLE_CHARS = 120
@@ -49,7 +48,7 @@ def curation_report(curated: Curated, source_sha256: str) -> str:
     lines = [
         "# Curation report",
         "",
-        f"Source: {_code(source)}" + (f", sha256 `{source_sha256}`" if source_sha256 else ""),
+        f"Source: {code_span(source)}" + (f", sha256 `{source_sha256}`" if source_sha256 else ""),
         "",
         f"**{len(curated.train)}** training prompts, **{len(curated.evaluation)}** held out, "
         f"**{len(curated.traced)}** worked traces.",
@@ -60,17 +59,17 @@ def curation_report(curated: Curated, source_sha256: str) -> str:
         "| --- | --- | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {_escape(f.name)} | {f.unit} | {f.num_in} | {f.num_out} | {f.num_in - f.num_out} |"
+        f"| {f.name} | {f.unit} | {f.num_in} | {f.num_out} | {f.num_in - f.num_out} |"
         for f in curated.ledger.filters
     ]
     lines += ["", "Each row of a filter went on or is counted under one reason below.", ""]
     for item in curated.ledger.filters:
         if item.reasons:
-            lines += [f"### {_escape(item.name)}", ""]
+            lines += [f"### {item.name}", ""]
             lines += ["| reason | dropped | examples |", "| --- | ---: | --- |"]
             for reason, count in item.reasons.items():
-                shown = "<br>".join(_code(example) for example in item.examples[reason])
-                lines.append(f"| {_escape(reason)} | {count} | {shown} |")
+                shown = ", ".join(_code(example) for example in item.examples[reason])
+                lines.append(f"| {code_cell(reason)} | {count} | {shown} |")
             lines.append("")
     lines += ["## What was kept", ""]
     lines += _lengths("prompt characters", [len(p.question) for p in curated.train])
@@ -93,12 +92,6 @@ def _lengths(name: str, lengths: Sequence[int]) -> list[str]:
     return [f"* {name}: p10 {low}, median {middle}, p90 {high}, longest {most}"]
 
 
-def _escape(text: str) -> str:
-    return html.escape(text, quote=False).replace("|", "&#124;")
-
-
 def _code(text: str) -> str:
     """Return untrusted text as one line that neither a table nor a page takes for markup."""
-    flat = " ".join(text.split())
-    text = _escape(printable(flat, limit=EXAMPLE_CHARS))
-    return f"<code>{text.replace('`', '&#96;').replace('*', '&#42;')}</code>"
+    return code_cell(printable(" ".join(text.split()), limit=EXAMPLE_CHARS))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planish.base.text import code_span
 from planish.stages.prepare.chain import Link
 from planish.stages.prepare.run_file import RunFile
 
@@ -44,9 +45,10 @@ def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return algorithm, model, and sizes of an iteration."""
     rollout, model = config.get("rollout", {}), config.get("model", {})
     train, algorithm = config.get("train", {}), config.get("algorithm", {})
-    rows = [("algorithm", str(algorithm.get("name", "?")))]
+    rows = [("algorithm", code_span(str(algorithm.get("name", "?"))))]
     layers, width = model.get("num_layers"), model.get("hidden_size")
-    rows.append(("model", model.get("path") or f"from scratch, {layers} layers of {width}"))
+    path = code_span(str(model.get("path") or ""))
+    rows.append(("model", path or f"from scratch, {layers} layers of {width}"))
     prompts, group = rollout.get("prompts_per_iteration"), rollout.get("group_size")
     if prompts and group:
         rows.append(
@@ -58,7 +60,8 @@ def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
                 ("updates", f"{-(-prompts * group // minibatch)} optimizer steps an iteration")
             )
     if algorithm.get("kl_coefficient"):
-        near = train.get("reference_policy") or "the policy that training began with"
+        near = code_span(train.get("reference_policy") or "")
+        near = near or "the policy that training began with"
         rows.append(("penalty", f"{algorithm['kl_coefficient']:g} x KL to {near}"))
     return rows
 
@@ -85,7 +88,8 @@ def render(plan: RunPlan) -> str:
     lines = ["# What will happen", "", "| what | value |", "| --- | --- |"]
     for name, value in rows:
         lines.append("| {} | {} |".format(name, value.replace("|", "\\|").replace("\n", " ")))
-    for title, items in (("Changed settings", plan.changed), ("Warnings", plan.warnings)):
+    changed = [code_span(item) for item in plan.changed]
+    for title, items in (("Changed settings", changed), ("Warnings", plan.warnings)):
         if items:
             lines += ["", f"## {title}", "", *(f"- {item}" for item in items)]
     return "\n".join([*lines, ""])

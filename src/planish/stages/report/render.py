@@ -6,24 +6,21 @@ image or a script to the page.
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from markupsafe import Markup
 
+from planish.base.text import code_cell, code_span, longest_fence
 from planish.stages.report.page import Page
 from planish.stages.report.words import visible
 
 MAX_BYTES = 1 << 20
 """The Kubeflow page shows no larger HTML artifact."""
 _MAX_CURATION = 60_000
-_ALLOWED_TAGS = ("<code>", "</code>", "<br>")
 
 
 def render_html(page: Page) -> str:
@@ -53,7 +50,7 @@ def render_html(page: Page) -> str:
 def render_markdown(page: Page) -> str:
     """Return the summary as Markdown; model text stays out of it."""
     environment = _environment(autoescape=False)
-    environment.filters.update(cell=_cell, inline=_inline, fenced=_fenced)
+    environment.filters.update(cell=_cell, inline=code_span, code=code_cell, fenced=_fenced)
     return environment.get_template("report.md.j2").render(page=page)
 
 
@@ -75,36 +72,20 @@ def _visible(value: object) -> object:
 
 
 def _safe_markdown(text: str) -> Markup:
-    """Render Markdown with tables; of raw HTML only three bare tags, no links, no images."""
-    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
-    parser.disable(["link", "image", "autolink", "reference", "html_block"])
-    parser.add_render_rule("html_inline", _inline_tag)
+    """Render Markdown with tables; no raw HTML, no links, no images."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    parser.disable(["link", "image", "autolink", "reference"])
     return Markup(parser.render(visible(text, limit=_MAX_CURATION)))
 
 
-def _inline_tag(_: object, tokens: Sequence[Token], index: int, *__: object) -> str:
-    tag = tokens[index].content
-    return tag if tag in _ALLOWED_TAGS else html.escape(tag)
-
-
 def _cell(text: str) -> str:
-    """Escape text for a Markdown table."""
-    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(str(text).split()))
-
-
-def _inline(text: str) -> str:
-    """Return text as inline code, whatever it holds."""
-    flat = " ".join(text.split())
-    fence = "`" * (1 + _longest_fence(flat))
-    return f"{fence} {flat} {fence}" if fence != "`" else f"`{flat}`"
+    """Return text for a Markdown table: with an identifier in it as code, else escaped."""
+    if re.search(r"\w_\w", str(text)):
+        return code_cell(str(text))
+    return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(str(text).split()))
 
 
 def _fenced(text: str) -> str:
     """Return text as a code block, whatever it holds."""
-    fence = "`" * max(3, 1 + _longest_fence(text))
+    fence = "`" * max(3, 1 + longest_fence(text))
     return f"{fence}text\n{text}\n{fence}"
-
-
-def _longest_fence(text: str) -> int:
-    """Return the length of the longest row of backticks."""
-    return max((len(row) for row in re.findall(r"`+", text)), default=0)

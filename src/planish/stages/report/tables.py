@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -223,7 +222,7 @@ def funnel(curation: str) -> list[dict[str, Any]]:
         largest[unit] = max(largest.get(unit, 1), int(num_in))
     return [
         {
-            "label": one_line(html.unescape(name), limit=60),
+            "label": one_line(name, limit=60),
             "unit": one_line(unit, limit=20),
             "count": f"{int(num_out):,}",
             "lost": f"-{int(dropped):,}" if int(dropped) else "",

@@ -45,10 +45,10 @@ def test_a_new_run_has_no_reference_to_look_for_and_its_plan_tells_the_penalty(f
 def test_chained_and_forked_runs_have_the_reference_that_the_state_names(file_root):
     prepare(file_root, wish(overrides=PENALTY))
     finish(file_root)
-    prepare(file_root, wish(overrides=PENALTY, chain_index=1))
+    prepare(file_root, wish(overrides=PENALTY, index=1))
     prepare(f"{file_root}/fork", wish(overrides=PENALTY, resume_from=file_root))
     store.delete(f"{file_root}/{FIRST}/manifest.json")
-    for place, more in ((file_root, {"chain_index": 1}), ("fork2", {"resume_from": file_root})):
+    for place, more in ((file_root, {"index": 1}), ("fork2", {"resume_from": file_root})):
         root = place if place == file_root else f"{file_root}/{place}"
         with pytest.raises(ConfigError, match="the reference policy of the KL penalty must be at"):
             prepare(root, wish(overrides=PENALTY, **more))
@@ -57,13 +57,13 @@ def test_chained_and_forked_runs_have_the_reference_that_the_state_names(file_ro
 def test_a_penalty_that_comes_later_needs_a_pinned_reference(file_root):
     prepare(file_root, wish())
     first = finish(file_root, names_reference=False)
-    prepare(file_root, wish(chain_index=1))
-    late = {"overrides": PENALTY, "chain_index": 1, "allow_config_change": True}
+    prepare(file_root, wish(index=1))
+    late = {"overrides": PENALTY, "index": 1, "allow_config_change": True}
     with pytest.raises(ConfigError, match="must name the reference policy"):
         prepare(file_root, wish(**late))
     late["overrides"] += f" train.reference_policy={first.pin()}"
     summary = prepare(file_root, wish(**late)).documents["summary"]
-    assert f"| penalty | 0.04 x KL to {first.pin()} |" in summary
+    assert f"| penalty | 0.04 x KL to `{first.pin()}` |" in summary
 
 
 def test_a_pinned_reference_must_be_there_before_the_first_iteration(file_root):

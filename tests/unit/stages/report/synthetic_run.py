@@ -68,7 +68,7 @@ AFTER = {
 
 CURATION = """# Curation report
 
-SeriesSource: <code>gsm8k.jsonl</code>, sha256 `00ff`
+SeriesSource: `gsm8k.jsonl`, sha256 `00ff`
 
 **4168** training prompts, **595** held out, **500** worked traces.
 
@@ -87,7 +87,7 @@ SeriesSource: <code>gsm8k.jsonl</code>, sha256 `00ff`
 
 | reason | dropped | examples |
 | --- | ---: | --- |
-| decimal | 5428 | <code>1.5*4=6</code><br><code>&lt;img src=x onerror=alert(1)&gt;</code> |
+| `decimal` | 5428 | `1.5*4=6`, `<img src=x onerror=alert(1)>` |
 """
 
 

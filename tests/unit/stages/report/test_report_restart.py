@@ -188,7 +188,7 @@ def test_the_report_submits_through_the_real_client_and_shows_it(
     assert body["service_account"] == "planish-runner"
     assert body["runtime_config"]["parameters"] == {"root": file_root, "chain": '{"index": -1}'}
     facts = f"iteration 4 | {present['run_id']} | 2025-10-09 08:53:20 UTC |"
-    assert f"| node-3 | monitor\\_check | {facts}" in markdown
+    assert f"| node-3 | `monitor_check` | {facts}" in markdown
     created = next(i for i in server.objects["runs"] if i != present["run_id"])
     assert f"This run was restarted as run {created}." in markdown
     assert f"This run was restarted as run {created}." in html
@@ -225,6 +225,6 @@ def test_without_machines_the_report_says_nothing_of_them(file_root, tmp_path):
 
 def test_the_summary_of_a_named_machine_is_there_where_restarts_are_off(named, tmp_path):
     _, markdown = report(named, tmp_path, max_restarts=0)
-    assert "| node-3 | monitor\\_check |" in markdown
+    assert "| node-3 | `monitor_check` |" in markdown
     assert "This run was" not in markdown
     assert json.loads(store.read(layout.avoided_node(named, "node-3")))
