@@ -137,6 +137,19 @@ def test_impossible_options_end_with_code_two_and_the_reason(option, words, caps
 
 
 @pytest.mark.slow
+def test_rollouts_over_the_limit_wait_for_an_earlier_one():
+    profile = profile_named("gpu-1x8", num_iterations=1, num_shards=4, parallelism=2)
+    spec = next(yaml.safe_load_all(compile_text(profile)))
+    tasks = spec["components"]["comp-iteration-1"]["dag"]["tasks"]
+    after = {name: task.get("dependentTasks", []) for name, task in tasks.items()}
+    rollouts = ["rollout", "rollout-2", "rollout-3", "rollout-4"]
+    assert [after[name] for name in rollouts] == [[], [], rollouts[:1], rollouts[1:2]]
+    assert after["reward"] == rollouts
+    names = [tasks[name]["taskInfo"]["name"] for name in ("rollout", "rollout-4")]
+    assert names == ["rollout 0", "rollout 3"]
+
+
+@pytest.mark.slow
 def test_a_monitor_stands_beside_each_train_task_only_where_it_is_asked_for():
     profile = profile_named("cpu-tiny", num_iterations=2)
     text = compile_text(profile, monitor=Monitor("s3://b/minder.toml"))
