@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,15 @@ def test_writing_and_reading_a_set_imports_no_pandas(tmp_path):
         "[read_set(cls, ref.uri) for cls, ref in refs]"
     )
     assert modules_after(statement) & set(HEAVY) == set()
+
+
+def test_no_code_of_a_task_imports_kfp():
+    # Inside a task kfp is imported in part: it has no client there (`_KFP_RUNTIME=true`).
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if "kfp" in {name.partition(".")[0] for name in names}:
+                found.add(str(path.relative_to(PACKAGE)))
+    assert found == set()
