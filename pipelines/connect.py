@@ -59,8 +59,14 @@ class Kubeflow:
         return f"Kubeflow at {self.url} serves {users}: runs go to namespace {namespace}"
 
 
-def connect(host: str = "", kfp_namespace: str = KFP_NAMESPACE) -> Kubeflow:
+def connect(host: str = "", kfp_namespace: str = KFP_NAMESPACE, token: str = "") -> Kubeflow:
     """Connect to the server at a URL, or to the one that kfp's client finds by itself.
+
+    Args:
+        host: URL of the server or of its UI; empty to look for one.
+        kfp_namespace: where it runs.
+        token: of a service account for the audience `pipelines.kubeflow.org`, by which a server
+            for several users knows who asks; empty for none.
 
     Raises:
         ConnectionError: nothing that answers as Kubeflow does; in one line that says what to type.
@@ -83,7 +89,9 @@ def connect(host: str = "", kfp_namespace: str = KFP_NAMESPACE) -> Kubeflow:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             # The client warns on every start that it needs a back end of version 2.
             warnings.simplefilter("ignore", FutureWarning)
-            client = Client(host=host or None, namespace=kfp_namespace)
+            client = Client(
+                host=host or None, namespace=kfp_namespace, existing_token=token or None
+            )
         url = client._existing_config.host
         is_multi_user = bool(client.get_kfp_healthz().multi_user)
     except (HTTPError, OSError, kfp_server_api.ApiException) as error:

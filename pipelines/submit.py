@@ -294,6 +294,11 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="", help="URL of the Kubeflow Pipelines API")
     server.add_argument("--kfp-namespace", default=KFP_NAMESPACE, help="where Kubeflow runs")
     server.add_argument("--namespace", default="", help="where runs go: that of your profile")
+    server.add_argument(
+        "--token-file",
+        type=Path,
+        help="who asks, for several users: kubectl create token --audience=pipelines.kubeflow.org",
+    )
     start = argparse.ArgumentParser(add_help=False, parents=[server])
     start.add_argument("root", help="s3://bucket/prefix")
     start.add_argument("--profile", default="gpu-1x8", choices=sorted(PROFILES))
@@ -329,9 +334,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _server(arguments: argparse.Namespace) -> Kubeflow:
+    token = arguments.token_file.read_text("utf-8").strip() if arguments.token_file else ""
+    return connect(arguments.host, arguments.kfp_namespace, token)
+
+
 def _connect(arguments: argparse.Namespace) -> Kubeflow:
     """Connect, and say where runs go."""
-    server = connect(arguments.host, arguments.kfp_namespace)
+    server = _server(arguments)
     line = server.describe(server.namespace_of_runs(arguments.namespace))
     sys.stderr.write(f"{line}\n")
     return server
@@ -380,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command in ("run", "schedule"):
             lines = [_start(arguments)]
         elif arguments.command == "wait":
-            client = connect(arguments.host, arguments.kfp_namespace).client
+            client = _server(arguments).client
             state = wait(client, arguments.run_id, timeout_seconds=arguments.timeout_seconds)
             lines, code = [state], 0 if state == SUCCEEDED else 1
         elif arguments.command == "cleanup":

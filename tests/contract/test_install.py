@@ -88,6 +88,17 @@ def test_data_of_a_store_stay_when_its_pod_goes():
         assert find(objects, "PersistentVolumeClaim", "minio-data")
 
 
+def test_the_store_answers_kubeflow_and_its_profiles():
+    policy = find(resolve(FOLDER / "base"), "NetworkPolicy", "minio-from-runs")
+    (rule,) = policy["spec"]["ingress"]
+    labels = [source["namespaceSelector"]["matchLabels"] for source in rule["from"][1:]]
+    # The second is the label by which Kubeflow's controller of profiles knows a profile.
+    assert labels == [
+        {"kubernetes.io/metadata.name": "kubeflow"},
+        {"pipelines.kubeflow.org/enabled": "true"},
+    ]
+
+
 def test_one_machine_has_no_monitor_and_a_gpu_cluster_has_one():
     assert "minder" not in names(resolve(FOLDER / "overlays/local"), "Deployment")
     assert "minder" in names(resolve(FOLDER / "overlays/gpu"), "Deployment")

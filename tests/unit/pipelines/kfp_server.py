@@ -56,6 +56,7 @@ class Server:
         self.objects = {kind: {} for kind in MODELS}
         self.states = ["SUCCEEDED"]
         self.is_multi_user = False
+        self.tokens = set()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,6 +101,7 @@ class Server:
         url = urlparse(handler.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         self.requests.append(("GET", url.path, query, None))
+        self.tokens.add(handler.headers.get("Authorization"))
         self.headers = {name.lower(): value for name, value in handler.headers.items()}
         parts = url.path.removeprefix(PREFIX).strip("/").split("/")
         if parts[0] == "healthz":

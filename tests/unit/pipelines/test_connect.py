@@ -54,6 +54,16 @@ def test_a_server_for_several_users_puts_runs_into_the_profile_that_is_named(ser
     assert experiment["namespace"] == "team"
 
 
+def test_a_token_says_who_asks(server, tmp_path):
+    server.is_multi_user = True
+    run = server.add_run(display_name="x")
+    path = tmp_path / "token"
+    path.write_text("abc.def\n")
+    words = ["wait", run["run_id"], "--host", server.url, "--token-file", str(path)]
+    assert submit.main(words) == 0
+    assert server.tokens == {"Bearer abc.def"}
+
+
 @pytest.mark.parametrize("command", ["run", "wait", "cleanup"])
 def test_where_nothing_answers_one_line_says_what_to_type(command, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"

@@ -43,7 +43,7 @@ PERMISSIONS: tuple[Permission, ...] = (
     Permission("", "resourcequotas", "list"),
     Permission("argoproj.io", "workflows", "list"),
 )
-"""What the stages do in the namespace of the run; the role in `manifests/base` grants it."""
+"""What the stages do in the namespace of the run; the role in `manifests/runs` grants it."""
 
 CLUSTER_PERMISSIONS: tuple[Permission, ...] = (Permission("", "nodes", "list"),)
 """What they do outside any namespace."""
@@ -220,8 +220,9 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
     if missing:
         faults.append(
             "the service account of the run must be allowed to "
-            f"{', '.join(p.describe() for p in missing)}, but is not; apply the roles of "
-            "manifests/base in this namespace"
+            f"{', '.join(p.describe() for p in missing)}, but is not; apply the overlay of "
+            "manifests/ for this namespace (kfp-single-user, kfp-multi-user, or local or gpu "
+            "without Kubeflow) and name its account, planish-runner"
         )
     room: list[str] = []
     if Permission("", "resourcequotas", "list") not in missing:
