@@ -35,7 +35,8 @@ def screenshot(page, width, height, *flags):
 MEASURE = """
 <script>
 window.addEventListener("load", () => {
-  const texts = [...document.querySelectorAll("svg text")];
+  document.querySelectorAll("details").forEach(d => { d.open = true; });
+  const texts = [...document.querySelectorAll("svg text")].filter(t => t.getClientRects().length);
   const small = texts.filter(t => t.textContent.trim()
     && parseFloat(getComputedStyle(t).fontSize) * t.ownerSVGElement.getScreenCTM().a < 11.5);
   const visible = [...document.querySelectorAll("main *")].filter(e => e.getClientRects().length);
@@ -50,10 +51,15 @@ window.addEventListener("load", () => {
     }));
   }
   const wide = document.documentElement.scrollWidth;
+  const outside = visible.filter(e => !e.ownerSVGElement && (e.scrollWidth > e.clientWidth + 1
+    && getComputedStyle(e).display != "inline" || e.getBoundingClientRect().right > innerWidth));
+  const cut = texts.filter(t => t.getBoundingClientRect().right > innerWidth
+    || t.getBoundingClientRect().left < 0);
   const panels = [...document.querySelectorAll(".panel")].filter(p => p.querySelector("svg"));
   const columns = new Set(panels.map(p => Math.round(p.getBoundingClientRect().left))).size;
-  document.title = JSON.stringify({texts: texts.length, small: small.length, tiny: tiny.length,
-    overlaps, wide, columns});
+  top.document.title = JSON.stringify({texts: texts.length, small: small.length, tiny: tiny.length,
+    overlaps, wide, columns, cut: cut.length,
+    outside: outside.map(e => e.outerHTML.slice(0, 60))});
 });
 </script>
 """
@@ -67,8 +73,11 @@ def measure(page, width):
 
     text = page.read_text().replace("default-src 'none'; style-src 'unsafe-inline'", "", 1)
     copy = page.parent / f"measured-{width}.html"
-    copy.write_text(text.replace("</body>", f"{MEASURE}</body>"))
-    dumped = chromium(copy, f"--window-size={width},2000", "--dump-dom").stdout.decode()
+    text = text.replace("</body>", f"{MEASURE}</body>")
+    # No window is narrower than 500 pixels; a frame may be.
+    frame = f"<title></title><body style='margin: 0'><iframe srcdoc='{html.escape(text)}' "
+    copy.write_text(f"{frame} style='width: {width}px; height: 9000px; border: 0'></iframe>")
+    dumped = chromium(copy, "--window-size=1400,9000", "--dump-dom").stdout.decode()
     return json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dumped)[1]))
 
 
@@ -84,6 +93,22 @@ def test_a_narrow_window_has_one_column_and_no_sideways_scrolling(page):
     found = measure(page, 700)
     assert found["columns"] == 1
     assert found["wide"] <= 700
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED"])
+def test_half_a_window_shows_all_of_it_in_readable_size(state, page, tmp_path):
+    """The panel of Kubeflow beside the graph is about 480 pixels wide."""
+    target = PathArtifact(str(tmp_path / "report.html"))
+    run(
+        root=f"file://{page.parent}/arithmetic", state=state, failed_task="post-train",
+        error_message="x" * 300, max_restarts=0, report=target,
+        summary=PathArtifact(str(tmp_path / "summary")),
+    )  # fmt: skip
+    found = measure(tmp_path / "report.html", 480)
+    assert found["texts"] > 100
+    assert found["outside"] == []
+    assert found["wide"] <= 480
+    assert (found["small"], found["tiny"], found["overlaps"], found["cut"]) == (0, 0, 0, 0)
 
 
 def test_a_screenshot_shows_every_colour_of_the_charts(page):

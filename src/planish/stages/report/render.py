@@ -39,7 +39,10 @@ def render_html(page: Page) -> str:
         ("comparisons", "curation", "charts"),
     ):
         kept: dict[str, Any] = {**vars(page), **{name: [] for name in drop}}
-        kept["charts"] = [{**vars(chart), "svg": Markup(chart.svg)} for chart in kept["charts"]]
+        kept["charts"] = [
+            {**vars(chart), "svg": Markup(chart.svg), "narrow": Markup(chart.narrow)}
+            for chart in kept["charts"]
+        ]
         kept["curation"] = _safe_markdown(str(kept["curation"] or ""))
         text = template.render(page=kept, css=css)
         if len(text.encode()) < MAX_BYTES:

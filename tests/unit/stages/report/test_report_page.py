@@ -80,7 +80,7 @@ def test_every_chart_is_there_with_a_line_on_how_to_read_it(healthy_pages):
         "Clip fractions", "Distance per update", "Gradient norm", "Engine against trainer",
         "Time per stage", "Timeline", "All held-out prompts",
     ]  # fmt: skip
-    assert html.count("<svg") == 11
+    assert html.count("<svg") == 12
     assert html.count('class="hint"') >= 11
 
 

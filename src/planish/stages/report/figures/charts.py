@@ -46,6 +46,8 @@ class Chart:
     """Label, palette key and kind (line, dash, box, mark)."""
     is_wide: bool = False
     """Takes both columns."""
+    narrow: str = ""
+    """The same for a narrow window, where a wide chart would be too small to read."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,7 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
         axes.set_xlim(0, end)
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=width // 140))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
         axes.set_xlabel("time since the run began", labelpad=4)
     return page.svg

@@ -238,20 +238,21 @@ def stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
         )
         for name in _stage_order({name for stages in times.values() for name in stages})
     ]
-    svg = stacked_bars(
-        "Time per stage",
-        iterations,
-        parts,
-        y_label="time per iteration",
-        unit="seconds",
-        width=1124 if is_wide else 540,
+    svg, narrow = (
+        stacked_bars(
+            name, iterations, parts, y_label="time per iteration", unit="seconds", width=width
+        )
+        for name, width in (
+            ("Time per stage", 1124 if is_wide else 540),
+            ("Time per stage, narrow", 540),
+        )
     )
     hint = (
         "Where an iteration spends its time; of parallel rollout shards the slowest counts. "
         "A bar that grows with response length is healthy, a sudden one is a slow machine."
     )
     keys = tuple((part.label, part.color, "box") for part in parts)
-    return Chart("Time per stage", svg, hint, keys, is_wide)
+    return Chart("Time per stage", svg, hint, keys, is_wide, narrow if is_wide else "")
 
 
 def _stage_order(names: set[str]) -> list[str]:
@@ -277,7 +278,9 @@ def task_timeline(facts: ReportFacts) -> Chart | None:
         "When each task ran. Pale bars are process start and imports, white space between bars is "
         "the scheduler; rollout rows that overlap are shards that run in parallel."
     )
-    return Chart("Timeline", timeline("Timeline", [*rows], spans), hint, is_wide=True)
+    svg = timeline("Timeline", [*rows], spans)
+    narrow = timeline("Timeline, narrow", [*rows], spans, width=540)
+    return Chart("Timeline", svg, hint, is_wide=True, narrow=narrow)
 
 
 def _spans(task: TaskLog, rows: Collection[str], zero: float) -> list[Span]:
