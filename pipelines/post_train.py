@@ -23,6 +23,8 @@ from planish.base.errors import ConfigError
 
 MAX_SHARDS = 32
 
+DEFAULT_PRESET = "dapo-tiny"
+
 
 def check_profile(profile: Profile) -> None:
     """Refuse what KFP or Argo cannot carry.
@@ -153,7 +155,7 @@ def build_post_train(
 
     def post_train(
         root: str,
-        preset: str = "dapo-tiny",
+        preset: str = DEFAULT_PRESET,
         config: str = "",
         overrides: str = "",
         model: str = "",

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from components.images import PROFILES, Profile
 from components.pod_settings import STAGE_LABEL
 from pipelines.compile import compile_text, parse_images
@@ -27,15 +29,14 @@ from pipelines.compiled import PARAMETERS
 from pipelines.connect import KFP_NAMESPACE, Kubeflow, connect
 from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
-from pipelines.post_train import profile_named
+from pipelines.post_train import DEFAULT_PRESET, profile_named
 from planish.base.config import parse_override
 from planish.base.errors import ConfigError
-from planish.run.chain import FIRST_UNFINISHED, with_settings
+from planish.run.chain import FIRST_UNFINISHED, parse_chain, with_settings
+from planish.run.kubeflow import description, title
 
 RUN_LABEL = "pipeline/runid"
 """Label that Kubeflow puts on every pod of a run, and we on every job of one."""
-
-EXPERIMENT = "planish"
 
 SUCCEEDED = "SUCCEEDED"
 
@@ -125,24 +126,56 @@ def pipeline_root(root: str) -> str:
     return f"s3://{path.partition('/')[0]}/kfp" if scheme == "s3" else ""
 
 
+def default_experiment(root: str) -> str:
+    """Return the experiment of a run: the first folder of its root, else the bucket.
+
+    Example:
+        >>> default_experiment("s3://bucket/team/run"), default_experiment("s3://bucket/run")
+        ('team', 'bucket')
+    """
+    bucket, *folders = root.partition("://")[2].strip("/").split("/")
+    return folders[0] if len(folders) > 1 else bucket
+
+
+def default_name(parameters: Mapping[str, Any], command: str = "run") -> str:
+    """Return the name of a run; a schedule has no place in the chain.
+
+    Example:
+        >>> default_name({"root": "s3://bucket/first", "preset": "dapo-tiny"})
+        'first dapo-tiny #0'
+    """
+    index = parse_chain(parameters.get("chain", "")).index
+    place = f"#{index}" if command == "run" and index >= 0 else ""
+    return title(parameters["root"], parameters.get("preset", DEFAULT_PRESET), place)
+
+
 def start_run(
     client: Any,
     package: Path,
     parameters: Mapping[str, Any],
     *,
     name: str,
-    experiment: str = EXPERIMENT,
+    experiment: str,
     namespace: str = "",
     service_account: str = "",
 ) -> str:
     """Start one run and return its id; the namespace is that of a profile, or empty."""
-    run = client.run_pipeline(
-        experiment_id=_experiment_id(client, experiment, namespace),
-        job_name=name,
-        pipeline_package_path=str(package),
-        params=dict(parameters),
-        pipeline_root=pipeline_root(str(parameters.get("root", ""))) or None,
-        service_account=service_account or None,
+    import kfp_server_api as api
+
+    spec, *platform = yaml.safe_load_all(package.read_text("utf-8"))
+    root = str(parameters.get("root", ""))
+    # `run_pipeline` of the client takes no description.
+    run = client._run_api.run_service_create_run(
+        run=api.V2beta1Run(
+            display_name=name,
+            description=description(root),
+            experiment_id=_experiment_id(client, experiment, namespace),
+            pipeline_spec={"pipeline_spec": spec, "platform_spec": platform[0]},
+            runtime_config=api.V2beta1RuntimeConfig(
+                parameters=dict(parameters), pipeline_root=pipeline_root(root) or None
+            ),
+            service_account=service_account or None,
+        )
     )
     return str(run.run_id)
 
@@ -155,7 +188,7 @@ def start_schedule(
     name: str,
     cron: str = "",
     interval_seconds: int = 0,
-    experiment: str = EXPERIMENT,
+    experiment: str,
     namespace: str = "",
     service_account: str = "",
 ) -> str:
@@ -174,6 +207,7 @@ def start_schedule(
     recurring = client.create_recurring_run(
         experiment_id=_experiment_id(client, experiment, namespace),
         job_name=name,
+        description=description(str(parameters.get("root", ""))),
         pipeline_package_path=str(package),
         params={**parameters, "chain": chain},
         cron_expression=cron or None,
@@ -310,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
     start.add_argument("-p", "--parameter", action="append", default=[], metavar="KEY=VALUE")
     start.add_argument("--name", default="", help="name on the run page")
-    start.add_argument("--experiment", default=EXPERIMENT)
+    start.add_argument("--experiment", default="", help="that of the root's first folder if empty")
     start.add_argument("--service-account", default="planish-runner")
     start.add_argument("--store-secret", default="", help="secret with endpoint and keys")
     monitor_options(start, on_cluster=True)
@@ -360,8 +394,8 @@ def _start(arguments: argparse.Namespace) -> str:
     images = parse_images(arguments.image)
     monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)
     options = {
-        "name": arguments.name or f"post-train {root.rpartition('/')[2]}",
-        "experiment": arguments.experiment,
+        "name": arguments.name or default_name(parameters, arguments.command),
+        "experiment": arguments.experiment or default_experiment(root),
         "service_account": arguments.service_account,
     }
     server = _connect(arguments)

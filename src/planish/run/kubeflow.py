@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlencode
+
+from planish.records import layout
 
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
@@ -108,6 +111,7 @@ class KfpRuns:
         created = self._runs.run_service_create_run(
             run=api.V2beta1Run(
                 display_name=name,
+                description=description(str(facts.parameters.get("root", ""))),
                 experiment_id=facts.experiment_id or None,
                 service_account=facts.service_account or None,
                 pipeline_spec=facts.pipeline.get("pipeline_spec"),
@@ -133,25 +137,50 @@ def api_url() -> str:
     return os.environ.get("KF_PIPELINES_ENDPOINT", "") or f"http://{beside or API}:8888"
 
 
-def run_name(root: str, chain_index: int) -> str:
-    """Return the name that marks the `chain_index`-th run on a root.
+def title(root: str, preset: str, place: str) -> str:
+    """Return the name of a run for people: last part of the root, preset, place in its chain.
 
     Example:
-        >>> run_name("s3://runs/a", 3)
-        'planish-0ec2680505c3-003'
+        >>> title("s3://runs/team/first", "dapo-tiny", "#0")
+        'first dapo-tiny #0'
     """
-    return f"{_prefix(root)}-{chain_index:03d}"
+    return " ".join(word for word in (root.rpartition("/")[2], preset, place) if word)
 
 
-def restart_name(root: str, counter: int) -> str:
-    """Return the name that marks the `counter`-th restart on a root.
+def run_name(root: str, chain_index: int, preset: str = "") -> str:
+    """Return the name of the `chain_index`-th run on a root; no run of another root has it.
+
+    Example:
+        >>> run_name("s3://runs/a", 3, "dapo-tiny")
+        'a dapo-tiny #3 0ec2680505c3'
+    """
+    return f"{title(root, preset, f'#{chain_index}')} {_mark(root)}"
+
+
+def restart_name(root: str, counter: int, preset: str = "") -> str:
+    """Return the name of the `counter`-th restart on a root; no run of another root has it.
 
     Example:
         >>> restart_name("s3://runs/a", 1)
-        'planish-0ec2680505c3-restart-001'
+        'a restart 1 0ec2680505c3'
     """
-    return f"{_prefix(root)}-restart-{counter:03d}"
+    return f"{title(root, preset, f'restart {counter}')} {_mark(root)}"
 
 
-def _prefix(root: str) -> str:
-    return f"planish-{hashlib.sha256(root.encode()).hexdigest()[:12]}"
+def description(root: str) -> str:
+    """Return the description of a run: where its report lies, as a link of the run page on S3.
+
+    Example:
+        >>> description("file:///runs/a")
+        'Report at the end: `file:///runs/a/report/report.html`'
+    """
+    uri = f"{layout.report(root)}/report.html"
+    scheme, _, path = uri.partition("://")
+    bucket, _, key = path.partition("/")
+    query = urlencode({"source": "s3", "bucket": bucket, "key": key})
+    word = f"[Report](artifacts/get?{query})" if scheme == "s3" else "Report"
+    return f"{word} at the end: `{uri}`"
+
+
+def _mark(root: str) -> str:
+    return hashlib.sha256(root.encode()).hexdigest()[:12]

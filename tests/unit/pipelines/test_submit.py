@@ -37,6 +37,7 @@ def test_a_run_carries_pipeline_parameters_and_account(server, client, package):
     run_id = submit.start_run(
         *(client, package, {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'}),
         name="first",
+        experiment="planish",
         namespace="team",
         service_account="planish-runner",
     )
@@ -57,7 +58,7 @@ def test_a_schedule_runs_one_at_a_time_and_takes_the_first_unfinished_place(
     server, client, package
 ):
     submit.start_schedule(
-        *(client, package, {"root": "s3://b/r"}), name="nightly", cron="0 0 2 * * *"
+        *(client, package, {"root": "s3://b/r"}), name="nightly", experiment="e", cron="0 0 2 * * *"
     )
     body = server.posted("recurringruns")[0]
     assert int(body["max_concurrency"]) == 1
@@ -69,7 +70,10 @@ def test_a_schedule_runs_one_at_a_time_and_takes_the_first_unfinished_place(
 
 def test_a_schedule_can_be_an_interval(server, client, package):
     submit.start_schedule(
-        *(client, package, {"root": "s3://b/r"}), name="hourly", interval_seconds=3600
+        *(client, package, {"root": "s3://b/r"}),
+        name="hourly",
+        experiment="e",
+        interval_seconds=3600,
     )
     trigger = server.posted("recurringruns")[0]["trigger"]
     assert int(trigger["periodic_schedule"]["interval_second"]) == 3600
@@ -85,7 +89,7 @@ def test_a_schedule_can_be_an_interval(server, client, package):
 )
 def test_impossible_schedules_are_refused(client, package, options, words):
     with pytest.raises(ValueError, match=words):
-        submit.start_schedule(client, package, {}, name="x", **options)
+        submit.start_schedule(client, package, {}, name="x", experiment="e", **options)
 
 
 def test_waiting_polls_until_the_run_has_ended(server, client):
@@ -178,7 +182,11 @@ def test_the_command_line_starts_a_run(server, capsys):
         "preset": "grpo-tiny",
         "root": "s3://bucket/run",
     }
-    assert body["display_name"] == "post-train run"
+    assert body["display_name"] == "run grpo-tiny #0"
+    uri = "s3://bucket/run/report/report.html"
+    link = "artifacts/get?source=s3&bucket=bucket&key=run%2Freport%2Freport.html"
+    assert body["description"] == f"[Report]({link}) at the end: `{uri}`"
+    assert server.posted("experiments")[0]["display_name"] == "bucket"
     assert "mirror/core:1" in json.dumps(body["pipeline_spec"])
 
 

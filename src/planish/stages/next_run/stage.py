@@ -104,7 +104,7 @@ def follow(
     if runs is None or not run_id:
         return Following("not in a cluster")
     facts = runs.facts(run_id)
-    name = run_name(root, chain_index + 1)
+    name = run_name(root, chain_index + 1, str(facts.parameters.get("preset", "")))
     existing = runs.find(name, facts.experiment_id)
     if existing:
         return Following("exists", existing)

@@ -82,7 +82,7 @@ def restart(
     counter = _claim(root, run_id, nodes, max_restarts)
     if not counter:
         return Restarted(f"not restarted: {max_restarts} restarts are spent", nodes=nodes)
-    name = restart_name(root, counter)
+    name = restart_name(root, counter, str(facts.parameters.get("preset", "")))
     existing = runs.find(name, facts.experiment_id)
     if existing:
         return Restarted("restarted before as run", existing, nodes)

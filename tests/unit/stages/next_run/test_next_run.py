@@ -76,8 +76,8 @@ def test_a_chain_that_has_ended_submits_nothing(changes, decision):
 def test_names_tell_roots_and_places_apart():
     names = {run_name(root, index) for root in ("s3://b/r", "s3://b/s") for index in range(3)}
     assert len(names) == 6
-    assert run_name("s3://b/r", 7).endswith("-007")
-    assert restart_name("s3://b/r", 7) == f"{run_name('s3://b/r', 7)[:-3]}restart-007"
+    assert run_name("s3://b/r", 7, "dapo-tiny").startswith("r dapo-tiny #7 ")
+    assert restart_name("s3://b/r", 7, "dapo-tiny").startswith("r dapo-tiny restart 7 ")
 
 
 @pytest.fixture
@@ -102,6 +102,7 @@ def test_a_run_from_a_file_is_submitted_again_through_the_real_client(server):
     assert body["display_name"] == run_name("s3://b/r", 1)
     assert body["experiment_id"] == "e1"
     assert body["service_account"] == "planish-runner"
+    assert "s3://b/r/report/report.html" in body["description"]
     assert body["pipeline_spec"] == SPEC
     chain = '{"index": 1, "runs": 3}'
     assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": chain}
