@@ -23,9 +23,8 @@ from planish.base.errors import CheckpointCorrupt, CheckpointError, PlanMismatch
 from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.commit.journal import JournalContent
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import Columns, LocalItem
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
     entry_name,
@@ -34,7 +33,7 @@ from planish.checkpoint.format.safetensors_file import (
     parse_header,
     plan_header,
 )
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 from planish.checkpoint.plan.coverage import cover_faults
 from tests.fuzz.mutations import damaged, lied
 from tests.unit.checkpoint.format.metadata_samples import small

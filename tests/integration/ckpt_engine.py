@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from planish.checkpoint.adapters.base import apply, collect
+from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.ranks.control import control_of
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import default_engine

@@ -15,11 +15,10 @@ from planish.base.errors import DtypeMismatch, MissingKeys, ShapeMismatch, Unexp
 from planish.checkpoint.adapters.base import apply, collect
 from planish.checkpoint.adapters.loader_state import LoaderState
 from planish.checkpoint.adapters.placement import NAMES
-from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.geometry import intersect, shift
-from planish.checkpoint.format.items import Columns
+from planish.checkpoint.format.items import Columns, TensorSpec
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 from planish.checkpoint.plan.save import plan_save
 
 

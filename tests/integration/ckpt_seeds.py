@@ -14,10 +14,9 @@ import torch
 
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
+from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save import engine as save_engine
 from planish.checkpoint.save import upload

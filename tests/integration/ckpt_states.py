@@ -9,11 +9,10 @@ import torch
 
 from planish.checkpoint.commit.commit import read_commit, read_meta
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.extra_codec import decode_extra
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.integrity import check_blocks
-from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
+from planish.checkpoint.format.small_objects import decode_extra
 from planish.store import open_store
 
 NUMPY = {"F32": np.float32, "I64": np.int64, "U8": np.uint8}

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_seeds import how, saved, started, state_of, values

@@ -13,11 +13,10 @@ import torch
 from planish.base.errors import CheckpointNotFound
 from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, Collected, LocalItem, TensorSpec
+from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from tests.integration.ckpt_forks import run_ranks

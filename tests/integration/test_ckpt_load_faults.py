@@ -10,8 +10,8 @@ import time
 import pytest
 
 from planish.checkpoint.format.items import Collected
+from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
 from planish.store import open_store

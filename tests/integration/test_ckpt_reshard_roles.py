@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint import api
-from planish.checkpoint.adapters.streams import RandomStreams
+from planish.checkpoint.adapters.base import RandomStreams
 from planish.checkpoint.save.engine import close_engines
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.ckpt_layouts import Zoo, bits, fill_moments, named

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from planish.base.errors import CheckpointExists, LayoutMismatch, PlanMismatch, SaveFailed
 from planish.checkpoint.format.geometry import whole
-from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import close_engines, default_engine
 from tests.integration.ckpt_forks import run_ranks

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from planish.checkpoint.adapters.streams import RandomStreams
+from planish.checkpoint.adapters.base import RandomStreams
 from tests.integration import ckpt_engine as engine
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.zero1 import Zero1Adam

@@ -16,7 +16,7 @@ from planish import store
 from planish.checkpoint.convert.export_hf import encode_header
 from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.layouts import Layout
-from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.slices import SliceReader

@@ -24,9 +24,9 @@ from planish.base.errors import (
 )
 
 if TYPE_CHECKING:
+    from planish.checkpoint.adapters.base import RandomStreams
     from planish.checkpoint.adapters.loader_state import Consumed, Loader, LoaderShard
     from planish.checkpoint.adapters.placement import FlatShard
-    from planish.checkpoint.adapters.streams import RandomStreams
     from planish.checkpoint.api import (
         delete,
         diff,
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
         verify,
     )
     from planish.checkpoint.checkpoint_manager import CheckpointManager, Resumed, Schedule
-    from planish.checkpoint.load.options import LoadOptions
+    from planish.checkpoint.load.agree import LoadOptions
     from planish.checkpoint.save.agree import SaveOptions
     from planish.checkpoint.save.finish import SaveHandle
-    from planish.checkpoint.watch.timings import CheckpointInfo
+    from planish.checkpoint.watch.monitor import CheckpointInfo
 
 __all__ = [
     "CheckpointCorrupt",
@@ -86,14 +86,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointInfo": "planish.checkpoint.watch.timings",
+    "CheckpointInfo": "planish.checkpoint.watch.monitor",
     "CheckpointManager": "planish.checkpoint.checkpoint_manager",
     "Consumed": "planish.checkpoint.adapters.loader_state",
     "FlatShard": "planish.checkpoint.adapters.placement",
-    "LoadOptions": "planish.checkpoint.load.options",
+    "LoadOptions": "planish.checkpoint.load.agree",
     "Loader": "planish.checkpoint.adapters.loader_state",
     "LoaderShard": "planish.checkpoint.adapters.loader_state",
-    "RandomStreams": "planish.checkpoint.adapters.streams",
+    "RandomStreams": "planish.checkpoint.adapters.base",
     "Resumed": "planish.checkpoint.checkpoint_manager",
     "SaveHandle": "planish.checkpoint.save.finish",
     "SaveOptions": "planish.checkpoint.save.agree",

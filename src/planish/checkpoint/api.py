@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from planish.checkpoint.format.items import Collected
-    from planish.checkpoint.load.options import LoadKeywords
+    from planish.checkpoint.load.agree import LoadKeywords
     from planish.checkpoint.save.agree import SaveKeywords
     from planish.checkpoint.save.finish import SaveHandle
-    from planish.checkpoint.watch.timings import CheckpointInfo
+    from planish.checkpoint.watch.monitor import CheckpointInfo
     from planish.records.refs import Ref
     from planish.store import Store
 
@@ -142,8 +142,8 @@ def load(
             has been touched.
     """
     from planish.checkpoint.adapters.base import apply, collect, split_roles
+    from planish.checkpoint.load.agree import LoadOptions
     from planish.checkpoint.load.load import load_state, open_on_all
-    from planish.checkpoint.load.options import LoadOptions
     from planish.checkpoint.ranks.control import control_of
 
     chosen = LoadOptions(**options)

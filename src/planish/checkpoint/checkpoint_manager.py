@@ -31,7 +31,7 @@ from planish.checkpoint.commit import catalog
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine, default_engine
 from planish.checkpoint.save.finish import SaveHandle
-from planish.checkpoint.watch.timings import CheckpointInfo
+from planish.checkpoint.watch.monitor import CheckpointInfo
 from planish.store import Store, open_store
 
 if TYPE_CHECKING:

@@ -253,7 +253,7 @@ def read_state_info(pin: str) -> dict[str, Any]:
         CheckpointIncomplete: the save never finished.
         CheckpointError: damaged.
     """
-    from planish.checkpoint.format.extra_codec import decode_extra
+    from planish.checkpoint.format.small_objects import decode_extra
     from planish.checkpoint.load.extras import names_of
     from planish.checkpoint.load.reader import BlockReader
 

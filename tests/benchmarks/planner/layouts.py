@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.checkpoint.format.geometry import I64, Box, flat_boxes, shift
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import TensorSpec, TensorTable
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec, TensorTable
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """Optimizer states of each parameter, all of type F32."""

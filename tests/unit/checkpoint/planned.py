@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan.share import rank_reads
 
 DTYPES = ("F64", "F32", "BF16", "U8", "C128")

@@ -9,15 +9,14 @@ import numpy as np
 from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.extra_codec import encode_extra
 from planish.checkpoint.format.geometry import whole
 from planish.checkpoint.format.integrity import block_crcs
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
+from planish.checkpoint.format.small_objects import encode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.save.upload import FileUpload, ReusedMemory, upload_files
-from planish.checkpoint.watch.timings import Recorder
+from planish.checkpoint.watch.monitor import Recorder
 from planish.store import open_store
 
 SHARED = "data/main.extra/shared.bin"

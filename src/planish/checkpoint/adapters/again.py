@@ -26,7 +26,7 @@ from planish.checkpoint.format.items import Collected, DescribedItems
 
 if TYPE_CHECKING:
     from planish.checkpoint.format.geometry import Box
-    from planish.checkpoint.format.tables import TensorSpec
+    from planish.checkpoint.format.items import TensorSpec
 
 FRAMEWORKS = ("plain", "ddp", "fsdp2", "flat")
 """Those whose tensors carry their own layout."""

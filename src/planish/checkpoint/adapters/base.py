@@ -10,22 +10,25 @@ Source: ByteCheckpoint, arXiv 2407.20143, section 3 (one planner per framework, 
 from __future__ import annotations
 
 import importlib
+import random
+import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from planish.checkpoint.adapters.again import Descriptions, described, outline
 from planish.checkpoint.adapters.gathering import Gathering
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState, reshard
-from planish.checkpoint.adapters.nested import restore, unpacked
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
 from planish.checkpoint.adapters.optimizer import gather_groups, torch_optimizers
-from planish.checkpoint.adapters.placement import place
-from planish.checkpoint.adapters.streams import RandomStreams
+from planish.checkpoint.adapters.placement import place, restore, unpacked
+from planish.checkpoint.format.items import PARTS as LOADED
 from planish.checkpoint.format.items import Collected
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.tables import PARTS as LOADED
 
 _MODELS = "planish.checkpoint.adapters.models:gather_tensors"
 
@@ -298,3 +301,70 @@ def apply(
         opaque = any(shard.opaque is not None for shard in loader.shards)
         report["loader"] = "restarted" if opaque else "resharded"
     return report
+
+
+@dataclass
+class RandomStreams:
+    """The generators of this process: Python, NumPy, torch, and the accelerator's where there is.
+
+    Example:
+        >>> RandomStreams(seed=1, coordinate={"dp": 0}, layout={"dp": 2}).outcome
+        'absent'
+    """
+
+    seed: int
+    """Of the run."""
+    step: int = 0
+    """Optimizer steps done: streams that are derived differ from step to step."""
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    """Axis of the layout -> this rank's index on it."""
+    layout: Mapping[str, int] = field(default_factory=dict)
+    """Axis of the layout -> its size."""
+    outcome: str = "absent"
+    """What the last load did: `exact`, `reseeded`, or `absent` before any."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state of every generator and where it belongs."""
+        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        streams: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": (kind, np.asarray(keys), int(position), int(has_gauss), float(cached)),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            streams["cuda"] = torch.cuda.get_rng_state()
+        return {
+            "coordinate": dict(self.coordinate),
+            "layout": dict(self.layout),
+            "streams": streams,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> str:
+        """Set the generators; returns `exact` or `reseeded`.
+
+        Exact needs the saved layout and coordinate, and the same kinds of generators.
+        """
+        streams = saved.get("streams", {})
+        here = (dict(self.coordinate), dict(self.layout))
+        same = (saved.get("coordinate"), saved.get("layout")) == here
+        if same and ("cuda" in streams) == torch.cuda.is_available():
+            version, keys, gauss = streams["python"]
+            random.setstate((version, tuple(keys), gauss))
+            np.random.set_state(tuple(streams["numpy"]))
+            torch.set_rng_state(torch.as_tensor(streams["torch"], dtype=torch.uint8))
+            if "cuda" in streams:
+                torch.cuda.set_rng_state(torch.as_tensor(streams["cuda"], dtype=torch.uint8))
+            self.outcome = "exact"
+        else:
+            self.derive()
+            self.outcome = "reseeded"
+        return self.outcome
+
+    def derive(self) -> None:
+        """Begin new streams from (seed, step, coordinate)."""
+        place = zlib.crc32(repr(sorted(self.coordinate.items())).encode())
+        words = np.random.SeedSequence([self.seed, self.step, place]).generate_state(6, np.uint32)
+        wide = [int(words[k]) << 32 | int(words[k + 1]) for k in (0, 2)]
+        random.seed(wide[0])
+        np.random.seed(words[4:])
+        torch.manual_seed(wide[1] >> 1)

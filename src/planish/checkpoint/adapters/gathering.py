@@ -13,9 +13,8 @@ import torch
 
 from planish.checkpoint.adapters.placement import Placed, copy_expanded, is_expanded, name_of
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import Collected, Finish, LocalItem
+from planish.checkpoint.format.items import PARTS, Collected, Finish, LocalItem, TensorSpec
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.tables import PARTS, TensorSpec
 
 
 class Stored:

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from planish.base.telemetry import event
 from planish.checkpoint.adapters.loader_state import LoaderShard
-from planish.checkpoint.format.extra_codec import encode_extra
+from planish.checkpoint.format.small_objects import encode_extra
 
 logger = logging.getLogger(__name__)
 

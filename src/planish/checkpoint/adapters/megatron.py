@@ -20,11 +20,10 @@ from torch import Tensor
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, unite
 from planish.checkpoint.adapters.models import gather_rest
-from planish.checkpoint.adapters.nested import checked, name_of_path
 from planish.checkpoint.adapters.optimizer import ParameterSite, gather_stacked
-from planish.checkpoint.adapters.placement import Placed, check_dense, place
-from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
+from planish.checkpoint.adapters.placement import Placed, check_dense, checked, name_of_path, place
 from planish.checkpoint.format.geometry import Box, intersect, shift, whole
+from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 
 MAX_OBJECT_BYTES = 64 << 20
 """A sharded object beyond this is refused on load."""

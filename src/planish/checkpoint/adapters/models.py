@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering
-from planish.checkpoint.adapters.nested import checked, leaves, name_of_path, put, restore
 from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
 from planish.checkpoint.adapters.optimizer import (
     ParameterSite,
@@ -28,7 +27,15 @@ from planish.checkpoint.adapters.optimizer import (
     gather_optimizers,
     torch_optimizers,
 )
-from planish.checkpoint.adapters.placement import FlatShard, place
+from planish.checkpoint.adapters.placement import (
+    FlatShard,
+    checked,
+    leaves,
+    name_of_path,
+    place,
+    put,
+    restore,
+)
 from planish.checkpoint.format.items import Finish
 
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.gathering import Gathering, unite
-from planish.checkpoint.adapters.nested import checked, restore
-from planish.checkpoint.adapters.placement import TYPES, place
+from planish.checkpoint.adapters.placement import TYPES, checked, place, restore
 
 PART = "optimizer"
 """Part of the state, and key of its small values."""

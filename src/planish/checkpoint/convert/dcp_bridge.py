@@ -23,17 +23,16 @@ from torch import Tensor
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from planish.checkpoint.adapters.placement import NAMES, TYPES
 from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, TorchRecord, read_dcp_metadata
-from planish.checkpoint.format.extra_codec import decode_extra
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import Collected, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
+from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.reader import BlockReader, Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveOptions
 from planish.checkpoint.save.engine import SaveEngine
-from planish.checkpoint.watch.timings import CheckpointInfo
+from planish.checkpoint.watch.monitor import CheckpointInfo
 from planish.store import Store
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 
 from planish.checkpoint.convert.numbers import to_numbers
 from planish.checkpoint.format.geometry import flat_boxes, whole
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, quoted_name
+from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.fill import Array
 from planish.checkpoint.load.reader import BlockReader, Opened, open_state

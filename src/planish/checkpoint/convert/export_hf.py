@@ -26,8 +26,8 @@ from planish.base.errors import (
 )
 from planish.checkpoint.convert.hf_names import Form, Sources, weights_of
 from planish.checkpoint.convert.numbers import Array, cast
+from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
-from planish.checkpoint.format.tables import ITEM_BYTES
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader
 from planish.checkpoint.pinned import read_pinned

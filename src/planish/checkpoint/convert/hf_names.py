@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.load.slices import Slice
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from planish.base.errors import ConfigError
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift, whole
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import TensorSpec
 
 MERGED = "merged"
 """One rank, as a Hugging Face folder that engines load."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.format.items import ITEM_BYTES
 
 Array = npt.NDArray[Any]
 

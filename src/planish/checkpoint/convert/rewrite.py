@@ -24,14 +24,13 @@ from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift
 from planish.checkpoint.format.integrity import DEFAULT
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import CachedReader, Slice, SliceReader
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.save.upload import FileUpload, ReusedMemory, is_large, upload_files
 from planish.checkpoint.watch import monitor
-from planish.checkpoint.watch.timings import Recorder, Timeline
+from planish.checkpoint.watch.monitor import Recorder, Timeline
 from planish.store import Store, open_store
 
 logger = logging.getLogger(__name__)

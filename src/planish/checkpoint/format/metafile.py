@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import I64, MAX_ELEMENTS, volumes
 from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.items import KINDS, TensorTable, read_table, table_columns
 from planish.checkpoint.format.packing import (
     JSON_GROWTH,
     NewerVersion,
@@ -52,7 +53,6 @@ from planish.checkpoint.format.packing import (
     unpack_ragged,
     unpack_texts,
 )
-from planish.checkpoint.format.tables import KINDS, TensorTable, read_table, table_columns
 
 NAME = "meta/global.bin"
 """Key of the file, relative to the folder of an attempt."""
@@ -141,7 +141,7 @@ class Metadata:
     """All of a checkpoint but its data: the content of `meta/global.bin`.
 
     Example:
-        >>> from planish.checkpoint.format.tables import TensorSpec
+        >>> from planish.checkpoint.format.items import TensorSpec
         >>> tensors, _ = TensorTable.from_specs([TensorSpec("main", "model", "w", "F32", (2, 2))])
         >>> zero, shape = np.zeros(1, np.int64), np.full((1, 2), 2)
         >>> shards = Shards(zero, zero, zero + 128, zero + 16, np.zeros((1, 2), np.int64), shape)
@@ -229,7 +229,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES, file: str = NAME) -> Meta
 
     Raises:
         CheckpointCorrupt: not what `encode` writes, too large, or of a newer version. A tensor
-            whose shards do not tile it is not found here but by `cover.cover_faults`.
+            whose shards do not tile it is not found here but by `coverage.cover_faults`.
     """
     try:
         body = memoryview(data)[:-_DIGEST]

@@ -19,8 +19,8 @@ import numpy as np
 
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import I64, Box
+from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS
 from planish.checkpoint.format.packing import PackFault, dump_json, load_json
-from planish.checkpoint.format.tables import ITEM_BYTES, MAX_DIMS
 
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors libraries accept."""

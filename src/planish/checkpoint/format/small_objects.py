@@ -1,28 +1,49 @@
-"""The small objects of a state beside its tensors: who writes which, and how metadata lists them.
+"""Small values of a state (counters, generators, schedules, buffers) as objects beside its tensors.
 
-`Metadata.objects`, by role, with keys relative to the folder of the attempt::
+`encode_extra` makes bytes of a value, without pickle: JSON says what the values are; bytes, arrays
+and tensors follow it in the order in which JSON mentions them. What plain JSON cannot say is an
+object with a single key that begins with `!`. Anything else is refused by name before a byte is
+written; only `allow_pickle=True`, at both ends, lets other Python objects through::
+
+    magic      8 bytes, `PLNSHEXT`
+    version    u32
+    text size  u32, bytes
+    text       JSON
+    blobs      one after the other, without gaps
+
+`Metadata.objects` lists the objects by role, with keys relative to the folder of the attempt::
 
     {"shared": key,                      of `Collected.shared`, absent if there was none
      "own": {"<rank>": key},             of `Collected.own`, for the ranks that had some
      "loader": {"common": key,           of `LoaderState.common_data()`
                 "shards": [{"key": key, ...}, ...]}}  of `LoaderShard.to_data()`, ascending
 
-Every object is what `encode_extra` makes of the value. Beside its key a shard has its
-`LoaderShard.index()` in the metadata, so that a rank reads those buffers alone that it needs.
+Beside its key a shard has its `LoaderShard.index()` in the metadata, so that a rank reads those
+buffers alone that it needs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import json
+import math
+import re
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.extra_codec import encode_extra
-from planish.checkpoint.format.items import Collected
+import numpy as np
+
+from planish.base.errors import CheckpointCorrupt, CheckpointError, LayoutMismatch
+from planish.checkpoint.format.items import ITEM_BYTES, MAX_DIMS, TORCH_TYPES, Collected
+from planish.checkpoint.format.packing import PackFault, load_json
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -168,3 +189,298 @@ def list_objects(written: Mapping[int, Sequence[Claim]]) -> dict[str, Any]:
                 {"key": claim.key, **(claim.listed or {})}
             )
     return found
+
+
+MAX_DEPTH = 64
+"""Deeper nesting is refused: most likely a value that contains itself."""
+
+_FIXED = struct.Struct("<8sII")
+_MAGIC, _VERSION = b"PLNSHEXT", 1
+_ARRAY_KINDS = "biufc"
+_ARRAY_TYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
+_NUMBERS = (np.integer, np.floating, np.complexfloating, np.bool_)
+
+
+def encode_extra(value: Any, *, allow_pickle: bool = False) -> bytes:
+    """Return a value as bytes; equal values give equal bytes.
+
+    Args:
+        value: None, bool, int, float (not only finite), complex, str, bytes, numpy scalars and
+            arrays of numbers, dense torch tensors, and lists, tuples, dicts (keys: str, int,
+            float, bool, None, tuples of these) and OrderedDicts of them.
+        allow_pickle: Write any other object with pickle, instead of refusing it.
+
+    Raises:
+        TypeError: a value that is none of these, by its place.
+
+    Example:
+        >>> decode_extra(encode_extra({"step": 3, 0: (1.5, b"x")}))
+        {'step': 3, 0: (1.5, b'x')}
+    """
+    writer = _Writer(allow_pickle)
+    text = json.dumps(writer.plain(value, "", 0), separators=(",", ":")).encode("ascii")
+    return b"".join([_FIXED.pack(_MAGIC, _VERSION, len(text)), text, *writer.blobs])
+
+
+def decode_extra(
+    data: bytes,
+    *,
+    allow_pickle: bool = False,
+    file: str = "",
+) -> Any:
+    """Read what `encode_extra` wrote, from an untrusted source.
+
+    Args:
+        data: All of it.
+        allow_pickle: Read pickled objects too; whoever wrote them can then run code here.
+        file: Key of the file, for errors.
+
+    Returns:
+        The value; tensors are on the CPU, and share no memory with `data`.
+
+    Raises:
+        CheckpointCorrupt: anything that `encode_extra` would not write.
+        CheckpointError: a pickled object, and `allow_pickle` is false.
+    """
+    try:
+        if len(data) < _FIXED.size:
+            raise PackFault(f"must have at least {_FIXED.size} bytes, got {len(data)}")
+        magic, version, size = _FIXED.unpack_from(data)
+        if magic != _MAGIC or version != _VERSION:
+            raise PackFault(f"begins with {magic!r}, version {version}")
+        if size > len(data) - _FIXED.size:
+            raise PackFault(f"a text of {size} bytes in {len(data)}")
+        start = _FIXED.size + size
+        reader = _Reader(data, start, allow_pickle)
+        value = reader.value(load_json(bytes(data[_FIXED.size : start])))
+        if reader.place != len(data):
+            raise PackFault(f"{len(data) - reader.place} bytes follow the last value")
+    except (PackFault, RecursionError) as fault:
+        raise CheckpointCorrupt(
+            f"extra state `{file}` is damaged: {fault}; go back to an older checkpoint", file=file
+        ) from None
+    return value
+
+
+class _Writer:
+    """Turns values into plain JSON and a list of blobs."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.blobs: list[bytes] = []
+        self._allow_pickle = allow_pickle
+
+    def plain(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            # Python refuses to read numbers of thousands of digits as text.
+            if abs(value).bit_length() <= 4096:
+                return value
+            raise TypeError(f"{path or 'the value'} must have at most 4096 bits; store it as bytes")
+        if kind is float:
+            return value if math.isfinite(value) else {"!float": repr(value)}
+        if depth > MAX_DEPTH:
+            raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep; does it hold itself?")
+        if kind in (list, tuple):
+            parts = [self.plain(v, f"{path}[{n}]", depth + 1) for n, v in enumerate(value)]
+            return parts if kind is list else {"!tuple": parts}
+        if kind in (dict, OrderedDict):
+            return self._mapping(value, path, depth)
+        return self._blob(value, path)
+
+    def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        pairs = [
+            (self._key(key, path, depth), self.plain(v, f"{path}[{key!r:.80}]", depth + 1))
+            for key, v in value.items()
+        ]
+        if type(value) is OrderedDict:
+            return {"!ordered": [list(pair) for pair in pairs]}
+        if all(type(key) is str and not key.startswith("!") for key in value):
+            return dict(pairs)
+        return {"!map": [list(pair) for pair in pairs]}
+
+    def _key(self, key: Any, path: str, depth: int) -> Any:
+        if type(key) is tuple:
+            return {"!tuple": [self._key(part, path, depth + 1) for part in key]}
+        if key is None or type(key) in (str, int, float, bool):
+            return self.plain(key, f"the key {key!r:.80} of {path or 'the value'}", depth)
+        raise TypeError(
+            f"keys of {path or 'the value'} must be texts, numbers or tuples of them, got "
+            f"{key!r:.80}"
+        )
+
+    def _blob(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in (bytes, bytearray):
+            return {"!bytes" if kind is bytes else "!bytearray": self._keep(bytes(value))}
+        if kind is complex:
+            return {"!complex": self._keep(struct.pack("<dd", value.real, value.imag))}
+        if isinstance(value, _NUMBERS) and value.dtype.kind in _ARRAY_KINDS:
+            return {"!scalar": [_little(value.dtype), self._keep(_row_major(np.array(value)))]}
+        if kind is np.ndarray and value.dtype.kind in _ARRAY_KINDS:
+            sides = list(value.shape)
+            return {"!array": [_little(value.dtype), sides, self._keep(_row_major(value))]}
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if self._allow_pickle:
+            import pickle
+
+            return {"!pickle": self._keep(pickle.dumps(value, protocol=4))}
+        raise TypeError(
+            f"{path or 'the value'} must be plain data (see `encode_extra`), got {kind!r}; convert "
+            "it, or pass `allow_pickle=True` here and where it is loaded"
+        )
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        import torch
+
+        names = {getattr(torch, name, None): dtype for dtype, name in TORCH_TYPES.items()}
+        dtype = names.get(value.dtype)
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not plain or dtype is None or value.layout != torch.strided or value.is_meta:
+            raise TypeError(
+                f"{path or 'the value'} must be a plain dense tensor, got {type(value).__name__} "
+                f"of {value.dtype}, {value.layout} on {value.device}; convert it"
+            )
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+        return {"!tensor": [dtype, list(value.shape), self._keep(data)]}
+
+    def _keep(self, blob: bytes) -> int:
+        self.blobs.append(blob)
+        return len(blob)
+
+
+class _Reader:
+    """Turns plain JSON and blobs into values; blobs are taken in order."""
+
+    def __init__(self, data: bytes, place: int, allow_pickle: bool) -> None:
+        self.place = place
+        self._data = data
+        self._allow_pickle = allow_pickle
+        self._tags: dict[str, Callable[[Any], Any]] = {
+            "!float": self._float,
+            "!tuple": lambda plain: tuple([self.value(part) for part in _list(plain)]),
+            "!map": lambda plain: dict(self._pairs(plain)),
+            "!ordered": lambda plain: OrderedDict(self._pairs(plain)),
+            "!bytes": self._take,
+            "!bytearray": lambda plain: bytearray(self._take(plain)),
+            "!complex": self._complex,
+            "!scalar": lambda plain: self._array([*_list(plain)[:1], [], *_list(plain)[1:]])[()],
+            "!array": self._array,
+            "!tensor": self._tensor,
+            "!pickle": self._pickle,
+        }
+
+    def value(self, plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [self.value(part) for part in plain]
+        if not isinstance(plain, dict):
+            return plain
+        tag = next(iter(plain), "")
+        if not tag.startswith("!"):
+            return {key: self.value(part) for key, part in plain.items()}
+        if tag not in self._tags or len(plain) != 1:
+            raise PackFault(f"unknown kind of value {tag!r:.80}")
+        return self._tags[tag](plain[tag])
+
+    def _pairs(self, plain: Any) -> Iterable[tuple[Any, Any]]:
+        seen = set()
+        for pair in _list(plain):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise PackFault("a mapping must hold pairs")
+            key = self._key(pair[0])
+            if key in seen:
+                raise PackFault(f"key {key!r:.80} appears twice")
+            seen.add(key)
+            yield key, self.value(pair[1])
+
+    def _key(self, plain: Any) -> Any:
+        if isinstance(plain, dict) and plain.keys() == {"!tuple"}:
+            return tuple([self._key(part) for part in _list(plain["!tuple"])])
+        if isinstance(plain, dict) and plain.keys() == {"!float"}:
+            return self._float(plain["!float"])
+        if isinstance(plain, (dict, list)):
+            raise PackFault("a key must be a text, a number or a tuple")
+        return plain
+
+    def _float(self, plain: Any) -> float:
+        if plain not in ("nan", "inf", "-inf"):
+            raise PackFault(f"number {plain!r:.80}")
+        return float(plain)
+
+    def _take(self, size: Any) -> bytes:
+        if type(size) is not int or not 0 <= size <= len(self._data) - self.place:
+            raise PackFault(f"a blob of {size!r:.80} bytes goes over the end")
+        self.place += size
+        return bytes(self._data[self.place - size : self.place])
+
+    def _complex(self, size: Any) -> complex:
+        if size != 16:
+            raise PackFault(f"a complex number of {size!r:.80} bytes")
+        return complex(*struct.unpack("<dd", self._take(size)))
+
+    def _array(self, plain: Any) -> Any:
+        name, shape, size = _form(plain)
+        try:
+            dtype = np.dtype(name if _ARRAY_TYPE.fullmatch(name) else "none")
+        except TypeError:
+            raise PackFault(f"unknown type of array {name!r:.80}") from None
+        self._fits(shape, size, dtype.itemsize)
+        return np.frombuffer(bytearray(self._take(size)), dtype).reshape(shape)
+
+    def _tensor(self, plain: Any) -> Any:
+        dtype, shape, size = _form(plain)
+        if dtype not in ITEM_BYTES:
+            raise PackFault(f"unknown type of tensor {dtype!r:.80}")
+        self._fits(shape, size, ITEM_BYTES[dtype])
+        data = self._take(size)
+        import torch
+
+        kind = getattr(torch, TORCH_TYPES[dtype], None)
+        if kind is None:
+            raise PackFault(f"this torch has no type {dtype}")
+        if not data:
+            return torch.empty(shape, dtype=kind)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
+
+    def _fits(self, shape: tuple[int, ...], size: Any, item_bytes: int) -> None:
+        # The product without zeros: libraries refuse empty arrays of impossible extents.
+        full = math.prod(side for side in shape if side) * item_bytes
+        if size != math.prod(shape) * item_bytes or full >= 1 << 62 or len(shape) > MAX_DIMS:
+            raise PackFault(f"shape {shape!r:.80} in {size!r:.80} bytes")
+
+    def _pickle(self, size: Any) -> Any:
+        if not self._allow_pickle:
+            raise CheckpointError(
+                "this extra state holds a pickled object; if you trust whoever wrote it, load it "
+                "with `allow_pickle=True`"
+            )
+        import pickle
+
+        return pickle.loads(self._take(size))
+
+
+def _form(plain: Any) -> tuple[str, tuple[int, ...], Any]:
+    if not isinstance(plain, list) or len(plain) != 3 or not isinstance(plain[0], str):
+        raise PackFault(f"an array must be [type, shape, bytes], got {plain!r:.80}")
+    name, shape, size = plain
+    if not isinstance(shape, list) or not all(type(v) is int and v >= 0 for v in shape):
+        raise PackFault(f"a shape must hold counts, got {shape!r:.80}")
+    return name, tuple(shape), size
+
+
+def _list(plain: Any) -> list[Any]:
+    if not isinstance(plain, list):
+        raise PackFault(f"must be a list, got {plain!r:.80}")
+    return plain
+
+
+def _little(dtype: np.dtype[Any]) -> str:
+    return dtype.newbyteorder("<").str
+
+
+def _row_major(array: np.ndarray[Any, Any]) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()

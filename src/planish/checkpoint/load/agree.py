@@ -1,4 +1,4 @@
-"""What all ranks of a load agree on: that the checkpoint fits the state, and who reads what.
+"""What all ranks of a load agree on: options, that the checkpoint fits the state, who reads what.
 
 Every rank compares its own items with the metadata. Rank 0 puts the findings together, plans the
 reads of all ranks and sends each rank its part. No tensor is touched here.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
@@ -24,18 +24,123 @@ from planish.base.errors import (
     ShapeMismatch,
     UnexpectedKeys,
 )
-from planish.checkpoint.format.items import Columns, LocalItem
+from planish.checkpoint.adapters.loader_state import LoaderState
+from planish.checkpoint.format.items import PARTS, Columns, LocalItem, TensorSpec, quoted_name
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.tables import TensorSpec, quoted_name
-from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.reads import LocalReads, RankReads
 from planish.checkpoint.plan.share import SharedReads, rank_reads, share_reads
 from planish.checkpoint.ranks.messages import EVERYONE, ranks_text
+from planish.checkpoint.watch.monitor import CheckpointInfo
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control
+
+MIN_HOST_BYTES = 80 << 20
+"""One thread's request, a ring of two, and a message in each direction: 16 MiB each."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load; equal on all ranks but for `map_fqn`, which may be any function.
+
+    Example:
+        >>> LoadOptions(parts=("model",)).strict
+        True
+    """
+
+    strict: bool = True
+    """Refuse tensors that only one side has; otherwise they stay as they are and are reported."""
+    parts: tuple[str, ...] = PARTS
+    """Which of `PARTS` to load; the bytes of others are never read."""
+    verify: Literal["crc", "none"] = "crc"
+    """Whether each block is checked against its checksum before it is used."""
+    map_fqn: Callable[[str], str] | None = None
+    """Name in the target to name in the checkpoint, of model and optimizer tensors alike."""
+    dtype_policy: Literal["exact", "cast"] = "exact"
+    """`cast` converts where the types differ; the default refuses."""
+    redundancy: Literal["auto", "off"] = "auto"
+    """`auto`: bytes that several ranks need are read once and exchanged; `off`: each rank reads
+    all that it needs."""
+    max_host_bytes: int = 256 << 20
+    """Limit on buffers of one rank, beside the tensors themselves."""
+    timeout_s: float = 1800.0
+    """Limit on the whole load."""
+    store_timings: bool = False
+    """Keep the timings of all ranks beside those of the save, if the store can be written;
+    `planish checkpoint report --load` shows them."""
+    allow_pickle: bool = False
+    """Whether small values that were saved with `allow_pickle` may be read."""
+
+    def check(self) -> None:
+        """Refuse options that mean nothing.
+
+        Raises:
+            ValueError: an unknown part or policy, or a limit that is too low.
+        """
+        unknown = sorted(set(self.parts) - set(PARTS))
+        if unknown or not self.parts:
+            raise ValueError(f"`parts` must be of {PARTS}, got {unknown or self.parts}")
+        choices = {
+            "verify": ("crc", "none"),
+            "dtype_policy": ("exact", "cast"),
+            "redundancy": ("auto", "off"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.timeout_s <= 0 or self.max_host_bytes < MIN_HOST_BYTES:
+            raise ValueError(
+                f"`timeout_s` must be positive and `max_host_bytes` at least {MIN_HOST_BYTES}, got "
+                f"{self.timeout_s} and {self.max_host_bytes}"
+            )
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Types of the keywords of `checkpoint.api.load`, which are the fields of `LoadOptions`."""
+
+    strict: bool
+    parts: tuple[str, ...]
+    verify: Literal["crc", "none"]
+    map_fqn: Callable[[str], str] | None
+    dtype_policy: Literal["exact", "cast"]
+    redundancy: Literal["auto", "off"]
+    max_host_bytes: int
+    timeout_s: float
+    store_timings: bool
+    allow_pickle: bool
+
+
+@dataclass
+class Loaded:
+    """What a load has brought besides the tensors, which were filled in place."""
+
+    info: CheckpointInfo
+    """Which checkpoint it was, and this rank's timings."""
+    header: Mapping[str, Any]
+    """Of the global metadata: step, roles, layout, parents, attributes."""
+    shared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role to the small values that are equal on all ranks."""
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Role to the values of the saving rank of the same number, where there was one."""
+    loader: dict[str, LoaderState] = field(default_factory=dict)
+    """Role to the loader state of all saving ranks, where there is one."""
+    missing: tuple[str, ...] = ()
+    """Without `strict`: tensors of the target that the checkpoint lacks, left untouched."""
+    unexpected: tuple[str, ...] = ()
+    """Without `strict`: tensors of the checkpoint that nothing asked for."""
+    bytes_from_store: int = 0
+    """Read by all ranks together."""
+    bytes_over_network: int = 0
+    """Received by all ranks together from ranks of other machines."""
+    unique_bytes_needed: int = 0
+    """Of the checkpoint's tensor bytes: those that at least one rank needs, each counted once."""
+    sharing: Literal["all", "none"] = "none"
+    """Whether ranks exchanged bytes that several of them need, equal on all ranks."""
+    replication: float = 1.0
+    """How many ranks need a block of the checkpoint on average."""
+
 
 Key = tuple[str, str, str]
 """(role, kind, fqn)"""

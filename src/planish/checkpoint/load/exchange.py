@@ -28,7 +28,7 @@ from planish.base.errors import PeerLost
 from planish.checkpoint.load.fill import Bytes, PieceList, Targets
 from planish.checkpoint.load.read_pool import ReadPool, Rounds
 from planish.checkpoint.plan.reads import Messages, RankReads
-from planish.checkpoint.watch.timings import Recorder
+from planish.checkpoint.watch.monitor import Recorder
 
 if TYPE_CHECKING:
     from planish.checkpoint.ranks.control import Control

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.loader_state import LoaderState, sources
-from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
 from planish.checkpoint.format.items import Collected
-from planish.checkpoint.load.options import LoadOptions
+from planish.checkpoint.format.small_objects import decode_extra, encode_extra
+from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.reader import BlockReader
 
 if TYPE_CHECKING:

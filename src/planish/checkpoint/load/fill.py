@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import LocalItem
-from planish.checkpoint.format.tables import TORCH_TYPES
+from planish.checkpoint.format.items import TORCH_TYPES, LocalItem
 from planish.checkpoint.plan.reads import Pieces
 
 if TYPE_CHECKING:

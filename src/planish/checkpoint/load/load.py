@@ -22,11 +22,10 @@ from planish.base.errors import PeerLost
 from planish.checkpoint.commit.commit import Commit
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.items import Collected
-from planish.checkpoint.load.agree import JobPlan, fit_items, plan_job
+from planish.checkpoint.load.agree import JobPlan, Loaded, LoadOptions, fit_items, plan_job
 from planish.checkpoint.load.exchange import BUCKET_BYTES, Exchange, Stopped
 from planish.checkpoint.load.extras import Extras, read_extras
 from planish.checkpoint.load.fill import Targets, tensor_targets
-from planish.checkpoint.load.options import Loaded, LoadOptions
 from planish.checkpoint.load.read_pool import RING, ReadPool, Rounds
 from planish.checkpoint.load.reader import (
     MAX_DECODED_BYTES,
@@ -37,7 +36,7 @@ from planish.checkpoint.load.reader import (
     split_place,
 )
 from planish.checkpoint.watch import monitor
-from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline
+from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder, Timeline
 from planish.store import Store
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import numpy as np
 from planish.checkpoint.load.fill import Bytes, PieceList, Targets, rows_by_request
 from planish.checkpoint.load.reader import BlockReader
 from planish.checkpoint.plan.reads import RankReads
-from planish.checkpoint.watch.timings import Recorder, Timing
+from planish.checkpoint.watch.monitor import Recorder, Timing
 
 RING = 4
 """Buckets of a ring, at most: read ahead of the slowest rank by three. At least two."""

@@ -18,14 +18,13 @@ import numpy as np
 from planish.base.errors import MissingKeys
 from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
 from planish.checkpoint.load.fill import RAW, Array, numpy_targets
 from planish.checkpoint.load.read_pool import ReadPool, Rounds
 from planish.checkpoint.load.reader import BlockReader, Opened
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.share import share_reads
-from planish.checkpoint.watch.timings import Recorder
+from planish.checkpoint.watch.monitor import Recorder
 
 CACHE_BYTES = 256 << 20
 """Blocks that a `CachedReader` keeps."""

@@ -26,8 +26,8 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
+from planish.checkpoint.format.items import TensorTable
 from planish.checkpoint.format.metafile import Metadata
-from planish.checkpoint.format.tables import TensorTable
 
 _MAX_PASSES = 16
 """Boxes that fall apart one by one only, like a spiral, are better swept."""

@@ -24,7 +24,7 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.items import Columns
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, TensorTable
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.safetensors_file import (
     ALIGNMENT,
@@ -32,7 +32,6 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
     quote_fqn,
 )
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorTable
 
 _MAGIC = b"PLNSHSAV"
 _HEAD = struct.Struct("<8sII")

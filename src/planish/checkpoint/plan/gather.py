@@ -26,8 +26,7 @@ from planish.checkpoint.format.geometry import (
     strides_of,
     volumes,
 )
-from planish.checkpoint.format.items import Columns
-from planish.checkpoint.format.tables import TensorTable
+from planish.checkpoint.format.items import Columns, TensorTable
 from planish.checkpoint.plan.coverage import box_text
 from planish.checkpoint.ranks.messages import ranks_text
 

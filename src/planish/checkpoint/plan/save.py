@@ -25,9 +25,8 @@ from planish.checkpoint.format.geometry import (
     run_sums,
     volumes,
 )
-from planish.checkpoint.format.items import Columns
+from planish.checkpoint.format.items import Columns, TensorTable
 from planish.checkpoint.format.safetensors_file import quote_fqn
-from planish.checkpoint.format.tables import TensorTable
 from planish.checkpoint.plan.coverage import refuse_gaps
 from planish.checkpoint.plan.files import GlobalPlan, Rows, header_sizes
 from planish.checkpoint.plan.gather import Gathered, Replicas, gather, group_replicas

@@ -54,7 +54,7 @@ from planish.checkpoint.save.upload import (
     run_job,
 )
 from planish.checkpoint.save.uploader import ProcessUploader, store_settings
-from planish.checkpoint.watch.timings import Recorder
+from planish.checkpoint.watch.monitor import Recorder
 from planish.store import Store, open_store
 
 if TYPE_CHECKING:

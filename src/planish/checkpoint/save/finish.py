@@ -33,7 +33,7 @@ from planish.checkpoint.save.agree import Agreed, SaveOptions
 from planish.checkpoint.save.staging import SharedBuffer
 from planish.checkpoint.save.upload import Cancelled, UploadResult
 from planish.checkpoint.watch import monitor
-from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline, Timing
+from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder, Timeline, Timing
 from planish.store import Store
 
 logger = logging.getLogger(__name__)

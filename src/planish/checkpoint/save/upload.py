@@ -23,7 +23,7 @@ import numpy as np
 from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.journal import Journal
 from planish.checkpoint.format.integrity import BLOCK, DEFAULT, block_crcs, joined_crc
-from planish.checkpoint.watch.timings import Recorder, Timing
+from planish.checkpoint.watch.monitor import Recorder, Timing
 from planish.store import (
     SINGLE_PUT_BYTES,
     Multipart,

@@ -45,7 +45,7 @@ from planish.checkpoint.save.upload import (
     UploadJob,
     UploadResult,
 )
-from planish.checkpoint.watch.timings import Timing
+from planish.checkpoint.watch.monitor import Timing
 from planish.store import Store, open_store
 
 if TYPE_CHECKING:

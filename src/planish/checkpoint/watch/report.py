@@ -9,8 +9,16 @@ import statistics
 from collections.abc import Iterator, Mapping
 
 from planish.base.text import bytes_text, printable, rate_text, seconds_text
-from planish.checkpoint.watch.monitor import Straggler, host_of, rank_seconds, stragglers
-from planish.checkpoint.watch.timings import LOAD_STAGES, SAVE_STAGES, Timeline, Timing
+from planish.checkpoint.watch.monitor import (
+    LOAD_STAGES,
+    SAVE_STAGES,
+    Straggler,
+    Timeline,
+    Timing,
+    host_of,
+    rank_seconds,
+    stragglers,
+)
 
 SHADES = "\u2581\u2582\u2583\u2584\u2585\u2586\u2588"
 """Blocks of growing height, from the fastest rank to the slowest."""

@@ -14,8 +14,8 @@ from planish.base.telemetry import event
 from planish.checkpoint.convert.export_hf import POLICY_SCHEMA, export, policy_role
 from planish.checkpoint.convert.rewrite import rewrite
 from planish.checkpoint.load.reader import open_state
+from planish.checkpoint.watch.monitor import Timeline, Timing
 from planish.checkpoint.watch.report import text_report
-from planish.checkpoint.watch.timings import Timeline, Timing
 from planish.records.io import finished, read_manifest
 from planish.records.manifest import manifest_uri
 from planish.records.refs import Ref, parse_pin

@@ -16,8 +16,8 @@ from planish.checkpoint.convert.diff import Diff, diff
 from planish.checkpoint.convert.export_hf import CONFIG, parse_config
 from planish.checkpoint.convert.hf_names import WeightPart, weights_of
 from planish.checkpoint.convert.numbers import cast
+from planish.checkpoint.format.items import ITEM_BYTES, quoted_name
 from planish.checkpoint.format.safetensors_file import StoredEntry, header_bytes, parse_header
-from planish.checkpoint.format.tables import ITEM_BYTES, quoted_name
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import SliceReader

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.adapters.base import apply, collect
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState
-from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
+from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 from planish.records.rollouts import FinishReason
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.carry import place, refill, settle

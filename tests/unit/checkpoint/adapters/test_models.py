@@ -13,7 +13,7 @@ from planish.base.errors import DtypeMismatch, LayoutMismatch, MissingKeys, Shap
 from planish.checkpoint.adapters.base import collect, split_roles
 from planish.checkpoint.adapters.models import clean, named_tensors
 from planish.checkpoint.adapters.placement import NAMES, TYPES, FlatShard
-from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.format.items import ITEM_BYTES
 from tests.integration import ckpt_memory as memory
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.checkpoint.adapters.base import collect
-from planish.checkpoint.adapters.streams import RandomStreams
+from planish.checkpoint.adapters.base import RandomStreams, collect
 from tests.integration import ckpt_memory as memory
 
 

@@ -19,7 +19,7 @@ from planish.checkpoint.cli import command as cli
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.watch import monitor
-from planish.checkpoint.watch.timings import Timeline, Timing
+from planish.checkpoint.watch.monitor import Timeline, Timing
 from planish.records import fetch_files, parse_pin
 from planish.store import open_store
 from tests.unit.checkpoint.written import EXTRA, SHARED, tiny_model, write_checkpoint

@@ -20,9 +20,9 @@ from planish.checkpoint.convert import dcp_bridge
 from planish.checkpoint.convert.dcp_bridge import export_dcp, import_dcp
 from planish.checkpoint.convert.dcp_pickle import read_dcp_metadata
 from planish.checkpoint.convert.diff import diff
-from planish.checkpoint.format.extra_codec import decode_extra
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import TensorSpec
+from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.slices import SliceReader

@@ -12,7 +12,7 @@ import pytest
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.convert import diff as module
 from planish.checkpoint.convert.diff import diff
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import TensorSpec
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.tilings import random_tiling
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint

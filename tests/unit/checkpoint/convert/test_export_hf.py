@@ -20,7 +20,7 @@ from planish.checkpoint.convert.export_hf import encode_header, plan_files
 from planish.checkpoint.convert.hf_names import Form
 from planish.checkpoint.convert.numbers import cast, to_bfloat16
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import TensorSpec
 from planish.checkpoint.load.fill import RAW
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy

@@ -8,7 +8,7 @@ import pytest
 from planish.base.errors import ConfigError
 from planish.checkpoint.convert.layouts import Layout, tensor_parallel_dim
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import TensorSpec
 
 
 def spec(fqn, *shape):

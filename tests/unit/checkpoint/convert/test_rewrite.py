@@ -13,7 +13,7 @@ from planish.base.errors import (
 )
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.convert.rewrite import rewrite
-from planish.checkpoint.format.tables import ITEM_BYTES
+from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import SliceReader

@@ -7,8 +7,8 @@ import random
 import numpy as np
 
 from planish.checkpoint.format.geometry import volumes
+from planish.checkpoint.format.items import TensorSpec, TensorTable
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
-from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
 ODD_NAMES = ["0", "a/b", "..", "a|b", "a b", "é中\U0001f600", '"\\%', "x" * 1000, "", "\n"]

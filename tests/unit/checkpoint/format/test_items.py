@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import LayoutMismatch, PlanMismatch
 from planish.checkpoint.format.geometry import Box, flat_boxes
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec, TensorTable
+from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec, TensorTable
 
 W = TensorSpec("main", "model", "model.w", "F32", (3, 2))
 STEP = TensorSpec("main", "optim", "optim.w.step", "F32", ())
@@ -155,9 +154,9 @@ def test_a_table_keeps_names_and_padded_shapes():
 @pytest.mark.parametrize(
     "name",
     [
-        *("adapters.loader_state", "format.extra_codec", "format.geometry", "format.integrity"),
-        *("format.items", "format.metafile", "format.safetensors_file", "format.tables"),
-        *("load.agree", "load.extras", "load.fill", "load.options", "load.slices"),
+        *("adapters.loader_state", "format.geometry", "format.integrity", "format.items"),
+        *("format.metafile", "format.safetensors_file", "format.small_objects"),
+        *("load.agree", "load.extras", "load.fill", "load.slices"),
         *("plan.coalesce", "plan.coverage", "plan.share"),
     ],
 )

@@ -12,8 +12,8 @@ import pytest
 
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format import metafile
+from planish.checkpoint.format.items import TensorSpec, TensorTable
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
-from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.format.metadata_samples import ODD_NAMES, large, small
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.integrity import block_crcs
+from planish.checkpoint.format.items import TensorSpec, TensorTable
 from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
 from planish.checkpoint.format.safetensors_file import NewEntry, entry_name, plan_header
-from planish.checkpoint.format.tables import TensorSpec, TensorTable
 from tests.unit.checkpoint.format import reader_100_lines
 from tests.unit.checkpoint.tilings import random_tiling
 

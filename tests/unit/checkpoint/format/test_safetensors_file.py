@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointCorrupt
 from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import (
     NewEntry,
     StoredEntry,
@@ -21,7 +22,6 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
     quote_fqn,
 )
-from planish.checkpoint.format.tables import ITEM_BYTES
 
 ENTRIES = [
     NewEntry("step||", "F64", ()),

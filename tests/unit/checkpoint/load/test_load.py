@@ -22,11 +22,10 @@ from planish.base.errors import (
 )
 from planish.checkpoint.adapters.placement import TYPES
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
-from planish.checkpoint.format.items import LocalItem
-from planish.checkpoint.format.tables import ITEM_BYTES, TensorSpec
+from planish.checkpoint.format.items import ITEM_BYTES, LocalItem, TensorSpec
+from planish.checkpoint.load.agree import LoadOptions
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.load import load_state, open_on_all
-from planish.checkpoint.load.options import LoadOptions
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor

@@ -20,7 +20,7 @@ from planish.base.errors import (
 )
 from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import TensorSpec
 from planish.checkpoint.load.read_pool import RING, Place, Rounds
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader
@@ -181,7 +181,7 @@ def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
             "from planish.checkpoint.ranks.control import Control\n"
             "from planish.checkpoint.load.load import load_state, open_on_all\n"
             "from planish.checkpoint.format.items import Collected, LocalItem\n"
-            "from planish.checkpoint.format.tables import TensorSpec\n"
+            "from planish.checkpoint.format.items import TensorSpec\n"
             f"specs = [TensorSpec('main', 'model', f'w{{n}}', 'F32', {shape}) for n in range(6)]\n"
             f"items = [LocalItem(s, (whole(s.shape),), torch.ones({shape})) for s in specs]\n"
             "run = lambda: load_state(open_on_all(place, Control.single()), "

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import LayoutMismatch, MissingKeys, ShapeMismatch
 from planish.checkpoint.format.geometry import Box, intersect, whole
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import match as matching
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.save import plan_save

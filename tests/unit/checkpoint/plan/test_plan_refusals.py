@@ -9,8 +9,7 @@ import pytest
 
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan.coverage import cover_faults, untiled
 from planish.checkpoint.plan.save import plan_save
 from tests.unit.checkpoint.planned import random_shards

@@ -13,8 +13,7 @@ from safetensors import deserialize
 
 from planish.base.errors import LayoutMismatch, PlanMismatch
 from planish.checkpoint.format.geometry import Box, flat_boxes, whole
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import save
 from planish.checkpoint.plan.files import RankPlan
 from planish.checkpoint.plan.save import plan_save

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointCorrupt, PlanMismatch
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.items import Columns, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import coalesce, share
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save

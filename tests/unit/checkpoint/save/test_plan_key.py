@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.items import Collected, Columns, LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import Collected, Columns, LocalItem, TensorSpec
 from planish.checkpoint.save.agree import MOST_PLANS, SaveOptions, plan_key
 
 

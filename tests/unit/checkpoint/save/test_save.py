@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointExists, LayoutMismatch, SaveFailed
 from planish.checkpoint.format.geometry import whole
-from planish.checkpoint.format.items import Collected, LocalItem
+from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.format.small_objects import Claim, choose_writers, differing, list_objects
-from planish.checkpoint.format.tables import TensorSpec
-from planish.checkpoint.load.options import LoadKeywords, LoadOptions
+from planish.checkpoint.load.agree import LoadKeywords, LoadOptions
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.agree import SaveKeywords, SaveOptions
 from planish.checkpoint.save.engine import SaveEngine

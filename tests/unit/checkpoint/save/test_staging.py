@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.items import LocalItem
-from planish.checkpoint.format.tables import TensorSpec
+from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.plan.files import FilePlan, RankPlan
 from planish.checkpoint.save.staging import BufferLayout, SharedBuffer, Stager, StagingPool, part_of
 

@@ -9,7 +9,7 @@ from planish.base.errors import CheckpointNotFound, RecordError, SaveFailed
 from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import new_attempt
 from planish.checkpoint.watch import monitor
-from planish.checkpoint.watch.timings import Recorder, Timeline, Timing
+from planish.checkpoint.watch.monitor import Recorder, Timeline, Timing
 from planish.store import open_store
 from tests import pages
 

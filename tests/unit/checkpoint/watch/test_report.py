@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from planish.checkpoint.watch.monitor import Timeline, Timing
 from planish.checkpoint.watch.report import SHADES, text_report
-from planish.checkpoint.watch.timings import Timeline, Timing
 
 
 def uploads(*seconds, per_host=8, name="node"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.checkpoint.watch.timings import CheckpointInfo, Recorder, Timeline, Timing
+from planish.checkpoint.watch.monitor import CheckpointInfo, Recorder, Timeline, Timing
 
 TIMINGS = st.builds(
     Timing,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError
-from planish.checkpoint.format.extra_codec import decode_extra, encode_extra
-from planish.checkpoint.format.tables import ITEM_BYTES, TORCH_TYPES
+from planish.checkpoint.format.items import ITEM_BYTES, TORCH_TYPES
+from planish.checkpoint.format.small_objects import decode_extra, encode_extra
 
 
 def back(value, **options):
@@ -235,7 +235,7 @@ def test_damaged_bytes_are_refused(data, told):
 def test_plain_data_need_neither_torch_nor_pickle():
     code = (
         "import pickle, sys; pickle.loads = pickle.dumps = None\n"
-        "from planish.checkpoint.format.extra_codec import decode_extra, encode_extra\n"
+        "from planish.checkpoint.format.small_objects import decode_extra, encode_extra\n"
         "assert decode_extra(encode_extra({'a': (1, b'x')})) == {'a': (1, b'x')}\n"
         "assert 'torch' not in sys.modules\n"
     )
