@@ -4,9 +4,23 @@
 writes in parts and on a condition.
 """
 
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from planish.base import telemetry
+from planish.base.errors import ObjectMissing, StoreError, StoreMisconfigured
 from planish.store.base import (
     PART_BYTES,
     SINGLE_PUT_BYTES,
+    STORES,
+    TIMEOUT_SECONDS,
+    Buffer,
     Counters,
     Folder,
     Multipart,
@@ -20,21 +34,6 @@ from planish.store.base import (
     parse_uri,
     part_bytes,
     uri_of,
-)
-from planish.store.objects import (
-    abort_lost_uploads,
-    create,
-    delete,
-    exists,
-    list_uris,
-    local_path,
-    open_store,
-    read,
-    read_file,
-    size,
-    upload,
-    write,
-    write_file,
 )
 
 __all__ = [
@@ -67,3 +66,197 @@ __all__ = [
     "write",
     "write_file",
 ]
+
+
+logger = logging.getLogger(__name__)
+
+_PARALLEL_PARTS = 3
+
+
+def open_store(uri: str, *, timeout_s: float = TIMEOUT_SECONDS) -> tuple[Store, str]:
+    """Return the store of a URI and the key that the URI names in it.
+
+    Args:
+        uri: `s3://bucket/key`, `file:///folder` or an absolute path.
+        timeout_s: no single request to the store goes on for longer.
+
+    Example:
+        >>> store, key = open_store("/runs/7")
+        >>> store.uri(key)
+        'file:///runs/7'
+
+    Raises:
+        StoreMisconfigured: an unknown scheme, a malformed URI, or no credentials.
+    """
+    address = parse_uri(uri_of(uri))
+    if address.key:
+        check_key(address.key, is_file=address.scheme == "file")
+    module, _, function = STORES[address.scheme].partition(":")
+    connect = getattr(importlib.import_module(module), function)
+    return connect(address.bucket, timeout_s=timeout_s), address.key
+
+
+def read(uri: str, start: int = 0, length: int | None = None) -> bytes:
+    """Return at most `length` bytes from byte `start`; beyond the end there are none.
+
+    Raises:
+        ObjectMissing: there is no object.
+    """
+    store, key = _open_object(uri)
+    data = store.read(key, start, length)
+    _count("read", uri, len(data))
+    return data
+
+
+def write(uri: str, data: Buffer) -> None:
+    """Put an object in place as a whole: readers see the old bytes or all of the new."""
+    store, key = _open_object(uri)
+    upload(store, key, data)
+    _count("written", uri, len(data))
+
+
+def create(uri: str, data: Buffer) -> None:
+    """Write a small object only if there is none yet; raises `ObjectExists` otherwise."""
+    store, key = _open_object(uri)
+    store.put(key, data, if_none_match=True)
+    _count("written", uri, len(data))
+
+
+def write_file(uri: str, path: Path) -> None:
+    """Write an object from a local file of any size, as a whole."""
+    store, key = _open_object(uri)
+    with open(path, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+
+        def read_part(start: int, length: int) -> bytes:
+            data = os.pread(file.fileno(), length, start)
+            if len(data) != length:
+                raise StoreError(f"`{path}` must not change while it is copied to `{uri}`")
+            return data
+
+        _write_parts(store, key, num_bytes, read_part, num_threads=_PARALLEL_PARTS)
+    _count("written", uri, num_bytes)
+
+
+def read_file(uri: str, path: Path) -> None:
+    """Copy an object of any size to a local file; where that fails there is no file."""
+    store, key = _open_object(uri)
+    stat = store.head(key)
+    block = memoryview(bytearray(min(stat.size, PART_BYTES)))
+    try:
+        with open(path, "wb") as file:
+            for start in range(0, stat.size, PART_BYTES):
+                view = block[: min(PART_BYTES, stat.size - start)]
+                store.get_into(key, start, view, etag=stat.etag)
+                file.write(view)
+    except StoreError:
+        path.unlink()
+        raise
+    _count("read", uri, stat.size)
+
+
+def size(uri: str) -> int:
+    """Return the number of bytes of an object."""
+    store, key = _open_object(uri)
+    return store.head(key).size
+
+
+def exists(uri: str) -> bool:
+    """Return whether there is an object; a bucket is none, but must be there."""
+    store, key = open_store(uri)
+    if not key:
+        store.folder("")
+        return False
+    try:
+        store.head(key)
+    except ObjectMissing:
+        return False
+    return True
+
+
+def list_uris(prefix_uri: str) -> list[str]:
+    """Return the URIs of all objects below a folder, sorted, spelled as `prefix_uri` is."""
+    store, key = open_store(prefix_uri)
+    names = [stat.key[len(key) + 1 if key else 0 :] for stat in store.list(key)]
+    if prefix_uri.startswith("file:"):
+        names = [name.replace("%", "%25") for name in names]
+    base = prefix_uri.rstrip("/")
+    return sorted(f"{base}/{name}" for name in names)
+
+
+def delete(uri: str) -> None:
+    """Remove an object; an absent one is no error."""
+    store, key = _open_object(uri)
+    store.delete([key])
+
+
+def local_path(uri: str) -> Path | None:
+    """Return where the object or folder lies on this machine, None when it does not."""
+    address = parse_uri(uri)
+    return Path(f"/{address.key}") if address.scheme == "file" else None
+
+
+def upload(store: Store, key: str, data: Buffer) -> str:
+    """Write an object of any size from one thread and return its entity tag."""
+    view = memoryview(data).cast("B")
+    return _write_parts(store, key, view.nbytes, lambda start, length: view[start : start + length])
+
+
+def _write_parts(
+    store: Store,
+    key: str,
+    num_bytes: int,
+    read_part: Callable[[int, int], Buffer],
+    num_threads: int = 1,
+) -> str:
+    """Write an object whose ranges `read_part(start, length)` returns; a failure leaves nothing."""
+    if num_bytes < SINGLE_PUT_BYTES:
+        return store.put(key, read_part(0, num_bytes))
+    parts = store.open_multipart(key, num_bytes)
+
+    def write_part(start: int) -> None:
+        length = min(parts.part_bytes, num_bytes - start)
+        parts.write(start // parts.part_bytes + 1, read_part(start, length))
+
+    try:
+        with ThreadPoolExecutor(num_threads) as pool:
+            try:
+                for _ in pool.map(write_part, range(0, num_bytes, parts.part_bytes)):
+                    pass
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        etag = parts.complete()
+    except BaseException:
+        parts.abort()
+        raise
+    abort_lost_uploads(store, [parts])
+    return etag
+
+
+def abort_lost_uploads(store: Store, written: Iterable[Multipart]) -> None:
+    """Abort what lost tries to begin `written` have begun; for keys that have one writer only."""
+    for parts in written:
+        if not parts.may_be_begun_twice:
+            continue
+        try:
+            for upload in store.open_uploads(parts.key):
+                if upload.upload_id != parts.upload_id:
+                    store.abort_upload(parts.key, upload.upload_id)
+        except StoreError as error:
+            # The object is whole; what is left costs room until the store forgets it.
+            logger.warning("%s", telemetry.event("upload_left", key=parts.key, reason=str(error)))
+
+
+def _open_object(uri: str) -> tuple[Store, str]:
+    store, key = open_store(uri)
+    if not key:
+        raise StoreMisconfigured(
+            f"an object must read `s3://bucket/key` or `file:///folder/name`, got {uri!r}"
+        )
+    return store, key
+
+
+def _count(direction: str, uri: str, num_bytes: int) -> None:
+    scheme = uri_of(uri).partition("://")[0]
+    telemetry.count(f"planish_store_{direction}_bytes_total", num_bytes, scheme=scheme)

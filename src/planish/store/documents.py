@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from planish.base.errors import RecordError
-from planish.store.objects import read, write
+from planish.store import read, write
 
 _LIMIT_BYTES = 64 << 20
 

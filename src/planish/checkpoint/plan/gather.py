@@ -20,6 +20,7 @@ from planish.checkpoint.format.geometry import (
     I64,
     MAX_ELEMENTS,
     before,
+    fit,
     fresh,
     ranges,
     run_sums,
@@ -128,12 +129,7 @@ def _joined(parts: Sequence[I64]) -> I64:
 
 def _stacked(parts: Sequence[I64], width: int, fill: int) -> I64:
     """Concatenate [b, n] arrays of different n into [sum b, width]."""
-    full = [
-        part
-        if part.shape[1] == width
-        else np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill)
-        for part in parts
-    ]
+    full = [fit(part, width, fill) for part in parts]
     return np.concatenate(full) if full else np.zeros((0, width), np.int64)
 
 
