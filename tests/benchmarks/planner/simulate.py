@@ -15,9 +15,8 @@ from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.items import Columns
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.plan.files import GlobalPlan, RankPlan
-from planish.checkpoint.plan.gather import decode_all
 from planish.checkpoint.plan.match import ShardIndex, match
-from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
+from planish.checkpoint.plan.save import SPLIT_BYTES, decode_all, plan_save
 from planish.checkpoint.plan.share import share_reads
 from planish.checkpoint.ranks.control import plan_tree
 from planish.checkpoint.save.agree import plan_key

@@ -33,8 +33,7 @@ from planish.checkpoint.format.small_objects import (
     encode_objects,
 )
 from planish.checkpoint.plan.files import GlobalPlan, RankPlan
-from planish.checkpoint.plan.gather import decode_all
-from planish.checkpoint.plan.save import SPLIT_BYTES, plan_save
+from planish.checkpoint.plan.save import SPLIT_BYTES, decode_all, plan_save
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.ranks.messages import (
     EVERYONE,
