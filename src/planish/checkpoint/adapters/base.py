@@ -20,11 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.checkpoint.adapters.again import Descriptions, described, outline
-from planish.checkpoint.adapters.gathering import Gathering
+from planish.checkpoint.adapters.gathering import (
+    OPTIMIZER,
+    Descriptions,
+    Gathering,
+    described,
+    outline,
+    torch_optimizers,
+)
 from planish.checkpoint.adapters.loader_state import LoaderShard, LoaderState, reshard
-from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
-from planish.checkpoint.adapters.optimizer import gather_groups, torch_optimizers
+from planish.checkpoint.adapters.optimizer import gather_groups
 from planish.checkpoint.adapters.placement import place, restore, unpacked
 from planish.checkpoint.format.items import PARTS as LOADED
 from planish.checkpoint.format.items import Collected

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.adapters.gathering import Gathering
-from planish.checkpoint.adapters.optimizer import PART as OPTIMIZER
+from planish.checkpoint.adapters.gathering import OPTIMIZER, Gathering, torch_optimizers
 from planish.checkpoint.adapters.optimizer import (
     ParameterSite,
     PlainSite,
     Sites,
     gather_groups,
     gather_optimizers,
-    torch_optimizers,
 )
 from planish.checkpoint.adapters.placement import (
     FlatShard,

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.adapters.gathering import Gathering, unite
+from planish.checkpoint.adapters.gathering import OPTIMIZER, Gathering
 from planish.checkpoint.adapters.placement import TYPES, checked, place, restore
 
-PART = "optimizer"
-"""Part of the state, and key of its small values."""
 GROUP = "param_group"
 """Key of the number of a parameter's group, where no rank knows all parameters."""
 KERNELS = {"foreach", "fused", "capturable", "differentiable"}
@@ -94,12 +92,6 @@ class PlainSite:
         return torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False)
 
 
-def torch_optimizers(value: Any) -> list[torch.optim.Optimizer]:
-    """Return torch optimizers given as one, a list or a dict, unwrapped; [] for anything else."""
-    found = [getattr(one, "optimizer", one) for one in unite([value])]
-    return found if all(isinstance(one, torch.optim.Optimizer) for one in found) else []
-
-
 def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Sites) -> None:
     """Collect the state of torch optimizers, created where a load needs it.
 
@@ -115,11 +107,11 @@ def gather_optimizers(gathering: Gathering, optimizers: Sequence[Any], sites: Si
             f"a parameter must be in one group of one optimizer, got {twice[:8]} in several; "
             "save such optimizers as roles of their own"
         )
-    gathering.share(PART, numbers=numbers)
+    gathering.share(OPTIMIZER, numbers=numbers)
     gather_groups(gathering, _groups(optimizers), names)
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        saved = shared.get(PART, {}).get("numbers", {})
+        saved = shared.get(OPTIMIZER, {}).get("numbers", {})
         for optimizer in optimizers if saved else ():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 site = sites(parameter)
@@ -149,7 +141,7 @@ def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites
             f"{type(value).__name__}; use an optimizer whose state is tensors"
         )
     groups = _groups(optimizers)
-    gathering.share(PART, options=_all_options(groups))
+    gathering.share(OPTIMIZER, options=_all_options(groups))
     kept: list[tuple[dict[str, Any], list[Tensor], list[str]]] = []
     for number, group in enumerate(groups):
         values_of_group: list[Tensor] = []
@@ -166,7 +158,7 @@ def gather_stacked(gathering: Gathering, optimizers: Sequence[Any], sites: Sites
         kept.append((group, values_of_group, members))
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        options = shared.get(PART, {}).get("options", [])
+        options = shared.get(OPTIMIZER, {}).get("options", [])
         for group, loaded, members in kept:
             saved = [options[int(value)] for value in loaded if int(value) < len(options)]
             _set_options(group, saved, members)
@@ -201,10 +193,10 @@ def gather_groups(
     On load a group gets the options that its members were saved with, in whatever group.
     """
     members = zip(names, _all_options(groups), strict=True)
-    gathering.share(PART, groups=[{"params": list(p), "options": o} for p, o in members])
+    gathering.share(OPTIMIZER, groups=[{"params": list(p), "options": o} for p, o in members])
 
     def finish(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        saved = shared.get(PART, {}).get("groups", [])
+        saved = shared.get(OPTIMIZER, {}).get("groups", [])
         found = {name: record["options"] for record in saved for name in record["params"]}
         for group, members in zip(groups, names, strict=True):
             stored = [gathering.stored.name_of(name) for name in members]
@@ -216,7 +208,7 @@ def gather_groups(
 def _all_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
-            key: checked((PART, "param_groups", number, key), value)
+            key: checked((OPTIMIZER, "param_groups", number, key), value)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }

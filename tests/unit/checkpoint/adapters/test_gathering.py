@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from planish.checkpoint import api
 from planish.checkpoint.adapters import base
-from planish.checkpoint.adapters.again import Descriptions
 from planish.checkpoint.adapters.base import collect
+from planish.checkpoint.adapters.gathering import Descriptions
 from planish.checkpoint.adapters.placement import FlatShard
 from tests.integration.ckpt_memory import raw
 from tests.integration.ckpt_states import read_back
