@@ -10,8 +10,8 @@ import torch
 from planish.checkpoint.commit.commit import read_commit, read_meta
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.integrity import check_blocks
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
+from planish.checkpoint.format.metafile import check_blocks
 from planish.checkpoint.format.small_objects import decode_extra
 from planish.store import open_store
 

@@ -11,9 +11,8 @@ from typing import TypeVar
 import numpy as np
 
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.items import Columns
-from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.metafile import BLOCK, Metadata
 from planish.checkpoint.plan.files import GlobalPlan, RankPlan
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.save import SPLIT_BYTES, decode_all, plan_save

@@ -10,8 +10,8 @@ from planish.checkpoint.commit.commit import publish
 from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import whole
-from planish.checkpoint.format.integrity import block_crcs
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
+from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import encode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.plan.save import plan_save

@@ -23,8 +23,8 @@ from planish.checkpoint.commit.journal import attempt_folder, join, journaled, n
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format import metafile
 from planish.checkpoint.format.geometry import Box, flat_boxes, shift
-from planish.checkpoint.format.integrity import DEFAULT
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem
+from planish.checkpoint.format.metafile import DEFAULT_CHECKSUM
 from planish.checkpoint.load.reader import Opened, open_state
 from planish.checkpoint.load.slices import CachedReader, Slice, SliceReader
 from planish.checkpoint.plan.save import plan_save
@@ -265,7 +265,7 @@ def _write(
             in_turns=True,
         )
         with recorder.stage("meta"):
-            metadata = work.plan.metadata(work.header, algorithm=DEFAULT)
+            metadata = work.plan.metadata(work.header, algorithm=DEFAULT_CHECKSUM)
             for row, result in sorted(zip(order, results, strict=True)):
                 crcs = np.array(result.crcs, np.uint32)
                 if row < len(work.plan.keys):

@@ -21,8 +21,7 @@ from planish.base.errors import (
 from planish.checkpoint.commit.commit import Commit, read_commit, read_meta, require_commit
 from planish.checkpoint.commit.journal import attempt_folder, join
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.integrity import BLOCK, check_blocks, widen
-from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.metafile import BLOCK, Metadata, check_blocks, widen
 from planish.store import Store, open_store
 
 MAX_DECODED_BYTES = 16 << 30

@@ -17,8 +17,8 @@ import numpy as np
 
 from planish.base.errors import MissingKeys
 from planish.checkpoint.format.geometry import Box, whole
-from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem, TensorSpec
+from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.load.fill import RAW, Array, numpy_targets
 from planish.checkpoint.load.read_pool import ReadPool, Rounds
 from planish.checkpoint.load.reader import BlockReader, Opened

@@ -15,7 +15,7 @@ import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.format.safetensors_file import (
     entry_name,
     header_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from planish.checkpoint.format.geometry import I64, Flags, before, fresh, order_by, ranges
-from planish.checkpoint.format.integrity import BLOCK
+from planish.checkpoint.format.metafile import BLOCK
 
 GAP_BYTES = 256 << 10
 """Gaps up to this size are always read over."""

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planish.checkpoint.format.geometry import I64, fresh, order_by, ranges, run_sums
-from planish.checkpoint.format.integrity import BLOCK
-from planish.checkpoint.format.metafile import Metadata
+from planish.checkpoint.format.metafile import BLOCK, Metadata
 from planish.checkpoint.plan.coalesce import REQUEST_BYTES, coalesce, line_bases, piece_ranges
 from planish.checkpoint.plan.coverage import unique_elements
 from planish.checkpoint.plan.reads import (

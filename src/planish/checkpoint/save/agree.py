@@ -23,8 +23,8 @@ from typing import Any, Literal, TypedDict
 from planish.base import telemetry
 from planish.base.errors import LayoutMismatch, PlanMismatch, SaveFailed
 from planish.checkpoint.commit.journal import new_attempt
-from planish.checkpoint.format.integrity import block_crcs
 from planish.checkpoint.format.items import Collected, Columns, LocalItem
+from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.format.small_objects import (
     Claim,
     SmallObject,

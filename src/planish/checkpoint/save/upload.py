@@ -22,7 +22,7 @@ import numpy as np
 
 from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.journal import Journal
-from planish.checkpoint.format.integrity import BLOCK, DEFAULT, block_crcs, joined_crc
+from planish.checkpoint.format.metafile import BLOCK, DEFAULT_CHECKSUM, block_crcs, joined_crc
 from planish.checkpoint.watch.monitor import Recorder, Timing
 from planish.store import (
     SINGLE_PUT_BYTES,
@@ -254,7 +254,8 @@ def upload_files(
     abort_lost_uploads(storage, begun)  # at the end: the later, the less can still be on its way
     recorder.retried("upload", retries, storage.counters.retries)
     return [
-        FileResult(s.upload.key, s.upload.size, DEFAULT, tuple(s.crcs.tolist())) for s in states
+        FileResult(s.upload.key, s.upload.size, DEFAULT_CHECKSUM, tuple(s.crcs.tolist()))
+        for s in states
     ]
 
 
@@ -308,7 +309,9 @@ def _write_part(run: _Run, index: int, number: int, start: int, stop: int) -> No
         run.storage.put(file.upload.key, data)
     else:
         # The server checks the part by what has been computed already.
-        file.parts.write(number, data, joined_crc(crcs, data) if DEFAULT == "crc32c" else None)
+        file.parts.write(
+            number, data, joined_crc(crcs, data) if DEFAULT_CHECKSUM == "crc32c" else None
+        )
     with run.lock:
         file.left -= 1
         if file.left:

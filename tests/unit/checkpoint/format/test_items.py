@@ -154,8 +154,8 @@ def test_a_table_keeps_names_and_padded_shapes():
 @pytest.mark.parametrize(
     "name",
     [
-        *("adapters.loader_state", "format.geometry", "format.integrity", "format.items"),
-        *("format.metafile", "format.safetensors_file", "format.small_objects"),
+        *("adapters.loader_state", "format.geometry", "format.items", "format.metafile"),
+        *("format.safetensors_file", "format.small_objects"),
         *("load.agree", "load.extras", "load.fill", "load.slices"),
         *("plan.coalesce", "plan.coverage", "plan.share"),
     ],

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.integrity import block_crcs
 from planish.checkpoint.format.items import TensorSpec, TensorTable
-from planish.checkpoint.format.metafile import FileTable, Metadata, Shards
+from planish.checkpoint.format.metafile import FileTable, Metadata, Shards, block_crcs
 from planish.checkpoint.format.safetensors_file import NewEntry, entry_name, plan_header
 from tests.unit.checkpoint.format import reader_100_lines
 from tests.unit.checkpoint.tilings import random_tiling

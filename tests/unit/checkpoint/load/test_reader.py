@@ -19,8 +19,8 @@ from planish.base.errors import (
     StoreUnavailable,
 )
 from planish.checkpoint.format.geometry import Box
-from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.items import TensorSpec
+from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.load.read_pool import RING, Place, Rounds
 from planish.checkpoint.load.reader import BlockReader, check_objects, open_state
 from planish.checkpoint.load.slices import Slice, SliceReader

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from planish.base.errors import CheckpointNotFound
-from planish.checkpoint.format.integrity import BLOCK
 from planish.checkpoint.format.items import TensorSpec
+from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.load import verify as module
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.verify import Fault, verify

@@ -14,7 +14,7 @@ import pytest
 
 from planish.base.errors import SaveFailed, StoreError
 from planish.checkpoint.commit.journal import new_attempt
-from planish.checkpoint.format.integrity import block_crcs
+from planish.checkpoint.format.metafile import block_crcs
 from planish.checkpoint.save.staging import SharedBuffer
 from planish.checkpoint.save.upload import (
     BytesInPlace,

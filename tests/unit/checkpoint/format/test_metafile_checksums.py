@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from planish.base.errors import CheckpointCorrupt
-from planish.checkpoint.format.integrity import (
+from planish.checkpoint.format.metafile import (
     ALGORITHMS,
     BLOCK,
-    DEFAULT,
+    DEFAULT_CHECKSUM,
     block_crcs,
     check_blocks,
     joined_crc,
@@ -33,7 +33,7 @@ def test_the_checksums_are_those_of_the_standards():
     assert block_crcs(b"\xff" * 32, "crc32c").tolist() == [0x62A8AB43]
     assert block_crcs(b"123456789", "crc32c").tolist() == [0xE3069283]
     assert block_crcs(b"123456789", "crc32").tolist() == [0xCBF43926]
-    assert DEFAULT == "crc32c"
+    assert DEFAULT_CHECKSUM == "crc32c"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -62,24 +62,24 @@ def test_a_flipped_bit_is_found_in_its_block(place):
     damaged = DATA.copy()
     damaged[place] ^= 1
     with pytest.raises(CheckpointCorrupt, match=rf"block {place // BLOCK} of 4") as caught:
-        check_blocks(damaged, crcs, file="data/a", algorithm=DEFAULT)
+        check_blocks(damaged, crcs, file="data/a", algorithm=DEFAULT_CHECKSUM)
     assert (caught.value.file, caught.value.block) == ("data/a", place // BLOCK)
-    check_blocks(DATA, crcs, file="data/a", algorithm=DEFAULT)
+    check_blocks(DATA, crcs, file="data/a", algorithm=DEFAULT_CHECKSUM)
 
 
 def test_a_part_of_a_file_is_checked_alone():
     crcs = block_crcs(DATA)
     start, stop = widen(BLOCK + 5, 2 * BLOCK + 1, len(DATA))
     assert (start, stop) == (BLOCK, 3 * BLOCK)
-    check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT, first=1)
+    check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT_CHECKSUM, first=1)
     with pytest.raises(CheckpointCorrupt) as caught:
-        check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT, first=2)
+        check_blocks(DATA[start:stop], crcs, file="a", algorithm=DEFAULT_CHECKSUM, first=2)
     assert caught.value.block == 2
 
 
 def test_bytes_without_a_checksum_and_unknown_checksums_are_refused():
     with pytest.raises(CheckpointCorrupt) as caught:
-        check_blocks(DATA, block_crcs(DATA)[:2], file="a", algorithm=DEFAULT)
+        check_blocks(DATA, block_crcs(DATA)[:2], file="a", algorithm=DEFAULT_CHECKSUM)
     assert caught.value.block == 2
     with pytest.raises(CheckpointCorrupt, match="`md5`"):
         check_blocks(DATA, block_crcs(DATA), file="a", algorithm="md5")
