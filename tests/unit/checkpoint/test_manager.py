@@ -90,7 +90,7 @@ def fail_saves(manager, steps):
     def save(roles, options, **rest):
         handle = make(roles, options, **rest)
         if options.step in steps:
-            handle._fail(SaveFailed("disk full"))
+            handle._end(SaveFailed("disk full"))
         return handle
 
     manager.engine.save = save

@@ -277,9 +277,28 @@ class _Walk:
             self._add_nested(optimizer)
             return
         # Its state is named by its parameters.
-        self.facts.extend(map(id, self.tensors))
+        facts = self.facts
+        facts.extend(map(id, self.tensors))
         for one in found:
-            self._add_torch_optimizer(one)
+            for group in one.param_groups:
+                names = group.get("param_names", ())
+                facts += (len(group["params"]), len(names), *names)
+                facts.extend(map(id, group["params"]))
+            for parameter, held in one.state.items():
+                if not isinstance(held, dict):
+                    raise _Unknown
+                facts += (id(parameter), len(held), *held)
+                if _TENSORS.issuperset(map(type, held.values())):
+                    self.tensors.extend(held.values())
+                    continue
+                for value in held.values():
+                    if isinstance(value, Tensor):
+                        facts.append(Tensor)
+                        self.tensors.append(value)
+                    elif type(value) in _CONSTANTS:
+                        facts += (type(value), value)
+                    else:
+                        raise _Unknown
 
     def local(self) -> list[Tensor]:
         """Return every tensor as it lies in the memory of this rank."""
@@ -288,14 +307,14 @@ class _Walk:
         self.facts.extend(kinds)
         if _DENSE.issuperset(kinds):
             return tensors
-        return [tensor if type(tensor) in _DENSE else self._local(tensor) for tensor in tensors]
-
-    def _local(self, tensor: Tensor) -> Tensor:
-        if type(tensor) is not DTensor or type(tensor._local_tensor) not in _DENSE:
-            raise _Unknown
-        spec = tensor._spec
-        self.facts += (spec, spec.placements, spec.mesh, spec.tensor_meta)
-        return tensor._local_tensor
+        for number, tensor in enumerate(tensors):
+            if type(tensor) not in _DENSE:
+                if type(tensor) is not DTensor or type(tensor._local_tensor) not in _DENSE:
+                    raise _Unknown
+                spec = tensor._spec
+                self.facts += (spec, spec.placements, spec.mesh, spec.tensor_meta)
+                tensors[number] = tensor._local_tensor
+        return tensors
 
     def _add_module(self, root: nn.Module) -> None:
         facts = self.facts
@@ -305,9 +324,10 @@ class _Walk:
                 continue
             kind, skipped = type(module), module._non_persistent_buffers_set
             own, held, inner = module._parameters, module._buffers, module._modules
-            hooks = module._state_dict_hooks, module._state_dict_pre_hooks
-            if kind._save_to_state_dict is not nn.Module._save_to_state_dict or (
-                any(hooks) and not all(_is_of_torch(hook) for one in hooks for hook in one.values())
+            hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+            # Torch's own hooks on `state_dict` change no value.
+            if kind._save_to_state_dict is not nn.Module._save_to_state_dict or not all(
+                str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks
             ):
                 raise _Unknown
             if skipped:
@@ -319,31 +339,6 @@ class _Walk:
             self.tensors.extend(own.values())
             self.tensors.extend(held.values())
             found.extend(inner.values())
-
-    def _add_torch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        facts = self.facts
-        for group in optimizer.param_groups:
-            names = group.get("param_names", ())
-            facts += (len(group["params"]), len(names), *names)
-            facts.extend(map(id, group["params"]))
-        for parameter, held in optimizer.state.items():
-            if not isinstance(held, dict):
-                raise _Unknown
-            facts += (id(parameter), len(held), *held)
-            if _TENSORS.issuperset(map(type, held.values())):
-                self.tensors.extend(held.values())
-            else:
-                self.tensors.extend([one for one in held.values() if self._is_tensor(one)])
-
-    def _is_tensor(self, value: Any) -> bool:
-        """Return whether a value of an optimizer is a tensor, having noted what else it is."""
-        if isinstance(value, Tensor):
-            self.facts.append(Tensor)
-            return True
-        if type(value) not in _CONSTANTS:
-            raise _Unknown
-        self.facts += (type(value), value)
-        return False
 
     def _add_nested(self, value: Any) -> None:
         """Add tensors and flat shards in dicts and lists."""
@@ -366,11 +361,6 @@ class _Walk:
                 self._add_nested(child)
         elif value is not None:
             raise _Unknown
-
-
-def _is_of_torch(hook: Any) -> bool:
-    """Return whether a hook on `state_dict` is torch's own, which changes no value."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 class Description:

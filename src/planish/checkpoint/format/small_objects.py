@@ -106,8 +106,20 @@ def encode_objects(
         if collected.own:
             data = _encode(role, collected.own, allow_pickle)
             found.append(SmallObject(f"data/{name}.extra/{rank:05d}.bin", data, role, "own"))
-        if collected.loader is not None:
-            found += _loader_objects(role, name, collected.loader, allow_pickle)
+        loader, folder = collected.loader, f"data/{name}.loader"
+        if loader is None:
+            continue
+        if loader.shards or loader.common:
+            data = _encode(role, loader.common_data(), allow_pickle)
+            found.append(SmallObject(f"{folder}/common.bin", data, role, "common"))
+        several: Counter[tuple[int, int]] = Counter()
+        for shard in loader.shards:
+            number = several[shard.dp_rank, shard.reader]
+            several[shard.dp_rank, shard.reader] += 1
+            suffix = f"-{number}" if number else ""
+            key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
+            data = shard.encoded or _encode(role, shard.to_data(), allow_pickle)
+            found.append(SmallObject(key, data, role, "shard", shard.index()))
     return found
 
 
@@ -116,23 +128,6 @@ def _encode(role: str, value: Any, allow_pickle: bool) -> bytes:
         return encode_extra(value, allow_pickle=allow_pickle)
     except TypeError as error:
         raise TypeError(f"role `{role}`: {error}") from None
-
-
-def _loader_objects(role: str, name: str, loader: Any, allow_pickle: bool) -> list[SmallObject]:
-    folder = f"data/{name}.loader"
-    found = []
-    if loader.shards or loader.common:
-        data = _encode(role, loader.common_data(), allow_pickle)
-        found.append(SmallObject(f"{folder}/common.bin", data, role, "common"))
-    several: Counter[tuple[int, int]] = Counter()
-    for shard in loader.shards:
-        number = several[shard.dp_rank, shard.reader]
-        several[shard.dp_rank, shard.reader] += 1
-        suffix = f"-{number}" if number else ""
-        key = f"{folder}/{shard.dp_rank:05d}-{shard.reader}{suffix}.bin"
-        data = shard.encoded or _encode(role, shard.to_data(), allow_pickle)
-        found.append(SmallObject(key, data, role, "shard", shard.index()))
-    return found
 
 
 def choose_writers(claims: Sequence[Sequence[Claim]]) -> dict[str, int]:
@@ -285,16 +280,13 @@ class _Writer:
         if kind in (list, tuple):
             parts = [self.plain(v, f"{path}[{n}]", depth + 1) for n, v in enumerate(value)]
             return parts if kind is list else {"!tuple": parts}
-        if kind in (dict, OrderedDict):
-            return self._mapping(value, path, depth)
-        return self._blob(value, path)
-
-    def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        if kind not in (dict, OrderedDict):
+            return self._blob(value, path)
         pairs = [
             (self._key(key, path, depth), self.plain(v, f"{path}[{key!r:.80}]", depth + 1))
             for key, v in value.items()
         ]
-        if type(value) is OrderedDict:
+        if kind is OrderedDict:
             return {"!ordered": [list(pair) for pair in pairs]}
         if all(type(key) is str and not key.startswith("!") for key in value):
             return dict(pairs)

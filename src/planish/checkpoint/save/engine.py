@@ -118,6 +118,7 @@ class SaveEngine:
         self._thread: threading.Thread | None = None
         self._lazy = LazyCopies()
         self._storages: dict[tuple[str, float], Store] = {}
+        """Kept while the settings of the store stay the same."""
         self._settings: dict[str, str] = {}
         self.is_closed = False
         atexit.register(self.close)
@@ -229,7 +230,13 @@ class SaveEngine:
         Raises:
             Skipped: there is no room, and none is waited for.
         """
-        place, path = self._open(options.uri, options.timeout_s)
+        settings = store_settings()
+        if settings != self._settings:
+            self._storages.clear()
+            self._settings = settings
+        place, path = open_store(options.uri, timeout_s=options.timeout_s)
+        kept = options.uri.removesuffix(path), options.timeout_s
+        place = self._storages.setdefault(kept, place)
         recorder = Recorder(self.control.rank, "save", self._host)
         call = self.control.call(f"save {options.uri} step {options.step}", options.timeout_s)
         busy = self._is_busy() and options.inflight != "wait"
@@ -284,16 +291,6 @@ class SaveEngine:
         while self._inflight and self._inflight[0].done():
             self._inflight.popleft()
         return len(self._inflight) >= (1 if self.pool.limit == 1 else MOST_INFLIGHT)
-
-    def _open(self, uri: str, timeout_s: float) -> tuple[Store, str]:
-        """Return a storage that is kept while the settings of the store stay the same."""
-        settings = store_settings()
-        if settings != self._settings:
-            self._storages.clear()
-            self._settings = settings
-        storage, path = open_store(uri, timeout_s=timeout_s)
-        place = uri.removesuffix(path), timeout_s
-        return self._storages.setdefault(place, storage), path
 
     def _stage_early(self, call: Control, offer: Offer, recorder: Recorder) -> Early | None:
         """Copy by the plan of the last save while the verdict travels, if there is room.

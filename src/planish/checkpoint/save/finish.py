@@ -62,11 +62,10 @@ class SaveHandle:
         self.stall_seconds = 0.0
         """How long the call held up its caller."""
         self._staged, self._done = threading.Event(), threading.Event()
-        self._info: CheckpointInfo | None = None
-        self._error: BaseException | None = None
+        self._outcome: CheckpointInfo | BaseException | None = None
         self._cancel: Callable[[], None] = lambda: None
         if skipped:
-            self._fail(
+            self._end(
                 SaveFailed(
                     f"`{uri}` was not saved, as asked by `inflight='skip'`: {skipped}; save less "
                     "often, or use `inflight='wait'`"
@@ -102,22 +101,17 @@ class SaveHandle:
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save of `{self.uri}` must end within {timeout} s, but goes on")
-        if self._error is not None:
-            raise self._error
-        assert self._info is not None
-        return self._info
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
     def cancel(self) -> None:
         """Ask all ranks to give the save up; too late, it is committed all the same."""
         self._cancel()
 
-    def _finish(self, info: CheckpointInfo) -> None:
-        self._info = info
-        self._staged.set()
-        self._done.set()
-
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
+    def _end(self, outcome: CheckpointInfo | BaseException) -> None:
+        self._outcome = outcome
         self._staged.set()
         self._done.set()
 
@@ -200,7 +194,7 @@ def finish(save: Pending) -> None:
         clearing.start()
         clearing.join(max(save.call.remaining_s, 2 * LEAVE_SECONDS))
         monitor.publish_failure("save", error)
-        save.handle._fail(error)
+        save.handle._end(error)
         return
     finally:
         save.let_go()
@@ -210,7 +204,7 @@ def finish(save: Pending) -> None:
     monitor.publish(own, recorder.rank)
     # This rank's records in full, and what others have sent.
     others = [record for record in info.timings.records if record.rank != recorder.rank]
-    save.handle._finish(dataclasses.replace(info, timings=Timeline(own.records + others)))
+    save.handle._end(dataclasses.replace(info, timings=Timeline(own.records + others)))
 
 
 def _run(save: Pending) -> CheckpointInfo:
@@ -228,7 +222,15 @@ def _run(save: Pending) -> CheckpointInfo:
             reply, timeline = _commit(save, gathered)
         reply = save.call.broadcast(reply, "outcome")
     except PeerLost as error:
-        return _ask_store(save, error)
+        # The coordinator is gone: the store itself knows how the save has ended.
+        commit = None
+        with contextlib.suppress(StoreError, CheckpointError):
+            commit = read_commit(save.storage, save.path)
+        if commit is not None and commit.attempt == save.agreed.attempt:
+            return CheckpointInfo(**_info(save, commit))
+        raise SaveFailed(
+            f"rank 0 must live until the save is committed, but: {error}", per_rank={0: str(error)}
+        ) from error
     outcome = json.loads(reply)
     if outcome["errors"]:
         raise joined_error(decode_errors(outcome["errors"].encode()), save.call.size)
@@ -309,11 +311,23 @@ def _commit(save: Pending, gathered: Sequence[bytes]) -> tuple[bytes, Timeline]:
                 replaces=save.replaces,
                 journal=save.journal,
             )
-        _after(save, commit, timeline)
     except Exception as error:
         reason = error if isinstance(error, CheckpointError) else _reason(0, error)
         text = encode_errors({EVERYONE: reason}).decode()
         return json.dumps({"errors": text, "info": {}}).encode(), timeline
+    try:
+        # The checkpoint exists, whatever becomes of this.
+        monitor.publish_commit(commit.step, commit.created_at)
+        # Rank 0's own have grown since it sent them to itself.
+        others = [record for record in timeline.records if record.rank != save.call.rank]
+        everything = Timeline(save.recorder.timeline().records + others)
+        if save.call.size > 1:
+            monitor.warn_of_stragglers(timeline)
+        monitor.store_timings(save.storage, save.path, commit.attempt, everything)
+        if save.after_commit is not None:
+            save.after_commit(save.storage, save.path)
+    except Exception:
+        logger.exception(telemetry.event("after_commit_failed", uri=save.options.uri))
     return json.dumps({"errors": "", "info": _info(save, commit)}).encode(), timeline
 
 
@@ -353,22 +367,6 @@ def build_metadata(save: Pending, results: Sequence[Mapping[str, Any]]) -> Metad
     return meta
 
 
-def _after(save: Pending, commit: Commit, timeline: Timeline) -> None:
-    """Do what follows a commit; the checkpoint exists whatever becomes of this."""
-    try:
-        monitor.publish_commit(commit.step, commit.created_at)
-        # Rank 0's own have grown since it sent them to itself.
-        others = [record for record in timeline.records if record.rank != save.call.rank]
-        everything = Timeline(save.recorder.timeline().records + others)
-        if save.call.size > 1:
-            monitor.warn_of_stragglers(timeline)
-        monitor.store_timings(save.storage, save.path, commit.attempt, everything)
-        if save.after_commit is not None:
-            save.after_commit(save.storage, save.path)
-    except Exception:
-        logger.exception(telemetry.event("after_commit_failed", uri=save.options.uri))
-
-
 def _info(save: Pending, commit: Commit) -> dict[str, Any]:
     """Return the fields of `CheckpointInfo` that all ranks are told."""
     return {
@@ -380,19 +378,6 @@ def _info(save: Pending, commit: Commit) -> dict[str, Any]:
         "layout": str(save.options.header.get("layout", "")),
         "roles": commit.roles,
     }
-
-
-def _ask_store(save: Pending, error: PeerLost) -> CheckpointInfo:
-    """Find out from the store itself how a save ended whose coordinator is gone."""
-    try:
-        commit = read_commit(save.storage, save.path)
-    except (StoreError, CheckpointError):
-        commit = None
-    if commit is not None and commit.attempt == save.agreed.attempt:
-        return CheckpointInfo(**_info(save, commit))
-    raise SaveFailed(
-        f"rank 0 must live until the save is committed, but: {error}", per_rank={0: str(error)}
-    ) from error
 
 
 def _clear(save: Pending) -> None:

@@ -470,17 +470,16 @@ class DirectSource:
                 low = max(start, offset)
                 high = min(stop, offset + int(plan.stops[row]) - begin)
                 if low < high:
-                    data = self._data(int(plan.items[row]))
+                    item = int(plan.items[row])
+                    data = self._whole.get(item)
+                    if data is None:
+                        data = _real(_data_of(self._items[item]))
+                        if not data.is_contiguous():
+                            # Once, not for every part of the file.
+                            data = self._whole.setdefault(item, data.contiguous())
                     part = part_of(data, begin + low - offset, begin + high - offset)
                     part = part.contiguous().reshape(-1).view(torch.uint8)
                     target[low - start : high - start].copy_(part)
-
-    def _data(self, item: int) -> torch.Tensor:
-        data = _real(_data_of(self._items[item]))
-        if data.is_contiguous():
-            return data
-        # Once, not for every part of the file.
-        return self._whole.setdefault(item, data.contiguous())
 
 
 def is_written_in_step(item: LocalItem) -> bool:
