@@ -42,7 +42,16 @@ def gather_tensors(gathering: Gathering, state: Mapping[str, Any]) -> None:
         module, entries = _entries_of(chunk)
         rest = []
         for path, entry in entries:
-            if not _gather_entry(gathering, module, path, entry, sites):
+            kind = _kind(entry)
+            if kind in ("ShardedTensor", "ShardedTensorFactory"):
+                site = sites[id(entry.data)] = MegatronSite(entry, gathering)
+                for name, placed in site.parts("model", "", entry.data):
+                    gathering.add("model", name, placed)
+            elif kind == "ShardedObject":
+                _gather_object(gathering, module, path, entry)
+            elif isinstance(entry, Tensor):
+                gathering.add("model", name_of_path(path), place(name_of_path(path), entry))
+            elif not kind:
                 rest.append((path, checked(path, entry)))
         gather_rest(gathering, "model", chunk, rest)
     optimizer = state.get("optimizer")
@@ -95,27 +104,6 @@ def _kind(entry: Any) -> str:
     return "local" if isinstance(entry, mapping.LocalNonpersistentObject) else ""
 
 
-def _gather_entry(
-    gathering: Gathering,
-    module: Any,
-    path: tuple[Any, ...],
-    entry: Any,
-    sites: dict[int, ParameterSite],
-) -> bool:
-    """Collect an entry; returns False for an ordinary value."""
-    kind = _kind(entry)
-    if kind in ("ShardedTensor", "ShardedTensorFactory"):
-        site = MegatronSite(entry, gathering)
-        sites[id(entry.data)] = site
-        for name, placed in site.parts("model", "", entry.data):
-            gathering.add("model", name, placed)
-    elif kind == "ShardedObject":
-        _gather_object(gathering, module, path, entry)
-    elif isinstance(entry, Tensor):
-        gathering.add("model", name_of_path(path), place(name_of_path(path), entry))
-    return bool(kind) or isinstance(entry, Tensor)
-
-
 @dataclass(frozen=True)
 class MegatronSite:
     """A parameter as Megatron shards it: a tensor, or a factory that makes several of it."""
@@ -146,22 +134,17 @@ class MegatronSite:
 
     def gather(self, gathering: Gathering, key: str, value: Tensor) -> None:
         """Collect the parts of a moment, or a number for this parameter's layer."""
-        for name, placed in self._pieces(key, value):
-            gathering.add("optim", f"{name}.{key}", placed)
-
-    def _pieces(self, key: str, value: Tensor) -> list[tuple[str, Placed]]:
-        """Return the parts of a moment, or a number for this parameter's layer."""
         if value.dim() or not self.entry.data.dim():
-            return self.parts("optim", f".{key}", value)
+            for name, placed in self.parts("optim", f".{key}", value):
+                gathering.add("optim", f"{name}.{key}", placed)
+            return
         check_dense(f"{self.fqn}.{key}", value)
-        firsts = {part.key: part for part in self._built(self.entry.data)}
-        found = []
-        for name, part in firsts.items():
+        for name, part in {part.key: part for part in self._built(self.entry.data)}.items():
             axes = part.prepend_axis_num
             box = Box(tuple(part.global_offset[:axes]), (1,) * axes)
             data = value.detach().reshape((1,) * axes)
-            found.append((name, Placed(tuple(part.global_shape[:axes]), (box,), data)))
-        return found
+            placed = Placed(tuple(part.global_shape[:axes]), (box,), data)
+            gathering.add("optim", f"{name}.{key}", placed)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return zeros like this rank's part of the parameter."""
@@ -179,7 +162,11 @@ class MegatronSite:
 
     def _fitted(self, kind: str, name: str, part: Any) -> Placed:
         """Place a part; where padding may differ, in the shape that is stored."""
-        placed = _place(part)
+        axes = part.prepend_axis_num
+        data = part.data.detach().reshape((1,) * axes + tuple(part.local_shape))
+        box = Box(tuple(map(int, part.global_offset)), tuple(data.shape))
+        shape = tuple(map(int, part.global_shape))
+        placed = Placed(shape, (box,) if data.numel() else (), data)
         stored = self.gathering.stored.find(kind, name)
         if stored is None or not part.allow_shape_mismatch or stored.shape == placed.shape:
             return placed
@@ -224,14 +211,6 @@ def _mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(structure, (list, tuple)):
         return [_mapped(child, change) for child in structure]
     return change(structure)
-
-
-def _place(part: Any) -> Placed:
-    """Place a sharded tensor."""
-    axes = part.prepend_axis_num
-    data = part.data.detach().reshape((1,) * axes + tuple(part.local_shape))
-    box = Box(tuple(map(int, part.global_offset)), tuple(data.shape))
-    return Placed(tuple(map(int, part.global_shape)), (box,) if data.numel() else (), data)
 
 
 def _clipped(placed: Placed, stored: tuple[int, ...]) -> tuple[Placed, list[Tensor]]:

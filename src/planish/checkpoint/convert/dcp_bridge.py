@@ -23,7 +23,7 @@ from torch import Tensor
 from planish.base.errors import CheckpointCorrupt, CheckpointIncomplete, LayoutMismatch
 from planish.checkpoint.adapters.placement import NAMES, TYPES
 from planish.checkpoint.convert.dcp_pickle import MAX_METADATA_BYTES, TorchRecord, read_dcp_metadata
-from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.geometry import Box, box_of, whole
 from planish.checkpoint.format.items import Collected, LocalItem, TensorSpec
 from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.load.extras import names_of
@@ -186,14 +186,6 @@ class _Folder:
         is_name = isinstance(name, str) and Path(name).name == name
         if not is_name or type(offset) is not int or type(length) is not int:
             raise self._corrupt(f"`{index.fqn}` must lie in a file of the folder, got {name!r}")
-        mapped = self._map(name)
-        if not 0 <= offset <= offset + length <= len(mapped):
-            raise CheckpointIncomplete(
-                f"`{self.folder / name}` must have {offset + length} bytes, got {len(mapped)}"
-            )
-        return mapped[offset : offset + length]
-
-    def _map(self, name: str) -> memoryview:
         if name not in self._maps:
             path = self.folder / name
             if not path.is_file():
@@ -203,7 +195,12 @@ class _Folder:
                 # Private, hence writable as torch wants it; nobody writes.
                 pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
             self._maps[name] = memoryview(pages)
-        return self._maps[name]
+        mapped = self._maps[name]
+        if not 0 <= offset <= offset + length <= len(mapped):
+            raise CheckpointIncomplete(
+                f"`{self.folder / name}` must have {offset + length} bytes, got {len(mapped)}"
+            )
+        return mapped[offset : offset + length]
 
     def _corrupt(self, text: str) -> CheckpointCorrupt:
         return CheckpointCorrupt(f"`{self.folder}`: {text}", file=METADATA)
@@ -365,8 +362,7 @@ def _boxes(meta: Any, row: int, dims: int, spec: TensorSpec) -> Iterator[Box]:
     """Yield the stored boxes of a tensor, large ones cut along their first dimension."""
     rows = meta.shards_of(row)
     for shard in rows.tolist():
-        offsets = tuple(meta.shards.offsets[shard, :dims].tolist())
-        lengths = tuple(meta.shards.lengths[shard, :dims].tolist())
+        offsets, lengths = box_of(meta.shards.offsets[shard], meta.shards.lengths[shard], dims)
         count = lengths[0] if lengths else 1
         step = max(1, count * CHUNK_BYTES // max(1, int(meta.shards.nbytes[shard])))
         if step >= count:
@@ -376,4 +372,4 @@ def _boxes(meta: Any, row: int, dims: int, spec: TensorSpec) -> Iterator[Box]:
             part = min(step, count - start)
             yield Box((offsets[0] + start, *offsets[1:]), (part, *lengths[1:]))
     if not len(rows):
-        yield Box((0,) * len(spec.shape), spec.shape)
+        yield whole(spec.shape)

@@ -20,7 +20,7 @@ from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec, quoted_name
 from planish.checkpoint.load.extras import names_of
 from planish.checkpoint.load.fill import Array
 from planish.checkpoint.load.reader import BlockReader, Opened, open_state
-from planish.checkpoint.load.slices import Slice, SliceReader
+from planish.checkpoint.load.slices import Slice, SliceReader, batches
 from planish.store import Store
 
 WINDOW_BYTES = 32 << 20
@@ -79,6 +79,10 @@ class _Window(NamedTuple):
     """First element, row-major."""
     stop: int
 
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * ITEM_BYTES[self.tensor.dtype]
+
     def slice(self) -> Slice:
         whole_box = whole(self.tensor.shape)
         full = (self.start, self.stop) == (0, whole_box.volume)
@@ -125,7 +129,7 @@ def diff(
     readers = SliceReader(sides[0]), SliceReader(sides[1])
     faults: dict[str, TensorDiff] = {}
     with ThreadPoolExecutor(2) as pool:
-        for windows in _groups(common):
+        for windows in batches(_windows(common), lambda part: part.nbytes, WINDOW_BYTES):
             slices = [window.slice() for window in windows]
             first, second = pool.map(SliceReader.read_many, readers, (slices, slices))
             for window, x, y in zip(windows, first, second, strict=True):
@@ -158,23 +162,13 @@ def _common(
         yield x
 
 
-def _groups(tensors: Sequence[TensorSpec]) -> Iterator[list[_Window]]:
-    """Yield windows that together have about `WINDOW_BYTES`."""
-    group: list[_Window] = []
-    filled = 0
+def _windows(tensors: Sequence[TensorSpec]) -> Iterator[_Window]:
+    """Yield all tensors in parts of at most `WINDOW_BYTES`."""
     for tensor in tensors:
-        size, volume = ITEM_BYTES[tensor.dtype], math.prod(tensor.shape)
-        step = max(1, WINDOW_BYTES // size)
+        volume = math.prod(tensor.shape)
+        step = max(1, WINDOW_BYTES // ITEM_BYTES[tensor.dtype])
         for start in range(0, max(volume, 1), step):
-            window = _Window(tensor, start, min(start + step, volume))
-            nbytes = (window.stop - start) * size
-            if group and filled + nbytes > WINDOW_BYTES:
-                yield group
-                group, filled = [], 0
-            group.append(window)
-            filled += nbytes
-    if group:
-        yield group
+            yield _Window(tensor, start, min(start + step, volume))
 
 
 def _compare(window: _Window, x: Array, y: Array, faults: dict[str, TensorDiff]) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ from planish.checkpoint.convert.numbers import Array, cast
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
 from planish.checkpoint.load.reader import Opened, open_state
-from planish.checkpoint.load.slices import SliceReader
+from planish.checkpoint.load.slices import SliceReader, batches
 from planish.checkpoint.pinned import read_pinned
 from planish.records.files import write_files
 from planish.records.refs import Ref, parse_pin
@@ -230,7 +230,8 @@ def _write(
     for file, names in files.items():
         with (folder / file).open("wb") as stream:
             stream.write(encode_header({name: forms[name] for name in names}))
-            for group in _groups(names, sources):
+            # Small tensors are read together.
+            for group in batches(names, lambda name: sources[name].form.nbytes, GROUP_BYTES):
                 arrays = reader.read_many([sources[name].slice for name in group])
                 for name in group:
                     # Taken out of the list, so that a written tensor is not kept.
@@ -258,17 +259,9 @@ def plan_files(forms: Mapping[str, Form], max_file_bytes: int) -> dict[str, list
         {'model-00001-of-00002.safetensors': ['a'], 'model-00002-of-00002.safetensors': ['b']}
     """
     order = sorted(forms, key=lambda name: (-ITEM_BYTES[forms[name].dtype], name))
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name in order:
-        size = forms[name].nbytes
-        if groups[-1] and filled + size > max_file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+    groups = list(batches(order, lambda name: forms[name].nbytes, max_file_bytes))
+    if len(groups) <= 1:
+        return {"model.safetensors": order}
     return {
         f"model-{number:05d}-of-{len(groups):05d}.safetensors": names
         for number, names in enumerate(groups, start=1)
@@ -288,21 +281,6 @@ def encode_header(forms: Mapping[str, Form]) -> bytes:
     # Padded, so that the tensors begin at a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _groups(names: Sequence[str], sources: Sources) -> Iterator[list[str]]:
-    """Yield runs of names whose tensors together have up to `GROUP_BYTES`."""
-    group: list[str] = []
-    filled = 0
-    for name in names:
-        size = sources[name].form.nbytes
-        if group and filled + size > GROUP_BYTES:
-            yield group
-            group, filled = [], 0
-        group.append(name)
-        filled += size
-    if group:
-        yield group
 
 
 def _write_tensor(stream: IO[bytes], elements: Array, stored: str, wanted: str) -> None:

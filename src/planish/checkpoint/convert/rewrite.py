@@ -22,7 +22,7 @@ from planish.checkpoint.commit.commit import Commit, discard, publish, standing
 from planish.checkpoint.commit.journal import attempt_folder, join, journaled, new_attempt
 from planish.checkpoint.convert.layouts import Layout
 from planish.checkpoint.format import metafile
-from planish.checkpoint.format.geometry import Box, flat_boxes, shift
+from planish.checkpoint.format.geometry import box_of, flat_boxes, shift
 from planish.checkpoint.format.items import ITEM_BYTES, Columns, LocalItem
 from planish.checkpoint.format.metafile import DEFAULT_CHECKSUM
 from planish.checkpoint.load.reader import Opened, open_state
@@ -205,9 +205,7 @@ class _Work:
             dims, width, base = len(spec.shape), ITEM_BYTES[spec.dtype], int(boxes.start[row])
             low, high = max(start, base), min(stop, int(boxes.stop[row]))
             first_element, end_element = (low - base) // width, -(-(high - base) // width)
-            box = Box(
-                tuple(boxes.offsets[row, :dims].tolist()), tuple(boxes.lengths[row, :dims].tolist())
-            )
+            box = box_of(boxes.offsets[row], boxes.lengths[row], dims)
             cut = flat_boxes(box.lengths, first_element, end_element)
             slices.append(Slice(spec, tuple(shift(part, box.offsets) for part in cut)))
             places.append((low, high, base + first_element * width))

@@ -48,6 +48,11 @@ class Box(NamedTuple):
         return math.prod(self.lengths)
 
 
+def box_of(offsets: I64, lengths: I64, dims: int) -> Box:
+    """Return padded sides [n] as a box of `dims` dimensions."""
+    return Box(tuple(offsets[:dims].tolist()), tuple(lengths[:dims].tolist()))
+
+
 def whole(shape: Sequence[int]) -> Box:
     """Return the box that covers a tensor of `shape`."""
     return Box((0,) * len(shape), tuple(shape))

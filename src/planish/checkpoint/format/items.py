@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from planish.base.errors import LayoutMismatch, PlanMismatch
-from planish.checkpoint.format.geometry import I64, Box
+from planish.checkpoint.format.geometry import I64, Box, box_of
 from planish.checkpoint.format.packing import (
     PackFault,
     Unsigned,
@@ -447,13 +447,7 @@ class Columns:
         """Return the boxes of an item."""
         dims = int(self.tensors.dims[self.item_tensor[item]])
         rows = range(int(self.item_starts[item]), int(self.item_starts[item + 1]))
-        return tuple(
-            Box(
-                tuple(self.offsets[row, :dims].tolist()),
-                tuple(self.lengths[row, :dims].tolist()),
-            )
-            for row in rows
-        )
+        return tuple(box_of(self.offsets[row], self.lengths[row], dims) for row in rows)
 
     def encode(self) -> bytes:
         """Return the columns as bytes; equal columns give equal bytes."""

@@ -157,7 +157,11 @@ def plan_header(
     rows = [f'"__metadata__":{dump_json(dict(notes)).decode()}'] if notes else []
     # JSON writes most names as they are.
     is_plain = _PRINTED.fullmatch("".join([entry.name for entry in entries]))
-    forms_as_json = {form: _form_as_json(*form) for form in set(forms)}
+    forms_as_json = {}
+    for dtype, shape in set(forms):
+        kind, values = _STORED.get(dtype, (dtype, 1))
+        sides = ",".join(map(str, shape if values == 1 else (*shape, values)))
+        forms_as_json[dtype, shape] = f'"dtype":"{kind}","shape":[{sides}]'
     for entry, start, end in zip(entries, (ends - sizes).tolist(), ends.tolist(), strict=True):
         name = f'"{entry.name}"' if is_plain else dump_json(entry.name).decode()
         rows.append(f'{name}:{{{forms_as_json[entry[1:]]},"data_offsets":[{start},{end}]}}')
@@ -169,13 +173,6 @@ def plan_header(
         )
     header = _LENGTH.pack(size - _LENGTH.size) + text.ljust(size - _LENGTH.size)
     return header, ends - sizes + size
-
-
-def _form_as_json(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return type and shape of a stored entry as JSON."""
-    kind, values = _STORED.get(dtype, (dtype, 1))
-    sides = shape if values == 1 else (*shape, values)
-    return f'"dtype":"{kind}","shape":[{",".join(map(str, sides))}]'
 
 
 def header_bytes(word: bytes, file_size: int, *, file: str = "") -> int:

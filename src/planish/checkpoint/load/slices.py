@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,31 @@ from planish.checkpoint.watch.monitor import Recorder
 CACHE_BYTES = 256 << 20
 """Blocks that a `CachedReader` keeps."""
 
+Part = TypeVar("Part")
 _Block = tuple[int, int]
 """Row of the file, first byte."""
+
+
+def batches(
+    parts: Iterable[Part], nbytes: Callable[[Part], int], most: int
+) -> Iterator[list[Part]]:
+    """Yield runs of parts that together have up to `most` bytes, or one part that has more.
+
+    Example:
+        >>> list(batches(["aa", "b", "cccc"], len, 3))
+        [['aa', 'b'], ['cccc']]
+    """
+    group: list[Part] = []
+    filled = 0
+    for part in parts:
+        size = nbytes(part)
+        if group and filled + size > most:
+            yield group
+            group, filled = [], 0
+        group.append(part)
+        filled += size
+    if group:
+        yield group
 
 
 class Slice(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from planish.base.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
-from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.geometry import box_of
 from planish.checkpoint.format.metafile import BLOCK
 from planish.checkpoint.format.safetensors_file import (
     entry_name,
@@ -164,10 +164,7 @@ def _check_header(reader: BlockReader, file: int) -> list[Fault]:
     for row in rows:
         tensor = int(meta.shards.tensor[row])
         dims = int(meta.tensors.dims[tensor])
-        box = Box(
-            tuple(meta.shards.offsets[row, :dims].tolist()),
-            tuple(meta.shards.lengths[row, :dims].tolist()),
-        )
+        box = box_of(meta.shards.offsets[row], meta.shards.lengths[row], dims)
         wanted = entry_name(meta.tensors.fqns[tensor], box)
         entry = header.entries.get(wanted)
         start, nbytes = int(meta.shards.start[row]), int(meta.shards.nbytes[row])

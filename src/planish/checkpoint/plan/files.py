@@ -162,37 +162,35 @@ class RankPlan:
             if magic != _MAGIC:
                 raise ValueError(f"magic {magic!r}")
             files, position = [], _HEAD.size
+            names = [quote_fqn(name) for name in columns.tensors.fqns]
             for _ in range(count):
-                plan, position = _read_file(data, position, columns)
-                files.append(plan)
+                entries, size, header_size, key_size = _FILE.unpack_from(data, position)
+                position += _FILE.size
+                key = data[position : position + key_size].decode("utf-8", "surrogatepass")
+                position += key_size
+                arrays = []
+                for _ in range(3):
+                    array = np.frombuffer(data, "<i8", entries, position).astype(np.int64)
+                    arrays.append(array)
+                    position += array.nbytes
+                items, starts, stops = arrays
+                if (items < 0).any() or (starts < 0).any() or (stops <= starts).any():
+                    raise ValueError("an entry outside of its item")
+                rows = entry_rows(columns, items, starts, stops)
+                head = header(names, columns.tensors.dtypes, rows)
+                end = len(head) + int(rows.stop[-1]) if entries else len(head)
+                if (len(head), end) != (header_size, size):
+                    raise ValueError(
+                        f"a file of {end} bytes with a header of {len(head)}, not {size}"
+                    )
+                offsets = len(head) + before(stops - starts)
+                files.append(FilePlan(key, head, size, items, starts, stops, offsets))
         except (struct.error, ValueError, IndexError) as error:
             raise PlanMismatch(
                 f"the plan of a rank must fit the columns it was made for, got {error}; "
                 "all ranks must run one version of this program and take part in one save"
             ) from error
         return cls(rank, tuple(files))
-
-
-def _read_file(data: bytes, position: int, columns: Columns) -> tuple[FilePlan, int]:
-    entries, size, header_size, key_size = _FILE.unpack_from(data, position)
-    position += _FILE.size
-    key = data[position : position + key_size].decode("utf-8", "surrogatepass")
-    position += key_size
-    arrays = []
-    for _ in range(3):
-        arrays.append(np.frombuffer(data, "<i8", entries, position).astype(np.int64))
-        position += 8 * entries
-    items, starts, stops = arrays
-    if (items < 0).any() or (starts < 0).any() or (stops <= starts).any():
-        raise ValueError("an entry outside of its item")
-    rows = entry_rows(columns, items, starts, stops)
-    head = header([quote_fqn(name) for name in columns.tensors.fqns], columns.tensors.dtypes, rows)
-    end = len(head) + int(rows.stop[-1]) if entries else len(head)
-    if (len(head), end) != (header_size, size):
-        raise ValueError(f"a file of {end} bytes with a header of {len(head)}, not {size}")
-    return FilePlan(key, head, size, items, starts, stops, len(head) + before(stops - starts)), (
-        position
-    )
 
 
 def entry_rows(columns: Columns, items: I64, starts: I64, stops: I64) -> Rows:

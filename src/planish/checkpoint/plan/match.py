@@ -49,7 +49,13 @@ class ShardIndex:
         shapes = fit(shapes, self.width, 1)
         if shapes.astype(np.float64).sum() >= MAX_ELEMENTS:
             raise LayoutMismatch("all shapes of a state together must stay below 2**62 indices")
-        self._dim = _most_cut(shards.tensor, offsets, len(shapes))
+        # Of each tensor the dimension with the most different offsets.
+        cuts = np.zeros((self.width, len(shapes)), np.int64)
+        for dim in range(self.width):
+            order = order_by(shards.tensor, offsets[:, dim])
+            new = order[fresh(shards.tensor[order], offsets[order, dim])]
+            cuts[dim] = np.bincount(shards.tensor[new], minlength=len(shapes))
+        self._dim: I64 = np.argmax(cuts, axis=0).astype(np.int64)
         rows = np.arange(len(shapes))
         self._base = before(shapes[rows, self._dim] + 1)
         dims = self._dim[shards.tensor]
@@ -103,17 +109,6 @@ def _chunks(counts: I64) -> Iterator[slice]:
         first = last
         if first >= len(counts):
             return
-
-
-def _most_cut(tensor: I64, offsets: I64, tensors: int) -> I64:
-    """Return [tensors]: the dimension with the most different offsets."""
-    cuts = np.zeros((offsets.shape[1], tensors), np.int64)
-    for dim in range(offsets.shape[1]):
-        order = order_by(tensor, offsets[:, dim])
-        new = order[fresh(tensor[order], offsets[order, dim])]
-        cuts[dim] = np.bincount(tensor[new], minlength=tensors)
-    result: I64 = np.argmax(cuts, axis=0).astype(np.int64)
-    return result
 
 
 def match(

@@ -82,6 +82,19 @@ class ReadRequests:
         """Return some of the requests, in the order of `rows`."""
         return ReadRequests(self.file[rows], self.start[rows], self.stop[rows])
 
+    def meeting(self, base: I64, first: I64, last: I64) -> tuple[I64, I64]:
+        """Return [k] the first request that each byte range meets, and how many it meets.
+
+        Args:
+            base: [f], where each file begins on the number line of all files.
+            first: [k], first byte on that line.
+            last: [k], one past the last byte there.
+        """
+        low, high = base[self.file] + self.start, base[self.file] + self.stop
+        begin = np.searchsorted(high, first, side="right").astype(np.int64)
+        end = np.searchsorted(low, last, side="left").astype(np.int64)
+        return begin, np.maximum(end - begin, 0)
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -255,7 +268,15 @@ def _cut(
     _, first, last, strides, itemsize = spans(metadata, shard, offsets, lengths)
     start, stop = requests.start[rows], requests.stop[rows]
     begin = metadata.shards.start[shard]
-    _refuse_across(metadata, shard, (start - begin) % itemsize != 0, first < start)
+    across = np.flatnonzero(((start - begin) % itemsize != 0) & (first < start))
+    if len(across):
+        row = int(shard[across[0]])
+        key = metadata.files.keys[int(metadata.shards.file[row])]
+        raise CheckpointCorrupt(
+            f"a shard must begin at a multiple of its element's size, got byte "
+            f"{metadata.shards.start[row]} of `{key}`; the file was not written by a planned save",
+            file=key,
+        )
     inner = (first >= start) & (last <= stop)
     pair = [np.flatnonzero(inner)]
     inside = [np.zeros((len(pair[0]), offsets.shape[1]), np.int64)]
@@ -294,18 +315,6 @@ def _between(shape: tuple[int, ...], region: Box, low: int, high: int) -> list[B
             offsets = tuple(map(int.__sub__, part.offsets, region.offsets))
             result.append(Box(offsets, part.lengths))
     return result
-
-
-def _refuse_across(metadata: Metadata, shard: I64, odd: Flags, cut: Flags) -> None:
-    wrong = np.flatnonzero(odd & cut)
-    if len(wrong):
-        row = int(shard[wrong[0]])
-        key = metadata.files.keys[int(metadata.shards.file[row])]
-        raise CheckpointCorrupt(
-            f"a shard must begin at a multiple of its element's size, got byte "
-            f"{metadata.shards.start[row]} of `{key}`; the file was not written by a planned save",
-            file=key,
-        )
 
 
 def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
@@ -362,10 +371,7 @@ def _pairs(
         metadata, mine.shard[order], mine.offsets[order], mine.lengths[order]
     )
     base = line_bases(np.array(metadata.files.sizes, np.int64))
-    low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
-    begin = np.searchsorted(high, base[file] + first, side="right").astype(np.int64)
-    end = np.searchsorted(low, base[file] + last, side="left").astype(np.int64)
-    counts = np.maximum(end - begin, 0)
+    begin, counts = requests.meeting(base, base[file] + first, base[file] + last)
     return np.repeat(order, counts), ranges(begin, counts)
 
 

@@ -535,11 +535,14 @@ def _lay_out(gathered: Gathered, parts: Parts, writers: I64, ranks: int) -> Glob
     rows, box_first = _boxes(tensors, parts, order, tensor, files)
     sizes = header_sizes(names, tensors.dtypes, rows, box_first)
     file_rank = rank[files]
-    named = zip(tensor[files].tolist(), file_rank.tolist(), number.tolist(), strict=True)
+    keys = []
+    for row, r, k in zip(tensor[files].tolist(), file_rank.tolist(), number.tolist(), strict=True):
+        role = quote(tensors.roles[row], safe="", errors="surrogatepass")
+        keys.append(f"data/{role}.{tensors.kinds[row]}/{r:05d}-{k}.safetensors")
     return GlobalPlan(
         ranks,
         tensors,
-        tuple(f"{_folder_of(tensors, t)}/{r:05d}-{k}.safetensors" for t, r, k in named),
+        tuple(keys),
         sizes + run_sums(nbytes, files),
         sizes,
         np.searchsorted(file_rank, np.arange(ranks + 1)).astype(np.int64),
@@ -567,8 +570,3 @@ def _boxes(
     start = behind - np.repeat(behind[first], boxes_of)
     rows = Rows(tensor, tensors.dims[tensor], parts.offsets[source], lengths, start, start + nbytes)
     return rows, first
-
-
-def _folder_of(tensors: TensorTable, row: int) -> str:
-    """Return the folder of the files of one tensor's role and kind."""
-    return f"data/{quote(tensors.roles[row], safe='', errors='surrogatepass')}.{tensors.kinds[row]}"

@@ -344,14 +344,13 @@ def _requests(
 
 
 def _needs(requests: ReadRequests, base: I64, blocks: _Blocks, sets: RankSets) -> _Needs:
-    low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
-    begin = np.searchsorted(high, blocks.start, side="right").astype(np.int64)
-    end = np.searchsorted(low, blocks.stop, side="left").astype(np.int64)
-    counts = (end - begin)[blocks.owner]
+    begin, met = requests.meeting(base, blocks.start, blocks.stop)
+    counts = met[blocks.owner]
     request = ranges(begin[blocks.owner], counts)
     owner, numbers = np.repeat(blocks.owner, counts), np.repeat(blocks.set, counts)
-    held = np.minimum(high[request], blocks.stop[owner])
-    held -= np.maximum(low[request], blocks.start[owner])
+    origin = base[requests.file]
+    held = np.minimum((origin + requests.stop)[request], blocks.stop[owner])
+    held -= np.maximum((origin + requests.start)[request], blocks.start[owner])
     order = order_by(request, numbers)
     new = fresh(request[order], numbers[order])
     rows = np.flatnonzero(new)
@@ -412,10 +411,7 @@ def _piece_of(metadata: Metadata, wanted: Wanted, requests: ReadRequests) -> tup
     """Return, request by request, the pieces between whose first and last byte it lies."""
     file, first, last, _, _ = spans(metadata, wanted.shard, wanted.offsets, wanted.lengths)
     base = line_bases(np.array(metadata.files.sizes, np.int64))
-    low, high = base[requests.file] + requests.start, base[requests.file] + requests.stop
-    begin = np.searchsorted(high, base[file] + first, side="right").astype(np.int64)
-    end = np.searchsorted(low, base[file] + last, side="left").astype(np.int64)
-    counts = np.maximum(end - begin, 0)
+    begin, counts = requests.meeting(base, base[file] + first, base[file] + last)
     request, piece = ranges(begin, counts), np.repeat(np.arange(len(file)), counts)
     order = order_by(request, piece)
     bounds = np.searchsorted(request[order], np.arange(len(requests) + 1)).astype(np.int64)
