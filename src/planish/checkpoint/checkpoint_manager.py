@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from planish.base import telemetry
@@ -154,7 +153,7 @@ class CheckpointManager:
         self._stop_name = f"stop/{self.engine.control.serial('managers')}"
         self._previous: Any = None
         if hear_sigterm:
-            self._previous = signal.signal(signal.SIGTERM, self._on_term)
+            self._previous = signal.signal(signal.SIGTERM, lambda *_: self._term.set())
 
     def place(self, step: int) -> str:
         """Return the URI of the checkpoint of a step."""
@@ -281,9 +280,6 @@ class CheckpointManager:
             self._previous = None
         self.ahead.drop()
         self.wait()
-
-    def _on_term(self, number: int, frame: FrameType | None) -> None:
-        self._term.set()
 
     def _must_stop(self, step: int) -> bool:
         """Return whether all ranks are to make their last save at this step.

@@ -147,8 +147,19 @@ class LoadersAhead:
         for role, loader in loaders.items():
             try:
                 state = loader.ckpt_prepare(step)
-                if state is not None:
-                    self._ready[role] = _Ready(loader, _encoded(state))
+                if state is None:
+                    continue
+                shards = [
+                    replace(
+                        shard,
+                        buffer=[],
+                        cursor=dict(shard.cursor),
+                        num_samples=len(shard.buffer),
+                        encoded=encode_extra(shard.to_data()),
+                    )
+                    for shard in state.shards
+                ]
+                self._ready[role] = _Ready(loader, replace(state, shards=shards))
             except Exception as error:
                 # The save makes the state itself, and raises what is still wrong then.
                 logger.warning(event("loader_not_prepared", step=step, reason=error))
@@ -177,18 +188,3 @@ def _loaders(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         loader = inner.get(_PART) if isinstance(inner, Mapping) else None
         if hasattr(loader, "ckpt_prepare") and hasattr(loader, "ckpt_mark"):
             yield role, loader
-
-
-def _encoded(state: Foreseen) -> Foreseen:
-    """Return a state whose shards are bytes already."""
-    shards = [
-        replace(
-            shard,
-            buffer=[],
-            cursor=dict(shard.cursor),
-            num_samples=len(shard.buffer),
-            encoded=encode_extra(shard.to_data()),
-        )
-        for shard in state.shards
-    ]
-    return replace(state, shards=shards)

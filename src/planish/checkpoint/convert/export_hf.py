@@ -12,7 +12,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from planish.base.errors import (
     RecordError,
 )
 from planish.checkpoint.convert.hf_names import Form, Sources, weights_of
-from planish.checkpoint.convert.numbers import Array, cast
+from planish.checkpoint.convert.numbers import cast
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
 from planish.checkpoint.load.reader import Opened, open_state
@@ -235,8 +235,12 @@ def _write(
                 arrays = reader.read_many([sources[name].slice for name in group])
                 for name in group:
                     # Taken out of the list, so that a written tensor is not kept.
-                    array, stored = arrays.pop(0), sources[name].form.dtype
-                    _write_tensor(stream, array.reshape(-1), stored, forms[name].dtype)
+                    array = arrays.pop(0).reshape(-1)
+                    types = sources[name].form.dtype, forms[name].dtype
+                    step = CHUNK_BYTES // array.dtype.itemsize
+                    for start in range(0, len(array), step):
+                        part = cast(array[start : start + step], *types)
+                        stream.write(part.view(np.uint8).data)
                     del array
                     done += forms[name].nbytes
                     progress(done, total)
@@ -281,11 +285,3 @@ def encode_header(forms: Mapping[str, Form]) -> bytes:
     # Padded, so that the tensors begin at a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _write_tensor(stream: IO[bytes], elements: Array, stored: str, wanted: str) -> None:
-    """Write elements in the wanted type, `CHUNK_BYTES` at a time."""
-    step = CHUNK_BYTES // elements.dtype.itemsize
-    for start in range(0, len(elements), step):
-        part = cast(elements[start : start + step], stored, wanted)
-        stream.write(part.view(np.uint8).data)

@@ -25,7 +25,7 @@ from planish.base.errors import (
     UnexpectedKeys,
 )
 from planish.checkpoint.adapters.loader_state import LoaderState
-from planish.checkpoint.format.items import PARTS, Columns, LocalItem, TensorSpec, quoted_name
+from planish.checkpoint.format.items import PARTS, Columns, LocalItem, quoted_name
 from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import Opened, check_objects
 from planish.checkpoint.plan.match import ShardIndex, match
@@ -199,7 +199,13 @@ def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptio
         spec = item.tensor
         if spec.kind not in options.parts:
             continue
-        fqn = _stored_fqn(spec, options)
+        fqn, rename = spec.fqn, options.map_fqn
+        if rename is not None and spec.kind == "model":
+            fqn = rename(fqn)
+        elif rename is not None and spec.kind == "optim" and "." in fqn:
+            # An optimizer's tensors are named by their parameter, which is what callers know.
+            parameter, _, state = fqn.rpartition(".")
+            fqn = f"{rename(parameter)}.{state}"
         row = metadata.tensor_ids.get((spec.role, spec.kind, fqn))
         name = quoted_name(spec.role, spec.kind, spec.fqn)
         if row is None:
@@ -220,16 +226,6 @@ def fit_items(metadata: Metadata, items: Iterable[LocalItem], options: LoadOptio
             continue
         fit.unfit.append((stored.role, stored.kind, stored.fqn))
     return fit
-
-
-def _stored_fqn(spec: TensorSpec, options: LoadOptions) -> str:
-    if options.map_fqn is None or spec.kind == "extra":
-        return spec.fqn
-    if spec.kind == "model":
-        return options.map_fqn(spec.fqn)
-    # An optimizer's tensors are named by their parameter, which is what callers know.
-    parameter, dot, state = spec.fqn.rpartition(".")
-    return options.map_fqn(parameter) + dot + state if dot else spec.fqn
 
 
 def judge(

@@ -333,7 +333,12 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
     own = own[np.argsort(part.number[own], kind="stable")]
     requests = part.requests.take(own)
     order, _ = canonical(metadata, mine.shard, mine.offsets, mine.lengths)
-    rows, request = _pairs(metadata, part.requests, mine, order)
+    file, first, last, _, _ = spans(
+        metadata, mine.shard[order], mine.offsets[order], mine.lengths[order]
+    )
+    line = line_bases(np.array(metadata.files.sizes, np.int64))
+    begin, counts = part.requests.meeting(line, line[file] + first, line[file] + last)
+    rows, request = np.repeat(order, counts), ranges(begin, counts)
     cuts = _cut(
         metadata,
         part.requests,
@@ -361,18 +366,6 @@ def assemble(metadata: Metadata, part: RankPart, mine: LocalReads) -> RankReads:
     receipts.strides[:] = 0
     sends, sent = _sends(metadata, part)
     return RankReads(requests, copies, sends, sent, receives, receipts)
-
-
-def _pairs(
-    metadata: Metadata, requests: ReadRequests, mine: LocalReads, order: I64
-) -> tuple[I64, I64]:
-    """Return the pieces of `mine`, in `order`, each with all requests that its bytes may lie in."""
-    file, first, last, _, _ = spans(
-        metadata, mine.shard[order], mine.offsets[order], mine.lengths[order]
-    )
-    base = line_bases(np.array(metadata.files.sizes, np.int64))
-    begin, counts = requests.meeting(base, base[file] + first, base[file] + last)
-    return np.repeat(order, counts), ranges(begin, counts)
 
 
 def _bytes(cuts: _Cuts, rows: I64) -> I64:

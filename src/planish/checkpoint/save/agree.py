@@ -361,7 +361,18 @@ class Planner:
         writers: dict[str, int] = {}
         if not errors:
             try:
-                _refuse_differences(facts)
+                wrong = []
+                for name in facts[0]["arguments"]:
+                    values: dict[str, list[int]] = {}
+                    for rank, fact in enumerate(facts):
+                        values.setdefault(repr(fact["arguments"].get(name)), []).append(rank)
+                    if len(values) > 1:
+                        texts = (f"{value} on ranks {ranks}" for value, ranks in values.items())
+                        wrong.append(f"`{name}`: {', '.join(texts)}")
+                if wrong:
+                    raise PlanMismatch(
+                        "every rank must save with the same arguments, got " + "; ".join(wrong)
+                    )
                 writers = choose_writers(claims)
             except (PlanMismatch, LayoutMismatch) as error:
                 errors = {EVERYONE: error}
@@ -430,19 +441,6 @@ def plan_key(
     where = "" if hosts is None else ",".join(map(str, hosts))
     facts = f"{len(signatures)};{split_bytes};{where};".encode()
     return hashlib.sha256(facts + b"".join(signatures)).digest()
-
-
-def _refuse_differences(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a save that ranks call with different arguments."""
-    wrong = []
-    for name in facts[0]["arguments"]:
-        values: dict[str, list[int]] = {}
-        for rank, fact in enumerate(facts):
-            values.setdefault(repr(fact["arguments"].get(name)), []).append(rank)
-        if len(values) > 1:
-            wrong.append(f"`{name}`: " + ", ".join(f"{v} on ranks {r}" for v, r in values.items()))
-    if wrong:
-        raise PlanMismatch("every rank must save with the same arguments, got " + "; ".join(wrong))
 
 
 def compare_replicas(call: Control, items: Sequence[LocalItem]) -> None:
