@@ -279,12 +279,12 @@ class _Walk:
         # Its state is named by its parameters.
         facts = self.facts
         facts.extend(map(id, self.tensors))
-        for one in found:
-            for group in one.param_groups:
+        for each in found:
+            for group in each.param_groups:
                 names = group.get("param_names", ())
                 facts += (len(group["params"]), len(names), *names)
                 facts.extend(map(id, group["params"]))
-            for parameter, held in one.state.items():
+            for parameter, held in each.state.items():
                 if not isinstance(held, dict):
                     raise _Unknown
                 facts += (id(parameter), len(held), *held)
@@ -324,12 +324,13 @@ class _Walk:
                 continue
             kind, skipped = type(module), module._non_persistent_buffers_set
             own, held, inner = module._parameters, module._buffers, module._modules
-            hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
-            # Torch's own hooks on `state_dict` change no value.
-            if kind._save_to_state_dict is not nn.Module._save_to_state_dict or not all(
-                str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks
-            ):
+            if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
                 raise _Unknown
+            if module._state_dict_hooks or module._state_dict_pre_hooks:
+                hooks = *module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()
+                # Torch's own hooks on `state_dict` change no value.
+                if not all(str(getattr(h, "__module__", "")).startswith("torch.") for h in hooks):
+                    raise _Unknown
             if skipped:
                 held = {name: value for name, value in held.items() if name not in skipped}
             facts += (kind, len(own), len(held), len(inner), *own, *held, *inner)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
+
+import numpy as np
 
 from planish.base import telemetry
 from planish.base.errors import CheckpointNotFound, ObjectMissing, RecordError
@@ -290,7 +291,7 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
     spans = rank_seconds(timeline)
     if len(spans) < 2:
         return []
-    median = statistics.median(spans.values())
+    median = float(np.median(list(spans.values())))
     limit = max(STRAGGLER_RATIO * median, STRAGGLER_SECONDS)
     slow = sorted((-seconds, rank) for rank, seconds in spans.items() if seconds > limit)
     if not slow:
@@ -302,7 +303,7 @@ def stragglers(timeline: Timeline) -> list[Straggler]:
         stages.setdefault(record.stage, []).append(record)
     by_stage = {stage: Timeline(records).end_to_end() for stage, records in stages.items()}
     medians = {
-        stage: statistics.median(seconds.get(rank, 0.0) for rank in spans)
+        stage: float(np.median([seconds.get(rank, 0.0) for rank in spans]))
         for stage, seconds in by_stage.items()
     }
     hosts = host_of(timeline.records)
