@@ -104,7 +104,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
             stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
         report = UpdateReport(result.scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    extra = {**_extra(job, result, stream, ranks), "device": device.type}
+    extra = _extra(job, result, stream, ranks, device.type)
     if shape := trainer.critic_shape():
         extra["critic"] = shape
     state = checkpoint.save(
@@ -121,7 +121,11 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
 
 
 def _extra(
-    job: TrainJob, result: UpdateResult, stream: StreamState, ranks: Ranks
+    job: TrainJob,
+    result: UpdateResult,
+    stream: StreamState,
+    ranks: Ranks,
+    device: str,
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
     # A run without a penalty passes the name of the reference on to one that has it again.
@@ -132,6 +136,7 @@ def _extra(
         "data": stream.to_data(),
         "policy_version": job.iteration,
         "num_ranks": ranks.size,
+        "device": device,
         "config_sha256": job.config_sha256,
     }
 
