@@ -99,7 +99,8 @@ class Profile:
     num_shards: int
     """Parallel rollout tasks of one iteration."""
     parallelism: int
-    """Rollout tasks that may run at the same time; 0 is all of them."""
+    """Shards that may run at the same time, each in its pod; 0 is all of them. With fewer than
+    shards, a pod runs several of them in turn."""
     stages: Mapping[str, Resources]
     """Resources by stage; every stage is named."""
     deadline_seconds: int
@@ -110,6 +111,12 @@ class Profile:
     """Reward, train and checkpoint are one task on the resources of train."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of every task."""
+
+    @property
+    def num_rollout_tasks(self) -> int:
+        """Rollout tasks of an iteration in a cluster."""
+        return self.parallelism or self.num_shards
+
     store_secret: str = "planish-store"
     """Name of the secret with endpoint, access_key and secret_key; its key `webhook`, if there is
     one, is the URL that gets the summary at the end."""

@@ -12,14 +12,15 @@ def rollout(
     number: int,
     offset: int,
     shard: int,
+    num_tasks: int,
     num_shards: int,
     policy_pin: str,
     state_pin: str,
     rollouts: dsl.Output[dsl.Dataset],
     rollout_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Sample groups of responses until this shard of the batch is full. Writes rollouts/1."""
-    from planish.stages.rollout.stage import run
+    """Sample responses for every num_tasks-th shard of the batch in turn. Writes rollouts/1."""
+    from planish.run.rollouts import run
 
     run(
         root=root,
@@ -27,6 +28,7 @@ def rollout(
         number=number,
         offset=offset,
         shard=shard,
+        num_tasks=num_tasks,
         num_shards=num_shards,
         policy_pin=policy_pin,
         state_pin=state_pin,

@@ -4,6 +4,8 @@ Artifacts stay inside: the run page then shows one box an iteration, and the loc
 2.17 cannot bind an artifact input of a nested pipeline.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,19 +102,24 @@ def build_iteration(
 def _rollouts(
     in_pod: partial[dsl.PipelineTask], arguments: Mapping[str, Any], *, one_machine: bool
 ) -> list[dsl.PipelineTask]:
-    """Return the rollout tasks, which run at most `profile.parallelism` at a time."""
+    """Return the rollout tasks; `profile.parallelism` shards run at a time."""
     profile: Profile = in_pod.keywords["profile"]
-    at_once = profile.parallelism or profile.num_shards
-    shards = list(range(profile.num_shards))
     if one_machine:
+        shards = list(range(profile.num_shards))
+        at_once = profile.parallelism or profile.num_shards
         with dsl.ParallelFor(shards, name="shards", parallelism=at_once) as shard:
-            return [in_pod(rollout(**arguments, shard=shard), "rollout")]
-    # In a cluster a loop costs a driver, and each of its turns another one.
-    tasks: list[dsl.PipelineTask] = []
-    for index in shards:
-        task = in_pod(rollout(**arguments, shard=index), "rollout")
-        task.set_display_name(f"rollout {index}")
-        if index >= at_once:
-            task.after(tasks[index - at_once])
-        tasks.append(task)
-    return tasks
+            task = rollout(**arguments, shard=shard, num_tasks=profile.num_shards)
+            return [in_pod(task, "rollout")]
+    # In a cluster a loop costs a driver, and each of its turns another one; what may not run at the
+    # same time runs in one pod, which gets so much more time.
+    num_tasks = profile.num_rollout_tasks
+    resources = profile.stages["rollout"]
+    seconds = resources.timeout_seconds * math.ceil(profile.num_shards / num_tasks)
+    stages = {**profile.stages, "rollout": dataclasses.replace(resources, timeout_seconds=seconds)}
+    longer = dataclasses.replace(profile, stages=stages)
+    return [
+        in_pod(
+            rollout(**arguments, shard=index, num_tasks=num_tasks), "rollout", profile=longer
+        ).set_display_name(f"rollout {index}")
+        for index in range(num_tasks)
+    ]

@@ -33,7 +33,7 @@ def check_profile(profile: Profile) -> None:
         ConfigError: names each limit and its reason.
     """
     faults = []
-    pods = 1 + 2 * profile.num_shards + (2 if profile.compact else 6)
+    pods = 1 + 2 * profile.num_rollout_tasks + (2 if profile.compact else 6)
     most = MAX_OBJECT_BYTES // (POD_STATUS_BYTES * pods)
     if not 1 <= profile.num_iterations <= most:
         faults.append(

@@ -137,16 +137,22 @@ def test_impossible_options_end_with_code_two_and_the_reason(option, words, caps
 
 
 @pytest.mark.slow
-def test_rollouts_over_the_limit_wait_for_an_earlier_one():
-    profile = profile_named("gpu-1x8", num_iterations=1, num_shards=4, parallelism=2)
-    spec = next(yaml.safe_load_all(compile_text(profile)))
+def test_fewer_pods_than_shards_run_several_in_turn_and_get_so_much_more_time():
+    profile = profile_named("gpu-1x8", num_iterations=1, num_shards=5, parallelism=2)
+    text = compile_text(profile)
+    assert lint(text) == []
+    spec, platform = yaml.safe_load_all(text)
     tasks = spec["components"]["comp-iteration-1"]["dag"]["tasks"]
-    after = {name: task.get("dependentTasks", []) for name, task in tasks.items()}
-    rollouts = ["rollout", "rollout-2", "rollout-3", "rollout-4"]
-    assert [after[name] for name in rollouts] == [[], [], rollouts[:1], rollouts[1:2]]
-    assert after["reward"] == rollouts
-    names = [tasks[name]["taskInfo"]["name"] for name in ("rollout", "rollout-4")]
-    assert names == ["rollout 0", "rollout 3"]
+    rollouts = ["rollout", "rollout-2"]
+    assert tasks["reward"]["dependentTasks"] == rollouts
+    assert [name for name in tasks if name.startswith("rollout")] == rollouts
+    assert [tasks[name]["taskInfo"]["name"] for name in rollouts] == ["rollout 0", "rollout 1"]
+    given = tasks["rollout-2"]["inputs"]["parameters"]
+    constants = [given[key]["runtimeValue"]["constant"] for key in ("shard", "num_tasks")]
+    assert constants == [1.0, 2.0]
+    pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]["exec-rollout"]
+    once = profile.stages["rollout"].timeout_seconds
+    assert int(pod["activeDeadlineSeconds"]) == 3 * once
 
 
 @pytest.mark.slow
