@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
-from planish.records import layout
-
 TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
 """Where an installation for several users mounts the token that its API asks for."""
 
@@ -174,6 +172,8 @@ def description(root: str) -> str:
         >>> description("file:///runs/a")
         'Report at the end: `file:///runs/a/report/report.html`'
     """
+    from planish.records import layout
+
     uri = f"{layout.report(root)}/report.html"
     scheme, _, path = uri.partition("://")
     bucket, _, key = path.partition("/")
