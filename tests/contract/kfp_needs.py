@@ -57,9 +57,9 @@ KUBERNETES = (
         for name, cpu in (("apiserver", "250m"), ("controllers", "200m"), ("scheduler", "100m"))
     ),
     Service("etcd", "100m", "100Mi", "kubernetes/kubernetes cmd/kubeadm/app/phases/etcd/local.go"),
-    Service("coredns-1", "100m", "70Mi", "kubernetes/kubernetes cluster/addons/dns/coredns"),
-    Service("coredns-2", "100m", "70Mi", "kubernetes/kubernetes cluster/addons/dns/coredns"),
-    Service("kindnet", "100m", "50Mi", "kubernetes-sigs/kind images/kindnetd"),
+    Service("coredns-1", "100m", "70Mi", "kubernetes/kubernetes cmd/kubeadm/app/phases/addons/dns"),
+    Service("coredns-2", "100m", "70Mi", "kubernetes/kubernetes cmd/kubeadm/app/phases/addons/dns"),
+    Service("kindnet", "100m", "50Mi", "kubernetes-sigs/kind pkg/build/nodeimage/const_cni.go"),
 )
 """Pods of Kubernetes itself on a node that is a whole cluster, as kind makes it; k3s wants less."""
 
