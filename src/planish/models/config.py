@@ -33,6 +33,12 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     intermediate_size: int = Field(default=192, ge=1)
     """Width of the gated feed-forward layer."""
+    num_experts: int = Field(default=0, ge=0)
+    """Experts of each layer, as in Qwen3-MoE; 0 builds a dense model."""
+    experts_per_token: int = Field(default=2, ge=1)
+    """Experts that compute a token; only with `num_experts`."""
+    expert_intermediate_size: int = Field(default=64, ge=1)
+    """Width of one expert, in place of `intermediate_size`; only with `num_experts`."""
     num_heads: int = Field(default=2, ge=1)
     """Query heads."""
     num_kv_heads: int = Field(default=1, ge=1)
@@ -64,7 +70,8 @@ class ModelConfig(Section):
         return stop_strings
 
     def _off(self) -> list[str]:
-        return [] if self.stop_strings else ["stop_strings"]
+        dense = () if self.num_experts else ("experts_per_token", "expert_intermediate_size")
+        return [*dense, *(() if self.stop_strings else ("stop_strings",))]
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:
@@ -72,6 +79,11 @@ class ModelConfig(Section):
             raise ValueError(
                 "`num_kv_heads` must divide `num_heads` and `head_dim` must be even, got "
                 f"{self.num_kv_heads}, {self.num_heads} and {self.head_dim}"
+            )
+        if self.num_experts and self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"`experts_per_token` must be at most `num_experts` ({self.num_experts}), got "
+                f"{self.experts_per_token}"
             )
         return self
 

@@ -18,6 +18,7 @@ import torch
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
+from planish.models.experts import on_disk
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
@@ -44,16 +45,30 @@ class Policy:
 
 
 def build_policy(config: ModelConfig, seed: int) -> Policy:
-    """Build an untrained Qwen3-style policy; the same seed gives the same weights.
+    """Build an untrained Qwen3 or Qwen3-MoE policy; the same seed gives the same weights.
 
     Args:
         config: sizes, alphabet and type.
         seed: of the initial weights; the global random state is left as it was.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     tokenizer = character_tokenizer(config.alphabet, stop_strings=config.stop_strings)
-    model_config = Qwen3Config(
+    sizes: dict[str, Any] = {}
+    config_class: Any
+    model_class: Any
+    if config.num_experts:
+        from transformers import Qwen3MoeConfig as config_class
+        from transformers import Qwen3MoeForCausalLM as model_class
+
+        sizes = {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_intermediate_size,
+            "norm_topk_prob": True,
+        }
+    else:
+        from transformers import Qwen3Config as config_class
+        from transformers import Qwen3ForCausalLM as model_class
+    model_config = config_class(
         vocab_size=tokenizer.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -67,10 +82,11 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.backend.bos_token_id,
         eos_token_id=tokenizer.eos_token_ids[0],
+        **sizes,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(model_config)
+        model = model_class(model_config)
     model = model.to(DTYPES[config.dtype]).eval()
     model.config.dtype = DTYPES[config.dtype]
     return Policy(model=model, tokenizer=tokenizer)
@@ -224,8 +240,13 @@ def save_policy(
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
         weights = {
-            key: tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
-            for key, tensor in sorted(policy.model.state_dict().items())
+            # The writer refuses a part of a larger storage, which one expert of many is.
+            key: tensor.detach()
+            .to(
+                "cpu", getattr(torch, dtype), copy=tensor.nbytes < tensor.untyped_storage().nbytes()
+            )
+            .contiguous()
+            for key, tensor in sorted(on_disk(policy.model.state_dict(), config).items())
             if key != tied
         }
         save_torch_state_dict(weights, folder, metadata={"format": "pt"})

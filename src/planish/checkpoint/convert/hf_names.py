@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import Box, whole
+from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.load.slices import Slice
+from planish.models.experts import disk_tensors
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
     }
     if not config or not any(name.startswith(_MEGATRON) for name in tensors):
         return {
-            name: WeightPart(Slice(spec, (whole(spec.shape),)), Form(spec.dtype, spec.shape))
+            part.name: WeightPart(
+                Slice(spec, (Box(part.start, part.extent),)), Form(spec.dtype, part.shape)
+            )
             for name, spec in tensors.items()
+            for part in disk_tensors(name, spec.shape, config)
         }
     weights: Sources = {}
     unknown = []

@@ -117,7 +117,7 @@ class TransformersEngine(BaseEngine):
             seed_split_exact=True,
             pause_keep=True,
             score=True,
-            moe=bool(self._served and self._served.config.get("num_experts")),
+            moe=True,
         )
 
     @property
@@ -196,7 +196,7 @@ class TransformersEngine(BaseEngine):
 
     def layout(self) -> list[ShardSpec]:
         """Return one whole box per tensor."""
-        tensors = self._served.tensors if self._served is not None else {}
+        tensors = self._served.by_disk_name() if self._served is not None else {}
         return [
             ShardSpec(0, "full", name, tuple(slice(0, n) for n in tensor.shape))
             for name, tensor in tensors.items()

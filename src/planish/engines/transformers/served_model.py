@@ -18,6 +18,7 @@ from planish.engines.requests import ModelRef
 from planish.engines.transformers import fused_decoder
 from planish.engines.transformers.stops import StopTable, stop_table
 from planish.engines.weights import FolderWeights, WeightSource
+from planish.models.experts import on_disk
 from planish.models.policy import load_policy, read_model_config
 from planish.models.tokens import Tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest
@@ -33,7 +34,7 @@ class ServedModel:
     config: Mapping[str, Any]
     """Its config.json, or the same as a dictionary."""
     tensors: dict[str, Tensor]
-    """Weights by canonical name; tied ones once."""
+    """Weights by their names in memory; tied ones once."""
     tokenizer: Tokenizer
     """Knows what ends a response."""
     version: int
@@ -75,6 +76,10 @@ class ServedModel:
                 parameter.data = self.tensors[name]
         return self.modules
 
+    def by_disk_name(self) -> dict[str, Tensor]:
+        """Return the tensors under their names in a policy folder, over the same storage."""
+        return on_disk(self.tensors, self.config)
+
     def write(self, source: WeightSource) -> tuple[int, int]:
         """Read all of `source`, then write in place; return the number of tensors and bytes.
 
@@ -82,10 +87,11 @@ class ServedModel:
             EngineError: a name is missing or a shape differs; nothing was changed.
         """
         given = source.names()
-        faults = [f"{name} is missing" for name in self.tensors if name not in given]
+        wanted = self.by_disk_name()
+        faults = [f"{name} is missing" for name in wanted if name not in given]
         faults += [
             f"{name} has shape {tuple(given[name][0])} in place of {tuple(tensor.shape)}"
-            for name, tensor in self.tensors.items()
+            for name, tensor in wanted.items()
             if name in given and tuple(given[name][0]) != tuple(tensor.shape)
         ]
         if faults:
@@ -93,10 +99,10 @@ class ServedModel:
                 f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
                 f" ({len(faults)} in all); export the policy of this run"
             )
-        fresh = {name: source.read(name) for name in self.tensors}
+        fresh = {name: source.read(name) for name in wanted}
         with torch.no_grad():
             for name, tensor in fresh.items():
-                self.tensors[name].copy_(tensor)
+                wanted[name].copy_(tensor)
         return len(fresh), sum(tensor.nbytes for tensor in fresh.values())
 
 
@@ -108,10 +114,14 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
             return bare
     policy = model.policy or load_policy(model.pin, device=device)
     modules = policy.model.eval()
+    saved = modules.state_dict().keys()
     return ServedModel(
         type(modules).__name__,
         modules.config.to_dict(),
-        {name: parameter.data for name, parameter in modules.named_parameters()},
+        {
+            **{name: parameter.data for name, parameter in modules.named_parameters()},
+            **{name: buffer for name, buffer in modules.named_buffers() if name in saved},
+        },
         policy.tokenizer,
         int(policy.version),
         model.pin,

@@ -10,6 +10,7 @@ from planish.engines.measure import generate_rollouts, judge
 from planish.engines.requests import ModelRef, Sampling
 from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.weights import DictWeights
+from planish.models.experts import on_disk
 from planish.models.policy import Policy
 from planish.records.prompts import PromptSet
 from planish.stages.sft.config import SftConfig
@@ -37,9 +38,9 @@ class Probe:
     ) -> float:
         """Return avg@`num_samples` on `prompts`; temperature 0 is greedy."""
         self._count += 1
-        weights = DictWeights(
-            {name: tensor.detach() for name, tensor in self._policy.model.state_dict().items()}
-        )
+        model = self._policy.model
+        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        weights = DictWeights(on_disk(tensors, model.config.to_dict()))
         self._engine.update_weights(weights, self._count)
         sampling = Sampling(
             max_new_tokens=self._config.max_response_tokens,

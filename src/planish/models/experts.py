@@ -1,0 +1,126 @@
+"""Where the weights of experts lie, in memory and in a policy folder; imports no torch.
+
+transformers keeps all experts of a layer in two tensors, `experts.gate_up_proj` [E, 2F, H] and
+`experts.down_proj` [E, H, F], for E experts of width F on a residual stream of width H. A policy
+folder holds one tensor per expert, under the names that the family was published with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from planish.base.errors import ConfigError
+
+
+class DiskTensor(NamedTuple):
+    """One tensor of a policy folder, and where it lies in the tensor of memory."""
+
+    name: str
+    """Name in the folder."""
+    shape: tuple[int, ...]
+    """Shape in the folder."""
+    start: tuple[int, ...]
+    """First index, along each dimension, of its part of the tensor in memory."""
+    extent: tuple[int, ...]
+    """Size of that part along each dimension; the numbers lie in the same order."""
+
+
+class _Names(NamedTuple):
+    """How one family names the experts of a layer on disk."""
+
+    block: str
+    """What `mlp` of the model in memory is called."""
+    gate: str
+    up: str
+    down: str
+
+
+_FAMILIES = {
+    "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
+}
+"""`model_type` of config.json to its names."""
+
+_FUSED = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_ROUTER = re.compile(r"(.+\.)mlp\.gate\.(.+)")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return the routed experts of a layer, 0 for a dense model.
+
+    Args:
+        config: content of config.json.
+
+    Example:
+        >>> num_experts({"num_local_experts": 8}), num_experts({})
+        (8, 0)
+    """
+    return next((int(config[key]) for key in _COUNTS if config.get(key)), 0)
+
+
+def disk_tensors(
+    name: str, shape: Sequence[int], config: Mapping[str, Any]
+) -> Iterator[DiskTensor]:
+    """Yield the tensors of a policy folder that one tensor in memory becomes.
+
+    Args:
+        name: in memory; that of the folder where the two are equal.
+        shape: in memory.
+        config: content of config.json; its `model_type` decides.
+
+    Raises:
+        ConfigError: experts of a family whose names are not known.
+
+    Example:
+        >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}
+        >>> for part in disk_tensors("model.layers.0.mlp.experts.gate_up_proj", (1, 4, 3), moe):
+        ...     print(part.name, part.shape, part.start, part.extent)
+        model.layers.0.mlp.experts.0.gate_proj.weight (2, 3) (0, 0, 0) (1, 2, 3)
+        model.layers.0.mlp.experts.0.up_proj.weight (2, 3) (0, 2, 0) (1, 2, 3)
+    """
+    family = _FAMILIES.get(str(config.get("model_type")))
+    fused = _FUSED.fullmatch(name)
+    if fused is None:
+        router = _ROUTER.fullmatch(name)
+        if family is not None and router is not None:
+            name = f"{router[1]}{family.block}.gate.{router[2]}"
+        yield DiskTensor(name, tuple(shape), (0,) * len(shape), tuple(shape))
+        return
+    if family is None:
+        raise ConfigError(
+            f"a model with experts must be of {sorted(_FAMILIES)}, got the `model_type` "
+            f"{config.get('model_type')!r}; choose another model"
+        )
+    experts, rows, columns = shape
+    if fused[2] == "down_proj":
+        parts = [(family.down, 0, rows)]
+    else:
+        parts = [(family.gate, 0, rows // 2), (family.up, rows // 2, rows)]
+    for expert in range(experts):
+        for short, start, stop in parts:
+            yield DiskTensor(
+                f"{fused[1]}{family.block}.experts.{expert}.{short}.weight",
+                (stop - start, columns),
+                (expert, start, 0),
+                (1, stop - start, columns),
+            )
+
+
+def on_disk(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors by their names in a policy folder: views of those in memory, not copies.
+
+    Args:
+        tensors: in memory, by name; anything that slices and reshapes as torch's do.
+        config: content of config.json.
+    """
+    return {
+        part.name: tensor[
+            tuple(slice(a, a + n) for a, n in zip(part.start, part.extent, strict=True))
+        ].reshape(part.shape)
+        for name, tensor in tensors.items()
+        for part in disk_tensors(name, tuple(tensor.shape), config)
+    }
