@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planish.base.errors import ConfigError, NotSupported
 from planish.engines.requests import Request, Sampling
 from planish.records.rollouts import FinishReason
 from tests.unit.engines.tiny import (
@@ -196,19 +195,3 @@ def test_non_finite_logits_fail_one_request_and_no_other(new_engine):
         if one in clean and poison not in tokens:
             assert outputs[one.request_id].finish_reason is FinishReason.LENGTH
             assert outputs[one.request_id].num_tokens == 12
-
-
-def test_scores_are_the_log_probabilities_of_the_reference(new_engine):
-    policy = qwen3_policy()
-    engine = new_engine(policy)
-    sequences = [((5, 6, 7, 8), 1), ((9, 10, 11), 2), ((4, 5), 2)]
-    if not engine.capabilities.score:
-        with pytest.raises(NotSupported):
-            engine.score(sequences)
-        return
-    scores = engine.score(sequences)
-    for (tokens, given), seen in zip(sequences, scores, strict=True):
-        expected = reference_logprobs(policy, tokens[:given], tokens[given:])
-        assert seen == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ConfigError, match="1 <= n <= 2 given tokens, got 0"):
-        engine.score([((4, 5), 0)])

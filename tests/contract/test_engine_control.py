@@ -1,4 +1,4 @@
-"""How every engine must be steered: abort, pause, weights, ids, threads; on every engine."""
+"""How every engine must be steered: abort, weights, ids, threads; on every engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupport
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.records.rollouts import FinishReason
-from tests.unit.engines.tiny import differs_by_a_tie, ids_of, prompt, qwen3_policy, request
+from tests.unit.engines.tiny import differs_by_a_tie, ids_of, qwen3_policy, request
 
 
 def weights(seed: int) -> DictWeights:
@@ -57,48 +57,6 @@ def test_abort_of_everything_leaves_a_ready_engine(new_engine):
     assert poll_all(engine, 1)["r0"].num_tokens == 2
 
 
-def test_pause_abort_gives_everything_back_and_submissions_wait(new_engine):
-    engine = new_engine()
-    engine.submit([request(i, 30) for i in range(6)])
-    engine.poll(0.0)
-    assert {o.finish_reason for o in engine.pause("abort")} == {FinishReason.ABORT}
-    engine.submit([request(9, 3)])
-    assert engine.poll(0.02) == []
-    with pytest.raises(EngineBusy, match="a paused one; resume it"):
-        engine.generate([request(10, 3)])
-    engine.resume()
-    assert poll_all(engine, 1)["r9"].num_tokens == 3
-
-
-def test_pause_wait_finishes_what_runs_and_keeps_the_queue(new_engine):
-    engine = new_engine()
-    engine.submit([request(i, 10) for i in range(6)])
-    engine.poll(0.0)
-    outputs = engine.pause("wait")
-    assert sorted(o.request_id for o in outputs) == ["r0", "r1", "r2", "r3"]
-    assert {o.num_tokens for o in outputs} == {10}
-    assert engine.stats()["queued"] == 2
-    engine.resume()
-    assert sorted(poll_all(engine, 2)) == ["r4", "r5"]
-
-
-def test_pause_keep_freezes_in_place(new_engine):
-    whole = ids_of(new_engine().generate([request(i, 25) for i in range(6)]))
-    engine = new_engine()
-    if not engine.capabilities.pause_keep:
-        with pytest.raises(NotSupported):
-            engine.pause("keep")
-        return
-    engine.submit([request(i, 25) for i in range(6)])
-    for _ in range(5):
-        engine.poll(0.0)
-    assert engine.pause("keep") == []
-    assert engine.poll(0.0) == []
-    engine.resume()
-    outputs = poll_all(engine, 6)
-    assert [outputs[f"r{i}"].token_ids for i in range(6)] == whole
-
-
 def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine):
     requests = [request(i, 20) for i in range(5)]
     engine = new_engine(qwen3_policy(0))
@@ -119,49 +77,9 @@ def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine):
 def test_weights_may_not_change_while_requests_are_in_flight(new_engine):
     engine = new_engine()
     engine.submit([request(0, 20)])
-    with pytest.raises(EngineBusy, match="nothing in flight, got 1 requests; pause it"):
+    with pytest.raises(EngineBusy, match="nothing in flight, got 1 requests; collect"):
         engine.update_weights(weights(1), 1)
     assert poll_all(engine, 1)["r0"].num_tokens == 20
-
-
-def test_frozen_requests_go_on_under_new_weights_as_a_fresh_engine_would(new_engine):
-    engine = new_engine(qwen3_policy(0))
-    if not engine.capabilities.pause_keep:
-        pytest.skip("this engine can not freeze requests")
-    engine.submit([request(i, 20) for i in range(4)])
-    for _ in range(8):
-        engine.poll(0.0)
-    engine.pause("keep")
-    report = engine.update_weights(weights(1), 1)
-    assert report.num_recomputed_tokens == sum(len(prompt(i)) + 7 for i in range(4))
-    engine.resume()
-    outputs = poll_all(engine, 4)
-    fresh = new_engine(qwen3_policy(1))
-    for index in range(4):
-        output = outputs[f"r{index}"]
-        assert output.versions == [0] * 8 + [1] * 12
-        prefix = tuple(output.token_ids[:8])
-        rest = fresh.generate([request(index, 12, prefix=prefix)])[0]
-        assert rest.token_ids == output.token_ids[8:]
-
-
-def test_keep_cache_goes_on_over_the_old_cache(new_engine):
-    def run(keep_cache):
-        engine = new_engine(qwen3_policy(0))
-        if not engine.capabilities.pause_keep:
-            pytest.skip("this engine can not freeze requests")
-        engine.submit([request(0, 30)])
-        for _ in range(8):
-            engine.poll(0.0)
-        engine.pause("keep")
-        report = engine.update_weights(weights(1), 1, keep_cache=keep_cache)
-        assert (report.num_recomputed_tokens == 0) is keep_cache
-        engine.resume()
-        return poll_all(engine, 1)["r0"].logprobs
-
-    kept, recomputed = run(True), run(False)
-    assert kept[:8] == recomputed[:8]
-    assert kept[8:] != recomputed[8:]
 
 
 def test_weights_that_do_not_fit_change_nothing(new_engine):
@@ -288,24 +206,16 @@ def test_submit_poll_and_abort_from_different_threads(new_engine):
 
 def test_optional_abilities_are_there_or_say_so(new_engine):
     engine = new_engine()
-    if not engine.capabilities.sleep:
-        for call in (engine.sleep, engine.wake):
-            with pytest.raises(NotSupported):
-                call()
     if not engine.capabilities.routing:
         asking = replace(request(0, 2), sampling=Sampling(max_new_tokens=2, want_routing=True))
         with pytest.raises(NotSupported, match="`want_routing`"):
             engine.submit([asking])
-    names = {spec.name for spec in engine.layout()}
-    assert "model.layers.0.self_attn.q_proj.weight" in names
 
 
 def test_states_follow_the_life_of_an_engine(new_engine):
     engine = new_engine()
     with pytest.raises(EngineBusy, match="`start` needs a new engine"):
         engine.start(ModelRef(policy=qwen3_policy()))
-    with pytest.raises(EngineError, match="`resume` needs an engine that is paused, got ready"):
-        engine.resume()
     engine.close()
     engine.close()
     assert engine.state == "closed"

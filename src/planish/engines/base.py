@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported, PlanishError
@@ -25,13 +25,10 @@ from planish.engines.requests import (
     ModelRef,
     Output,
     Request,
-    ShardSpec,
     WeightUpdate,
 )
 from planish.engines.weights import WeightSource
 from planish.records.rollouts import FinishReason
-
-PauseMode = Literal["abort", "wait", "keep"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class BaseEngine(ABC):
 
     `submit`, `poll` and `abort` may be called from different threads.
 
-    Work is done inside `poll`, `pause` and `generate` by the calling thread; there is no thread of
+    Work is done inside `poll` and `generate` by the calling thread; there is no thread of
     our own, so that equal calls give equal schedules and bit-equal outputs.
     """
 
@@ -120,10 +117,8 @@ class BaseEngine(ABC):
         """End running requests with ABORT."""
 
     @abstractmethod
-    def _replace_weights(
-        self, source: WeightSource, version: int, keep_cache: bool
-    ) -> WeightUpdate:
-        """Swap weights, all or none, and compute caches again unless `keep_cache`."""
+    def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
+        """Swap weights, all or none."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -151,7 +146,7 @@ class BaseEngine(ABC):
             self._state = EngineState.READY
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none; while paused they wait.
+        """Queue requests, all or none.
 
         Raises:
             ConfigError: an empty prompt.
@@ -159,7 +154,7 @@ class BaseEngine(ABC):
             NotSupported: `want_routing` from an engine that has none.
         """
         with self._lock:
-            self._expect("submit", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+            self._expect("submit", EngineState.READY, EngineState.RUNNING)
             seen: set[str] = set()
             for request in requests:
                 self._refuse(request, seen)
@@ -210,11 +205,11 @@ class BaseEngine(ABC):
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
-                self._expect("poll", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+                self._expect("poll", EngineState.READY, EngineState.RUNNING)
                 self._arrived.clear()
                 outputs = self._collect(wanted)
                 if not outputs and self._state is EngineState.RUNNING:
-                    self._turn(admit=True)
+                    self._turn()
                     outputs = self._collect(wanted)
                 if outputs:
                     return outputs
@@ -229,11 +224,8 @@ class BaseEngine(ABC):
         """Submit, work until all are done, and return outputs in the order of the requests.
 
         Raises:
-            EngineBusy: the engine is paused.
             EngineError: the engine failed.
         """
-        if self._state is EngineState.PAUSED:
-            raise EngineBusy("`generate` needs an engine that works, got a paused one; resume it")
         self.submit(requests)
         wanted = {request.request_id for request in requests}
         done: dict[str, Output] = {}
@@ -247,7 +239,7 @@ class BaseEngine(ABC):
         Outputs that are finished and not yet polled stay where they are; unknown ids are ignored.
         """
         with self._lock:
-            self._expect("abort", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
+            self._expect("abort", EngineState.READY, EngineState.RUNNING)
             return self._abort(request_ids)
 
     def _abort(self, request_ids: Collection[str] | None) -> list[Output]:
@@ -266,100 +258,37 @@ class BaseEngine(ABC):
         self._settle()
         return outputs
 
-    def pause(self, mode: PauseMode) -> list[Output]:
-        """Stop work; what is returned depends on `mode`.
-
-        Args:
-            mode: `abort` gives everything back with its tokens so far; `wait` finishes what runs
-                and keeps the queue; `keep` freezes requests in place.
-
-        Raises:
-            NotSupported: `keep` with an engine that can not.
-        """
-        with self._lock:
-            self._expect("pause", EngineState.READY, EngineState.RUNNING, EngineState.PAUSED)
-            if mode == "keep" and not self.capabilities.pause_keep:
-                raise NotSupported("this engine has no `keep`; pause with `abort` and submit again")
-            outputs: list[Output] = []
-            if mode == "abort":
-                outputs = self._abort(None)
-            elif mode == "wait":
-                while self._num_running():
-                    self._turn(admit=False)
-                outputs = self._collect()
-            self._state = EngineState.PAUSED
-            return outputs
-
-    def resume(self) -> None:
-        """Go on after a pause.
-
-        Raises:
-            EngineError: the engine is not paused.
-        """
-        with self._lock:
-            self._expect("resume", EngineState.PAUSED)
-            self._state = EngineState.READY
-            self._settle()
-        self._arrived.set()
-
-    def update_weights(
-        self, source: WeightSource, version: int, *, keep_cache: bool = False
-    ) -> WeightUpdate:
+    def update_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         """Change the weights; a failed read leaves the old ones in place.
 
         Args:
             source: the new weights by canonical names.
             version: policy version from now on; not below the present one.
-            keep_cache: keep the cache of frozen requests as the old weights computed it.
 
         Raises:
-            EngineBusy: requests run or wait, and the engine is not paused.
+            EngineBusy: requests run or wait.
             EngineError: names or shapes do not fit, or the version goes back.
         """
         with self._lock:
-            if self._state is not EngineState.PAUSED:
-                self._expect("update_weights", EngineState.READY, EngineState.RUNNING)
-                if self._state is EngineState.RUNNING:
-                    raise EngineBusy(
-                        f"`update_weights` needs an engine with nothing in flight, got "
-                        f"{len(self._alive)} requests; pause it first"
-                    )
+            self._expect("update_weights", EngineState.READY, EngineState.RUNNING)
+            if self._state is EngineState.RUNNING:
+                raise EngineBusy(
+                    f"`update_weights` needs an engine with nothing in flight, got "
+                    f"{len(self._alive)} requests; collect or abort them first"
+                )
             if version < self._version:
                 raise EngineError(
                     f"`version` must not go back, got {version} after {self._version}; open a "
                     "new engine for an older policy"
                 )
-            report = self._replace_weights(source, version, keep_cache)
+            report = self._replace_weights(source, version)
             self._version = version
             logger.info("updated version=%d seconds=%.3f", version, report.seconds)
             return report
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-        """Return log-probabilities at temperature 1 of the tokens after the first n.
-
-        Args:
-            sequences: pairs (tokens, n), n >= 1.
-
-        Raises:
-            NotSupported: the engine has no scoring.
-        """
-        raise NotSupported("this engine can not score; score with the trainer")
-
-    def sleep(self, level: int = 1) -> None:
-        """Free device memory, where the engine can."""
-        raise NotSupported("this engine can not sleep; close it and open another one")
-
-    def wake(self) -> None:
-        """Take device memory back, where the engine can."""
-        raise NotSupported("this engine can not sleep; there is nothing to wake")
-
     def version(self) -> int:
         """Return the policy version of the weights."""
         return self._version
-
-    def layout(self) -> list[ShardSpec]:
-        """Return which boxes of which tensors each rank holds."""
-        return []
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the start."""
@@ -382,10 +311,10 @@ class BaseEngine(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _turn(self, *, admit: bool) -> None:
+    def _turn(self) -> None:
         """Start what fits, then make one step."""
         with self._failing():
-            free = min(self._free_rows(), len(self._queue)) if admit and self._queue else 0
+            free = min(self._free_rows(), len(self._queue)) if self._queue else 0
             if free:
                 batch = [heapq.heappop(self._queue)[2] for _ in range(free)]
                 self._finished.extend(self._admit(batch))

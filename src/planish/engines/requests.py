@@ -18,12 +18,11 @@ from planish.records.rollouts import FinishReason
 
 
 class EngineState(StrEnum):
-    """Life of an engine: new -> ready <-> running -> paused -> ready; any -> failed, closed."""
+    """Life of an engine: new -> ready <-> running; any -> failed, closed."""
 
     NEW = "new"
     READY = "ready"
     RUNNING = "running"
-    PAUSED = "paused"
     FAILED = "failed"
     CLOSED = "closed"
 
@@ -145,18 +144,10 @@ class Capabilities:
     seed_split_exact: bool
     """A response generated in windows equals the same response generated at once, up to rounding:
     noise that falls on the border of two tokens may choose the other one in another batch."""
-    pause_keep: bool = False
-    """`pause("keep")` freezes requests in place."""
-    score: bool = False
-    """`score` gives log-probabilities of given tokens."""
-    sleep: bool = False
-    """`sleep` frees device memory."""
     moe: bool = False
-    """The model has experts."""
+    """Models with experts are served."""
     routing: bool = False
     """Outputs may hold the experts of each token."""
-    layouts: tuple[str, ...] = ("full",)
-    """How weights may be split: `full` or names of parallel axes."""
 
 
 @dataclass(frozen=True)
@@ -171,20 +162,6 @@ class ModelRef:
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """One box of one tensor that a rank holds, by its canonical Hugging Face name."""
-
-    rank: int
-    """Process."""
-    role: str
-    """`full`, `attention` or `expert`."""
-    name: str
-    """Canonical name of the tensor."""
-    index: tuple[slice, ...]
-    """Box inside the whole tensor."""
-
-
-@dataclass(frozen=True)
 class WeightUpdate:
     """What a change of weights did."""
 
@@ -194,7 +171,5 @@ class WeightUpdate:
     """Tensors that were read."""
     num_bytes: int
     """Their size."""
-    num_recomputed_tokens: int
-    """Cached tokens of frozen requests that were computed again."""
     seconds: float
     """Wall time."""

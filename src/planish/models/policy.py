@@ -51,24 +51,19 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
         config: sizes, alphabet and type.
         seed: of the initial weights; the global random state is left as it was.
     """
-    tokenizer = character_tokenizer(config.alphabet, stop_strings=config.stop_strings)
-    sizes: dict[str, Any] = {}
-    config_class: Any
-    model_class: Any
-    if config.num_experts:
-        from transformers import Qwen3MoeConfig as config_class
-        from transformers import Qwen3MoeForCausalLM as model_class
+    import transformers
 
-        sizes = {
+    tokenizer = character_tokenizer(config.alphabet, stop_strings=config.stop_strings)
+    family, experts = "Qwen3", {}
+    if config.num_experts:
+        family = "Qwen3Moe"
+        experts = {
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.expert_intermediate_size,
             "norm_topk_prob": True,
         }
-    else:
-        from transformers import Qwen3Config as config_class
-        from transformers import Qwen3ForCausalLM as model_class
-    model_config = config_class(
+    model_config = getattr(transformers, f"{family}Config")(
         vocab_size=tokenizer.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -82,11 +77,11 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.backend.bos_token_id,
         eos_token_id=tokenizer.eos_token_ids[0],
-        **sizes,
+        **experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(model_config)
+        model = getattr(transformers, f"{family}ForCausalLM")(model_config)
     model = model.to(DTYPES[config.dtype]).eval()
     model.config.dtype = DTYPES[config.dtype]
     return Policy(model=model, tokenizer=tokenizer)

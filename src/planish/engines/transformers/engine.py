@@ -27,7 +27,6 @@ from planish.engines.requests import (
     ModelRef,
     Output,
     Request,
-    ShardSpec,
     WeightUpdate,
 )
 from planish.engines.sampling import choose
@@ -37,7 +36,6 @@ from planish.engines.transformers.rows import RunningRow, RunningRows
 from planish.engines.transformers.served_model import ServedModel, open_model
 from planish.engines.transformers.stops import StopStates
 from planish.engines.weights import WeightSource
-from planish.models.logprobs import TokenScorer
 from planish.records.rollouts import FinishReason
 
 
@@ -115,8 +113,6 @@ class TransformersEngine(BaseEngine):
         return Capabilities(
             max_model_len=self._max_model_len,
             seed_split_exact=True,
-            pause_keep=True,
-            score=True,
             moe=True,
         )
 
@@ -193,14 +189,6 @@ class TransformersEngine(BaseEngine):
         self._served = None
         for name in ("_decoder", "_cache", "_rows"):
             self.__dict__.pop(name, None)
-
-    def layout(self) -> list[ShardSpec]:
-        """Return one whole box per tensor."""
-        tensors = self._served.by_disk_name() if self._served is not None else {}
-        return [
-            ShardSpec(0, "full", name, tuple(slice(0, n) for n in tensor.shape))
-            for name, tensor in tensors.items()
-        ]
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the start.
@@ -331,39 +319,10 @@ class TransformersEngine(BaseEngine):
         ]
         return self._end(ended, FinishReason.ABORT) if ended else []
 
-    # Weights and scores.
-
     @torch.inference_mode()
-    def _replace_weights(
-        self, source: WeightSource, version: int, keep_cache: bool
-    ) -> WeightUpdate:
+    def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         start = time.monotonic()
         assert self._served is not None
         num_tensors, num_bytes = self._served.write(source)
         self._decoder.refresh()
-        recomputed = 0
-        if self._rows.rows:
-            self._rows.mark_version(self._version)
-            if not keep_cache:
-                lengths = self._rows.positions().tolist()
-                self._prefill(range(len(self._rows)), lengths)
-                recomputed = sum(lengths)
-        seconds = time.monotonic() - start
-        return WeightUpdate(version, num_tensors, num_bytes, recomputed, seconds)
-
-    @torch.inference_mode()
-    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-        """Return log-probabilities at temperature 1 of the tokens after the first n of each."""
-        assert self._served is not None
-        scorer = TokenScorer(self._served.as_modules(self._device))
-        results: list[list[float]] = []
-        for tokens, given in sequences:
-            if given < 1 or given > len(tokens):
-                raise ConfigError(
-                    f"scoring needs 1 <= n <= {len(tokens)} given tokens, got {given}"
-                )
-            ids = torch.tensor([list(tokens)], device=self._device)
-            select = (torch.arange(len(tokens), device=self._device) >= given)[None]
-            logprobs, _ = scorer(ids, None, select, temperature=1.0, with_entropy=False)
-            results.append(logprobs.tolist())
-        return results
+        return WeightUpdate(version, num_tensors, num_bytes, time.monotonic() - start)

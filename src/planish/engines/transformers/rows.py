@@ -35,8 +35,6 @@ class RunningRow:
     """Prompt and prefix: absolute position of the first token of this call."""
     end: int
     """Absolute length at which the budget is used up."""
-    version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(absolute position, policy version) of each change of weights while it ran."""
     stats: dict[str, float] = field(default_factory=dict)
     admitted_seconds: float = 0.0
 
@@ -69,14 +67,11 @@ class RunningRow:
             stop_id = tokens[-1] if tokens[-1] in stop_ids else None
             has_stopped = stop_id is not None or stop_string is not None
             reason = FinishReason.STOP if has_stopped else FinishReason.LENGTH
-        versions = [version] * len(tokens)
-        for length, older in reversed(self.version_starts):
-            versions[: length - self.start] = [older] * (length - self.start)
         return Output(
             self.request.request_id,
             tokens,
             logprobs,
-            versions[: len(tokens)],
+            [version] * len(tokens),
             reason,
             stop_token_id=stop_id,
             stop_string=stop_string if reason is FinishReason.STOP else None,
@@ -317,12 +312,6 @@ class RunningRows:
     def update_longest(self) -> None:
         """Recompute the columns in use after rows came or went."""
         self.longest = int(self.positions().max()) + 1 if self.rows else 0
-
-    def mark_version(self, version: int) -> None:
-        """Remember that tokens up to now were sampled by `version`."""
-        for index, row in enumerate(self.rows):
-            length = int(self._numbers[index, _FIELDS["position"]]) + 1
-            row.version_starts.append((length, version))
 
 
 _FIELDS: Mapping[str, int] = {

@@ -68,14 +68,6 @@ class ServedModel:
         """Return whether the fused decoder computes this model."""
         return fused_decoder.fits(self.architecture, self.config, list(self.tensors))
 
-    def as_modules(self, device: torch.device) -> Any:
-        """Return the causal LM of transformers, over the tensors of this object."""
-        if self.modules is None:
-            self.modules = load_policy(self.pin, device=device).model
-            for name, parameter in self.modules.named_parameters():
-                parameter.data = self.tensors[name]
-        return self.modules
-
     def by_disk_name(self) -> dict[str, Tensor]:
         """Return the tensors under their names in a policy folder, over the same storage."""
         return on_disk(self.tensors, self.config)

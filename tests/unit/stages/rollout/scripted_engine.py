@@ -97,8 +97,8 @@ class ScriptedEngine(BaseEngine):
         self.rows = [pair for pair in self.rows if pair[0].request_id not in request_ids]
         return []
 
-    def _replace_weights(self, source, version: int, keep_cache: bool) -> WeightUpdate:
-        return WeightUpdate(version, 0, 0, 0, 0.0)
+    def _replace_weights(self, source, version: int) -> WeightUpdate:
+        return WeightUpdate(version, 0, 0, 0.0)
 
     def _release(self) -> None:
         self.rows = []
