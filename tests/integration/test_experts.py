@@ -31,6 +31,6 @@ def test_experts_are_pretrained_sampled_trained_by_two_processes_and_exported(tm
     assert len(experts) == layers * 4 * 3
     assert any(not after.read(name).equal(before.read(name)) for name in experts)
     assert load_policy(pin(root, 2)).model.config.num_experts == 4
-    for iteration in (1, 2):
-        scalars = read_report(UpdateReport, layout.update(root, iteration)).scalars
-        assert scalars["mismatch_k3"] < 1e-3
+    scalars = read_report(UpdateReport, layout.update(root, 1)).scalars
+    assert scalars["num_rollouts"] > 0
+    assert scalars["mismatch_logprob_max"] < 1e-4
