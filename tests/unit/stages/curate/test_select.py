@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt
 
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
@@ -224,12 +225,14 @@ def test_the_report_shows_counts_and_examples_and_no_markup_of_the_data():
     curated = select(CurateConfig(dataset="d"), *sums(40), {"prompt": evil, "answer": "x" * 2000})
     text = curation_report(curated, "ab" * 32)
     assert "| duplicates | prompts | 40 | 40 | 0 |" in text
-    assert "| answer_too_long | 1 |" in text
-    assert "<script>" not in text
+    assert "| `answer_too_long` | 1 |" in text
     assert "\n# head" not in text
     assert "ab" * 32 in text
-    row = next(line for line in text.splitlines() if "answer_too_long" in line)
-    assert row.count("|") == 4
+    page = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+    assert "<script>" not in page
+    row = next(line for line in page.split("<tr>") if "answer_too_long" in line)
+    assert row.count("<td>") == 3
+    assert "<code>line 41: &lt;script&gt;alert(1)&lt;/script&gt; | `x` **b** # head" in row
 
 
 def test_metrics_are_the_counts_of_the_ledger():
