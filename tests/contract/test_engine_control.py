@@ -142,6 +142,7 @@ def test_a_higher_priority_starts_first(new_engine):
     assert order == ["r7", "r0", "r1", "r2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine, seed):
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}

@@ -135,6 +135,7 @@ def test_the_setup_of_the_store_needs_a_shell_and_its_client_and_no_other_progra
     assert resources == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/*"]
 
 
+@pytest.mark.slow
 def test_the_tiny_profile_fits_two_cores_beside_kubernetes_kubeflow_and_the_store():
     assert sum(cpu for cpu, _ in services().values()) + sum(cpu for cpu, _ in tasks()) <= 2.0
     memory = sum(memory for _, memory in (*services().values(), *tasks()))

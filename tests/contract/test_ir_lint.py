@@ -365,6 +365,7 @@ def test_pods_of_an_iteration(name, changes, expected):
     assert pods_of(compiled) == 2 + 6 * 2 + 2 * expected
 
 
+@pytest.mark.slow
 def test_what_is_equal_in_every_iteration_stands_once():
     short, long = (compiled_of("cpu-tiny", num_iterations=count) for count in (2, 5))
     assert set(short.components) == set(long.components)

@@ -97,6 +97,7 @@ def cut_by_text(policy: Policy, ids, strings) -> int:
     return len(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
 def test_responses_end_with_the_string_whatever_the_decoder(policy, family):
     served = policy if family == "Qwen3" else family_policy(family)

@@ -115,6 +115,7 @@ def test_minute_means_and_static_limits_by_hand():
     assert 0.5 < low < 0.6 < high < 0.7
 
 
+@pytest.mark.slow
 def test_the_integrated_model_and_static_limits_survive_the_disk(tmp_path):
     frames = [made(length=0, seed=seed, seconds=120) for seed in range(4)]
     training = Training(max_epochs=6, batch_size=256, learning_rate=1e-2)

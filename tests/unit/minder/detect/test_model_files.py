@@ -56,6 +56,7 @@ def test_training_again_gives_the_same_models(models, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_a_model_explains_most_of_a_smooth_metric(models):
     _, facts = models
     assert facts["cpu_usage"].quality == "good"
@@ -65,6 +66,7 @@ def test_a_model_explains_most_of_a_smooth_metric(models):
     assert facts["gpu_power_draw"].limits[1] == pytest.approx(291.5, abs=4.0)
 
 
+@pytest.mark.slow
 def test_what_is_read_denoises_as_what_was_trained(models):
     folder, facts = models
     found = load_models(folder, CONFIG.denoise, CONFIG.detect.metrics)
@@ -75,6 +77,7 @@ def test_what_is_read_denoises_as_what_was_trained(models):
     assert np.array_equal(one.embed(windows), one.embed(windows))
 
 
+@pytest.mark.slow
 def test_a_degraded_model_falls_back_to_components_unless_as_published(models):
     folder, _ = models
     place = folder / "cpu_usage" / "meta.json"
@@ -89,6 +92,7 @@ def test_a_degraded_model_falls_back_to_components_unless_as_published(models):
         place.write_text(text, "utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -112,6 +116,7 @@ def test_facts_of_another_model_are_refused(models, change, message):
         place.write_text(text, "utf-8")
 
 
+@pytest.mark.slow
 def test_missing_and_broken_files_are_named(models, tmp_path):
     folder, facts = models
     with pytest.raises(ConfigError, match=r"limits\.json` must be there"):

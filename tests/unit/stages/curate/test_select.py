@@ -231,7 +231,7 @@ def test_the_report_shows_counts_and_examples_and_no_markup_of_the_data():
     page = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
     assert "<script>" not in page
     row = next(line for line in page.split("<tr>") if "answer_too_long" in line)
-    assert row.count("<td>") == 3
+    assert row.count("<td") == 3
     assert "<code>line 41: &lt;script&gt;alert(1)&lt;/script&gt; | `x` **b** # head" in row
 
 
