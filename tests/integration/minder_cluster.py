@@ -200,12 +200,11 @@ def install_workflows(plane):
 
 def account(plane, overlays=()):
     """Install the monitor's own roles and return a kubeconfig of its service account."""
-    built = plane.kubectl("kustomize", str(REPOSITORY / "manifests/base")).stdout
-    for overlay in overlays:
-        built += (
-            "\n---\n"
-            + plane.kubectl("kustomize", str(REPOSITORY / "manifests/overlays" / overlay)).stdout
-        )
+    folders = ["base/minder", *(f"overlays/{overlay}" for overlay in overlays)]
+    built = "\n---\n".join(
+        plane.kubectl("kustomize", str(REPOSITORY / "manifests" / folder)).stdout
+        for folder in folders
+    )
     kinds = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
     chosen = [
         item

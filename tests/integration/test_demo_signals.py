@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,7 +105,7 @@ def test_a_signal_to_the_local_runner_alone_ends_its_stages_and_no_exit_task_run
 def test_the_demo_tells_why_a_run_could_not_begin(checkout):
     code, output, errors = checkout.run("--iterations", "99", "--root", checkout.root.as_uri())
     assert (code, errors) == (2, "")
-    assert "error: `num_iterations` must be 1 to 30, got 99" in output
+    assert re.search("^error: `num_iterations` must be 1 to [0-9]+, got 99;", output, re.MULTILINE)
 
 
 def test_a_checkout_whose_path_has_a_space_and_an_umlaut_keeps_its_runs_inside(tmp_path):

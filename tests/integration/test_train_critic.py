@@ -24,7 +24,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
-from planish.stages.export.stage import run as run_checkpoint
+from planish.stages.export.stage import run as run_export
 from tests.integration.test_train_stage import (
     all_tensors,
     environment,
@@ -79,7 +79,7 @@ def test_pretraining_exports_the_policy_unchanged_and_then_trains_it(file_root, 
     exported = []
     for iteration in (1, 2):
         out = tmp_path / f"export{iteration}"
-        result = run_checkpoint(
+        result = run_export(
             tiny.root, tiny.digest, iteration, 0, tiny.policy_pin,
             artifact(tmp_path / str(iteration), "state"), artifact(out, "policy"),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from planish.records.io import read_manifest, write_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.run.stage import mark_stopped
-from planish.stages.export.stage import run as run_checkpoint
+from planish.stages.export.stage import run as run_export
 from tests.golden.write import ALGORITHMS, LOSSES, golden_losses
 from tests.unit.stages.train.runs import (
     add_iteration,
@@ -187,9 +187,8 @@ def test_a_stopped_iteration_passes_state_and_policy_through(file_root, tmp_path
     assert train_once(tiny, 2, first, rewards, tmp_path / "2") == first
     assert train_once(tiny, 2, "", rewards, tmp_path / "3") == ""
     policy = artifact(tmp_path / "4", "policy")
-    result = run_checkpoint(
-        tiny.root, tiny.digest, 2, 0, tiny.policy_pin, artifact(tmp_path / "2", "state"), policy,
-        artifact(tmp_path / "4", "metrics"),
+    result = run_export(
+        tiny.root, tiny.digest, 2, 0, tiny.policy_pin, artifact(tmp_path / "2", "state"), policy
     )  # fmt: skip
     assert result.policy_pin == tiny.policy_pin
 
@@ -200,7 +199,7 @@ def test_checkpoint_stage_exports_the_trained_weights_once(file_root, tmp_path):
 
     def export(name):
         policy = artifact(tmp_path / name, "policy")
-        found = run_checkpoint(
+        found = run_export(
             tiny.root, tiny.digest, 1, 0, tiny.policy_pin, artifact(tmp_path / "1", "state"), policy
         )  # fmt: skip
         assert policy.metadata["policy_version"] == 1
