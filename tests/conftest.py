@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import signal
@@ -33,6 +34,16 @@ _bucket_numbers = itertools.count()
 
 MAX_SECOND_TRIES = 3
 """Of one run; more means that something is wrong beside the machine."""
+
+
+@pytest.fixture(autouse=True)
+def same_log_handlers():
+    """Take back what a command that a test ran in this process did to the log: its stream ends."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items):

@@ -129,12 +129,12 @@ class Answer(http.client.HTTPResponse):
     def fill(self, view: memoryview) -> int:
         """Fill `view` from the body; return how many bytes came, fewer when it ended early."""
         done = 0
-        while done < view.nbytes:
+        while not self.isclosed():  # an empty body, too, must be read to its end
             self._begin_step()
             count = self.readinto(view[done : done + _SLICE_BYTES])
-            if not count:
-                break
             done += count
+            if not count or done == view.nbytes:
+                break
         return done
 
     def read_whole(self, limit: int) -> bytes | None:
@@ -166,6 +166,7 @@ class Connection:
         else:
             self._http = http.client.HTTPSConnection(host, timeout=CONNECT_SECONDS, context=context)
         self._read_seconds = read_seconds
+        self._answer: Answer | None = None
         self.has_sent = False
         """Whether bytes of the present request have left."""
 
@@ -187,6 +188,7 @@ class Connection:
             deadline: monotonic seconds; nothing goes on for longer.
         """
         self.has_sent = False
+        self._answer = None
         connection = self._http
         if connection.sock is None:
             connection.timeout = max(0.001, min(CONNECT_SECONDS, deadline - time.monotonic()))
@@ -214,9 +216,13 @@ class Connection:
             # A server may refuse before it has read the body: its answer says why.
             self.has_sent = True
             with contextlib.suppress(OSError, http.client.HTTPException):
-                return cast(Answer, connection.getresponse())
+                return self._head()
             raise
-        return cast(Answer, connection.getresponse())
+        return self._head()
+
+    def is_free(self) -> bool:
+        """Return whether the last answer was read to its end, so that another may follow."""
+        return self._answer is None or self._answer.isclosed()
 
     def is_dropped(self) -> bool:
         """Return whether the server has closed an idle connection (or sent what nobody asked)."""
@@ -242,6 +248,10 @@ class Connection:
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+    def _head(self) -> Answer:
+        self._answer = cast(Answer, self._http.getresponse())
+        return self._answer
 
     def _limit_calls(self, deadline: float) -> None:
         limit_calls(self._http.sock, min(deadline, time.monotonic() + self._read_seconds))
@@ -269,6 +279,7 @@ class Pool:
             raise
         with self._lock:
             keep = self._process == os.getpid() and len(self._idle) < _MAX_IDLE
+            keep = keep and connection.is_free()
             if keep:
                 self._idle.append(connection)
         if not keep:

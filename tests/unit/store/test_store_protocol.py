@@ -69,6 +69,8 @@ def test_an_empty_object_is_an_object(place):
     assert storage.head(f"{root}/empty").size == 0
     assert [stat.size for stat in storage.list(root)] == [0]
     assert read(storage, f"{root}/empty", 0, 0) == b""
+    assert storage.head(f"{root}/empty").size == 0
+    assert not storage.counters.retries
 
 
 def test_what_is_absent_is_missing(place):
@@ -94,6 +96,8 @@ def test_a_read_beyond_the_end_and_one_over_the_limit_are_refused(place):
             read(storage, f"{root}/x", offset, size)
     with pytest.raises(ObjectTooLarge, match="at most 4 bytes"):
         storage.get(f"{root}/x", 4)
+    assert storage.get(f"{root}/x", 5)[0] == b"12345"
+    assert not storage.counters.retries
 
 
 def test_a_conditional_create_refuses_what_exists(place):
