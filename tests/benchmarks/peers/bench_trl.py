@@ -38,6 +38,7 @@ import torch
 from planish.algorithms.advantages import group_advantages
 from planish.base.config import config_sha256, load_preset, merge, resolve_config
 from planish.engines import open_engine
+from planish.engines.config import EngineConfig
 from planish.engines.measure import generate_rollouts, judge
 from planish.engines.requests import Sampling
 from planish.models.policy import load_policy, save_policy
@@ -175,7 +176,7 @@ class Evaluator:
     def __call__(self, pin: str) -> float:
         uri, digest = parse_pin(pin)
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
-        with open_engine("transformers", pin, max_rows=256, device="cpu") as engine:
+        with open_engine(EngineConfig(), pin, max_rows=256, device="cpu") as engine:
             rollouts = generate_rollouts(
                 engine, tokenizer, self.prompts, num_samples=EVALUATION_SAMPLES,
                 sampling=self.sampling, run_seed=self.seed,

@@ -19,6 +19,7 @@ import torch
 from planish.algorithms.base import TrainBatch
 from planish.base.config import parse_section, resolve_config
 from planish.engines import open_engine
+from planish.engines.config import EngineConfig
 from planish.engines.measure import generate_rollouts
 from planish.engines.requests import FinishReason as EngineFinish
 from planish.engines.requests import Request, Sampling
@@ -102,7 +103,7 @@ class Lab:
         self.prompts = read_set(PromptSet, layout.prompts(root))
         self.held_out = read_set(PromptSet, layout.evaluation_prompts(root))
         self.tokenizer = load_policy(self.pin).tokenizer
-        self.engine = open_engine("transformers", self.pin, max_rows=512)
+        self.engine = open_engine(EngineConfig(), self.pin, max_rows=512)
         torch.set_num_threads(1)
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from planish.base.errors import ConfigError
 from planish.engines.requests import FinishReason, Request, Sampling
+from planish.engines.stops import stop_table
 from planish.engines.transformers.engine import TransformersEngine
-from planish.engines.transformers.stops import stop_table
 from planish.models.policy import Policy, save_policy
 from planish.models.tokens import MAX_STOP_BYTES, Tokenizer
 from tests.unit.engines.tiny import family_policy, prompt, qwen3_policy, start

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish.base.config import parse_section
 from planish.base.errors import ConfigError, EngineError
 from planish.engines import open_engine
 from planish.engines.base import TurnLock
+from planish.engines.config import EngineConfig
 from planish.engines.requests import FinishReason, ModelRef
 from planish.engines.transformers.engine import TransformersEngine
+from planish.engines.vllm.engine import VllmEngine
 from planish.engines.weights import DictWeights, FolderWeights, open_weights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
@@ -80,7 +84,7 @@ def test_equal_prompts_of_one_batch_are_prefilled_once(policy):
 
 def test_prefill_in_small_batches_gives_the_same_tokens(policy):
     requests = [request(i, 10) for i in range(8)]
-    small = start(policy, prefill_tokens=5).generate(requests)
+    small = start(policy, config=EngineConfig(batch_tokens=5)).generate(requests)
     assert ids_of(small) == ids_of(start(policy).generate(requests))
 
 
@@ -129,7 +133,7 @@ SHARED = {rows: start(qwen3_policy(), max_rows=rows) for rows in range(1, 7)}
 
 
 def test_an_engine_opens_from_a_pinned_policy(saved, policy):
-    with open_engine("transformers", saved, max_rows=2) as engine:
+    with open_engine(EngineConfig(), saved, max_rows=2) as engine:
         assert engine.version() == 3
         output = engine.generate([request(0, 8, temperature=0.0)])[0]
         assert output.versions == [3] * 8
@@ -142,7 +146,8 @@ def test_an_engine_opens_from_a_pinned_policy(saved, policy):
 def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
     code = (
         "import sys\nfrom planish.engines import open_engine\n"
-        f"engine = open_engine('transformers', {saved!r})\n"
+        "from planish.engines.config import EngineConfig\n"
+        f"engine = open_engine(EngineConfig(), {saved!r})\n"
         "print(engine.decoder_name, any('modeling_qwen3' in name for name in sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -155,7 +160,7 @@ def test_an_exported_family_gives_the_tokens_of_its_modules(tmp_path, family):
     policy = family_policy(family, tie_word_embeddings=False, **changes)
     pin = save_policy(f"file://{tmp_path}/p", policy, version=1, parents={}, attributes={}).pin()
     requests = [request(i, 12, temperature=0.0) for i in range(4)]
-    with open_engine("transformers", pin) as engine:
+    with open_engine(EngineConfig(), pin) as engine:
         assert engine.decoder_name == ("ModuleDecoder" if family == "Phi" else "FusedDecoder")
         for one, output in zip(requests, engine.generate(requests), strict=True):
             assert output.token_ids == reference_greedy(policy, one.prompt_ids, 12)
@@ -198,12 +203,29 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         FolderWeights(tmp_path)
 
 
-def test_an_unknown_engine_is_refused():
-    with pytest.raises(ConfigError, match=r"must be one of \['transformers'.*got 'magic'"):
-        open_engine("magic", "file:///nowhere#sha256=" + "0" * 64)
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ({"name": "magic"}, r"`name` must be one of \['transformers', 'vllm'\], got 'magic'"),
+        ({"tensor_parallel": 2}, "`tensor_parallel` must be left out with the engine 'transf"),
+        ({"name": "vllm", "tensor_paralel": 2}, "did you mean `tensor_parallel`"),
+        ({"name": "vllm", "memory_share": 1.5}, "less than or equal to 1"),
+        ({"name": "vllm", "quantization": "int3"}, "'none' or 'fp8'"),
+    ],
+)
+def test_a_wrong_setting_of_engines_is_refused(raw, text):
+    with pytest.raises(ConfigError, match=text):
+        parse_section(EngineConfig, raw, section="engine")
 
 
-@pytest.mark.parametrize("options", [{"max_rows": 0}, {"prefill_tokens": 0}, {"max_model_len": -1}])
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+def test_an_engine_whose_package_is_missing_says_where_it_is():
+    engine = VllmEngine()
+    with pytest.raises(ConfigError, match="needs the package vllm, got No module named 'vllm'"):
+        engine.start(ModelRef(policy=qwen3_policy()))
+
+
+@pytest.mark.parametrize("options", [{"max_rows": 0}, {"max_model_len": -1}])
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match="must be at least 1"):
         TransformersEngine(**options)

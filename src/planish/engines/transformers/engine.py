@@ -22,6 +22,7 @@ from torch import Tensor
 
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.base import BaseEngine
+from planish.engines.config import EngineConfig
 from planish.engines.requests import (
     Capabilities,
     ModelRef,
@@ -30,13 +31,16 @@ from planish.engines.requests import (
     WeightUpdate,
 )
 from planish.engines.sampling import choose
+from planish.engines.stops import StopStates
 from planish.engines.transformers.fused_decoder import FusedDecoder
 from planish.engines.transformers.kv_cache import KeyValueCache
 from planish.engines.transformers.rows import RunningRow, RunningRows
 from planish.engines.transformers.served_model import ServedModel, open_model
-from planish.engines.transformers.stops import StopStates
 from planish.engines.weights import WeightSource
 from planish.records.rollouts import FinishReason
+
+PREFILL_TOKENS = 16384
+"""Most tokens of one forward over prompts where the settings leave it open."""
 
 
 class Decoder(Protocol):
@@ -78,26 +82,27 @@ class TransformersEngine(BaseEngine):
         *,
         max_rows: int = 256,
         max_model_len: int = 0,
-        prefill_tokens: int = 16384,
         device: str = "cpu",
         fused: bool = True,
+        config: EngineConfig | None = None,
     ) -> None:
         """Make an engine.
 
         Args:
             max_rows: requests that run at once.
             max_model_len: prompt and response in tokens; 0 takes the model's own limit.
-            prefill_tokens: most tokens, padding included, of one prefill forward.
             device: torch device.
             fused: use the fast decoder for the families that it covers.
+            config: most tokens, padding included, of one forward over prompts.
         """
         super().__init__()
-        if max_rows < 1 or prefill_tokens < 1 or max_model_len < 0:
+        if max_rows < 1 or max_model_len < 0:
             raise ConfigError(
-                f"`max_rows` and `prefill_tokens` must be at least 1 and `max_model_len` at least "
-                f"0, got {max_rows}, {prefill_tokens} and {max_model_len}"
+                f"`max_rows` must be at least 1 and `max_model_len` at least 0, got {max_rows} and "
+                f"{max_model_len}"
             )
-        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        self._max_rows = max_rows
+        self._prefill_tokens = (config or EngineConfig()).batch_tokens or PREFILL_TOKENS
         self._max_model_len, self._fused = max_model_len, fused
         self._device = torch.device(device)
         self._served: ServedModel | None = None

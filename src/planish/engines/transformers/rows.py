@@ -17,7 +17,7 @@ from torch import Tensor
 
 from planish.engines.requests import Output, Request, Sampling
 from planish.engines.sampling import PLAIN, Choice, noise
-from planish.engines.transformers.stops import StopStates
+from planish.engines.stops import StopStates
 from planish.records.rollouts import FinishReason
 
 _NOISE_BLOCK = 32

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from planish.base.errors import EngineError
 from planish.engines.requests import ModelRef
+from planish.engines.stops import StopTable, stop_table
 from planish.engines.transformers import fused_decoder
-from planish.engines.transformers.stops import StopTable, stop_table
 from planish.engines.weights import FolderWeights, WeightSource
 from planish.models.experts import on_disk
 from planish.models.policy import load_policy, read_model_config

@@ -79,8 +79,6 @@ class CurateConfig(Section):
     """Training problems that share so many words in a row with a held-out problem are dropped."""
     pass_rate_policy: str = ""
     """Pinned URI of a reference policy that measures pass rates; empty: off."""
-    pass_rate_engine: str = "transformers"
-    """Rollout engine of that measurement."""
     pass_rate_samples: int = Field(default=8, ge=1)
     """Responses to each prompt."""
     pass_rate_max_tokens: int = Field(default=1024, ge=1)

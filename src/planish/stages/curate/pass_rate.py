@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from planish.engines.config import EngineConfig
 from planish.records.io import fetch_files
 from planish.records.prompts import PromptSet, prompt_id
 from planish.records.refs import parse_pin
@@ -28,7 +29,7 @@ def prompt_set(problems: Sequence[Problem]) -> PromptSet:
 
 
 def measure_pass_rates(
-    problems: Sequence[Problem], config: CurateConfig, seed: int
+    problems: Sequence[Problem], config: CurateConfig, engine_config: EngineConfig, seed: int
 ) -> list[Problem]:
     """Return the problems with `pass_rate` set: the mean accuracy of sampled responses.
 
@@ -46,7 +47,7 @@ def measure_pass_rates(
     count = config.pass_rate_samples
     uri, digest = parse_pin(config.pass_rate_policy)
     tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
-    with open_engine(config.pass_rate_engine, config.pass_rate_policy) as engine:
+    with open_engine(engine_config, config.pass_rate_policy) as engine:
         rollouts = generate_rollouts(
             engine,
             tokenizer,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from planish import store
+from planish.engines.config import EngineConfig
 from planish.records import layout
 from planish.records.io import finished, read_manifest, write_set
 from planish.records.prompts import PromptSet, TraceSet, prompt_id
@@ -59,7 +60,12 @@ def make_prompts(context: Context) -> Outcome:
             documents={"report": store.read(report_uri).decode("utf-8")},
             already_done=True,
         )
-    measure = partial(measure_pass_rates, config=config, seed=context.seed)
+    measure = partial(
+        measure_pass_rates,
+        config=config,
+        engine_config=context.section(EngineConfig, "engine"),
+        seed=context.seed,
+    )
     curated = curate(
         config, context.seed, tables, ledger, measure if config.pass_rate_policy else None
     )

@@ -31,8 +31,6 @@ class EvaluateConfig(Section):
     """Evaluate only so many prompts, the first by id; 0 takes all."""
     num_resamples: int = Field(default=1000, ge=2)
     """Draws of the bootstrap over prompts."""
-    engine: str = "transformers"
-    """Key in the table of engines."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

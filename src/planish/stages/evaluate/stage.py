@@ -199,6 +199,7 @@ def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
 
     from planish.base.parallel import pick_device
     from planish.engines import open_engine
+    from planish.engines.config import EngineConfig
     from planish.engines.measure import generate_rollouts
     from planish.engines.requests import Sampling
     from planish.models.tokens import load_tokenizer
@@ -208,7 +209,8 @@ def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
     device = str(pick_device(config.device))
     policy_uri, sha256 = parse_pin(task.pin)
     tokenizer = load_tokenizer(fetch_files(policy_uri, sha256=sha256, schema="policy/1"))
-    with open_engine(config.engine, task.pin, max_rows=config.max_rows, device=device) as engine:
+    settings = task.context.section(EngineConfig, "engine")
+    with open_engine(settings, task.pin, max_rows=config.max_rows, device=device) as engine:
         for name, num_samples in missing.items():
             is_greedy = name == GREEDY
             sampling = Sampling(

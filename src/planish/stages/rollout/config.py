@@ -10,7 +10,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
-from planish.engines import ENGINES
 
 Unfinished = Literal["train", "hold", "hold_group"]
 """What train gets of a response that goes on; `RolloutConfig.unfinished` explains it."""
@@ -19,8 +18,6 @@ Unfinished = Literal["train", "hold", "hold_group"]
 class RolloutConfig(Section):
     """How many prompts are sampled, how, and which groups are kept."""
 
-    engine: str = "transformers"
-    """Key of the engine table."""
     prompts_per_iteration: int = Field(default=512, ge=1)
     """Groups of one iteration over all shards. DAPO, section 4.1: 512."""
     group_size: int = Field(default=16, ge=1, le=999)
@@ -79,8 +76,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
-        if self.engine not in ENGINES:
-            raise ValueError(f"`engine` must be one of {sorted(ENGINES)}, got {self.engine!r}")
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
                 "`group_size` must be at least 2 with `dynamic_sampling`, got "

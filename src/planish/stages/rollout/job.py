@@ -73,6 +73,7 @@ class RolloutJob:
         import torch
 
         from planish.engines import open_engine
+        from planish.engines.config import EngineConfig
         from planish.models.tokens import load_tokenizer
         from planish.records.io import fetch_files
         from planish.stages.rollout.generate import GroupSampler
@@ -83,7 +84,8 @@ class RolloutJob:
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
         begin = time.monotonic()
         options = {"max_rows": config.max_rows, "device": config.device}
-        with open_engine(config.engine, self.policy_pin, **options) as engine:
+        settings = self.context.section(EngineConfig, "engine")
+        with open_engine(settings, self.policy_pin, **options) as engine:
             loaded = time.monotonic()
             sampler = GroupSampler(
                 engine,

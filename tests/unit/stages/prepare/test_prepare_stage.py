@@ -230,6 +230,7 @@ def test_a_store_that_does_not_answer_ends_with_code_seventy_five(tmp_path, monk
     monkeypatch.setenv("MINIO_ACCESS_KEY", "a-key-of-mine")
     monkeypatch.setenv("MINIO_SECRET_KEY", "a-secret-of-mine")
     monkeypatch.setenv("MINIO_SECURE", "0")
+    monkeypatch.setenv("MINIO_RETRY_SECONDS", "1")
     with pytest.raises(SystemExit) as caught:
         run_stage(tmp_path / "a", "s3://bucket/run")
     assert caught.value.code == 75

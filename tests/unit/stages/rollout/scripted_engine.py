@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from planish.engines.base import BaseEngine
+from planish.engines.config import EngineConfig
 from planish.engines.requests import (
     Capabilities,
     ModelRef,
@@ -45,7 +46,7 @@ def fails(seed: int, version: int) -> bool:
 class ScriptedEngine(BaseEngine):
     """Grows every response by one scripted token a step."""
 
-    def __init__(self, *, max_rows: int, device: str) -> None:
+    def __init__(self, *, max_rows: int, device: str, config: EngineConfig) -> None:
         super().__init__()
         self.max_rows = max_rows
         self.rows: list[tuple[Request, Output]] = []

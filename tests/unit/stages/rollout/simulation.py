@@ -91,7 +91,7 @@ class Simulation:
 
     def task(self, shard: int, num_shards: int) -> RolloutJob:
         pin = self.policies[self.number - 1]
-        tables = {"run": {"seed": SEED}}
+        tables = {"run": {"seed": SEED}, "engine": {"name": NAME}}
         context = Context(self.root, "rollout", self.number, shard, tables, "c" * 64, {})
         parents = {"prompts": "0" * 64, "policy": pin.rpartition("=")[2]}
         return RolloutJob(context, self.config, num_shards, pin, self.data, parents)

@@ -199,7 +199,6 @@ def test_metrics_worked_by_hand():
     ("raw", "text"),
     [
         ({"group_size": 1}, "`group_size` must be at least 2 with `dynamic_sampling`, got 1"),
-        ({"engine": "vlm"}, r"`engine` must be one of \['transformers'.*got 'vlm'"),
         ({"temperature": 0.0}, "greater than 0"),
         ({"starvation_policy": "wait"}, "'wait'"),
         ({"grop_size": 4}, "did you mean `group_size`"),

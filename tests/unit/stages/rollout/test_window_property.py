@@ -33,7 +33,6 @@ def begin(place, **changes) -> Simulation:
     folder, prompts, policies = place
     config = RolloutConfig(
         **{
-            "engine": simulation.NAME,
             "dynamic_sampling": False,
             "prompts_per_iteration": 4,
             "group_size": 3,

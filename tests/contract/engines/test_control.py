@@ -12,13 +12,16 @@ import pytest
 from planish.base.errors import ConfigError, EngineBusy, EngineError, NotSupported
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.weights import DictWeights
+from planish.models.experts import on_disk
 from planish.records.rollouts import FinishReason
-from tests.unit.engines.tiny import differs_by_a_tie, ids_of, qwen3_policy, request
+from tests.unit.engines.tiny import differs_by_a_tie, ids_of, request
 
 
-def weights(seed: int) -> DictWeights:
-    model = qwen3_policy(seed).model
-    return DictWeights({name: p.detach().clone() for name, p in model.named_parameters()})
+def weights(policy) -> DictWeights:
+    state = {name: t.detach().clone() for name, t in policy.model.state_dict().items()}
+    tied = policy.model.config.tie_word_embeddings
+    tensors = on_disk(state, policy.model.config.to_dict())
+    return DictWeights({n: t for n, t in tensors.items() if not (tied and n == "lm_head.weight")})
 
 
 def poll_all(engine, count: int) -> dict:
@@ -57,44 +60,44 @@ def test_abort_of_everything_leaves_a_ready_engine(new_engine):
     assert poll_all(engine, 1)["r0"].num_tokens == 2
 
 
-def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine):
+def test_updated_weights_act_as_in_a_fresh_engine_and_go_back_again(new_engine, make_policy):
     requests = [request(i, 20) for i in range(5)]
-    engine = new_engine(qwen3_policy(0))
+    engine = new_engine(make_policy(0))
     first = engine.generate(requests)
-    report = engine.update_weights(weights(1), 1)
+    report = engine.update_weights(weights(make_policy(1)), 1)
     assert (report.version, engine.version()) == (1, 1)
     second = engine.generate(requests)
-    assert ids_of(second) == ids_of(new_engine(qwen3_policy(1)).generate(requests))
+    assert ids_of(second) == ids_of(new_engine(make_policy(1)).generate(requests))
     assert ids_of(second) != ids_of(first)
     assert {v for o in second for v in o.versions} == {1}
-    engine.update_weights(weights(2), 2)
-    engine.update_weights(weights(0), 3)
+    engine.update_weights(weights(make_policy(2)), 2)
+    engine.update_weights(weights(make_policy(0)), 3)
     third = engine.generate(requests)
     assert [o.logprobs for o in third] == [o.logprobs for o in first]
     assert {v for o in third for v in o.versions} == {3}
 
 
-def test_weights_may_not_change_while_requests_are_in_flight(new_engine):
+def test_weights_may_not_change_while_requests_are_in_flight(new_engine, make_policy):
     engine = new_engine()
     engine.submit([request(0, 20)])
     with pytest.raises(EngineBusy, match="nothing in flight, got 1 requests; collect"):
-        engine.update_weights(weights(1), 1)
+        engine.update_weights(weights(make_policy(1)), 1)
     assert poll_all(engine, 1)["r0"].num_tokens == 20
 
 
-def test_weights_that_do_not_fit_change_nothing(new_engine):
+def test_weights_that_do_not_fit_change_nothing(new_engine, make_policy):
     engine = new_engine()
     before = ids_of(engine.generate([request(0, 20)]))
-    good = weights(1)
+    good = weights(make_policy(1))
     tensors = {name: good.read(name) for name in good.names()}
-    name = "model.layers.1.mlp.up_proj.weight"
+    name = next(n for n in reversed(tensors) if n.endswith("up_proj.weight"))
     with pytest.raises(EngineError, match=f"got {name} has shape \\(3, 4\\) in place of"):
         engine.update_weights(DictWeights({**tensors, name: tensors[name][:3, :4]}), 1)
     del tensors[name]
     with pytest.raises(EngineError, match=f"{name} is missing \\(1 in all\\)"):
         engine.update_weights(DictWeights(tensors), 1)
     with pytest.raises(EngineError, match="must not go back, got -1 after 0"):
-        engine.update_weights(weights(1), -1)
+        engine.update_weights(weights(make_policy(1)), -1)
     assert (engine.version(), engine.state) == (0, "ready")
     assert ids_of(engine.generate([request(0, 20)])) == before
 
@@ -144,7 +147,7 @@ def test_a_higher_priority_starts_first(new_engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine, seed):
+def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine, make_policy, seed):
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
     engine = new_engine()
     generator = random.Random(seed)
@@ -158,7 +161,7 @@ def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine,
         taken = [f"r{generator.randrange(40)}"] if generator.random() < 0.03 else []
         for output in [*engine.abort(taken), *engine.poll(0.0)]:
             outputs[output.request_id] = output
-    policy = qwen3_policy()
+    policy = make_policy()
     ties = [
         differs_by_a_tie(policy, request(int(name[1:]), 30), output, whole[name])
         for name, output in outputs.items()
@@ -167,7 +170,7 @@ def test_arrivals_and_aborts_change_other_responses_by_rounding_only(new_engine,
     assert sum(output.num_tokens for output in outputs.values()) > 900
 
 
-def test_submit_poll_and_abort_from_different_threads(new_engine):
+def test_submit_poll_and_abort_from_different_threads(new_engine, make_policy):
     engine = new_engine()
     whole = {o.request_id: o for o in new_engine().generate([request(i, 30) for i in range(40)])}
     done = {}
@@ -197,7 +200,7 @@ def test_submit_poll_and_abort_from_different_threads(new_engine):
         thread.join(10)
     assert not done.keys() & aborted.keys()
     assert len(done) + len(aborted) == 40
-    policy = qwen3_policy()
+    policy = make_policy()
     ties = [
         differs_by_a_tie(policy, request(int(name[1:]), 30), output, whole[name])
         for name, output in {**done, **aborted}.items()
@@ -213,10 +216,10 @@ def test_optional_abilities_are_there_or_say_so(new_engine):
             engine.submit([asking])
 
 
-def test_states_follow_the_life_of_an_engine(new_engine):
+def test_states_follow_the_life_of_an_engine(new_engine, make_policy):
     engine = new_engine()
     with pytest.raises(EngineBusy, match="`start` needs a new engine"):
-        engine.start(ModelRef(policy=qwen3_policy()))
+        engine.start(ModelRef(policy=make_policy()))
     engine.close()
     engine.close()
     assert engine.state == "closed"

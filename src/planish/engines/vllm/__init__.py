@@ -1,0 +1,1 @@
+"""The engine that steps vLLM, and what vLLM loads of ours."""

@@ -1,0 +1,422 @@
+"""vLLM as a rollout engine: its scheduler, cache and sampler, stepped inside of this process.
+
+Groups, windows and stop strings are not vLLM's business: the driver cuts windows, and strings are
+found in token ids by the table that every engine uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planish.base.errors import ConfigError, EngineError
+from planish.engines.base import BaseEngine
+from planish.engines.config import EngineConfig
+from planish.engines.requests import Capabilities, ModelRef, Output, Request, WeightUpdate
+from planish.engines.sampling import request_seed
+from planish.engines.stops import StopTable, stop_table
+from planish.engines.vllm.plugin import WEIGHT_TRANSFER, register
+from planish.engines.weights import FolderWeights, WeightSource, save_weights
+from planish.models.policy import read_model_config, save_policy
+from planish.models.tokens import load_tokenizer
+from planish.records.io import fetch_files, read_manifest
+from planish.records.refs import parse_pin
+from planish.records.rollouts import FinishReason
+
+logger = logging.getLogger(__name__)
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler lives here and is stepped by us
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+_CPU_CACHE_BYTES = 1 << 30
+_CPU_BATCH_TOKENS = 4096
+_UPDATE_SECONDS = 1800.0
+"""Longest wait for the workers to take new weights."""
+
+
+@dataclass
+class _Running:
+    """A request that vLLM works on."""
+
+    request: Request
+    admitted_seconds: float
+    queue_seconds: float
+    stop_ids: frozenset[int]
+    stop_state: int = 0
+    """In the table of stop strings; unused where the request ignores them."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    cached_tokens: int = 0
+
+
+class VllmEngine(BaseEngine):
+    """vLLM with `max_rows` sequences at once."""
+
+    def __init__(
+        self,
+        *,
+        max_rows: int = 256,
+        max_model_len: int = 0,
+        device: str = "cpu",
+        config: EngineConfig | None = None,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            max_rows: requests that run at once.
+            max_model_len: prompt and response in tokens; 0 takes the model's own limit.
+            device: `cpu`, or the accelerator that this build of vLLM is for.
+            config: ranks and memory.
+        """
+        super().__init__()
+        if max_rows < 1 or max_model_len < 0:
+            raise ConfigError(
+                f"`max_rows` must be at least 1 and `max_model_len` at least 0, got {max_rows} and "
+                f"{max_model_len}"
+            )
+        self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
+        self._config = config or EngineConfig()
+        self._llm: Any = None
+        self._strings: StopTable | None = None
+        self._running: dict[str, _Running] = {}
+        self._scratch = contextlib.ExitStack()
+        self._counts = dict.fromkeys(
+            ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens"), 0
+        )
+
+    # Start and stop.
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do with this model."""
+        return Capabilities(max_model_len=self._max_model_len, seed_split_exact=False, moe=True)
+
+    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+        begin = time.monotonic()
+        folder, version = self._folder(model)
+        config = read_model_config(folder)
+        tokenizer = load_tokenizer(folder)
+        limit = int(config.get("max_position_embeddings") or 1 << 20)
+        self._max_model_len = min(self._max_model_len or limit, limit)
+        self._vocab_size = int(config["vocab_size"])
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        if tokenizer.stop_strings:
+            texts = tokenizer.token_bytes()[: self._vocab_size]
+            texts += [b""] * (self._vocab_size - len(texts))
+            self._strings = stop_table(tokenizer.stop_strings, texts)
+        self._names = FolderWeights(folder).names()
+        try:
+            self._llm = self._open(folder, config)
+            self._probe()
+            if source is not None:
+                self._replace_weights(source, version)
+        except BaseException:
+            self._release()
+            raise
+        logger.info(
+            "started engine=vllm ranks=%d cache_tokens=%d seconds=%.1f",
+            self._config.tensor_parallel,
+            self._cache_tokens(),
+            time.monotonic() - begin,
+        )
+        return version
+
+    def _folder(self, model: ModelRef) -> tuple[Path, int]:
+        """Return the local folder of the policy and its version."""
+        if model.policy is None:
+            uri, digest = parse_pin(model.pin)
+            manifest = read_manifest(uri, sha256=digest)
+            folder = fetch_files(uri, sha256=digest, schema="policy/1")
+            return folder, int(manifest.attributes["policy_version"])
+        place = Path(self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="planish-")))
+        version = int(model.policy.version)
+        save_policy(place.as_uri(), model.policy, version=version, parents={}, attributes={})
+        return place, version
+
+    def _open(self, folder: Path, model_config: dict[str, Any]) -> Any:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            from vllm import EngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ImportError as error:
+            raise ConfigError(
+                f"the engine `vllm` needs the package vllm, got {error}; use the image `rollout`, "
+                "or `rollout.engine = 'transformers'`"
+            ) from None
+        register()
+        settings, is_cpu = self._config, current_platform.is_cpu()
+        if (self._device == "cpu") != is_cpu:
+            raise ConfigError(
+                f"the device must be the one that vLLM is built for, which is "
+                f"{current_platform.device_type!r}, got {self._device!r}"
+            )
+        if is_cpu and (settings.tensor_parallel > 1 or settings.quantization != "none"):
+            raise ConfigError(
+                "`engine.tensor_parallel` must be 1 and `engine.quantization` 'none' on the CPU, "
+                f"got {settings.tensor_parallel} and {settings.quantization!r}"
+            )
+        cache_bytes = settings.cache_bytes or (_CPU_CACHE_BYTES if is_cpu else 0)
+        batch_tokens = settings.batch_tokens
+        if is_cpu:
+            batch_tokens = max(batch_tokens or _CPU_BATCH_TOKENS, self._max_model_len)
+        arguments = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32"),
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_rows,
+            max_num_batched_tokens=batch_tokens or None,
+            # A prompt that is cut asks the generator of its request to step back, which generators
+            # on the CPU can not.
+            enable_chunked_prefill=not is_cpu,
+            tensor_parallel_size=settings.tensor_parallel,
+            enable_expert_parallel=settings.expert_parallel,
+            quantization=None if settings.quantization == "none" else settings.quantization,
+            gpu_memory_utilization=settings.memory_share,
+            kv_cache_memory_bytes=cache_bytes or None,
+            enforce_eager=is_cpu or not settings.compile,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
+            disable_log_stats=True,
+            async_scheduling=False,
+        )
+        return LLMEngine.from_engine_args(arguments)
+
+    def _probe(self) -> None:
+        """Generate one token, so that a model that this build can not run fails now."""
+        self._add(Request("probe", "", (0,), _greedy_token()), 0.0)
+        while self._running:
+            self._advance()
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._forget()
+
+    def _cache_tokens(self) -> int:
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
+
+    def _release(self) -> None:
+        self._running.clear()
+        if self._llm is not None:
+            self._llm.engine_core.shutdown()
+            self._llm = None
+        self._scratch.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since the start; as those of the transformers engine."""
+        steps = max(self._counts["steps"], 1)
+        return {
+            **super().stats(),
+            **self._counts,
+            "occupancy": self._counts["row_steps"] / steps / self._max_rows,
+        }
+
+    # Requests.
+
+    def _check(self, request: Request) -> str:
+        ids = request.prompt_ids + request.response_prefix
+        sampling = request.sampling
+        if len(ids) >= self._max_model_len:
+            return (
+                f"prompt and prefix must be shorter than {self._max_model_len} tokens, got "
+                f"{len(ids)}"
+            )
+        named = ids + sampling.stop_token_ids
+        if min(named) < 0 or max(named) >= self._vocab_size:
+            return (
+                f"token ids must lie in 0..{self._vocab_size - 1}, got {min(named)}..{max(named)}"
+            )
+        if sampling.min_new_tokens and self._strings and not sampling.ignore_eos:
+            return (
+                "`min_new_tokens` must be 0 for a policy with stop strings, got "
+                f"{sampling.min_new_tokens}; the engine `transformers` can hold strings back"
+            )
+        return ""
+
+    def _free_rows(self) -> int:
+        return self._max_rows - len(self._running)
+
+    def _num_running(self) -> int:
+        return len(self._running)
+
+    def _admit(self, requests: Sequence[Request]) -> list[Output]:
+        now = time.monotonic()
+        for request in requests:
+            self._add(request, now - self._arrivals.get(request.request_id, now))
+        return []
+
+    def _add(self, request: Request, queue_seconds: float) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling, prefix = request.sampling, request.response_prefix
+        ends = frozenset() if sampling.ignore_eos else self._eos
+        row = _Running(
+            request, time.monotonic(), queue_seconds, ends | frozenset(sampling.stop_token_ids)
+        )
+        if self._strings is not None and not sampling.ignore_eos:
+            row.stop_state = self._strings.advance(0, prefix)
+        # A number generator of vLLM begins anew in each window: the same seed would repeat itself.
+        seed = request_seed(sampling.seed, len(prefix), "", 0) if prefix else sampling.seed
+        self._llm.add_request(
+            request.request_id,
+            {"prompt_token_ids": [*request.prompt_ids, *prefix]},
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                min_tokens=min(
+                    max(0, sampling.min_new_tokens - len(prefix)), sampling.max_new_tokens
+                ),
+                stop_token_ids=sorted(row.stop_ids),
+                ignore_eos=True,
+                seed=seed,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            ),
+        )
+        self._running[request.request_id] = row
+
+    def _advance(self) -> list[Output]:
+        rows = len(self._running)
+        self._counts["steps"] += 1
+        self._counts["row_steps"] += rows
+        self._counts["most_rows"] = max(self._counts["most_rows"], rows)
+        ended: list[Output] = []
+        stopped: list[str] = []
+        for part in self._llm.step():
+            row = self._running.get(part.request_id)
+            if row is None:
+                continue
+            output = self._take(row, part)
+            if output is not None:
+                ended.append(output)
+                if not part.finished:
+                    stopped.append(part.request_id)
+        if stopped:
+            self._llm.abort_request(stopped)
+        return ended
+
+    def _take(self, row: _Running, part: Any) -> Output | None:
+        """Add what one step gave to a row; return its output when that ends it."""
+        if not row.tokens:
+            row.prefill_seconds = time.monotonic() - row.admitted_seconds
+            row.cached_tokens = int(part.num_cached_tokens or 0)
+        (new,) = part.outputs
+        for token, entry in zip(new.token_ids, new.logprobs or (), strict=True):
+            logprob = entry[token].logprob
+            if not math.isfinite(logprob):
+                place = len(row.request.prompt_ids) + len(row.request.response_prefix)
+                place += len(row.tokens)
+                return self._end(
+                    row,
+                    FinishReason.ABORT,
+                    error=f"logits must be finite, got NaN or inf at position {place}",
+                )
+            row.tokens.append(int(token))
+            row.logprobs.append(float(logprob))
+            if token in row.stop_ids:
+                return self._end(row, FinishReason.STOP, stop_token_id=int(token))
+            string = self._string_after(row, int(token))
+            if string is not None:
+                return self._end(row, FinishReason.STOP, stop_string=string)
+        if not part.finished:
+            return None
+        if new.finish_reason != "length":
+            return self._end(
+                row, FinishReason.ABORT, error=f"vLLM ended the request: {new.finish_reason}"
+            )
+        return self._end(row, FinishReason.LENGTH)
+
+    def _string_after(self, row: _Running, token: int) -> str | None:
+        """Return the stop string that a token completes."""
+        if self._strings is None or row.request.sampling.ignore_eos:
+            return None
+        row.stop_state = self._strings.advance(row.stop_state, (token,))
+        return self._strings.string_at(row.stop_state)
+
+    def _end(self, row: _Running, reason: FinishReason, **facts: Any) -> Output:
+        del self._running[row.request.request_id]
+        self._counts["tokens"] += len(row.tokens)
+        self._counts["prefill_tokens"] += (
+            len(row.request.prompt_ids) + len(row.request.response_prefix) - row.cached_tokens
+        )
+        return Output(
+            row.request.request_id,
+            row.tokens,
+            row.logprobs,
+            [self._version] * len(row.tokens),
+            reason,
+            stats={
+                "queue_seconds": row.queue_seconds,
+                "prefill_seconds": row.prefill_seconds,
+                "decode_seconds": time.monotonic() - row.admitted_seconds,
+                "cached_tokens": row.cached_tokens,
+            },
+            **facts,
+        )
+
+    def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
+        rows = [self._running[name] for name in list(self._running) if name in request_ids]
+        self._llm.abort_request([row.request.request_id for row in rows])
+        return [self._end(row, FinishReason.ABORT) for row in rows]
+
+    def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
+        begin = time.monotonic()
+        given = source.names()
+        faults = [f"{name} is missing" for name in self._names if name not in given]
+        faults += [f"{name} is not of this model" for name in given if name not in self._names]
+        faults += [
+            f"{name} has shape {tuple(given[name][0])} in place of {tuple(shape)}"
+            for name, (shape, _) in self._names.items()
+            if name in given and tuple(given[name][0]) != tuple(shape)
+        ]
+        if faults:
+            raise EngineError(
+                f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
+                f" ({len(faults)} in all); export the policy of this run"
+            )
+        with contextlib.ExitStack() as scratch:
+            folder = getattr(source, "folder", None)
+            if folder is None:
+                folder = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="planish-")))
+                save_weights(source, folder)
+            # What breaks from here on may leave old and new weights side by side.
+            with self._failing():
+                self._tell_workers("start_weight_update")
+                self._tell_workers("update_weights", update_info={"folder": str(folder)})
+                self._tell_workers("finish_weight_update")
+                self._forget()
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
+        return WeightUpdate(version, len(given), size, time.monotonic() - begin)
+
+    def _tell_workers(self, method: str, **arguments: Any) -> None:
+        self._llm.collective_rpc(method, timeout=_UPDATE_SECONDS, kwargs=arguments)
+
+    def _forget(self) -> None:
+        """Drop the keys and values of earlier prompts."""
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("the cache of prompts must be free to be dropped, got blocks in use")
+
+
+def _greedy_token() -> Any:
+    from planish.engines.requests import Sampling
+
+    return Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
