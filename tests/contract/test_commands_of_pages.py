@@ -130,7 +130,7 @@ def check_module(words, is_block, monkeypatch):
 
 def check_make(words):
     text = (REPOSITORY / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z]+):", text, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
     variables = set(re.findall(r"^([A-Z]+) \?=", text, re.MULTILINE))
     for word in words[1:]:
         name, equals, _ = word.partition("=")

@@ -18,6 +18,8 @@ from tests.unit.engines.tiny import (
     start,
 )
 
+pytestmark = pytest.mark.slow
+
 GENERAL = {
     "GPT2": {},
     "Mistral": {"sliding_window": 5},

@@ -17,6 +17,8 @@ from planish.models.policy import Policy, save_policy
 from planish.models.tokens import MAX_STOP_BYTES, Tokenizer
 from tests.unit.engines.tiny import family_policy, prompt, qwen3_policy, start
 
+pytestmark = pytest.mark.slow
+
 LETTERS = st.text("abc", min_size=1, max_size=4)
 
 

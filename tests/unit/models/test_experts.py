@@ -18,6 +18,8 @@ from planish.models.config import ModelConfig
 from planish.models.experts import disk_tensors, num_experts, on_disk
 from planish.models.policy import Policy, build_policy, load_policy, save_policy
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 54,
     "hidden_size": 32,

@@ -9,6 +9,8 @@ from planish.stages.report.figures.run_charts import all_charts, pretraining
 from planish.stages.report.gather import gather
 from tests.unit.stages.report.critic_run import build_critic_run
 
+pytestmark = pytest.mark.slow
+
 CRITIC = [
     "Value loss",
     "Explained variance of the critic",
