@@ -8,7 +8,7 @@ folder holds one tensor per expert, under the names that the family was publishe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planish.base.errors import ConfigError
@@ -46,6 +46,7 @@ _FAMILIES = {
 
 _FUSED = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _ROUTER = re.compile(r"(.+\.)mlp\.gate\.(.+)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.\w+\.weight")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -108,6 +109,41 @@ def disk_tensors(
                 (expert, start, 0),
                 (1, stop - start, columns),
             )
+
+
+def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str]:
+    """Return which experts of a policy folder are missing or one too many.
+
+    Args:
+        names: of all tensors of the folder.
+        config: content of config.json.
+
+    Example:
+        >>> moe = {"model_type": "qwen3_moe", "num_experts": 1}
+        >>> expert_faults(["model.layers.0.mlp.gate.weight"], moe)[0]
+        'model.layers.0.mlp.experts.0.gate_proj.weight is missing'
+    """
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return []
+    count, router = num_experts(config), f".{family.block}.gate.weight"
+    found = [
+        (match[1], int(match[2]), match[0]) for match in map(_EXPERT.fullmatch, names) if match
+    ]
+    layers = {layer for layer, _, _ in found}
+    layers |= {
+        f"{name.removesuffix('.gate.weight')}.experts" for name in names if name.endswith(router)
+    }
+    wanted = [
+        f"{layer}.{expert}.{part}.weight"
+        for layer in sorted(layers)
+        for expert in range(count)
+        for part in (family.gate, family.up, family.down)
+    ]
+    faults = [f"{name} is missing" for name in wanted if name not in names]
+    return faults + [
+        f"{name} is of none of the {count} experts" for _, expert, name in found if expert >= count
+    ]
 
 
 def on_disk(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.vllm.plugin import WEIGHT_TRANSFER, register
 from planish.engines.weights import FolderWeights, WeightSource, save_weights
+from planish.models.experts import expert_faults
 from planish.models.policy import read_model_config, save_policy
 from planish.models.tokens import load_tokenizer
 from planish.records.io import fetch_files, read_manifest
@@ -117,6 +118,12 @@ class VllmEngine(BaseEngine):
             texts += [b""] * (self._vocab_size - len(texts))
             self._strings = stop_table(tokenizer.stop_strings, texts)
         self._names = FolderWeights(folder).names()
+        faults = expert_faults(self._names, config)
+        if faults:
+            raise EngineError(
+                f"a policy must hold every expert once, got {'; '.join(faults[:5])} ({len(faults)} "
+                "in all); export the policy of this run again"
+            )
         try:
             self._llm = self._open(folder, config)
             self._probe()
@@ -170,6 +177,8 @@ class VllmEngine(BaseEngine):
                 "`engine.tensor_parallel` must be 1 and `engine.quantization` 'none' on the CPU, "
                 f"got {settings.tensor_parallel} and {settings.quantization!r}"
             )
+        if is_cpu:
+            _check_head_size(model_config)
         cache_bytes = settings.cache_bytes or (_CPU_CACHE_BYTES if is_cpu else 0)
         batch_tokens = settings.batch_tokens
         if is_cpu:
@@ -414,6 +423,24 @@ class VllmEngine(BaseEngine):
         """Drop the keys and values of earlier prompts."""
         if not self._llm.reset_prefix_cache():
             raise EngineError("the cache of prompts must be free to be dropped, got blocks in use")
+
+
+def _check_head_size(config: dict[str, Any]) -> None:
+    """Refuse a width of heads that the attention of the CPU does not know.
+
+    vLLM would load such a model and fail at its first token.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    size = config.get("head_dim")
+    if size is None and config.get("num_attention_heads") and "kv_lora_rank" not in config:
+        size = int(config["hidden_size"]) // int(config["num_attention_heads"])
+    if size is not None and size not in sizes:
+        raise EngineError(
+            f"`head_dim` must be one of {sizes} for vLLM on the CPU, got {size}; take the engine "
+            "`transformers`"
+        )
 
 
 def _greedy_token() -> Any:
