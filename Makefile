@@ -107,4 +107,4 @@ images:  ## build the container images with docker (ARGS='--push REGISTRY' or '-
 	$(PYTHON) images/build.py $(ARGS)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .cache runs dist
+	rm -rf $(VENV) $(ENGINES) .cache runs dist

@@ -10,10 +10,10 @@ LABEL org.opencontainers.image.title="planish/rollout" \
       org.opencontainers.image.licenses="Apache-2.0"
 
 # Only what the package needs, so that a change of a test does not build the image again.
-COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
+COPY pyproject.toml constraints-rollout.txt README.md LICENSE CHANGELOG.md /build/
 COPY src /build/src
 RUN python -m pip install --no-cache-dir --disable-pip-version-check \
-      --constraint /build/constraints.txt "/build[rollout,pipelines]" \
+      --constraint /build/constraints-rollout.txt "/build[rollout,pipelines]" \
     && rm -rf /build
 
 # Pods run as a user without a home; GPU pods get their own writable HOME.

@@ -1,11 +1,14 @@
 """Building, pushing and loading images, with programs that write down how they were called."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import planish
 from components.images import IMAGES
@@ -44,6 +47,24 @@ def call(tmp_path):
         return done, [line for line in lines if not line.startswith("sudo ")]
 
     return run
+
+
+@pytest.mark.parametrize("name", sorted(IMAGES))
+def test_what_an_image_pins_is_a_file_that_meets_the_pins_of_the_package(name):
+    text = (REPOSITORY / "images" / f"{name}.Dockerfile").read_text()
+    (file,) = set(re.findall(r"(constraints[a-z-]*\.txt)", text))
+    lines = (REPOSITORY / file).read_text().splitlines()
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines) > 100
+    (extras,) = re.findall(r'"/build\[([a-z,]+)\]"', text)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"]]
+    for extra in extras.split(","):
+        wanted += project["optional-dependencies"][extra]
+    for line in wanted:
+        requirement = Requirement(line)
+        if requirement.name != "planish":
+            assert requirement.specifier.contains(pins[requirement.name]), line
 
 
 def test_all_images_are_built_under_the_names_that_pipelines_use(call):
