@@ -228,19 +228,20 @@ class TransformersEngine(BaseEngine):
     def _num_running(self) -> int:
         return len(self._rows) if self._served is not None else 0
 
-    def _row(self, request: Request) -> RunningRow:
-        start = len(request.prompt_ids) + len(request.response_prefix)
-        end = min(start + request.sampling.max_new_tokens, self._max_model_len)
-        now = time.monotonic()
-        waited = now - self._arrivals.get(request.request_id, now)
-        stats = {"queue_seconds": waited, "cached_tokens": 0, "preemptions": 0}
-        return RunningRow(
-            request, len(request.prompt_ids), start, end, stats=stats, admitted_seconds=now
-        )
-
     @torch.inference_mode()
     def _admit(self, requests: Sequence[Request]) -> list[Output]:
-        rows = [self._row(request) for request in requests]
+        rows = []
+        now = time.monotonic()
+        for request in requests:
+            start = len(request.prompt_ids) + len(request.response_prefix)
+            end = min(start + request.sampling.max_new_tokens, self._max_model_len)
+            waited = now - self._arrivals.get(request.request_id, now)
+            stats = {"queue_seconds": waited, "cached_tokens": 0, "preemptions": 0}
+            rows.append(
+                RunningRow(
+                    request, len(request.prompt_ids), start, end, stats=stats, admitted_seconds=now
+                )
+            )
         self._make_room(max(row.start for row in rows) + 1, max(row.end for row in rows))
         stops = [
             frozenset(r.sampling.stop_token_ids)

@@ -20,7 +20,7 @@ from typing import Any
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
-from planish.engines.requests import Capabilities, ModelRef, Output, Request, WeightUpdate
+from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sampling, WeightUpdate
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.vllm.plugin import WEIGHT_TRANSFER, register
@@ -126,16 +126,23 @@ class VllmEngine(BaseEngine):
             )
         try:
             self._llm = self._open(folder, config)
-            self._probe()
+            # One token, so that a model that this build can not run fails now.
+            one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+            self._add(Request("probe", "", (0,), one), 0.0)
+            while self._running:
+                self._advance()
+            self._counts = dict.fromkeys(self._counts, 0)
+            self._forget()
             if source is not None:
                 self._replace_weights(source, version)
         except BaseException:
             self._release()
             raise
+        cache = self._llm.vllm_config.cache_config
         logger.info(
             "started engine=vllm ranks=%d cache_tokens=%d seconds=%.1f",
             self._config.tensor_parallel,
-            self._cache_tokens(),
+            int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0),
             time.monotonic() - begin,
         )
         return version
@@ -206,18 +213,6 @@ class VllmEngine(BaseEngine):
             async_scheduling=False,
         )
         return LLMEngine.from_engine_args(arguments)
-
-    def _probe(self) -> None:
-        """Generate one token, so that a model that this build can not run fails now."""
-        self._add(Request("probe", "", (0,), _greedy_token()), 0.0)
-        while self._running:
-            self._advance()
-        self._counts = dict.fromkeys(self._counts, 0)
-        self._forget()
-
-    def _cache_tokens(self) -> int:
-        cache = self._llm.vllm_config.cache_config
-        return int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)
 
     def _release(self) -> None:
         self._running.clear()
@@ -343,9 +338,11 @@ class VllmEngine(BaseEngine):
             row.logprobs.append(float(logprob))
             if token in row.stop_ids:
                 return self._end(row, FinishReason.STOP, stop_token_id=int(token))
-            string = self._string_after(row, int(token))
-            if string is not None:
-                return self._end(row, FinishReason.STOP, stop_string=string)
+            if self._strings is not None and not row.request.sampling.ignore_eos:
+                row.stop_state = self._strings.advance(row.stop_state, (int(token),))
+                string = self._strings.string_at(row.stop_state)
+                if string is not None:
+                    return self._end(row, FinishReason.STOP, stop_string=string)
         if not part.finished:
             return None
         if new.finish_reason != "length":
@@ -353,13 +350,6 @@ class VllmEngine(BaseEngine):
                 row, FinishReason.ABORT, error=f"vLLM ended the request: {new.finish_reason}"
             )
         return self._end(row, FinishReason.LENGTH)
-
-    def _string_after(self, row: _Running, token: int) -> str | None:
-        """Return the stop string that a token completes."""
-        if self._strings is None or row.request.sampling.ignore_eos:
-            return None
-        row.stop_state = self._strings.advance(row.stop_state, (token,))
-        return self._strings.string_at(row.stop_state)
 
     def _end(self, row: _Running, reason: FinishReason, **facts: Any) -> Output:
         del self._running[row.request.request_id]
@@ -441,9 +431,3 @@ def _check_head_size(config: dict[str, Any]) -> None:
             f"`head_dim` must be one of {sizes} for vLLM on the CPU, got {size}; take the engine "
             "`transformers`"
         )
-
-
-def _greedy_token() -> Any:
-    from planish.engines.requests import Sampling
-
-    return Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)

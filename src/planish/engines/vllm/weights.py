@@ -70,25 +70,22 @@ class PolicyTransfer(WeightTransferEngine[NoSetup, PolicyFolder]):
         self.model.load_weights(tensors())
 
     def finish_weight_update(self) -> None:
-        """Bring the weights into the form that the kernels read."""
+        """Bring the weights into the form that the kernels read.
+
+        On the CPU vLLM packs the experts of each layer, and an LM head that is tied to the
+        embedding, when it loads a model but not when weights change: it would go on with wrong
+        ones and say nothing. So they are packed here.
+        """
         finalize_layerwise_reload(self.model, self.model_config)
-        if current_platform.is_cpu():
-            _pack_again(self.model)
+        if not current_platform.is_cpu():
+            return
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            kernel = getattr(method, "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
+            elif isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Nothing is held."""
-
-
-def _pack_again(model: torch.nn.Module) -> None:
-    """Pack for the kernels of the CPU what vLLM packs when it loads a model but not on a change.
-
-    That is the experts of each layer, and an LM head that is tied to the embedding. Without it vLLM
-    would go on with wrong ones and say nothing.
-    """
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        kernel = getattr(method, "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)
-        elif isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)

@@ -62,16 +62,12 @@ def _environment(*, autoescape: bool) -> Environment:
         loader=PackageLoader("planish.stages.report"),
         autoescape=autoescape,
         undefined=StrictUndefined,
-        finalize=_visible,
+        # Control and direction characters show in everything that is printed.
+        finalize=lambda value: visible(value, limit=MAX_BYTES) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-
-
-def _visible(value: object) -> object:
-    """Make control and direction characters visible in everything that is printed."""
-    return visible(value, limit=MAX_BYTES) if type(value) is str else value
 
 
 def _safe_markdown(text: str) -> Markup:

@@ -190,6 +190,8 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         running = _part(_part(container, "state"), "running")
         starts.append(unix_seconds(running.get("startedAt")))
     rank = labels.get(names.RANK_LABEL, annotations.get(names.RANK_LABEL))
+    # Where no label says the iteration, the graph around the task has it in its name.
+    graph = re.search(r"\.iteration-(\d{1,6})[.(]", str(annotations.get(names.NODE_NAME, "")))
     return PodInfo(
         name=str(metadata["name"]),
         namespace=str(metadata["namespace"]),
@@ -202,7 +204,7 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         pipeline_stage=str(labels.get(config.pipeline_stage_label, "")),
         run_id=str(labels.get(names.RUN_ID_LABEL, "")),
         stage=str(labels.get(names.STAGE_LABEL, "")),
-        iteration=_iteration(labels, annotations),
+        iteration=_integer(labels.get(names.ITERATION_LABEL, graph and graph[1]), 0),
         rank=_integer(rank, -1),
         workflow=str(labels.get(names.WORKFLOW_LABEL, "")),
         run_root=_run_root(annotations, spec),
@@ -215,12 +217,6 @@ def parse_pod(raw: Raw, config: KubernetesConfig) -> PodInfo | None:
         selector=_texts(spec, "nodeSelector"),
         tolerations=tuple(spec.get("tolerations") or ()),
     )
-
-
-def _iteration(labels: Raw, annotations: Raw) -> int:
-    """Return the iteration of a run: the label, or the graph of that name around the task."""
-    place = re.search(r"\.iteration-(\d{1,6})[.(]", str(annotations.get(names.NODE_NAME, "")))
-    return _integer(labels.get(names.ITERATION_LABEL, place and place[1]), 0)
 
 
 def _role(job_label: str, labels: Raw, annotations: Raw) -> str:
