@@ -59,12 +59,12 @@ test: $(VENV)/.installed tools servers  ## everything that this machine can run
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 	@if test -e $(ENGINES)/.installed; then $(MAKE) --no-print-directory test-engines; \
 	else echo 'not tested: the engine vllm; `make test-engines` sets it up'; fi
 
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
-	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider tests/contract/engines $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/contract/engines $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
 coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of the lines that it runs

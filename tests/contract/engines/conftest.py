@@ -70,6 +70,8 @@ def pytest_terminal_summary(terminalreporter):
                 continue
             name, _, case = report.nodeid.rpartition("::")[2].partition("[")
             column = " ".join(word for word in case[:-1].split("-") if word in (*HERE, *FAMILIES))
+            if not column:
+                continue
             columns.add(column)
             kept.setdefault(name, {}).setdefault(column, set()).add(outcome)
     if not kept:

@@ -212,7 +212,16 @@ class VllmEngine(BaseEngine):
             disable_log_stats=True,
             async_scheduling=False,
         )
-        return LLMEngine.from_engine_args(arguments)
+        try:
+            return LLMEngine.from_engine_args(arguments)
+        except ValueError as error:
+            if "cache" not in str(error):
+                raise
+            raise EngineError(
+                f"the cache must hold one sequence of {self._max_model_len} tokens, got "
+                f"`engine.cache_bytes` = {cache_bytes} and `engine.memory_share` = "
+                f"{settings.memory_share}; raise them, or take a device with more memory ({error})"
+            ) from None
 
     def _release(self) -> None:
         self._running.clear()
