@@ -63,6 +63,13 @@ def test_a_cache_too_small_for_one_sequence_is_refused():
     )
 
 
+def test_a_tokenizer_of_another_model_is_refused():
+    policy = qwen3_policy()
+    policy.tokenizer.eos_token_ids = (54,)
+    text = refused(policy)
+    assert "end tokens must lie in the model's vocabulary of 54, got 54" in text
+
+
 @pytest.mark.parametrize("change", ["missing", "extra"])
 def test_a_policy_folder_with_a_missing_or_an_extra_expert_is_refused(tmp_path, change):
     policy = experts_policy()

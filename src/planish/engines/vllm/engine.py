@@ -118,13 +118,18 @@ class VllmEngine(BaseEngine):
             texts += [b""] * (self._vocab_size - len(texts))
             self._strings = stop_table(tokenizer.stop_strings, texts)
         self._names = FolderWeights(folder).names()
-        faults = expert_faults(self._names, config)
-        if faults:
-            raise EngineError(
-                f"a policy must hold every expert once, got {'; '.join(faults[:5])} ({len(faults)} "
-                "in all); export the policy of this run again"
-            )
         try:
+            faults = expert_faults(self._names, config)
+            if faults:
+                raise EngineError(
+                    f"a policy must hold every expert once, got {'; '.join(faults[:5])} "
+                    f"({len(faults)} in all); export the policy of this run again"
+                )
+            if max(self._eos, default=0) >= self._vocab_size:
+                raise EngineError(
+                    f"end tokens must lie in the model's vocabulary of {self._vocab_size}, got "
+                    f"{max(self._eos)}; the tokenizer is of another model"
+                )
             self._llm = self._open(folder, config)
             # One token, so that a model that this build can not run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
@@ -170,7 +175,7 @@ class VllmEngine(BaseEngine):
         except ImportError as error:
             raise ConfigError(
                 f"the engine `vllm` needs the package vllm, got {error}; use the image `rollout`, "
-                "or `rollout.engine = 'transformers'`"
+                "or `engine.name = 'transformers'`"
             ) from None
         register()
         settings, is_cpu = self._config, current_platform.is_cpu()
