@@ -107,9 +107,9 @@ def s3_root(minio) -> str:
     return f"s3://{name}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def control_plane(tmp_path_factory):
-    """A Kubernetes API server with its controllers; one per pytest-xdist worker."""
+    """A Kubernetes API server with its controllers; each file of tests finds it empty."""
     require_kubernetes()
     plane = ControlPlane(tmp_path_factory.mktemp("control-plane"))
     try:
