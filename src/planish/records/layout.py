@@ -88,6 +88,11 @@ def rollouts(root: str, number: int, shard: int) -> str:
     return f"{iteration(root, number)}/rollouts/{shard:02d}"
 
 
+def commits(root: str, number: int, shard: int) -> str:
+    """What one shard of one iteration has sampled so far; gone when its rollouts are there."""
+    return f"{iteration(root, number)}/commits/{shard:02d}"
+
+
 def surplus(root: str, number: int, shard: int) -> str:
     """Qualified groups of a shard that the batch had no room for."""
     return f"{iteration(root, number)}/surplus/{shard:02d}"

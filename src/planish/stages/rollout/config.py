@@ -63,6 +63,9 @@ class RolloutConfig(Section):
     `hold_group`, the same once its whole group is finished, for advantages that compare a group."""
     sample_retries: int = Field(default=1, ge=0, le=10)
     """How often a response that the engine failed on is tried again before its group is dropped."""
+    commit_steps: int = Field(default=2048, ge=0)
+    """Decode steps of the engine from one commit to the next: all that is sampled by then is kept
+    for a retry, at the price of one prefill of what goes on. 0 commits whole shards only."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
     device: str = "cpu"

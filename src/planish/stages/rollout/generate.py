@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planish.base import telemetry
 from planish.base.errors import ConfigError
 from planish.engines.base import BaseEngine
-from planish.engines.requests import Output, Request, Sampling
+from planish.engines.requests import Request, Sampling
 from planish.engines.sampling import request_seed
 from planish.models.tokens import Tokenizer
 from planish.records.prompts import PromptSet
 from planish.records.stream import position
+from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
 from planish.stages.rollout.groups import ENDED, Group, Slot
+from planish.stages.rollout.in_flight import InFlight
+from planish.stages.rollout.sampler import LookAhead
 from planish.verifiers import verify_many
-
-logger = logging.getLogger(__name__)
 
 
 class GroupSampler:
@@ -30,6 +29,7 @@ class GroupSampler:
         tokenizer: Tokenizer,
         prompts: PromptSet,
         config: RolloutConfig,
+        commits: Commits,
         *,
         seed: int,
         iteration: int,
@@ -37,19 +37,43 @@ class GroupSampler:
         """Bind the parts; `seed` is the run's."""
         self._engine, self._tokenizer, self._prompts = engine, tokenizer, prompts
         self._config, self._seed, self._iteration = config, seed, iteration
+        self.flight = InFlight(engine, config, commits, self.request)
+        self._judged: dict[int, Group] = {}
 
-    def __call__(self, ordinals: Sequence[int]) -> list[Group]:
+    def go_on(self) -> None:
+        """Let all groups go on that an earlier attempt has committed."""
+        self._judge(self.flight.enter_committed())
+
+    def __call__(self, ordinals: Sequence[int], ahead: LookAhead) -> list[Group]:
         """Return one group per ordinal, in order.
+
+        Args:
+            ordinals: of one round.
+            ahead: of the next round; its groups take the rows that this round leaves free.
 
         Raises:
             ConfigError: prompt and response do not fit in the model.
             EngineError: the engine failed as a whole.
         """
-        drafts = [self.draft(ordinal) for ordinal in ordinals]
-        budget = self._config.max_response_tokens
-        requests = [self.request(group, slot, budget) for group in drafts for slot in group.slots]
-        outputs = iter(self.generate(requests))
-        return [self._judge(draft, [next(outputs) for _ in draft.slots]) for draft in drafts]
+        self._enter(ordinals)
+        left = {ordinal for ordinal in ordinals if ordinal not in self._judged}
+        ended = [self._judged[ordinal] for ordinal in ordinals if ordinal not in left]
+        while left:
+            num_wanted = ahead.num_wanted(ended) if self.flight.num_free > 0 else 0
+            for ordinal in ahead.ordinals[:num_wanted]:
+                if self.flight.num_free <= 0:
+                    break
+                self._enter([ordinal])
+            done = self._judge(self.flight.advance())
+            ended += [group for group in done if group.ordinal in left]
+            left -= {group.ordinal for group in done}
+        return [self._judged.pop(ordinal) for ordinal in ordinals]
+
+    def _enter(self, ordinals: Sequence[int]) -> None:
+        for ordinal in ordinals:
+            if not self.flight.has(ordinal):
+                ended = self.flight.enter(self.draft(ordinal))
+                self._judge([ended] if ended else [])
 
     def draft(self, ordinal: int) -> Group:
         """Return the group of an ordinal before anything is generated.
@@ -111,53 +135,24 @@ class GroupSampler:
             response_prefix=tuple(slot.tokens.tolist()),
         )
 
-    def generate(self, requests: Sequence[Request]) -> list[Output]:
-        """Return the output of each request, in order; failed ones are tried again.
-
-        Raises:
-            EngineError: the engine failed as a whole.
-        """
-        done: dict[str, Output] = {}
-        left = list(requests)
-        for attempt in range(1 + self._config.sample_retries):
-            if not left:
-                break
-            outputs = self._engine.generate(left)
-            telemetry.count("planish_rollout_tokens_total", sum(len(o.token_ids) for o in outputs))
-            done.update((o.request_id, o) for o in outputs)
-            left = [request for request in left if done[request.request_id].error]
-            for request in left:
-                error = done[request.request_id].error
-                logger.warning(
-                    "failed request=%s attempt=%d error=%s", request.request_id, attempt, error
-                )
-        return [done[request.request_id] for request in requests]
-
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of response tokens."""
         return self._tokenizer.decode(tokens)
 
-    def _judge(self, draft: Group, outputs: Sequence[Output]) -> Group:
-        """Fill in the responses, and the verdicts on them where all are there."""
-        is_complete = bool(outputs) and all(o.finish_reason in ENDED for o in outputs)
-        group = replace(
-            draft,
-            slots=tuple(
-                slot.extended(
-                    output.token_ids,
-                    output.logprobs,
-                    output.versions,
-                    output.finish_reason,
-                    self.decode(output.token_ids) if is_complete else "",
+    def _judge(self, ended: Sequence[Group]) -> list[Group]:
+        """Return groups with their texts, and with verdicts where all responses are there."""
+        judged = []
+        for group in ended:
+            if group.slots and all(slot.finish in ENDED for slot in group.slots):
+                texts = [self.decode(slot.tokens.tolist()) for slot in group.slots]
+                verdicts = verify_many([(group.verifier, text, group.answer) for text in texts])
+                slots = zip(group.slots, texts, strict=True)
+                group = replace(
+                    group,
+                    slots=tuple(replace(slot, text=text) for slot, text in slots),
+                    num_right=sum(verdict.accuracy > 0 for verdict in verdicts),
+                    num_verifier_errors=sum(verdict.error for verdict in verdicts),
                 )
-                for slot, output in zip(draft.slots, outputs, strict=True)
-            ),
-        )
-        if not is_complete:
-            return group
-        verdicts = verify_many([(group.verifier, slot.text, group.answer) for slot in group.slots])
-        return replace(
-            group,
-            num_right=sum(verdict.accuracy > 0 for verdict in verdicts),
-            num_verifier_errors=sum(verdict.error for verdict in verdicts),
-        )
+            judged.append(group)
+        self._judged.update((group.ordinal, group) for group in judged)
+        return judged

@@ -26,7 +26,7 @@ class Slot:
     """One response: its tokens so far.
 
     Example:
-        >>> slot = Slot(2).extended([5, 1], [-0.5, -0.1], [3, 3], FinishReason.STOP, "5")
+        >>> slot = Slot(2).extended([5, 1], [-0.5, -0.1], [3, 3], FinishReason.STOP)
         >>> slot.num_tokens, slot.start, slot.is_open
         (2, 0, False)
     """
@@ -62,17 +62,14 @@ class Slot:
         logprobs: Sequence[float],
         versions: Sequence[int],
         finish: FinishReason,
-        text: str,
     ) -> Slot:
-        """Return the response with the tokens of another window."""
+        """Return the response with further tokens of this iteration; its text stays as it was."""
         return replace(
             self,
             tokens=np.concatenate([self.tokens, np.asarray(tokens, np.int32)]),
             logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
             versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
-            start=self.num_tokens,
             finish=finish,
-            text=text,
         )
 
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.refs import parse_pin
 from planish.records.rollouts import RolloutSet
 from planish.records.stream import StreamState, fresh_cursor, parse_data, state_root
 from planish.run.stage import Context
+from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
 
 if TYPE_CHECKING:
@@ -67,6 +69,12 @@ class RolloutJob:
             facts["carry_sources"] = [parse_pin(pin)[1] for pin in self.data.carry]
         return facts
 
+    def commits(self) -> Commits:
+        """Return what this shard commits while it samples."""
+        context = self.context
+        uri = layout.commits(context.root, context.iteration, context.shard)
+        return Commits(uri, parents=self.parents, facts=self.facts())
+
     @contextmanager
     def serve(self, prompts: PromptSet) -> Iterator[Session]:
         """Open the engine for the length of a `with` block."""
@@ -92,12 +100,13 @@ class RolloutJob:
                 tokenizer,
                 prompts,
                 config,
+                self.commits(),
                 seed=self.context.seed,
                 iteration=self.context.iteration,
             )
             session = Session(sampler, engine.version())
             yield session
-            session.stats = engine.stats()
+            session.stats = sampler.flight.stats()
             session.load_seconds = loaded - begin
             session.sample_seconds = time.monotonic() - loaded
 

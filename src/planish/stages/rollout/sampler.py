@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from planish.base import telemetry
 from planish.base.errors import ConfigError
@@ -22,7 +23,25 @@ from planish.stages.rollout.groups import Fate, Group
 
 logger = logging.getLogger(__name__)
 
-Sample = Callable[[Sequence[int]], list[Group]]
+
+@dataclass(frozen=True)
+class LookAhead:
+    """Prompts of the next round, which may begin while the last responses of this one run.
+
+    They change nothing of what is kept or consumed: a round counts its own groups alone.
+
+    Example:
+        >>> LookAhead([8, 9], lambda ended: 2 - len(ended)).num_wanted([])
+        2
+    """
+
+    ordinals: Sequence[int]
+    """All that the next round can draw, in the order of the stream."""
+    num_wanted: Callable[[Sequence[Group]], int]
+    """How many of them the batch is likely to need, by the ended groups of this round."""
+
+
+Sample = Callable[[Sequence[int], LookAhead], list[Group]]
 """Generate and judge one group for each ordinal, in order."""
 
 JUDGED = (Fate.MIXED, Fate.ALL_CORRECT, Fate.ALL_WRONG)
@@ -82,22 +101,37 @@ def draw_batch(
     """
     batch = Batch()
     qualified: list[Group] = []
+    upcoming: list[int] = []
     while len(qualified) < num_groups:
         if 0 < config.max_generation_rounds <= batch.num_rounds:
             batch.starved = True
             break
         tried = len(qualified) + len(batch.dropped)
         size = _round_size(num_groups, len(qualified), tried, config)
-        groups = sample(list(itertools.islice(ordinals, size)))
+        is_last = batch.num_rounds + 1 == config.max_generation_rounds
+        num_ahead = 0 if is_last else _largest_round(num_groups, config)
+        upcoming += itertools.islice(ordinals, max(0, size + num_ahead - len(upcoming)))
+        now, upcoming = upcoming[:size], upcoming[size:]
+        wanted = partial(_num_wanted, num_groups, len(qualified), tried, size, config)
+        groups = sample(now, LookAhead(upcoming[:num_ahead], wanted))
         batch.num_rounds += 1
         for group in groups:
             telemetry.count("planish_rollout_groups_total", fate=group.fate.name.lower())
-            wanted = (Fate.MIXED,) if config.dynamic_sampling else JUDGED
-            (qualified if group.fate in wanted else batch.dropped).append(group)
+            (qualified if _qualifies(group, config) else batch.dropped).append(group)
     batch.kept, batch.surplus = qualified[:num_groups], qualified[num_groups:]
     if batch.starved:
         _starve(batch, num_groups, config)
     return batch
+
+
+def _qualifies(group: Group, config: RolloutConfig) -> bool:
+    return group.fate in ((Fate.MIXED,) if config.dynamic_sampling else JUDGED)
+
+
+def _largest_round(num_groups: int, config: RolloutConfig) -> int:
+    """Return the most prompts of any round."""
+    factor = config.generation_prompts_factor if config.dynamic_sampling else 1.0
+    return math.ceil(num_groups * factor)
 
 
 def _round_size(num_groups: int, num_kept: int, num_tried: int, config: RolloutConfig) -> int:
@@ -105,10 +139,37 @@ def _round_size(num_groups: int, num_kept: int, num_tried: int, config: RolloutC
     missing = num_groups - num_kept
     if not config.dynamic_sampling:
         return missing
-    full = math.ceil(num_groups * config.generation_prompts_factor)
+    full = _largest_round(num_groups, config)
     if not config.shrink_rounds or not num_kept:
         return full
     return min(full, math.ceil(missing * num_tried / num_kept * _SPARE))
+
+
+def _num_wanted(
+    num_groups: int,
+    num_kept: int,
+    num_tried: int,
+    size: int,
+    config: RolloutConfig,
+    ended: Sequence[Group],
+) -> int:
+    """Return how many prompts the round after this one is likely to draw.
+
+    Args:
+        num_groups: groups that the batch has room for.
+        num_kept: groups that qualified in the rounds before.
+        num_tried: groups of the rounds before.
+        size: groups of this round.
+        config: filter and sizes of rounds.
+        ended: groups of this round that are judged; the others are taken to qualify as often.
+    """
+    num_kept += sum(_qualifies(group, config) for group in ended)
+    num_tried += len(ended)
+    num_left = size - len(ended)
+    expected = num_kept + (num_left * num_kept // num_tried if num_tried else num_left)
+    if expected >= num_groups:
+        return 0
+    return _round_size(num_groups, expected, num_tried + num_left, config)
 
 
 def _starve(batch: Batch, num_groups: int, config: RolloutConfig) -> None:

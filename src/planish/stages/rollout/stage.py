@@ -78,6 +78,7 @@ def sample(context: Context, num_shards: int, policy_pin: str, state_pin: str) -
     facts = job.facts()
     ready = _ready(job, facts)
     if ready is not None:
+        job.commits().clear()
         return ready
     if mark_stopped(context.root, context.iteration):
         attributes: dict[str, Any] = {"stopped": True, "consumed": [], "metrics": {}}
@@ -91,6 +92,7 @@ def sample(context: Context, num_shards: int, policy_pin: str, state_pin: str) -
     uri = layout.rollouts(context.root, context.iteration, context.shard)
     attributes = {"stopped": False, **facts, **sampled.attributes}
     ref = write_set(uri, sampled.rollouts, parents=parents, attributes=attributes)
+    job.commits().clear()
     metrics: dict[str, float] = sampled.attributes["metrics"]
     logger.info(
         "sampled iteration=%d shard=%d groups=%d generated_groups=%d rounds=%d",

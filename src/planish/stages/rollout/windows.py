@@ -8,18 +8,18 @@ Source: T-PPO, arXiv 2506.15050 (windowed generation and successive batching).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planish.base.errors import ConfigError
-from planish.engines.requests import Output
 from planish.records import layout
 from planish.records.prompts import PromptSet
 from planish.records.rollouts import FinishReason
 from planish.records.stream import assign
 from planish.stages.rollout.carry import deal, group_facts, place, read_carry, refill, settle
-from planish.stages.rollout.groups import ENDED, Group, Slot, as_set
+from planish.stages.rollout.groups import Group, as_set
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import Growth, engine_metrics, staleness_metrics, window_metrics
 from planish.stages.rollout.side_sets import write_side_set
@@ -48,18 +48,12 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         groups = refill(carried, job.num_slots, _new_groups(job, sampler, prompts, drawn))
         num_new = len(groups) - len(carried)
         places = place(groups, job.num_slots)
-        growing = [(groups[g], groups[g].slots[s]) for g, s in places]
-        budget, longest = job.config.window_tokens, job.config.max_response_tokens
-        outputs = sampler.generate(
-            [
-                sampler.request(group, slot, min(budget, longest - slot.num_tokens))
-                for group, slot in growing
-            ]
-        )
-        growths = [
-            _grow(job, sampler, group, slot, output)
-            for (group, slot), output in zip(growing, outputs, strict=True)
-        ]
+        flight = sampler.flight
+        for g, mine in itertools.groupby(places, key=lambda at: at[0]):
+            flight.enter(groups[g], [s for _, s in mine])
+        while flight.num_running:
+            flight.advance()
+    growths = [_growth(sampler, groups[g], s) for g, s in places]
     after = {at: growth.after for at, growth in zip(places, growths, strict=True)}
     grown = [
         replace(group, slots=tuple(after.get((g, s), slot) for s, slot in enumerate(group.slots)))
@@ -122,16 +116,9 @@ def _new_groups(
             )
 
 
-def _grow(
-    job: RolloutJob, sampler: GroupSampler, group: Group, slot: Slot, output: Output
-) -> Growth:
-    """Add a window to a response; one that failed stays as it is."""
-    if output.finish_reason not in ENDED:
-        return Growth(group, slot, slot)
-    finish = output.finish_reason
-    length = slot.num_tokens + output.num_tokens
-    if finish is FinishReason.LENGTH and length < job.config.max_response_tokens:
-        finish = FinishReason.WINDOW
-    text = sampler.decode([*slot.tokens.tolist(), *output.token_ids])
-    grown = slot.extended(output.token_ids, output.logprobs, output.versions, finish, text)
-    return Growth(group, slot, grown)
+def _growth(sampler: GroupSampler, group: Group, place: int) -> Growth:
+    """Return what became of a response; one that failed stays as it was."""
+    before, after = group.slots[place], sampler.flight.group(group.ordinal).slots[place]
+    if after.finish is FinishReason.ABORT:
+        return Growth(group, before, before)
+    return Growth(group, before, replace(after, text=sampler.decode(after.tokens.tolist())))

@@ -88,9 +88,8 @@ def test_every_token_is_generated_once_whatever_the_shards(sizes, seed):
                 tokens = list(range(slot.num_tokens, stop))
                 produced.update((*key, t) for t in tokens)
                 reason = FinishReason.STOP if stop == total else FinishReason.WINDOW
-                longer = slot.extended(
-                    tokens, [0.5] * len(tokens), [iteration] * len(tokens), reason, ""
-                )
+                versions = [iteration] * len(tokens)
+                longer = slot.extended(tokens, [0.5] * len(tokens), versions, reason)
                 values[key] = np.arange(stop, dtype=np.float32)
                 slots = (*group.slots[:s], longer, *group.slots[s + 1 :])
                 groups[g] = dataclasses.replace(group, slots=slots)

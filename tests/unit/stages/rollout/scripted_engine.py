@@ -7,6 +7,7 @@ iterations with lengths, failures and versions that the test knows.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
@@ -95,8 +96,9 @@ class ScriptedEngine(BaseEngine):
         return [output for _, output in done]
 
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
+        gone = [output for request, output in self.rows if request.request_id in request_ids]
         self.rows = [pair for pair in self.rows if pair[0].request_id not in request_ids]
-        return []
+        return [replace(output, finish_reason=FinishReason.ABORT) for output in gone]
 
     def _replace_weights(self, source, version: int) -> WeightUpdate:
         return WeightUpdate(version, 0, 0, 0.0)

@@ -27,9 +27,9 @@ CURSOR = {"next": 40, "pending": [17]}
 
 def slot(sample, num_tokens=0, finish=FinishReason.WINDOW, start=0):
     grown = Slot(sample).extended(
-        list(range(3, 3 + num_tokens)), [-0.5] * num_tokens, [1] * num_tokens, finish, "x"
+        list(range(3, 3 + num_tokens)), [-0.5] * num_tokens, [1] * num_tokens, finish
     )
-    return replace(grown, start=start)
+    return replace(grown, start=start, text="x")
 
 
 def group(ordinal, *slots, drawn=1):
@@ -196,7 +196,7 @@ def test_a_set_of_damaged_data_is_refused(tmp_path):
 
 
 def test_growth_keeps_dtypes():
-    grown = slot(0, 3).extended([9], [-1.0], [2], FinishReason.STOP, "y")
+    grown = slot(0, 3, start=3).extended([9], [-1.0], [2], FinishReason.STOP)
     assert (grown.tokens.dtype, grown.logprobs.dtype, grown.versions.dtype) == (
         np.int32,
         np.float32,

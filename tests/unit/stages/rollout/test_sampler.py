@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,10 @@ NUM_RIGHT = {"m": 1, "r": 2, "w": 0, "i": None}
 def group(ordinal, letter, version=0, length=3):
     finish = FinishReason.STOP if letter != "i" else FinishReason.ABORT
     slots = tuple(
-        Slot(s).extended([5] * length, [-0.5] * length, [version] * length, finish, "ab"[s])
+        replace(
+            Slot(s).extended([5] * length, [-0.5] * length, [version] * length, finish),
+            text="ab"[s],
+        )
         for s in range(2)
     )
     name = f"{ordinal % 3:016x}"
@@ -33,7 +37,7 @@ def draw(letters, num_groups, **config):
     """Draw from a stream whose k-th prompt has the fate of letter k (repeating)."""
     rounds = []
 
-    def sample(ordinals):
+    def sample(ordinals, ahead):
         rounds.append(len(ordinals))
         return [group(k, letters[k % len(letters)]) for k in ordinals]
 

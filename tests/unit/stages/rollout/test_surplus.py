@@ -107,7 +107,7 @@ def test_metrics_count_reused_groups_in():
     config = RolloutConfig(group_size=2, generation_prompts_factor=5.0, max_staleness=1)
     taken = take_over(surplus((90, 0), (91, 2)), room=2, version=3, max_staleness=1)
     batch = draw_batch(
-        itertools.count(), lambda ks: [group(k, "mmrwi"[k], 3, 4) for k in ks], 1, config
+        itertools.count(), lambda ks, ahead: [group(k, "mmrwi"[k], 3, 4) for k in ks], 1, config
     )
     exchange = settle(taken, batch.surplus, next_version=4, max_staleness=1)
     metrics = batch_metrics(batch, exchange)
@@ -138,7 +138,7 @@ def play(letters, rooms, shards, staleness, factor):
         pool, waiting, consumed = waiting, [], []
         for shard in range(num_shards):
 
-            def sample(ordinals, version=version):
+            def sample(ordinals, ahead, version=version):
                 return [group(k, letters[k % len(letters)], version) for k in ordinals]
 
             mine = share(pool, shard, num_shards)

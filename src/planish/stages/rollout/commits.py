@@ -1,0 +1,111 @@
+"""What a shard has sampled so far, kept beside its rollouts until these are written.
+
+Each commit is a set of its own that names the groups which have changed since the one before, so
+that what is committed is never touched again. A retry reads them in order, and the last word on a
+group counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish import store
+from planish.base.errors import ObjectMissing, RecordError
+from planish.records.io import read_manifest, read_set, write_set
+from planish.records.rollouts import RolloutSet
+from planish.stages.rollout.groups import Group, as_set, from_set
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Committed:
+    """What earlier attempts have left.
+
+    Example:
+        >>> Committed().steps
+        0
+    """
+
+    groups: dict[int, Group] = field(default_factory=dict)
+    """Newest state of each group that has entered, by ordinal."""
+    steps: int = 0
+    """Decode steps of the engine so far."""
+    most_rows: int = 0
+    """Most rows of any of these steps."""
+
+
+class Commits:
+    """The commits of one shard of one iteration."""
+
+    def __init__(self, uri: str, *, parents: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+        """Bind the place.
+
+        Args:
+            uri: folder of the commits.
+            parents: digests of prompts and policy.
+            facts: what must be equal for a commit to be used again.
+        """
+        self._uri, self._parents, self._facts = uri, dict(parents), dict(facts)
+        self._next = 0
+
+    def read(self) -> Committed:
+        """Return what earlier attempts with the same inputs have committed; drop what others have.
+
+        A damaged commit ends the row: what it and later ones held is sampled again.
+        """
+        found = Committed()
+        try:
+            while True:
+                uri = self._place(self._next)
+                manifest = read_manifest(uri)
+                facts = manifest.attributes
+                same = all(facts.get(name) == value for name, value in self._facts.items())
+                if not same or manifest.parents != self._parents:
+                    break
+                rollouts = read_set(RolloutSet, uri, sha256=manifest.sha256)
+                groups = from_set(rollouts, facts["ordinals"], facts["drawn"])
+                found.groups.update((group.ordinal, group) for group in groups)
+                found.steps, found.most_rows = facts["steps"], facts["most_rows"]
+                self._next += 1
+        except ObjectMissing:
+            pass
+        except RecordError as error:
+            logger.warning("damaged commit=%d error=%s", self._next, error)
+        self._drop(self._next)
+        if found.groups:
+            logger.info(
+                "resumed commits=%d groups=%d tokens=%d",
+                self._next,
+                len(found.groups),
+                sum(group.num_tokens for group in found.groups.values()),
+            )
+        return found
+
+    def write(self, groups: Sequence[Group], *, steps: int, most_rows: int) -> None:
+        """Commit the present state of groups, and the engine's counts so far."""
+        attributes = {
+            **self._facts,
+            "ordinals": [group.ordinal for group in groups],
+            "drawn": [group.drawn for group in groups],
+            "steps": steps,
+            "most_rows": most_rows,
+        }
+        uri = self._place(self._next)
+        write_set(uri, as_set(groups), parents=self._parents, attributes=attributes)
+        self._next += 1
+
+    def clear(self) -> None:
+        """Delete all; the rollouts are written."""
+        self._drop(0)
+
+    def _place(self, number: int) -> str:
+        return f"{self._uri}/{number:06d}"
+
+    def _drop(self, first: int) -> None:
+        for uri in store.list_uris(f"{self._uri}/"):
+            if uri.removeprefix(f"{self._uri}/")[:6] >= f"{first:06d}":
+                store.delete(uri)

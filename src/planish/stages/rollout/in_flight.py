@@ -1,0 +1,212 @@
+"""Responses in the engine, step by step, with commits on the way.
+
+A commit takes every response out of the engine, writes what has changed, and puts those that go on
+back in an order that depends on their state alone. So a shard that was killed goes on as one that
+was not: both meet an empty engine with the same responses. The price is the prefill of what goes
+on, once in `rollout.commit_steps` steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planish.base import telemetry
+from planish.engines.base import BaseEngine
+from planish.engines.requests import Output, Request
+from planish.records.rollouts import FinishReason
+from planish.stages.rollout.commits import Commits
+from planish.stages.rollout.config import RolloutConfig
+from planish.stages.rollout.groups import Group, Slot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Member:
+    """A response that generates now."""
+
+    order: tuple[int, int]
+    """Iteration in which its group entered, and the group's ordinal."""
+    place: int
+    """Index among the slots of its group."""
+    num_failures: int = 0
+
+    @property
+    def ordinal(self) -> int:
+        """Place of its prompt in the stream."""
+        return self.order[1]
+
+
+class InFlight:
+    """Groups whose responses generate, and those that have ended."""
+
+    def __init__(
+        self,
+        engine: BaseEngine,
+        config: RolloutConfig,
+        commits: Commits,
+        request: Callable[[Group, Slot, int], Request],
+    ) -> None:
+        """Read what is committed; nothing generates yet.
+
+        Args:
+            engine: idle.
+            config: limits, retries, and steps between commits.
+            commits: of this shard.
+            request: makes the request for a response and a number of further tokens.
+        """
+        self._engine, self._config, self._commits = engine, config, commits
+        self._request = request
+        self._groups: dict[int, Group] = {}
+        self._members: dict[str, _Member] = {}
+        self._waiting: list[_Member] = []
+        self._num_open: Counter[int] = Counter()
+        self._changed: set[int] = set()
+        self._before = commits.read()
+        self._num_steps = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Return the engine's counters, those of earlier attempts included."""
+        stats = self._engine.stats()
+        if "steps" in stats:
+            stats["steps"] += self._before.steps
+        if "most_rows" in stats:
+            stats["most_rows"] = max(stats["most_rows"], self._before.most_rows)
+        return stats
+
+    @property
+    def num_running(self) -> int:
+        """Responses that generate or wait for a row of the engine."""
+        return len(self._members) + len(self._waiting)
+
+    @property
+    def num_free(self) -> int:
+        """Rows of the engine that nothing waits for."""
+        return self._config.max_rows - self.num_running
+
+    def has(self, ordinal: int) -> bool:
+        """Tell whether a group has entered."""
+        return ordinal in self._groups
+
+    def group(self, ordinal: int) -> Group:
+        """Return a group that has entered, as it is now."""
+        return self._groups[ordinal]
+
+    def enter(self, group: Group, places: Sequence[int] | None = None) -> Group | None:
+        """Let responses of a group generate; one that is committed goes on from there.
+
+        Args:
+            group: as it was before this iteration has generated anything.
+            places: slots that generate; None is all.
+
+        Returns:
+            The group where nothing of it is left to do, else None.
+        """
+        ordinal = group.ordinal
+        if ordinal in self._before.groups:
+            group = self._before.groups[ordinal]
+        else:
+            self._changed.add(ordinal)
+        self._groups[ordinal] = group
+        chosen = range(len(group.slots)) if places is None else places
+        going = [p for p in chosen if group.slots[p].is_open and self._room(group.slots[p])]
+        self._waiting += [_Member((group.drawn, ordinal), place) for place in going]
+        self._num_open[ordinal] = len(going)
+        return None if going else group
+
+    def enter_committed(self) -> list[Group]:
+        """Let all committed groups go on; return those of which nothing is left to do."""
+        groups = self._before.groups.values()
+        return [group for group in groups if self.enter(group) is not None]
+
+    def _room(self, slot: Slot) -> int:
+        """Return how many tokens this iteration may still add to a response."""
+        longest = self._config.max_response_tokens
+        window = self._config.window_tokens or longest
+        return min(slot.start + window, longest) - slot.num_tokens
+
+    def advance(self) -> list[Group]:
+        """Make one step of the engine; return the groups that it has ended.
+
+        Raises:
+            EngineError: the engine failed as a whole.
+        """
+        # Responses with tokens come first, so that they keep their rows.
+        self._waiting.sort(
+            key=lambda member: (not self._at(member)[1].num_tokens, *member.order, member.place)
+        )
+        requests = []
+        for member in self._waiting:
+            group, slot = self._at(member)
+            request = self._request(group, slot, self._room(slot))
+            self._members[request.request_id] = member
+            requests.append(request)
+        self._waiting = []
+        if requests:
+            self._engine.submit(requests)
+        ended = self._take(self._engine.poll(0.0))
+        self._num_steps += 1
+        if 0 < self._config.commit_steps <= self._num_steps and self.num_running:
+            self._commit()
+        return ended
+
+    def _at(self, member: _Member) -> tuple[Group, Slot]:
+        group = self._groups[member.ordinal]
+        return group, group.slots[member.place]
+
+    def _take(self, outputs: Sequence[Output]) -> list[Group]:
+        """Add outputs to their responses; return the groups of which nothing is left to do."""
+        ended = []
+        for output in outputs:
+            member = self._members.pop(output.request_id)
+            if output.error:
+                member.num_failures += 1
+                logger.warning(
+                    "failed request=%s attempt=%d error=%s",
+                    output.request_id,
+                    member.num_failures - 1,
+                    output.error,
+                )
+                if member.num_failures <= self._config.sample_retries:
+                    self._waiting.append(member)
+                    continue
+            slot = self._extend(member, output)
+            if slot.is_open and self._room(slot):
+                self._waiting.append(member)
+                continue
+            self._num_open[member.ordinal] -= 1
+            if not self._num_open[member.ordinal]:
+                ended.append(self._groups[member.ordinal])
+        return ended
+
+    def _extend(self, member: _Member, output: Output) -> Slot:
+        group, slot = self._at(member)
+        finish = output.finish_reason
+        is_cut = finish is FinishReason.LENGTH or (
+            finish is FinishReason.ABORT and not output.error
+        )
+        if is_cut and slot.num_tokens + output.num_tokens < self._config.max_response_tokens:
+            finish = FinishReason.WINDOW
+        slot = slot.extended(output.token_ids, output.logprobs, output.versions, finish)
+        slots = list(group.slots)
+        slots[member.place] = slot
+        self._groups[member.ordinal] = replace(group, slots=tuple(slots))
+        self._changed.add(member.ordinal)
+        telemetry.count("planish_rollout_tokens_total", output.num_tokens)
+        return slot
+
+    def _commit(self) -> None:
+        self._take(self._engine.abort(None))
+        stats = self.stats()
+        changed = [self._groups[ordinal] for ordinal in sorted(self._changed)]
+        self._commits.write(
+            [group for group in changed if group.slots],
+            steps=int(stats.get("steps", 0)),
+            most_rows=int(stats.get("most_rows", 0)),
+        )
+        self._changed = set()
+        self._num_steps = 0
