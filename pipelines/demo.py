@@ -12,12 +12,14 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,12 @@ from planish.store import file_uri, normal_uri
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.3
+SAMPLING = re.compile(
+    r"sampling kept=(\d+) goal=(\d+) dropped=(\d+) tokens_per_second=(\d+) slots=(\d+) "
+    r"seconds_left=(\w+)"
+)
+"""What a rollout task tells of itself every few seconds."""
+
 WORK_SECONDS = {"rollout": "sample_seconds", "train": "update_seconds"}
 """Stage to the metric that holds its seconds without process start, imports and loading."""
 
@@ -138,22 +146,49 @@ def progress_line(task: EndedTask, elapsed: float) -> str:
     ).rstrip()
 
 
-def watch(process: subprocess.Popen[bytes], root: str, console: Console) -> list[EndedTask]:
-    """Print one line for each task until the run ends; return the tasks of this run."""
+def sampling_line(log: str) -> str:
+    """Return how far the sampling is that a log told last, or "".
+
+    Example:
+        >>> sampling_line("I sampling kept=3 goal=8 dropped=2 tokens_per_second=90 slots=16 "
+        ...               "seconds_left=12")
+        'sampling: 3 of 8 kept, 2 dropped, 90 tokens/s, 16 slots in use, 12 s left'
+    """
+    found = SAMPLING.findall(log)
+    if not found:
+        return ""
+    kept, goal, dropped, speed, slots, left = found[-1]
+    facts = f"{kept} of {goal} kept, {dropped} dropped, {speed} tokens/s, {slots} slots in use"
+    return f"sampling: {facts}" + ("" if left == "unknown" else f", {left} s left")
+
+
+def watch(
+    process: subprocess.Popen[bytes], root: str, console: Console, log: Path
+) -> list[EndedTask]:
+    """Print one line for each task until the run ends; return the tasks of this run.
+
+    On a terminal a last line tells how far the sampling is that goes on.
+    """
     began = time.time()
     shown: dict[tuple[int, str, int], EndedTask] = {}
-    while True:
-        ended = process.poll() is not None
-        for task in read_tasks(root, began - 1):
-            if shown.get(task.key) != task:
-                shown[task.key] = task
-                style = "bold red" if task.state == "failed" else None
-                console.print(
-                    progress_line(task, time.time() - began), style=style, highlight=False
-                )
-        if ended:
-            return list(shown.values())
-        time.sleep(POLL_SECONDS)
+    told = 0
+    with console.status("") if console.is_terminal else nullcontext() as status:
+        while True:
+            ended = process.poll() is not None
+            for task in read_tasks(root, began - 1):
+                if shown.get(task.key) != task:
+                    shown[task.key] = task
+                    told = log.stat().st_size
+                    style = "bold red" if task.state == "failed" else None
+                    line = progress_line(task, time.time() - began)
+                    console.print(line, style=style, highlight=False)
+            if ended:
+                return list(shown.values())
+            if status is not None:
+                with log.open("rb") as stream:
+                    stream.seek(told)
+                    status.update(sampling_line(stream.read().decode("utf-8", "replace")))
+            time.sleep(POLL_SECONDS)
 
 
 def seconds_by_stage(tasks: Sequence[EndedTask]) -> dict[str, float]:
@@ -261,7 +296,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     began = time.monotonic()
     process = start_run(arguments, log_path)
     try:
-        tasks = watch(process, arguments.root, console)
+        tasks = watch(process, arguments.root, console, log_path)
     except BaseException:
         end_descendants(STOP_SECONDS)
         raise

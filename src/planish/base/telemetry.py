@@ -83,10 +83,15 @@ _GAUGES = {
     "planish_reward_truncated_ratio": "Responses that reached the length limit.",
     "planish_reward_verifier_errors": "Responses that the verifier failed on.",
     "planish_rollout_accuracy_ratio": "Mean accuracy of the generated responses.",
+    "planish_rollout_busy_slots": "Responses in the engine now.",
+    "planish_rollout_dropped_groups": "Groups dropped so far.",
+    "planish_rollout_kept_groups": "Groups kept so far; with windows, responses that have theirs.",
+    "planish_rollout_remaining_seconds": "Seconds until the shard is full at the pace so far.",
     "planish_rollout_response_tokens": "Mean length of the generated responses.",
     "planish_rollout_slot_utilisation_ratio": (
         "Sampled tokens per decode step and row of the engine."
     ),
+    "planish_rollout_tokens_per_second": "Response tokens sampled per second since the start.",
     "planish_stage_info": "Always 1; says what this process works on.",
     "planish_stage_iteration": "Iteration of the task; 0 outside iterations.",
     "planish_stage_progress_timestamp_seconds": "Unix time at which this process last got ahead.",

@@ -16,7 +16,8 @@ from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
 from planish.stages.rollout.groups import ENDED, Group, Slot
 from planish.stages.rollout.in_flight import InFlight
-from planish.stages.rollout.sampler import LookAhead
+from planish.stages.rollout.progress import Progress
+from planish.stages.rollout.sampler import LookAhead, qualifies
 from planish.verifiers import verify_many
 
 
@@ -39,9 +40,12 @@ class GroupSampler:
         self._config, self._seed, self._iteration = config, seed, iteration
         self.flight = InFlight(engine, config, commits, self.request)
         self._judged: dict[int, Group] = {}
+        self._progress = Progress(0)
+        self._num_kept = self._num_dropped = 0
 
-    def go_on(self) -> None:
-        """Let all groups go on that an earlier attempt has committed."""
+    def go_on(self, goal: int) -> None:
+        """Let all groups go on that an earlier attempt has committed, towards `goal` groups."""
+        self._progress = Progress(goal)
         self._judge(self.flight.enter_committed())
 
     def __call__(self, ordinals: Sequence[int], ahead: LookAhead) -> list[Group]:
@@ -67,6 +71,12 @@ class GroupSampler:
             done = self._judge(self.flight.advance())
             ended += [group for group in done if group.ordinal in left]
             left -= {group.ordinal for group in done}
+            self._progress.look(
+                kept=self._num_kept,
+                dropped=self._num_dropped,
+                num_tokens=self.flight.num_tokens,
+                num_rows=self.flight.num_rows,
+            )
         return [self._judged.pop(ordinal) for ordinal in ordinals]
 
     def _enter(self, ordinals: Sequence[int]) -> None:
@@ -154,5 +164,8 @@ class GroupSampler:
                     num_verifier_errors=sum(verdict.error for verdict in verdicts),
                 )
             judged.append(group)
+        num_kept = sum(qualifies(group, self._config) for group in judged)
+        self._num_kept += num_kept
+        self._num_dropped += len(judged) - num_kept
         self._judged.update((group.ordinal, group) for group in judged)
         return judged

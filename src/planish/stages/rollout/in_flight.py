@@ -68,6 +68,8 @@ class InFlight:
         self._changed: set[int] = set()
         self._before = commits.read()
         self._num_steps = 0
+        self.num_tokens = 0
+        """Response tokens that this process has sampled."""
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, those of earlier attempts included."""
@@ -82,6 +84,11 @@ class InFlight:
     def num_running(self) -> int:
         """Responses that generate or wait for a row of the engine."""
         return len(self._members) + len(self._waiting)
+
+    @property
+    def num_rows(self) -> int:
+        """Responses that generate."""
+        return min(self.num_running, self._config.max_rows)
 
     @property
     def num_free(self) -> int:
@@ -148,6 +155,7 @@ class InFlight:
         self._waiting = []
         if requests:
             self._engine.submit(requests)
+        self.num_tokens += self.num_rows
         ended = self._take(self._engine.poll(0.0))
         self._num_steps += 1
         if 0 < self._config.commit_steps <= self._num_steps and self.num_running:

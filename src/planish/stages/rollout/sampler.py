@@ -117,14 +117,15 @@ def draw_batch(
         batch.num_rounds += 1
         for group in groups:
             telemetry.count("planish_rollout_groups_total", fate=group.fate.name.lower())
-            (qualified if _qualifies(group, config) else batch.dropped).append(group)
+            (qualified if qualifies(group, config) else batch.dropped).append(group)
     batch.kept, batch.surplus = qualified[:num_groups], qualified[num_groups:]
     if batch.starved:
         _starve(batch, num_groups, config)
     return batch
 
 
-def _qualifies(group: Group, config: RolloutConfig) -> bool:
+def qualifies(group: Group, config: RolloutConfig) -> bool:
+    """Tell whether the batch takes a judged group, by its accuracy alone."""
     return group.fate in ((Fate.MIXED,) if config.dynamic_sampling else JUDGED)
 
 
@@ -163,7 +164,7 @@ def _num_wanted(
         config: filter and sizes of rounds.
         ended: groups of this round that are judged; the others are taken to qualify as often.
     """
-    num_kept += sum(_qualifies(group, config) for group in ended)
+    num_kept += sum(qualifies(group, config) for group in ended)
     num_tried += len(ended)
     num_left = size - len(ended)
     expected = num_kept + (num_left * num_kept // num_tried if num_tried else num_left)

@@ -37,7 +37,7 @@ def sample_whole(job: RolloutJob, prompts: PromptSet) -> Sampled:
         taken = take_over(mine, room=job.num_groups, version=version, max_staleness=limit)
         ordinals = assign(job.data.cursor, context.shard, job.num_shards)
         room = job.num_groups - len(taken.used)
-        session.sampler.go_on()
+        session.sampler.go_on(room)
         batch = draw_batch(ordinals, session.sampler, room, config)
     exchange = None
     attributes = {

@@ -22,6 +22,7 @@ from planish.stages.rollout.carry import deal, group_facts, place, read_carry, r
 from planish.stages.rollout.groups import Group, as_set
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import Growth, engine_metrics, staleness_metrics, window_metrics
+from planish.stages.rollout.progress import Progress
 from planish.stages.rollout.side_sets import write_side_set
 from planish.verifiers import verify_many
 
@@ -51,8 +52,15 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         flight = sampler.flight
         for g, mine in itertools.groupby(places, key=lambda at: at[0]):
             flight.enter(groups[g], [s for _, s in mine])
+        progress = Progress(len(places))
         while flight.num_running:
             flight.advance()
+            progress.look(
+                kept=len(places) - flight.num_running,
+                dropped=0,
+                num_tokens=flight.num_tokens,
+                num_rows=flight.num_rows,
+            )
     growths = [_growth(sampler, groups[g], s) for g, s in places]
     after = {at: growth.after for at, growth in zip(places, growths, strict=True)}
     grown = [

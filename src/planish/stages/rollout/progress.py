@@ -1,0 +1,75 @@
+"""How far a shard is while it samples: levels for the monitoring server, and a line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from planish.base import telemetry
+
+logger = logging.getLogger(__name__)
+
+LEVEL_SECONDS = 1.0
+"""How often the levels are set."""
+
+LINE_SECONDS = 5.0
+"""How often the log gets a line."""
+
+
+class Progress:
+    """Counts what has become of the work of one shard.
+
+    Example:
+        >>> progress = Progress(goal=64, clock=lambda: 0.0)
+        >>> progress.look(kept=3, dropped=1, num_tokens=900, num_rows=8)
+    """
+
+    def __init__(self, goal: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count.
+
+        Args:
+            goal: groups, or windows of responses, that the shard is to have in the end.
+            clock: seconds.
+        """
+        self._goal, self._clock = goal, clock
+        self._began = self._levels_at = self._line_at = clock()
+        self._kept_before: int | None = None
+
+    def look(self, *, kept: int, dropped: int, num_tokens: int, num_rows: int) -> None:
+        """Tell the present state, at most as often as the constants above say.
+
+        Args:
+            kept: of the goal.
+            dropped: groups without a signal.
+            num_tokens: response tokens that this process has sampled.
+            num_rows: responses that are in the engine now.
+        """
+        if self._kept_before is None:
+            self._kept_before = kept
+        now = self._clock()
+        if now - self._levels_at < LEVEL_SECONDS:
+            return
+        self._levels_at = now
+        elapsed = now - self._began
+        speed = num_tokens / elapsed
+        new, missing = kept - self._kept_before, max(0, self._goal - kept)
+        left = elapsed * missing / new if new > 0 else None
+        telemetry.set_level("planish_rollout_kept_groups", kept)
+        telemetry.set_level("planish_rollout_dropped_groups", dropped)
+        telemetry.set_level("planish_rollout_tokens_per_second", speed)
+        telemetry.set_level("planish_rollout_busy_slots", num_rows)
+        if left is not None:
+            telemetry.set_level("planish_rollout_remaining_seconds", left)
+        if now - self._line_at < LINE_SECONDS:
+            return
+        self._line_at = now
+        logger.info(
+            "sampling kept=%d goal=%d dropped=%d tokens_per_second=%.0f slots=%d seconds_left=%s",
+            kept,
+            self._goal,
+            dropped,
+            speed,
+            num_rows,
+            "unknown" if left is None else f"{left:.0f}",
+        )
