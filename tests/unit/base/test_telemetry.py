@@ -33,7 +33,8 @@ def test_names_of_metrics_keep_the_rule_and_are_sorted_and_unique():
         assert re.fullmatch(r"planish(_[a-z]+){2,}", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert re.search(
-            r"_(seconds|saves|step|groups|slots|tokens_per_second|tokens|ratio|mean|errors|info|iteration|entropy|norm|loss"
+            r"_(seconds|saves|step|groups|slots|tokens_per_second|tokens|ratio|mean|errors|info"
+            r"|iteration|entropy|norm|loss"
             r"|(bytes|failures|retries|stragglers|groups|tokens|nonfinite|steps)_total)$",
             metric.name,
         )

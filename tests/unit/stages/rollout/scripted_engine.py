@@ -47,11 +47,14 @@ def fails(seed: int, version: int) -> bool:
 class ScriptedEngine(BaseEngine):
     """Grows every response by one scripted token a step."""
 
+    token = staticmethod(scripted_token)
+    """Seed and position to a token."""
+
     def __init__(self, *, max_rows: int, device: str, config: EngineConfig) -> None:
         super().__init__()
         self.max_rows = max_rows
         self.rows: list[tuple[Request, Output]] = []
-        self.counts = {"steps": 0, "most_rows": 0}
+        self.counts = {"steps": 0, "most_rows": 0, "row_steps": 0}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -79,12 +82,13 @@ class ScriptedEngine(BaseEngine):
 
     def _advance(self) -> list[Output]:
         self.counts["steps"] += 1
+        self.counts["row_steps"] += len(self.rows)
         self.counts["most_rows"] = max(self.counts["most_rows"], len(self.rows))
         going, done = [], []
         for request, output in self.rows:
             seed = request.sampling.seed
             position = len(request.response_prefix) + output.num_tokens
-            output.token_ids.append(scripted_token(seed, position))
+            output.token_ids.append(self.token(seed, position))
             output.logprobs.append(scripted_logprob(seed, position))
             output.versions.append(self._version)
             if output.token_ids[-1] == EOS:
