@@ -144,6 +144,9 @@ class Capabilities:
     seed_split_exact: bool
     """A response generated in windows equals the same response generated at once, up to rounding:
     noise that falls on the border of two tokens may choose the other one in another batch."""
+    bit_stable: bool = False
+    """The same calls give the same bits on an idle engine as on a new one, so that a shard of
+    rollouts that was killed ends with the digests of one that was not."""
     moe: bool = False
     """Models with experts are served."""
     routing: bool = False

@@ -137,6 +137,19 @@ def test_partial_and_continued_equals_uninterrupted(new_engine, sampling):
         assert np.abs(np.array(parts) - output.logprobs).max() < 2e-4
 
 
+def test_an_idle_engine_gives_the_bits_of_a_new_one(new_engine):
+    used = new_engine()
+    if not used.capabilities.bit_stable:
+        pytest.skip("this engine keeps prefixes, and does not promise it")
+    calls = [request(i, 30) for i in range(9)]
+    used.generate([request(20 + i, 80) for i in range(3)])
+    used.submit([request(30 + i, 40) for i in range(6)])
+    used.poll(0.0)
+    used.abort(None)
+    for ours, fresh in zip(used.generate(calls), new_engine().generate(calls), strict=True):
+        assert (ours.token_ids, ours.logprobs) == (fresh.token_ids, fresh.logprobs)
+
+
 def test_outputs_do_not_depend_on_the_rows_beside_them(new_engine):
     requests = [request(i, 5 + 7 * (i % 5)) for i in range(17)]
     together = ids_of(new_engine(max_rows=5).generate(requests))

@@ -118,6 +118,7 @@ class TransformersEngine(BaseEngine):
         return Capabilities(
             max_model_len=self._max_model_len,
             seed_split_exact=True,
+            bit_stable=self._device.type == "cpu",
             moe=True,
         )
 
