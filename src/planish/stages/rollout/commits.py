@@ -101,6 +101,8 @@ class Commits:
     def clear(self) -> None:
         """Delete all; the rollouts are written."""
         self._drop(0)
+        opened, key = store.open_store(self._uri)
+        opened.tidy(key)
 
     def _place(self, number: int) -> str:
         return f"{self._uri}/{number:06d}"

@@ -11,6 +11,7 @@ from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import RolloutSet
 from planish.stages.rollout.commits import Commits
+from planish.store.file import temporary_name
 
 WHOLE = {"commit_steps": 3, "max_rows": 8}
 WINDOWS = {"commit_steps": 1, "window_tokens": 3, "dynamic_sampling": False, "max_rows": 8}
@@ -155,6 +156,17 @@ def test_a_damaged_commit_and_what_follows_it_are_sampled_again(new_run, caplog)
     assert run.call()[0].manifest_sha256 == digest
     assert "damaged commit=1" in caplog.text
     assert "resumed commits=1" in caplog.text
+
+
+def test_nothing_of_the_commits_is_left_beside_the_rollouts(new_run):
+    run = killed_run(new_run)
+    folder = store.local_path(layout.commits(run.root, 1, 0))
+    # A kill while a commit is written leaves a file that no later commit is written beside.
+    torn = folder / "000009" / temporary_name()
+    torn.parent.mkdir()
+    torn.write_bytes(b"half")
+    run.call()
+    assert not folder.parent.exists()
 
 
 def test_zero_steps_commit_whole_shards_only(new_run, monkeypatch):
