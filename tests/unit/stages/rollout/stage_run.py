@@ -35,8 +35,12 @@ ROLLOUT = {
 
 
 @functools.cache
-def trained_weights():
-    """Weights that answer any sum with one of the digits 0 to 3 and stop: a few quick updates."""
+def trained_weights(spaces=0):
+    """Weights that answer any sum with one of the digits 0 to 3 and stop: a few quick updates.
+
+    Args:
+        spaces: most spaces before the digit that the updates show, for responses that take long.
+    """
     policy = build_policy(ModelConfig(num_layers=1), 0)
     encode = policy.tokenizer.encode_prompt
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
@@ -47,6 +51,13 @@ def trained_weights():
             [*encode([{"role": "user", "content": f"{k % 10}+{k % 10}="}]), *[4 + d, 2]]
             for k, d in enumerate(digits)
         ]
+        if spaces:
+            space = 4 + ModelConfig().alphabet.index(" ")
+            before = torch.randint(0, spaces + 1, (len(rows),), generator=draw).tolist()
+            rows = [
+                [*row[:-2], *[space] * n, *row[-2:], *[2] * (spaces - n)]
+                for row, n in zip(rows, before, strict=True)
+            ]
         ids = torch.tensor(rows)
         logits = policy.model(input_ids=ids).logits[:, 4:-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 5:].flatten())
@@ -56,36 +67,38 @@ def trained_weights():
     return policy.model.state_dict()
 
 
-def easy_policy():
+def easy_policy(spaces=0):
     policy = build_policy(ModelConfig(num_layers=1), 0)
-    policy.model.load_state_dict(trained_weights())
+    policy.model.load_state_dict(trained_weights(spaces))
     return policy
 
 
-def write_template(folder: Path) -> None:
-    """Write a root with prompts and a policy, to be copied for each test."""
+def write_template(folder: Path, *, num_prompts=10, spaces=0) -> None:
+    """Write a root with at most 400 prompts and a policy, to be copied for each test."""
     root = folder.as_uri()
-    asks = [[{"role": "user", "content": f"{k}+{k}="}] for k in range(10)]
-    answers = [str(k % 4) for k in range(10)]
+    sums = [f"{k % 10}{'+-*/'[k // 100]}{(k + k // 10) % 10}=" for k in range(num_prompts)]
+    asks = [[{"role": "user", "content": text}] for text in sums]
+    answers = [str(k % 4) for k in range(num_prompts)]
     prompts = PromptSet(
         prompt_id=[prompt_id(m, a) for m, a in zip(asks, answers, strict=True)],
         messages=asks,
         answer=answers,
-        verifier=["exact"] * 10,
-        source=["sums"] * 10,
-        pass_rate=np.full(10, np.nan, np.float32),
+        verifier=["exact"] * num_prompts,
+        source=["sums"] * num_prompts,
+        pass_rate=np.full(num_prompts, np.nan, np.float32),
     )
     write_set(layout.prompts(root), prompts, parents={}, attributes={"config_sha256": "c"})
-    save_policy(layout.policy(root, 0), easy_policy(), version=0, parents={}, attributes={})
+    save_policy(layout.policy(root, 0), easy_policy(spaces), version=0, parents={}, attributes={})
 
 
 class Run:
     """One root, and calls of the stage on it."""
 
-    def __init__(self, template: Path, folder: Path, **changes) -> None:
+    def __init__(self, template: Path, folder: Path, *, engine=None, **changes) -> None:
         shutil.copytree(template, folder / "root")
         self.folder, self.root = folder, (folder / "root").as_uri()
         self.config = {"run": {"seed": 3}, "rollout": {**ROLLOUT, **changes}}
+        self.config |= {"engine": engine} if engine else {}
         self.digest = config_sha256(self.config)
         run = {"config": self.config, "config_sha256": self.digest}
         write_json(layout.run_file(self.root), run)
@@ -109,7 +122,7 @@ class Run:
         return json.loads(store.read(uri))
 
 
-def after_iteration(run, number, num_shards):
+def after_iteration(run, number, num_shards, *, spaces=0):
     """Write a train state as the train stage would, and the policy after it; returns its pin."""
     found = [run.attributes(number, s) for s in range(num_shards)]
     pins = {
@@ -122,7 +135,7 @@ def after_iteration(run, number, num_shards):
     }
     cursor = advance(found[0]["cursor"], [k for a in found for k in a["consumed"]])
     uri = layout.policy(run.root, number)
-    policy = easy_policy()
+    policy = easy_policy(spaces)
     run.policy_pin = save_policy(uri, policy, version=number, parents={}, attributes={}).pin()
     extra = {"data": StreamState(cursor, **pins).to_data()}
     state = {"model": {"x": torch.zeros(1)}, "extra": extra}

@@ -1,0 +1,30 @@
+"""A shard of rollouts that is killed again and again loses nothing and doubles nothing."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.integration.kill_rollout import main, sweep
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROUNDS = {"transformers": 2, "vllm": 1}
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ROUNDS if find_spec(engine)])
+def test_a_shard_killed_at_random_moments_ends_as_it_must(engine: str, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    told = sweep(engine, ROUNDS[engine], seed, tmp_path, kills=2, rows=12)
+    assert not told["failures"], told
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="every engine is installed here")
+def test_an_engine_that_is_not_installed_is_named_with_what_provides_it(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--engine", "vllm"])
+    assert ended.value.code == 2
+    assert "make engines" in capsys.readouterr().err
