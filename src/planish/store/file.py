@@ -242,11 +242,11 @@ class FileMultipart:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _store_errors(uri):
             for tries_left in range(3, -1, -1):
-                _make_folder(target.parent, uri)
                 try:
+                    _make_folder(target.parent, uri)
                     self._descriptor = os.open(self._path, flags, 0o666)
                     break
-                except FileNotFoundError:  # `tidy` has removed the folder meanwhile
+                except FileNotFoundError:  # `tidy` has removed a folder meanwhile
                     if not tries_left:
                         raise
 

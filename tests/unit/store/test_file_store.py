@@ -149,3 +149,19 @@ def test_create_works_where_the_file_system_has_no_hard_links(file_root, monkeyp
     with pytest.raises(ObjectExists):
         store.create(f"{file_root}/x", b"2")
     assert store.read(f"{file_root}/x") == b"1"
+
+
+def test_a_folder_is_made_again_that_goes_while_the_one_below_it_is_made(tmp_path, monkeypatch):
+    storage = file_module.FileStore(tmp_path)
+    sync, calls = os.fsync, []
+
+    def tidying(descriptor):
+        sync(descriptor)
+        calls.append(descriptor)
+        if len(calls) == 1:
+            storage.tidy("a/other")
+            assert not (tmp_path / "a").exists()
+
+    monkeypatch.setattr(os, "fsync", tidying)
+    storage.put("a/b/x", b"new")
+    assert storage.read("a/b/x") == b"new"
