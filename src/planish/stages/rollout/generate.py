@@ -16,7 +16,7 @@ from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
 from planish.stages.rollout.groups import ENDED, Group, Slot
 from planish.stages.rollout.in_flight import InFlight
-from planish.stages.rollout.progress import Progress
+from planish.stages.rollout.progress import SamplingProgress
 from planish.stages.rollout.sampler import LookAhead, qualifies
 from planish.verifiers import verify_many
 
@@ -40,12 +40,12 @@ class GroupSampler:
         self._config, self._seed, self._iteration = config, seed, iteration
         self.flight = InFlight(engine, config, commits, self.request)
         self._judged: dict[int, Group] = {}
-        self._progress = Progress(0)
+        self._progress = SamplingProgress(0)
         self._num_kept = self._num_dropped = 0
 
     def go_on(self, goal: int) -> None:
         """Let all groups go on that an earlier attempt has committed, towards `goal` groups."""
-        self._progress = Progress(goal)
+        self._progress = SamplingProgress(goal)
         self._judge(self.flight.enter_committed())
 
     def __call__(self, ordinals: Sequence[int], ahead: LookAhead) -> list[Group]:

@@ -17,11 +17,11 @@ LINE_SECONDS = 5.0
 """How often the log gets a line."""
 
 
-class Progress:
+class SamplingProgress:
     """Counts what has become of the work of one shard.
 
     Example:
-        >>> progress = Progress(goal=64, clock=lambda: 0.0)
+        >>> progress = SamplingProgress(goal=64, clock=lambda: 0.0)
         >>> progress.look(kept=3, dropped=1, num_tokens=900, num_rows=8)
     """
 

@@ -22,7 +22,7 @@ from planish.stages.rollout.carry import deal, group_facts, place, read_carry, r
 from planish.stages.rollout.groups import Group, as_set
 from planish.stages.rollout.job import RolloutJob, Sampled
 from planish.stages.rollout.metrics import Growth, engine_metrics, staleness_metrics, window_metrics
-from planish.stages.rollout.progress import Progress
+from planish.stages.rollout.progress import SamplingProgress
 from planish.stages.rollout.side_sets import write_side_set
 from planish.verifiers import verify_many
 
@@ -52,7 +52,7 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
         flight = sampler.flight
         for g, mine in itertools.groupby(places, key=lambda at: at[0]):
             flight.enter(groups[g], [s for _, s in mine])
-        progress = Progress(len(places))
+        progress = SamplingProgress(len(places))
         while flight.num_running:
             flight.advance()
             progress.look(
@@ -61,7 +61,14 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
                 num_tokens=flight.num_tokens,
                 num_rows=flight.num_rows,
             )
-    growths = [_growth(sampler, groups[g], s) for g, s in places]
+    growths = []
+    for g, s in places:
+        before, slot = groups[g].slots[s], flight.group(groups[g].ordinal).slots[s]
+        if slot.finish is FinishReason.ABORT:
+            slot = before  # it failed, and stays as it was
+        else:
+            slot = replace(slot, text=sampler.decode(slot.tokens.tolist()))
+        growths.append(Growth(groups[g], before, slot))
     after = {at: growth.after for at, growth in zip(places, growths, strict=True)}
     grown = [
         replace(group, slots=tuple(after.get((g, s), slot) for s, slot in enumerate(group.slots)))
@@ -122,11 +129,3 @@ def _new_groups(
                 f"{job.config.max_prompt_tokens} tokens, got {num_missed} in a row with more; "
                 "raise it, or curate shorter prompts"
             )
-
-
-def _growth(sampler: GroupSampler, group: Group, place: int) -> Growth:
-    """Return what became of a response; one that failed stays as it was."""
-    before, after = group.slots[place], sampler.flight.group(group.ordinal).slots[place]
-    if after.finish is FinishReason.ABORT:
-        return Growth(group, before, before)
-    return Growth(group, before, replace(after, text=sampler.decode(after.tokens.tolist())))

@@ -6,7 +6,7 @@ import logging
 
 from pipelines.demo import sampling_line
 from planish.base import telemetry
-from planish.stages.rollout.progress import Progress
+from planish.stages.rollout.progress import SamplingProgress
 
 
 class Clock:
@@ -26,7 +26,7 @@ def levels():
 def test_the_log_and_the_levels_tell_the_pace_so_far(caplog):
     caplog.set_level(logging.INFO)
     clock = Clock()
-    progress = Progress(64, clock=clock)
+    progress = SamplingProgress(64, clock=clock)
     progress.look(kept=0, dropped=0, num_tokens=0, num_rows=8)
     clock.now += 0.5
     progress.look(kept=1, dropped=0, num_tokens=50, num_rows=8)
@@ -48,7 +48,7 @@ def test_the_log_and_the_levels_tell_the_pace_so_far(caplog):
 def test_groups_of_an_earlier_attempt_say_nothing_of_the_pace(caplog):
     caplog.set_level(logging.INFO)
     clock = Clock()
-    progress = Progress(64, clock=clock)
+    progress = SamplingProgress(64, clock=clock)
     progress.look(kept=60, dropped=0, num_tokens=0, num_rows=8)
     clock.now += 10.0
     progress.look(kept=60, dropped=0, num_tokens=10, num_rows=8)
