@@ -32,8 +32,6 @@ MEDIAN = 40
 SIGMA = 1.0
 FATES = ("all", "none", "some")
 
-VERIFIERS["fate"] = "tests.unit.stages.rollout.tails:verify_fate"
-
 
 def verify_fate(response: str, answer: str, options: VerifierOptions) -> Verdict:
     """Right always, never, or for half of the texts."""
@@ -125,7 +123,11 @@ def draw(
     def sample(ordinals, ahead):
         return sampler(ordinals, ahead if look_ahead else LookAhead([], lambda ended: 0))
 
-    batch = draw_batch(itertools.count(), sample, num_groups, config)
+    VERIFIERS["fate"] = "tests.unit.stages.rollout.tails:verify_fate"
+    try:
+        batch = draw_batch(itertools.count(), sample, num_groups, config)
+    finally:
+        del VERIFIERS["fate"]
     num_used = sum(group.num_tokens for group in batch.generated())
     counts = engine.counts
     engine.close()
