@@ -12,6 +12,7 @@ SEED ?= 0
 PRESET ?= dapo-tiny
 ENGINE ?= transformers
 DATASET ?=
+MODEL ?=
 ROOT ?=
 CHECK ?=
 ARGS ?=
@@ -44,27 +45,29 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt $(VENV)/.installed
 
 engines: $(ENGINES)/.installed  ## an environment with vLLM, for ENGINE=vllm
 
-ifeq ($(ENGINE),transformers)
+ifeq ($(filter vllm%,$(ENGINE)),)
 DEMO_PYTHON := $(BIN)/python
 demo: $(VENV)/.installed
 else
 DEMO_PYTHON := $(ENGINES)/bin/python
 demo: $(ENGINES)/.installed
 endif
-demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, DATASET, ROOT)
-	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --root '$(ROOT)' \
+demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, DATASET, MODEL, ROOT)
+	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
 		$(if $(filter-out transformers,$(ENGINE)),--overrides 'engine.name=$(ENGINE)') $(ARGS)
 
+# Three workers for two cores: tests of servers, timers and killed processes mostly wait.
 test: $(VENV)/.installed tools servers  ## everything that this machine can run
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	  $(if $(wildcard $(ENGINES)/.installed),--ignore tests/contract/engines)
 	@if test -e $(ENGINES)/.installed; then $(MAKE) --no-print-directory test-engines; \
-	else echo 'not tested: the engine vllm; `make test-engines` sets it up'; fi
+	else echo 'not tested: the engines on vLLM; `make test-engines` sets them up'; fi
 
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
-	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/contract/engines $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/contract/engines $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
 coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of the lines that it runs
@@ -77,8 +80,9 @@ check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a fe
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
 
-servers:  ## build the test servers from their Go modules into .cache/bin
-	tests/servers/build.sh minio mc etcd kubernetes
+servers: $(VENV)/.installed  ## build or install the test servers below .cache
+	tests/servers/build.sh minio mc etcd kubernetes lws
+	tests/servers/python.sh $(BIN)/uv mlflow
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them
 	@tests/servers/debian.sh chromium=chromium prometheus=prometheus promtool=prometheus \

@@ -20,8 +20,8 @@ IMAGES: dict[str, str] = {
 
 STAGE_IMAGES: dict[str, str] = {
     "prepare": "core",
-    "curate": "core",
-    "sft": "train",
+    "curate": "rollout",
+    "sft": "rollout",
     "rollout": "rollout",
     "reward": "core",
     "train": "train",
@@ -36,6 +36,9 @@ STAGE_IMAGES: dict[str, str] = {
     "monitor_check": "monitor",
 }
 """Stage to image name; one image holds one set of dependencies and serves several stages."""
+
+FETCHING_STAGES = ("prepare", "curate", "sft", "train")
+"""Stages that open models or data sets from outside the run root."""
 
 RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
 """Stages of the pipeline `reshard`; all others are those of `post-train`."""
@@ -120,6 +123,11 @@ class Profile:
     store_secret: str = "planish-store"
     """Name of the secret with endpoint, access_key and secret_key; its key `webhook`, if there is
     one, is the URL that gets the summary at the end."""
+    hub_secret: str = "planish-hub"
+    """Name of the secret whose key `token` opens private models and data sets of the hub; it need
+    not exist."""
+    cache_claim: str = ""
+    """Persistent volume claim for models and data sets; empty: each pod fetches its own."""
 
 
 METRICS_PORT = 9464
@@ -141,7 +149,7 @@ CPU_TINY = Profile(
     parallelism=2,
     stages={
         "prepare": Resources("100m", "1Gi", timeout_seconds=5 * MINUTE),
-        "curate": _TINY_LIGHT,
+        "curate": _TINY_HEAVY,
         "sft": _TINY_HEAVY,
         "rollout": _TINY_HEAVY,
         "reward": _TINY_LIGHT,
@@ -180,7 +188,7 @@ def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
     )
     return {
         "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
-        "curate": light,
+        "curate": one_gpu,
         "sft": eight_gpus,
         "rollout": one_gpu,
         "reward": light,

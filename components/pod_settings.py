@@ -9,7 +9,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from components.images import GPU, GPU_NODE_LABEL, STAGE_IMAGES, Profile
+from components.images import FETCHING_STAGES, GPU, GPU_NODE_LABEL, STAGE_IMAGES, Profile
 
 STAGE_LABEL = "planish/stage"
 
@@ -31,7 +31,19 @@ SECRET_ENV: dict[str, str] = {
 WEBHOOK_ENV: dict[str, str] = {"webhook": "PLANISH_WEBHOOK"}
 """The same, for the report alone."""
 
+HUB_ENV: dict[str, str] = {"token": "HF_TOKEN"}
+"""The same of the hub secret, for the stages that fetch models and data sets."""
+
+RANKS_ENV: dict[str, str] = {"ranks_token": "PLANISH_RANKS_TOKEN"}
+"""The same, for the stages of `SAMPLING_STAGES`."""
+
+SAMPLING_STAGES = ("rollout", "evaluate")
+"""Stages whose engine may have its ranks in pods of their own (`engine.peers`)."""
+
 SCRATCH = "/scratch"
+
+CACHE = "/cache"
+"""Where the claim for models and data sets is mounted; a folder in it is a path of a model."""
 
 GPU_ENV: dict[str, str] = {
     "HOME": SCRATCH,
@@ -82,6 +94,8 @@ def with_pod_settings(
     kubernetes.use_secret_as_env(
         task, profile.store_secret, secret_key_to_env=dict(SECRET_ENV), optional=True
     )
+    if stage in SAMPLING_STAGES:
+        kubernetes.use_secret_as_env(task, profile.store_secret, dict(RANKS_ENV), optional=True)
     kubernetes.add_pod_label(task, STAGE_LABEL, stage)
     kubernetes.set_timeout(task, resources.timeout_seconds)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
@@ -104,4 +118,11 @@ def with_pod_settings(
         kubernetes.empty_dir_mount(task, "scratch", SCRATCH)
         for name, value in GPU_ENV.items():
             task.set_env_variable(name, value)
+    if stage in FETCHING_STAGES:
+        kubernetes.use_secret_as_env(
+            task, profile.hub_secret, secret_key_to_env=dict(HUB_ENV), optional=True
+        )
+        if profile.cache_claim:
+            kubernetes.mount_pvc(task, pvc_name=profile.cache_claim, mount_path=CACHE)
+            task.set_env_variable("HF_HOME", f"{CACHE}/huggingface")
     return task

@@ -1,4 +1,4 @@
-# prepare, curate, reward, next and report: no torch.
+# prepare, reward, next and report: no torch.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
@@ -13,7 +13,7 @@ LABEL org.opencontainers.image.title="planish/core" \
 COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
 COPY src /build/src
 RUN python -m pip install --no-cache-dir --disable-pip-version-check \
-      --constraint /build/constraints.txt "/build[curate,reward,pipelines]" \
+      --constraint /build/constraints.txt "/build[reward,pipelines]" \
     && rm -rf /build
 
 # Pods run as a user without a home; GPU pods get their own writable HOME.

@@ -1,4 +1,4 @@
-# rollout and evaluate: inference engines.
+# curate, sft, rollout and evaluate: inference engines, torch and transformers.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
@@ -13,7 +13,7 @@ LABEL org.opencontainers.image.title="planish/rollout" \
 COPY pyproject.toml constraints-rollout.txt README.md LICENSE CHANGELOG.md /build/
 COPY src /build/src
 RUN python -m pip install --no-cache-dir --disable-pip-version-check \
-      --constraint /build/constraints-rollout.txt "/build[rollout,pipelines]" \
+      --constraint /build/constraints-rollout.txt "/build[curate,rollout,pipelines]" \
     && rm -rf /build
 
 # Pods run as a user without a home; GPU pods get their own writable HOME.

@@ -1,4 +1,4 @@
-# sft, train and checkpoint: torch and transformers.
+# train and checkpoint: torch and transformers.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 

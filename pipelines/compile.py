@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--compact", action="store_true", help="reward, train and checkpoint as one task"
     )
     parser.add_argument("--store-secret", default="", help="secret with endpoint and keys")
+    parser.add_argument("--hub-secret", default="", help="secret with the hub's token")
+    parser.add_argument("--cache-claim", default="", help="volume claim for models and data")
     monitor_options(parser, on_cluster=True)
     parser.add_argument("--release", action="store_true", help="images must be pinned by digest")
     arguments = parser.parse_args(argv)
@@ -135,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parallelism=arguments.parallelism,
                 compact=arguments.compact,
                 store_secret=arguments.store_secret,
+                hub_secret=arguments.hub_secret,
+                cache_claim=arguments.cache_claim,
             )
             for name in arguments.profile or PROFILES
         ]

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ from planish import store
 from planish.base.config import preset_names
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.records import layout
+from planish.records.rewards import nothing_learnt
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import Terminated, end_descendants, on_signal
 from planish.store import file_uri, normal_uri
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.3
+TRACKER_SECONDS = 60.0
+"""For trackers to take the rest of a run that has ended."""
 SAMPLING = re.compile(
     r"sampling kept=(\d+) goal=(\d+) dropped=(\d+) tokens_per_second=(\d+) slots=(\d+) "
     r"seconds_left=(\w+)"
@@ -137,6 +141,10 @@ def progress_line(task: EndedTask, elapsed: float) -> str:
         for key, words, form in FACTS.get(task.stage, ())
         if key in task.metrics
     ]
+    if told := nothing_learnt(task.metrics):
+        facts = [told]
+    if task.metrics.get("cold_start_skipped"):
+        facts = ["cold start skipped: the data set has no worked traces"]
     if task.already_done:
         facts = ["already done"]
     if task.state == "failed":
@@ -163,22 +171,30 @@ def sampling_line(log: str) -> str:
 
 
 def watch(
-    process: subprocess.Popen[bytes], root: str, console: Console, log: Path
+    process: subprocess.Popen[bytes],
+    root: str,
+    console: Console,
+    log: Path,
+    begin: Callable[[], None],
 ) -> list[EndedTask]:
     """Print one line for each task until the run ends; return the tasks of this run.
 
-    On a terminal a last line tells how far the sampling is that goes on.
+    On a terminal a last line tells how far the sampling is that goes on. `begin` is called once,
+    when a first task has succeeded: from then on the root is this run's.
     """
     began = time.time()
     shown: dict[tuple[int, str, int], EndedTask] = {}
-    told = 0
+    told, sampling = 0, ""
     with console.status("") if console.is_terminal else nullcontext() as status:
         while True:
             ended = process.poll() is not None
             for task in read_tasks(root, began - 1):
                 if shown.get(task.key) != task:
+                    is_first = all(seen.state == "failed" for seen in shown.values())
+                    if is_first and task.state == "done":
+                        begin()
                     shown[task.key] = task
-                    told = log.stat().st_size
+                    told, sampling = log.stat().st_size, ""
                     style = "bold red" if task.state == "failed" else None
                     line = progress_line(task, time.time() - began)
                     console.print(line, style=style, highlight=False)
@@ -187,7 +203,10 @@ def watch(
             if status is not None:
                 with log.open("rb") as stream:
                     stream.seek(told)
-                    status.update(sampling_line(stream.read().decode("utf-8", "replace")))
+                    news = stream.read()
+                told += len(news)
+                sampling = sampling_line(news.decode("utf-8", "replace")) or sampling
+                status.update(sampling)
             time.sleep(POLL_SECONDS)
 
 
@@ -217,6 +236,7 @@ def default_root(arguments: argparse.Namespace) -> str:
     """Return the folder of this demo: one for each seed, preset and choice of data."""
     choice = [arguments.config, arguments.overrides, arguments.model, arguments.dataset]
     choice += [str(arguments.iterations), str(arguments.shards)]
+    choice += filter(None, [arguments.dataset_map])
     digest = hashlib.sha256("\n".join(choice).encode()).hexdigest()[:8]
     folder = REPOSITORY / "runs" / f"{arguments.preset}-seed{arguments.seed}-{digest}"
     return file_uri(folder)
@@ -226,13 +246,38 @@ def start_run(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen
     """Start the local runner with its output in `log_path`."""
     command = [sys.executable, "-m", "pipelines.local"]
     for name, value in vars(arguments).items():
-        if name == "no_control" or value in (None, "", False):
+        if name in ("no_control", "track", "no_track") or value in (None, "", False):
             continue
         command.append(f"--{name.replace('_', '-')}")
         if value is not True:
             command.append(str(value))
     with log_path.open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY)
+
+
+def start_follower(arguments: argparse.Namespace, log_path: Path) -> subprocess.Popen[bytes] | None:
+    """Start what writes the curves of the run to its trackers; None where there is none."""
+    trackers = arguments.track or ["tensorboard"] * (find_spec("tensorboard") is not None)
+    if arguments.no_track or not trackers:
+        return None
+    command = [sys.executable, "-m", "planish", "track", arguments.root, "--follow"]
+    command += [word for tracker in trackers for word in ("--to", tracker)]
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=lambda: os.nice(10)
+        )
+
+
+def end_follower(follower: subprocess.Popen[bytes], console: Console, log_path: Path) -> None:
+    """Let the trackers have the rest; what became of them changes nothing in the run."""
+    follower.terminate()
+    try:
+        code = follower.wait(TRACKER_SECONDS)
+    except subprocess.TimeoutExpired:
+        follower.kill()
+        code = follower.wait()
+    if code != 0:
+        console.print(f"the trackers did not get everything; see {log_path}", highlight=False)
 
 
 def run_control(root: str, seconds: float, log_path: Path) -> dict[str, float]:
@@ -269,6 +314,14 @@ def demo_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     run_parameters(parser, root_required=False)
     parser.add_argument("--no-control", action="store_true", help="skip the supervised control")
+    parser.add_argument(
+        "--track",
+        action="append",
+        metavar="TRACKER",
+        help="tensorboard[=FOLDER], mlflow[=URI] or wandb[=PROJECT]; may be given again "
+        "(default: tensorboard, below the root)",
+    )
+    parser.add_argument("--no-track", action="store_true", help="write to no tracker")
     return parser
 
 
@@ -295,8 +348,16 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     console.print(f"log        {log_path}", highlight=False)
     began = time.monotonic()
     process = start_run(arguments, log_path)
+    followers: list[subprocess.Popen[bytes]] = []
+
+    def begin() -> None:
+        follower = start_follower(arguments, log_path)
+        followers.extend([follower] if follower else [])
+
     try:
-        tasks = watch(process, arguments.root, console, log_path)
+        tasks = watch(process, arguments.root, console, log_path, begin)
+        for follower in followers:
+            end_follower(follower, console, log_path)
     except BaseException:
         end_descendants(STOP_SECONDS)
         raise
@@ -350,7 +411,8 @@ def finish(
         )
     }
     learning = work_seconds(tasks)
-    if not arguments.no_control and learning > 0:
+    traced = any(task.metrics.get("num_traces") for task in tasks if task.stage == "curate")
+    if not arguments.no_control and learning > 0 and traced:
         control = run_control(arguments.root, learning, log_path)
         console.print(
             f"control: {learning:.0f} s more of supervised training (lr 1e-3) from the same start: "

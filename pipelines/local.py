@@ -19,7 +19,7 @@ from typing import Any
 from kfp import local
 
 from pipelines.monitor import monitor_of, monitor_options
-from pipelines.post_train import build_post_train, profile_named
+from pipelines.post_train import build_post_train, profile_named, with_data
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.run.chain import with_settings
 from planish.run.lock import acquire, current_holder
@@ -87,8 +87,9 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--config", default="", help="TOML file laid over the preset")
     parser.add_argument("--overrides", default="", help="section.key=value, separated by spaces")
     parser.add_argument("--skip-bad", action="store_true", help="drop malformed lines of the data")
-    parser.add_argument("--model", default="", help="hub id or folder; empty trains from scratch")
-    parser.add_argument("--dataset", default="", help="file or hub id; empty generates tasks")
+    parser.add_argument("--model", default="", help="folder, hub id, s3://, https://; empty: none")
+    parser.add_argument("--dataset", default="", help="file, hub id, s3://, https://; empty: tasks")
+    parser.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume-from", default="", help="root of an earlier run to start from")
     parser.add_argument("--chain-index", type=int, default=0)
@@ -108,6 +109,7 @@ def run_local(
     shards: int | None,
     compact: bool = False,
     skip_bad: bool = False,
+    dataset_map: str = "",
     resume_from: str = "",
     chain_index: int = 0,
     allow_config_change: bool = False,
@@ -123,6 +125,7 @@ def run_local(
         shards: rollout shards of an iteration; None keeps the profile's number.
         compact: reward, train and checkpoint as one task.
         skip_bad: drop malformed lines of the data instead of refusing the file.
+        dataset_map: which columns hold what, `prompt=question,answer=label`.
         resume_from: root of another run whose newest policy and state start this one.
         chain_index: place in a chain of runs on the root; -1 for the first unfinished.
         allow_config_change: go on when the root holds another configuration.
@@ -139,6 +142,7 @@ def run_local(
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards, compact=compact)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
+    parameters = with_data(parameters, dataset_map)
     parameters["chain"] = with_settings(
         "",
         index=chain_index,

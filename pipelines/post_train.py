@@ -7,6 +7,7 @@ compiled, and a longer training is a chain of runs on the same root.
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
 from planish.base.errors import ConfigError
+from planish.base.telemetry import redact
+from planish.store.sources import parse_source
 
 MAX_SHARDS = 32
 
@@ -67,9 +70,11 @@ def profile_named(
     num_shards: int | None = None,
     parallelism: int | None = None,
     store_secret: str = "",
+    hub_secret: str = "",
+    cache_claim: str = "",
     compact: bool = False,
 ) -> Profile:
-    """Return a profile of the table, with its counts and secret replaced where given.
+    """Return a profile of the table, with its counts, secrets and claim replaced where given.
 
     Fewer shards lower the parallelism with them unless it is given too.
 
@@ -88,10 +93,35 @@ def profile_named(
         num_shards=shards,
         parallelism=parallelism,
         store_secret=store_secret or profile.store_secret,
+        hub_secret=hub_secret or profile.hub_secret,
+        cache_claim=cache_claim or profile.cache_claim,
         compact=compact or profile.compact,
     )
     check_profile(profile)
     return profile
+
+
+def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str, Any]:
+    """Return run parameters with the columns of the data set among their overrides.
+
+    Raises:
+        ConfigError: an address that can not be, or a credential in any parameter: parameters stand
+            in the database of the cluster and in logs.
+    """
+    parameters = dict(parameters)
+    for name, value in parameters.items():
+        if isinstance(value, str) and redact(value) != value:
+            raise ConfigError(
+                f"`{name}` must hold no token, user or signature, got {redact(value)!r:.300}; give "
+                "it to pods by the secret of the store or of the hub"
+            )
+    for name in ("model", "dataset"):
+        if parameters.get(name):
+            parse_source(parameters[name], key=name)
+    if dataset_map:
+        setting = shlex.quote(f"curate.dataset_map={dataset_map}")
+        parameters["overrides"] = f"{parameters.get('overrides', '')} {setting}".strip()
+    return parameters
 
 
 def largest_requests(profile: Profile) -> str:
@@ -205,8 +235,12 @@ Args:
     config: URI or path of a TOML file laid over the preset, optionally pinned by
         `#sha256=<digest>`; empty for none.
     overrides: Settings laid over both, `section.key=value` separated by spaces.
-    model: Model to start from, hub id or folder; empty for the configured one.
-    dataset: Data to train on, hub id, JSONL or Parquet; empty for the configured one.
+    model: Model to start from: `owner/name` or `hf://owner/name[@revision]` on the hub,
+        `s3://bucket/folder`, `https://...#sha256=<digest>` of a tar archive, or a mounted folder;
+        empty for the configured one.
+    dataset: Data to train on, JSONL or Parquet: `owner/name` or `hf://owner/name[/file][@revision]`
+        on the hub, `s3://bucket/key`, `https://...#sha256=<digest>`, or a mounted file; empty for
+        the configured one.
     seed: Seed of every random choice; -1 for the configured one.
     chain: JSON that programs set, `{"index": 0, "runs": 1, "resume_from": "",
         "allow_config_change": false, "assume_autoscaling": false}` or a part of it; empty for a

@@ -29,7 +29,7 @@ from pipelines.compiled import PARAMETERS
 from pipelines.connect import KFP_NAMESPACE, Kubeflow, connect
 from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
-from pipelines.post_train import DEFAULT_PRESET, profile_named
+from pipelines.post_train import DEFAULT_PRESET, profile_named, with_data
 from planish.base.config import parse_override
 from planish.base.errors import ConfigError
 from planish.run.chain import FIRST_UNFINISHED, parse_chain, with_settings
@@ -347,6 +347,9 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--experiment", default="", help="that of the root's first folder if empty")
     start.add_argument("--service-account", default="planish-runner")
     start.add_argument("--store-secret", default="", help="secret with endpoint and keys")
+    start.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
+    start.add_argument("--hub-secret", default="", help="secret with the hub's token")
+    start.add_argument("--cache-claim", default="", help="volume claim for models and data")
     monitor_options(start, on_cluster=True)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", parents=[start], help="start one run")
@@ -384,12 +387,15 @@ def _connect(arguments: argparse.Namespace) -> Kubeflow:
 def _start(arguments: argparse.Namespace) -> str:
     root = check_root(arguments.root)
     parameters = {**parse_parameters(arguments.parameter), "root": root}
+    parameters = with_data(parameters, arguments.dataset_map)
     profile = profile_named(
         arguments.profile,
         num_iterations=arguments.iterations,
         num_shards=arguments.shards,
         compact=arguments.compact,
         store_secret=arguments.store_secret,
+        hub_secret=arguments.hub_secret,
+        cache_claim=arguments.cache_claim,
     )
     images = parse_images(arguments.image)
     monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)

@@ -36,6 +36,11 @@ MAX_SECOND_TRIES = 3
 """Of one run; more means that something is wrong beside the machine."""
 
 
+def pytest_addoption(parser):
+    """Let a run take whole matrices in place of a sample of each."""
+    parser.addoption("--full", action="store_true", help="whole matrices, not a sample of them")
+
+
 @pytest.fixture(autouse=True)
 def same_log_handlers():
     """Take back what a command that a test ran in this process did to the log: its stream ends."""

@@ -1,4 +1,4 @@
-"""The command line: `planish show`, `planish checkpoint`, `planish minder` and `planish doctor`.
+"""The command line `planish`: look at runs, follow them, keep checkpoints, find faulty machines.
 
 Stages have their own (`python -m planish.run STAGE`), the pipeline has `python -m pipelines.demo`.
 """
@@ -9,7 +9,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +17,8 @@ from rich.console import Console
 from planish import __version__
 from planish.base import telemetry
 from planish.base.errors import PlanishError, exit_code
-from planish.checkpoint.cli import command as cli
+from planish.checkpoint.cli import command as checkpoint_cli
+from planish.engines.planner import cli as rollout_cli
 from planish.minder.cli import BAD_INPUT
 from planish.minder.cli import command as minder_cli
 
@@ -32,11 +33,50 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--rows", type=int, default=1, metavar="N", help="rows of a record set in full (default 1)"
     )
+    track = commands.add_parser(
+        "track", help="write the curves of a run to TensorBoard, MLflow or Weights & Biases"
+    )
+    track.add_argument("root", help="file:// or s3:// URI or local path of the run")
+    track.add_argument(
+        "--to",
+        action="append",
+        required=True,
+        metavar="TRACKER",
+        help="tensorboard[=FOLDER], mlflow[=URI] or wandb[=PROJECT]; may be given again",
+    )
+    track.add_argument(
+        "--follow", action="store_true", help="go on until a signal; the run need not have begun"
+    )
+    track.add_argument(
+        "--every", type=float, default=5.0, metavar="SECONDS", help="between looks (default 5)"
+    )
+    track.add_argument(
+        "--experiment", default="planish", metavar="NAME", help="of MLflow (default planish)"
+    )
+    track.add_argument(
+        "--name", default="", metavar="NAME", help="of the run there (default: end of its root)"
+    )
     commands.add_parser("doctor", help="say which extras, devices and servers are present")
     checkpoint = commands.add_parser(
         "checkpoint", help="look at, check, convert and clear up states"
     )
-    cli.add_commands(checkpoint)
+    checkpoint_cli.add_commands(checkpoint)
+    rollout = commands.add_parser(
+        "rollout", help="plan, simulate and measure attention and experts apart"
+    )
+    rollout_cli.add_commands(rollout)
+    verifier = commands.add_parser("verifier", help="try a verifier of your own")
+    verifier_commands = verifier.add_subparsers(dest="action", required=True, metavar="ACTION")
+    check = verifier_commands.add_parser(
+        "check", help="hold it to the contract: any text, in time, 0 to 1, the same each time"
+    )
+    check.add_argument("name", help="package.module:function, or an entry point")
+    check.add_argument(
+        "--data", default="", metavar="FILE", help="JSONL of `answer`, and `response` and `score`"
+    )
+    check.add_argument(
+        "--timeout-seconds", type=float, default=10.0, help="limit of one call (default 10)"
+    )
     minder = commands.add_parser("minder", help="find the faulty machine of a training job")
     minder_cli.add_commands(minder)
     return top
@@ -61,8 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from planish.show.doctor import doctor
 
             return doctor(console)
+        if options.command == "verifier":
+            from planish.show.verifier import check
+
+            return check(options.name, options.data, options.timeout_seconds, console)
+        if options.command == "track":
+            from planish.show.track import track
+
+            console.print(track(options))
+            return 0
         if options.command == "checkpoint":
-            return _checkpoint(options, console)
+            return _print_pieces(checkpoint_cli.run, options, console)
+        if options.command == "rollout":
+            return _print_pieces(rollout_cli.run, options, console)
         if options.command == "minder":
             with _Bar(bytes_=False) as bar:
                 return minder_cli.run(options, bar.show)
@@ -78,22 +129,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _checkpoint(options: argparse.Namespace, console: Console) -> int:
-    """Print what a command of `planish checkpoint` yields, and how far long ones have come."""
+def _print_pieces(
+    run: Callable[..., checkpoint_cli.Lines], options: argparse.Namespace, console: Console
+) -> int:
+    """Print what a command yields, and how far long ones have come."""
     from rich.text import Text
 
     from planish.show.text import table
 
-    with _Bar() as bar:
+    with _Bar(bytes_=options.command == "checkpoint") as bar:
         try:
-            for piece in cli.run(options, bar.show):
+            for piece in run(options, bar.show):
                 bar.close()
                 if isinstance(piece, str):
                     # Pins and pages of text go through unfolded: scripts read them.
                     console.print(Text(piece), soft_wrap=True)
                 else:
                     console.print(table(piece.title, *piece.columns, rows=piece.rows, width=200))
-        except cli.Ended as ended:
+        except checkpoint_cli.Ended as ended:
             return ended.code
     return 0
 

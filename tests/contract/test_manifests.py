@@ -8,14 +8,32 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.images import IMAGES, METRICS_PORT, OPTIONAL_STAGES, RESHARD_STAGES, STAGE_IMAGES
-from components.pod_settings import SECRET_ENV, STAGE_LABEL, WEBHOOK_ENV
+from components.images import (
+    GPU,
+    GPU_NODE_LABEL,
+    IMAGES,
+    METRICS_PORT,
+    OPTIONAL_STAGES,
+    PROFILES,
+    RESHARD_STAGES,
+    STAGE_IMAGES,
+)
+from components.pod_settings import (
+    GPU_ENV,
+    RANKS_ENV,
+    SAMPLING_STAGES,
+    SECRET_ENV,
+    STAGE_LABEL,
+    WEBHOOK_ENV,
+)
+from planish.__main__ import main
 from planish.minder.act.kube.names import ITERATION_LABEL
 from planish.run.__main__ import stage_run
 from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
 from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
 from tests.contract.kfp_needs import NEEDS
+from tests.unit.engines.deploy.plans import tiny_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "manifests"
@@ -297,7 +315,7 @@ def test_a_step_has_image_secret_limits_and_retries(name):
     container = template["container"]
     assert container["image"] == IMAGES[STAGE_IMAGES[stage_of(name)]]
     secrets = {e["name"] for e in container["env"] if "secretKeyRef" in e.get("valueFrom", {})}
-    of_stage = WEBHOOK_ENV if name == "report" else {}
+    of_stage = {"report": WEBHOOK_ENV, **dict.fromkeys(SAMPLING_STAGES, RANKS_ENV)}.get(name, {})
     assert secrets == {*SECRET_ENV.values(), *of_stage.values()}
     assert container["resources"]["limits"]["memory"]
     assert template["activeDeadlineSeconds"] > 0
@@ -397,3 +415,38 @@ def test_kustomize_itself_builds_the_same_objects(overlay):
         for objects in (yaml.safe_load_all(built), resolve(FOLDER / overlay))
     )
     assert found == ours
+
+
+def test_ranks_of_a_plan_have_the_settings_of_every_other_pod(tmp_path):
+    """Their command is in the package, which does not know the tables of the components."""
+    plan, out = tiny_plan(tmp_path), tmp_path / "ranks.yaml"
+    words = [str(plan), "--image", IMAGES["rollout"], "--anyway", "--kind", "statefulset"]
+    assert main(["rollout", "manifests", *words, "--out", str(out)]) == 0
+    objects = load(out)
+    resources = PROFILES["gpu-1x8"].stages["rollout"]
+    for one in (o for o in objects if o["kind"] == "StatefulSet"):
+        pod = one["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        minder = find(resolve(FOLDER / "base/minder"), "Deployment", "minder")
+        beside = minder["spec"]["template"]["spec"]
+        assert pod["securityContext"] == beside["securityContext"]
+        assert container["securityContext"] == beside["containers"][0]["securityContext"]
+        assert pod["nodeSelector"] == dict([GPU_NODE_LABEL])
+        assert pod["tolerations"] == [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+        assert container["resources"] == {
+            "requests": {"cpu": resources.cpu, "memory": resources.memory},
+            "limits": {"memory": resources.memory, GPU: resources.gpus},
+        }
+        (shm,) = [v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm"]
+        assert shm == {"medium": "Memory", "sizeLimit": resources.shared_memory}
+        env = {e["name"]: e for e in container["env"]}
+        assert GPU_ENV.items() <= {n: e.get("value") for n, e in env.items()}.items()
+        for key, variable in {**SECRET_ENV, **RANKS_ENV}.items():
+            reference = env[variable]["valueFrom"]["secretKeyRef"]
+            assert (reference["name"], reference["key"]) == ("planish-store", key)
+    (policy,) = [o for o in objects if o["kind"] == "NetworkPolicy"]
+    callers = policy["spec"]["ingress"][0]["from"]
+    assert {c["podSelector"]["matchExpressions"][0]["key"] for c in callers} == {STAGE_LABEL}
+    minio = find(resolve(FOLDER / "base"), "NetworkPolicy", "minio-from-runs")
+    namespaces = [c.get("namespaceSelector") for c in callers]
+    assert namespaces == [c.get("namespaceSelector") for c in minio["spec"]["ingress"][0]["from"]]

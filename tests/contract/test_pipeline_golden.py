@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from components.images import IMAGES, PROFILES
+from components.images import FETCHING_STAGES, IMAGES, PROFILES
 from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, main, normalised
 from pipelines.lint import lint
 from pipelines.monitor import Monitor
@@ -65,11 +65,37 @@ def test_the_form_of_a_new_run_is_short_and_the_description_says_what_to_fill():
 
 
 def test_a_secret_of_another_name_is_fixed_at_compilation():
-    profile = profile_named("cpu-tiny", num_iterations=1, store_secret="team-store")
+    profile = profile_named(
+        "cpu-tiny", num_iterations=1, store_secret="team-store", hub_secret="team-hub"
+    )
     _, platform = yaml.safe_load_all(compile_text(profile))
     pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     names = {secret["secretName"] for pod in pods.values() for secret in pod["secretAsEnv"]}
-    assert names == {"team-store"}
+    assert names == {"team-store", "team-hub"}
+
+
+@pytest.mark.parametrize("name", ["cpu-tiny", "gpu-1x8"])
+def test_the_hub_token_and_the_cache_reach_the_pods_that_fetch_and_no_other(name):
+    profile = profile_named(name, num_iterations=1, cache_claim="models")
+    spec, platform = yaml.safe_load_all(compile_text(profile))
+    pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    containers = spec["deploymentSpec"]["executors"]
+    for label, pod in pods.items():
+        stage = label.removeprefix("exec-").rstrip("-0123456789")
+        fetches = stage in FETCHING_STAGES
+        tokens = [
+            pair["envVar"]
+            for secret in pod["secretAsEnv"]
+            if secret["secretName"] == "planish-hub"
+            for pair in secret["keyToEnv"]
+        ]
+        assert tokens == (["HF_TOKEN"] if fetches else []), label
+        assert all(secret["optional"] for secret in pod["secretAsEnv"])
+        mounts = [(m["pvcNameParameter"], m["mountPath"]) for m in pod.get("pvcMount", ())]
+        claim = {"runtimeValue": {"constant": "models"}}
+        assert mounts == ([(claim, "/cache")] if fetches else []), label
+        env = {e["name"]: e["value"] for e in containers[label]["container"]["env"]}
+        assert (env.get("HF_HOME") == "/cache/huggingface") == fetches, label
 
 
 def test_a_changed_default_is_a_drift(tmp_path):

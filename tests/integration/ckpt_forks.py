@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import importlib
 import itertools
 import json
@@ -72,7 +73,7 @@ class Forks:
             scenario=scenario,
             size=size,
             folder=str(own),
-            environment=environment or {},
+            environment={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             arguments=arguments,
         )
         return ForkedRanks(self, own, pids)
@@ -87,13 +88,20 @@ class Forks:
         return [outcome.value for outcome in outcomes]
 
 
+@functools.cache
+def shared_forks():
+    """Return the forking process of this process; what it has imported it imports only once."""
+    forks = Forks()
+    atexit.register(forks.close)
+    return forks
+
+
 def run_ranks(scenario, size, folder, *, timeout=120.0, **rest):
     """Run a scenario to its end and return what each rank returned; fails if a rank failed.
 
-    Ranks are told `folder` itself, and are forked from a process that has imported the scenario.
+    Ranks are told `folder` itself.
     """
-    with Forks() as forks:
-        return forks.run(scenario, size, folder, own=folder, timeout=timeout, **rest)
+    return shared_forks().run(scenario, size, folder, own=folder, timeout=timeout, **rest)
 
 
 class ForkedRanks:
@@ -180,6 +188,7 @@ def _child(rank, job):
     for old, new in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(old, new)
     faulthandler.enable(file=2)
+    os.environ.clear()
     os.environ.update(job["environment"])
     try:
         torch.set_num_threads(1)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.scheduling import running_scheduler
 from tests.servers.http_proxy import HttpProxy
+from tests.stacks import stacks_without_sources
+
+__all__ = ["stacks_without_sources"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages_of_an_image():
+    """Let what a test starts find the packages of an image; see `stage_path/sitecustomize.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "stage_path"))
+        yield
 
 
 @pytest.fixture(scope="session")
 def forks():
     """A process that forks ranks; one per pytest-xdist worker."""
-    from tests.integration.ckpt_forks import Forks
+    from tests.integration.ckpt_forks import shared_forks
 
-    with Forks() as found:
-        yield found
+    return shared_forks()
 
 
 @pytest.fixture

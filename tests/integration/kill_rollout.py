@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ PAUSE_SECONDS = 0.2
 """Between two looks at what the processes of an attempt hold."""
 
 
+def make_scratch(folder: Path) -> None:
+    """Make a folder for temporary files, but for what torch compiles, which programs share."""
+    folder.mkdir(parents=True)
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    compiled.mkdir(exist_ok=True)
+    (folder / compiled.name).symlink_to(compiled)
+
+
 @dataclass(frozen=True)
 class Shard:
     """One shard of an iteration, on a root with all that it needs."""
@@ -99,11 +108,7 @@ class Shard:
     def start(self) -> subprocess.Popen:
         """Start the stage in a session of its own."""
         if not self.scratch.exists():
-            self.scratch.mkdir()
-            # What torch has compiled is kept for all programs of this user.
-            compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-            compiled.mkdir(exist_ok=True)
-            (self.scratch / compiled.name).symlink_to(compiled)
+            make_scratch(self.scratch)
         options = {
             "root": self.root,
             "config-sha256": self.digest,
@@ -244,27 +249,38 @@ class Round:
         self._committed: dict[Key, Response] = {}
 
     def attempt(
-        self, seconds: float = LONGEST_SECONDS, *, alone: random.Random | None = None
+        self,
+        seconds: float = LONGEST_SECONDS,
+        *,
+        strike: Callable[[list[int]], object] | None = None,
+        since: str = "",
     ) -> int | None:
         """Let the stage run so long, then kill it; return the exit code of one that ended.
 
         Args:
             seconds: until the kill.
-            alone: chooses a child that is killed in place of all; None kills all.
+            strike: takes the processes that the stage has started and does harm to one of them;
+                None kills all, the stage included.
+            since: the seconds count from the moment when the log has these words.
         """
         process = self.shard.start()
         before, num_resumed = {*self.shard.scratch.iterdir()}, len(self.resumed())
-        code = self._watch(process, seconds)
+        end = time.monotonic() + LONGEST_SECONDS
+        code = None
+        while since and since not in self.shard.log() and code is None:
+            assert time.monotonic() < end, f"no {since!r} in " + self.shard.log()[-3000:]
+            code = self._watch(process, PAUSE_SECONDS / 4)
+        code = self._watch(process, seconds) if code is None else code
         assert code is not None or seconds < LONGEST_SECONDS, "it hangs" + self.shard.log()[-3000:]
         if code is None:
             self.counts["kills"] += 1
             begun = self.shard.commits().keys() - self._digests.keys()
             begun = begun or len(self.resumed()) > num_resumed
             self.counts["kills while it samples"] += bool(begun) and not self.shard.is_written()
-            children = below(process.pid) if alone else []
-            if alone and children:
+            children = below(process.pid) if strike else []
+            if strike and children:
                 self.counts["kills of a child alone"] += 1
-                os.kill(alone.choice(children), signal.SIGKILL)
+                strike(children)
                 code = self._watch(process, LONGEST_SECONDS)
                 assert code is not None, "it hangs without a child" + self.shard.log()[-3000:]
                 code = None if code else 0
@@ -384,13 +400,19 @@ def prepare(template: Path, folder: Path, engine: str, setting: str, rows: int) 
     return Undisturbed(shard, done, seconds, runs.digests(done.root), commits, tokens, timing)
 
 
+def kill_one(rng: random.Random, pids: Sequence[int]) -> None:
+    """Kill one of some processes."""
+    os.kill(rng.choice(pids), signal.SIGKILL)
+
+
 def play(undisturbed: Undisturbed, one: Round, engine: str, kills: int, rng: random.Random) -> None:
     """Kill a shard at random moments, let it end, and check what it left."""
     code = None
     for _ in range(kills):
         moment = rng.uniform(0.0, 1.2 * undisturbed.seconds)
         one.moments.append(round(moment, 2))
-        code = one.attempt(moment, alone=rng if rng.random() < 1 / 3 else None)
+        alone = rng.random() < 1 / 3
+        code = one.attempt(moment, strike=partial(kill_one, rng) if alone else None)
         if code is not None:
             break
     if code is None:

@@ -16,8 +16,8 @@ from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
 from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
-from tests.integration.ckpt_ranks import Ranks
 from tests.integration.test_ckpt_load import boxes_for, raw_of, target, weights
+from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.stores.faulty import FaultyStore
 from tests.unit.checkpoint import damage
@@ -140,14 +140,9 @@ def test_the_same_processes_load_once_nothing_is_wrong(outcomes):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_missed_soon_by_all_others(tmp_path, place):
-    with Ranks(
-        f"{NAME}:scenario",
-        3,
-        tmp_path / "ranks",
-        cases=[{"place": place, "victim": 1, "fault": "kill"}],
-    ) as ranks:
-        ended = ranks.wait(240)
+def test_a_rank_that_is_killed_is_missed_soon_by_all_others(forks, tmp_path, place):
+    cases = [{"place": place, "victim": 1, "fault": "kill"}]
+    ended = forks.start(f"{NAME}:scenario", 3, tmp_path, cases=cases).wait(240.0)
     assert ended[1].code == -signal.SIGKILL
     found = [ended[0].value[0], ended[2].value[0]]
     assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
@@ -157,16 +152,13 @@ def test_a_rank_that_is_killed_is_missed_soon_by_all_others(tmp_path, place):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_given_up_at_the_time_limit(tmp_path, place):
-    with Ranks(
-        f"{NAME}:scenario",
-        3,
-        tmp_path / "ranks",
-        cases=[{"place": place, "victim": 2, "fault": "hang", "timeout": 8.0}],
-    ) as ranks:
-        for rank in (0, 1):
-            ranks.processes[rank].wait(240)
-        found = [ranks._outcome(rank).value[0] for rank in (0, 1)]
+def test_a_rank_that_hangs_is_given_up_at_the_time_limit(forks, tmp_path, place):
+    cases = [{"place": place, "victim": 2, "fault": "hang", "timeout": 8.0}]
+    ranks = forks.start(f"{NAME}:scenario", 3, tmp_path, cases=cases)
+    paths = [ranks.folder / f"result-{rank}.json" for rank in (0, 1)]
+    wait_for(lambda: all(path.exists() for path in paths), 240.0, "the end of two ranks")
+    ranks.kill()
+    found = [outcome.value[0] for outcome in ranks.wait()[:2]]
     assert all(one["error"] in ("PlanMismatch", "PeerLost") for one in found), found
     assert max(one["seconds"] for one in found) < 45
 

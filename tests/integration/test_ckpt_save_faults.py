@@ -97,15 +97,16 @@ def collect(root):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_uploader_fails_the_save_on_all_ranks_and_the_next_one_succeeds(
-    store_root, tmp_path, victim
+    forks, store_root, tmp_path, victim
 ):
     folder = tmp_path / "ranks"
     folder.mkdir()
     (folder / "go-on").touch()
-    with Ranks(f"{HERE}:held_up", 3, folder, root=store_root, victim=victim) as ranks:
-        os.kill(pids_of(folder, 3)[victim], signal.SIGKILL)
-        outcomes = outcomes_of(folder, range(3))
-        ended = ranks.wait(300)
+    scenario = f"{HERE}:held_up"
+    ranks = forks.start(scenario, 3, tmp_path, own=folder, root=store_root, victim=victim)
+    os.kill(pids_of(folder, 3)[victim], signal.SIGKILL)
+    outcomes = outcomes_of(folder, range(3))
+    ended = ranks.wait(300.0)
     for (message, blamed), seconds in outcomes:
         assert blamed == [victim]
         assert "uploading process" in message
@@ -117,24 +118,24 @@ def test_a_killed_uploader_fails_the_save_on_all_ranks_and_the_next_one_succeeds
 
 
 @pytest.mark.parametrize("dead", [(2,), (0,), (0, 1, 2)], ids=["a-rank", "rank-0", "all"])
-def test_killed_ranks_leave_the_old_checkpoint_and_nothing_else(store_root, tmp_path, dead):
+def test_killed_ranks_leave_the_old_checkpoint_and_nothing_else(forks, store_root, tmp_path, dead):
     folder, shared = tmp_path / "ranks", set(os.listdir("/dev/shm"))
-    with Ranks(f"{HERE}:held_up", 3, folder, root=store_root, victim=1) as ranks:
-        uploaders = pids_of(folder, 3)
-        for rank in dead:
-            ranks.kill(rank)
-        for rank in dead:
-            ranks.processes[rank].wait(20)
-        if len(dead) < 3:
-            # Rank 1 waits for its stopped uploader until it hears of the end.
-            alive = [rank for rank in range(3) if rank not in dead]
-            for outcome, seconds in outcomes_of(folder, alive):
-                assert outcome is not None
-                assert outcome[1] == list(dead)
-                assert seconds < 40
-        os.kill(uploaders[1], signal.SIGCONT)
-        ranks.wait(200)
-        wait_for(lambda: all(map(gone, uploaders)), 30, "the end of every uploading process")
+    scenario = f"{HERE}:held_up"
+    ranks = forks.start(scenario, 3, tmp_path, own=folder, root=store_root, victim=1)
+    uploaders = pids_of(folder, 3)
+    for rank in dead:
+        ranks.kill(rank)
+    wait_for(lambda: all(gone(ranks.pids[rank]) for rank in dead), 20, "the end of those killed")
+    if len(dead) < 3:
+        # Rank 1 waits for its stopped uploader until it hears of the end.
+        alive = [rank for rank in range(3) if rank not in dead]
+        for outcome, seconds in outcomes_of(folder, alive):
+            assert outcome is not None
+            assert outcome[1] == list(dead)
+            assert seconds < 40
+    os.kill(uploaders[1], signal.SIGCONT)
+    ranks.wait(200.0)
+    wait_for(lambda: all(map(gone, uploaders)), 30, "the end of every uploading process")
     assert set(os.listdir("/dev/shm")) <= shared
     assert not attempts(f"{store_root}/2")[1]
     assert_holds(f"{store_root}/1", seed=1, **BIG)

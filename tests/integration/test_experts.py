@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planish import store
-from planish.engines.weights import open_weights
+from planish.engines.weights import PinnedWeights
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -42,8 +42,8 @@ def logits(policy_pin):
 def test_experts_are_pretrained_sampled_trained_by_two_processes_and_exported(tmp_path):
     root = f"file://{tmp_path}/run"
     overrides = f"{EXPERTS} train.num_processes=2 algorithm.correction=off"
-    runs.run(root, tmp_path / "log", iterations=2, overrides=overrides)
-    before, after = (open_weights(pin(root, version)) for version in (0, 2))
+    runs.run(root, tmp_path / "log", iterations=2, shards=1, overrides=overrides)
+    before, after = (PinnedWeights(pin(root, version)) for version in (0, 2))
     assert after.names() == before.names()
     experts = [name for name in after.names() if ".mlp.experts." in name]
     layers = len({name.split(".")[2] for name in experts})
@@ -63,10 +63,10 @@ def check_three_processes_go_on(tmp_path, root):
     overrides = f"{EXPERTS} train.num_processes=3 train.learning_rate=1e-30"
     overrides += " algorithm.correction=off rollout.max_generation_rounds=30"
     options = {"overrides": overrides, "resume_from": root, "allow_config_change": True}
-    runs.run(other, tmp_path / "three.log", iterations=1, **options)
+    runs.run(other, tmp_path / "three.log", iterations=1, shards=1, **options)
     files = [uri for uri in store.list_uris(newest_state(other)) if "/policy.model/" in uri]
     assert len(files) == 3
-    first, last = (open_weights(p) for p in (pin(root, 2), pin(other, 1)))
+    first, last = (PinnedWeights(p) for p in (pin(root, 2), pin(other, 1)))
     assert first.names() == last.names()
     assert all(first.read(name).equal(last.read(name)) for name in first.names())
     scalars = read_report(UpdateReport, layout.update(other, 1)).scalars

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +21,8 @@ from planish.checkpoint.load.slices import SliceReader
 from planish.records import fetch_files, layout, write_files
 from planish.store import open_store
 from planish.store.documents import read_json
+from tests.integration import runs
 from tests.unit.checkpoint.written import OBJECTS, tiny_model, write_checkpoint
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -36,8 +33,8 @@ def run(root, source, target_layout, *options):
     command += ["--layout", target_layout, *options]
     done = subprocess.run(
         command,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=runs.REPOSITORY,
+        env=runs.environment(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,7 +11,7 @@ from planish.base.parallel import Ranks
 from planish.stages.train.batching import split_by_gradient
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.trainer import open_trainer
-from tests.integration import ckpt_ranks
+from tests.integration.ckpt_forks import run_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.stages.train.runs import TINY, start_run
 
@@ -19,6 +19,11 @@ CPU = torch.device("cpu")
 ALGORITHM = Dapo(DapoConfig())
 VALUE = 1.0009765625
 """bfloat16 rounds it to 1."""
+
+
+def preload():
+    """Import what loads a policy, which takes long, before ranks are forked."""
+    from transformers import Qwen3ForCausalLM  # noqa: F401
 
 
 def constant_values(rank, size, folder, *, pin):
@@ -57,11 +62,8 @@ def test_two_ranks_measure_rows_without_an_advantage_as_one_does(tmp_path):
     pin = start_run(f"file://{tmp_path}/root").policy_pin
     found = []
     for size in (1, 2):
-        scenario, folder = f"{__name__}:half_of_a_step", tmp_path / f"ranks-{size}"
-        with ckpt_ranks.Ranks(scenario, size, folder, pin=pin) as ranks:
-            outcomes = ranks.wait()
-        assert [outcome.error for outcome in outcomes] == [""] * size
-        found += [outcome.value for outcome in outcomes]
+        folder = tmp_path / f"ranks-{size}"
+        found += run_ranks(f"{__name__}:half_of_a_step", size, folder, pin=pin)
     alone = found[0]
     assert alone["clipfrac_high"] > 0
     assert abs(alone["approx_kl"]) > 0.01
@@ -73,8 +75,5 @@ def test_two_ranks_measure_rows_without_an_advantage_as_one_does(tmp_path):
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_value_head_stays_in_float32_on_any_number_of_ranks(tmp_path, size):
     pin = start_run(f"file://{tmp_path}/root").policy_pin
-    scenario = f"{__name__}:constant_values"
-    with ckpt_ranks.Ranks(scenario, size, tmp_path / "ranks", pin=pin) as ranks:
-        outcomes = ranks.wait()
-    assert [outcome.error for outcome in outcomes] == [""] * size
-    assert [outcome.value for outcome in outcomes] == [[VALUE]] * size
+    found = run_ranks(f"{__name__}:constant_values", size, tmp_path / "ranks", pin=pin)
+    assert found == [[VALUE]] * size

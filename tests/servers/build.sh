@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Build the servers that tests start, from pinned Go modules into .cache/bin.
-#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes]      (default: minio)
-# A server that is there in the pinned version is not built again.
+#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes] [lws]      (default: minio)
+# A server that is there in the pinned version is not built again. Of lws only its definition of the
+# resource is taken: .cache/bin/lws.yaml.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 bin="$(cd "$here/../.." && pwd)/.cache/bin"
@@ -12,6 +13,7 @@ declare -A package=(
   [etcd]=.
   [kubernetes]=.
   [expression]=.
+  [lws]=sigs.k8s.io/lws
 )
 declare -A flags=(
   [kubernetes]='-X k8s.io/component-base/version.gitVersion=v1.34.4'
@@ -31,6 +33,14 @@ for name in "${@:-minio}"; do
     exit 2
   }
   cd "$here/$name"
+  if [[ "$name" == lws ]]; then
+    export GOFLAGS=-mod=readonly
+    go mod download "${package[$name]}"
+    cp "$(go list -m -f '{{.Dir}}' "${package[$name]}")"/config/crd/bases/*_leaderworkersets.yaml "$bin/$name.new"
+    chmod u+w "$bin/$name.new"
+    mv "$bin/$name.new" "$bin/$name.yaml"
+    continue
+  fi
   stamp="$(cat go.mod go.sum ./*.go | sha256sum | cut -d' ' -f1) $(go env GOVERSION)"
   if [[ -x "$bin/$name" && "$(cat "$bin/$name.stamp" 2>/dev/null)" == "$stamp" ]]; then
     continue

@@ -23,6 +23,8 @@ class FaultyProxy:
         self.fault = fault
         self.cut_bytes = cut_bytes
         self.connections = 0
+        self.answered_bytes = 0
+        self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = "127.0.0.1:" + str(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -71,11 +73,13 @@ class FaultyProxy:
         else:
             self._pump(server, client, self.cut_bytes if fault == "cut" else -1)
 
-    @staticmethod
-    def _pump(source: socket.socket, target: socket.socket, limit: int) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, limit: int) -> None:
         sent = 0
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                if source.getpeername() == self.server:
+                    with self._lock:
+                        self.answered_bytes += len(data)
                 if 0 <= limit < sent + len(data):
                     target.sendall(data[: limit - sent])
                     return

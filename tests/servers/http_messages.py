@@ -61,6 +61,8 @@ class Stream:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.sock.settimeout(120)
+        # Heads and bodies leave one after the other: the second must not wait for the other side.
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._ahead = bytearray()
 
     def head(self, answers: str = "") -> Head | None:

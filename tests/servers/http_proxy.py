@@ -176,7 +176,6 @@ class HttpProxy:
 
     def _serve(self, client: socket.socket) -> None:
         upstream: Stream | None = None
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._sockets.add(client)
         stream = Stream(client)

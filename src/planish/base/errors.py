@@ -29,6 +29,7 @@
       EngineError                      a rollout engine failed
         EngineBusy                     the call needs an engine with nothing in flight
         NotSupported                   this engine lacks an optional ability
+        ProtocolError                  a rank sent what no rank of its instance may send
       VerifierFailure                  too many verifier errors in one batch
       PeerLost                         a rank did not answer in time
       ClusterError                     the API server of Kubernetes refused, or did not answer
@@ -178,12 +179,26 @@ class NotSupported(EngineError):
     """This engine lacks an optional ability."""
 
 
+class ProtocolError(EngineError):
+    """A rank sent, or was asked to send, what no rank of its instance may send."""
+
+
 class VerifierFailure(PlanishError):
     """Too many verifier errors in one batch to trust its rewards."""
 
 
 class PeerLost(PlanishError):
-    """A rank did not answer in time."""
+    """A rank did not answer in time.
+
+    Example:
+        >>> PeerLost("rank 2 is gone", per_rank={2: "closed its connection"}).per_rank
+        {2: 'closed its connection'}
+    """
+
+    def __init__(self, message: str, *, per_rank: Mapping[int, str] | None = None) -> None:
+        """Keep what is known of each lost rank."""
+        super().__init__(message)
+        self.per_rank = dict(per_rank or {})
 
 
 class ClusterError(PlanishError):

@@ -59,6 +59,14 @@ _COUNTERS = {
     "planish_checkpoint_retries_total": "Store requests of checkpoints repeated.",
     "planish_checkpoint_stragglers_total": "Ranks far slower than the median.",
     "planish_rollout_groups_total": "Groups judged by dynamic sampling.",
+    "planish_rollout_rank_busy_seconds_total": "Seconds in which a rank of an engine computed.",
+    "planish_rollout_rank_rows_total": (
+        "Rows that a rank computed: tokens of attention, rows of all experts and layers of experts."
+    ),
+    "planish_rollout_rank_wait_seconds_total": (
+        "Seconds of iterations in which a rank waited for rows of others."
+    ),
+    "planish_reward_idle_iterations_total": "Iterations that could teach nothing.",
     "planish_rollout_tokens_total": "Response tokens sampled.",
     "planish_stage_failures_total": "Tasks that ended with an error.",
     "planish_stage_nonfinite_total": "Results that were NaN or infinite.",
@@ -85,7 +93,13 @@ _GAUGES = {
     "planish_rollout_accuracy_ratio": "Mean accuracy of the generated responses.",
     "planish_rollout_busy_slots": "Responses in the engine now.",
     "planish_rollout_dropped_groups": "Groups dropped so far.",
+    "planish_rollout_expert_imbalance_ratio": (
+        "Rows of the busiest expert over the mean, averaged over layers."
+    ),
     "planish_rollout_kept_groups": "Groups kept so far; with windows, responses that have theirs.",
+    "planish_rollout_rank_bubble_ratio": "Share of iterations in which a rank did not compute.",
+    "planish_rollout_rank_cache_bytes": "Keys and values that a rank holds.",
+    "planish_rollout_rank_queue": "Requests of an attention rank; frames that wait at an expert's.",
     "planish_rollout_remaining_seconds": "Seconds until the shard is full at the pace so far.",
     "planish_rollout_response_tokens": "Mean length of the generated responses.",
     "planish_rollout_slot_utilisation_ratio": (
@@ -119,6 +133,17 @@ _LABELS: dict[str, tuple[str, ...]] = {
     "planish_records_read_seconds": ("schema",),
     "planish_records_write_seconds": ("schema",),
     "planish_rollout_groups_total": ("fate",),
+    **dict.fromkeys(
+        (
+            "planish_rollout_rank_bubble_ratio",
+            "planish_rollout_rank_busy_seconds_total",
+            "planish_rollout_rank_cache_bytes",
+            "planish_rollout_rank_queue",
+            "planish_rollout_rank_rows_total",
+            "planish_rollout_rank_wait_seconds_total",
+        ),
+        ("rank", "role"),
+    ),
     "planish_stage_failures_total": ("code",),
     "planish_stage_info": ("rank", "stage"),
     "planish_store_read_bytes_total": ("scheme",),
@@ -334,10 +359,43 @@ def _value(value: object) -> str:
     return text if _BARE.fullmatch(text) else json.dumps(text)
 
 
+_SECRET = re.compile(
+    r"(?P<before>\b[a-z][a-z0-9+.-]*://)[^/\s@'\"?#]+(?=@)"
+    r"|(?P<name>[?&;](?:[\w-]*(?:token|secret|signature|password|credential)[\w-]*"
+    r"|[\w-]*key(?:id)?|sig|auth)=)[^&;#\s'\"]+"
+    r"|\bhf_[A-Za-z0-9]{30,}",
+    re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """Return text with the user part and the credentials of every URL, and hub tokens, left out.
+
+    Example:
+        >>> redact("https://me:pw@a.org/x?id=3&token=abc")
+        'https://***@a.org/x?id=3&token=***'
+        >>> redact("hf://org/name@v2 s3://bucket/a@b")
+        'hf://org/name@v2 s3://bucket/a@b'
+    """
+    return _SECRET.sub(lambda found: f"{found['before'] or found['name'] or ''}***", text)
+
+
+class LogFormatter(logging.Formatter):
+    """Writes log lines without the credentials of addresses in them."""
+
+    def __init__(self, line: str = LOG_FORMAT) -> None:
+        """Take the form of a line, in the fields of a log record."""
+        super().__init__(line)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return redact(super().format(record))
+
+
 def configure_logging(level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Send log lines of this process to `stream`, standard error by default; once per process."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(LogFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows to print below a title; a command yields it and its caller prints.
+
+    Example:
+        >>> Table("file:///r", ("step", "bytes"), [[7, "1.0 KiB"]]).columns
+        ('step', 'bytes')
+    """
+
+    title: str
+    """Heading."""
+    columns: tuple[str, ...]
+    """Names, empty texts for none."""
+    rows: list[list[Any]]
+    """Cells; text in them is untrusted."""
 
 
 def bytes_text(count: float) -> str:

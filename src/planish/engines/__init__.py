@@ -12,29 +12,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planish.engines.base import BaseEngine
     from planish.engines.config import EngineConfig
+    from planish.engines.requests import ModelRef
 
 ENGINES: dict[str, str] = {
+    "disagg": "planish.engines.disagg.engine:DisaggEngine",
     "transformers": "planish.engines.transformers.engine:TransformersEngine",
     "vllm": "planish.engines.vllm.engine:VllmEngine",
+    "vllm_disagg": "planish.engines.disagg.engine:DisaggEngine",
 }
 """Engine name to `module:class`; each class is a `BaseEngine`."""
 
+APART = ("disagg", "vllm_disagg")
+"""Engines whose attention and experts are in different processes."""
 
-def open_engine(config: EngineConfig, policy_pin: str, **options: Any) -> BaseEngine:
-    """Return a started engine that holds the policy at `policy_pin`.
+
+def open_engine(config: EngineConfig, model: ModelRef, **options: Any) -> BaseEngine:
+    """Return a started engine that holds the policy `model`.
 
     Args:
         config: which engine, and its settings.
-        policy_pin: pinned URI of a `policy/1` export.
+        model: a pinned policy, or one in memory.
         **options: further keyword arguments of the engine's class.
 
     Raises:
         ConfigError: what the engine needs is not there, or a setting does not fit this machine.
         EngineError: the engine could not start.
     """
-    from planish.engines.requests import ModelRef
-
     module, _, cls = ENGINES[config.name].partition(":")
     engine: BaseEngine = getattr(importlib.import_module(module), cls)(config=config, **options)
-    engine.start(ModelRef(pin=policy_pin))
+    engine.start(model)
     return engine

@@ -231,6 +231,9 @@ class BaseEngine(ABC):
         done: dict[str, Output] = {}
         while len(done) < len(wanted):
             done.update((output.request_id, output) for output in self._poll(1.0, wanted))
+            if self._state is EngineState.FAILED:
+                faults = [output.error for output in done.values() if output.error]
+                raise EngineError("; ".join(faults[:1]) or "the engine failed")
         return [done[request.request_id] for request in requests]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Output]:
@@ -268,6 +271,7 @@ class BaseEngine(ABC):
         Raises:
             EngineBusy: requests run or wait.
             EngineError: names or shapes do not fit, or the version goes back.
+            RecordError: a file of pinned weights is missing or damaged.
         """
         with self._lock:
             self._expect("update_weights", EngineState.READY, EngineState.RUNNING)
@@ -342,8 +346,10 @@ class BaseEngine(ABC):
 
     def _expect(self, call: str, *states: EngineState) -> None:
         if self._state not in states:
+            why = [output.error for output in self._finished if output.error][:1]
             raise EngineError(
-                f"`{call}` needs an engine that is {' or '.join(states)}, got {self._state}"
+                f"`{call}` needs an engine that is {' or '.join(states)}, got "
+                + ": ".join([self._state, *why])
             )
 
     @contextmanager

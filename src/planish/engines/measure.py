@@ -6,12 +6,13 @@ reward.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planish.base.errors import VerifierFailure
+from planish.base.errors import EngineError, VerifierFailure
 from planish.engines.requests import Request, Sampling
 from planish.engines.sampling import request_seed
 from planish.models.tokens import Tokenizer
@@ -23,8 +24,13 @@ from planish.verifiers import Verdict, VerifierOptions, verify_many
 if TYPE_CHECKING:
     from planish.engines.base import BaseEngine
 
+logger = logging.getLogger(__name__)
+
 MEASURING = 0
 """In place of the iteration in seeds: no training iteration has this number."""
+
+MOST_REPEATS = 3
+"""How often responses that a part of the engine took with it are asked again."""
 
 
 def generate_rollouts(
@@ -51,7 +57,10 @@ def generate_rollouts(
 
     Returns:
         P groups of `num_samples` rollouts each. Requests that the engine refused have no tokens
-        and finish as ABORT.
+        and finish as ABORT. Those that were lost with a part of the engine are asked again.
+
+    Raises:
+        EngineError: the engine failed, or requests were lost again and again.
     """
     prompt_tokens = [tokenizer.encode_prompt(messages) for messages in prompts.messages]
     requests = []
@@ -67,6 +76,21 @@ def generate_rollouts(
                 )
             )
     outputs = engine.generate(requests)
+    for repeat in range(MOST_REPEATS + 1):
+        lost = [row for row, output in enumerate(outputs) if output.is_lost]
+        if not lost:
+            break
+        reason = outputs[lost[0]].error
+        if repeat == MOST_REPEATS:
+            raise EngineError(
+                f"every response of a measurement must be sampled, got {len(lost)} of "
+                f"{len(outputs)} lost after {MOST_REPEATS} repeats ({reason}); mend the engine's "
+                "ranks and measure again"
+            )
+        logger.warning("asking again num_requests=%d reason=%s", len(lost), reason)
+        again = engine.generate([requests[row] for row in lost])
+        for row, output in zip(lost, again, strict=True):
+            outputs[row] = output
     groups = np.repeat(np.arange(prompts.num_rows, dtype=np.int32), num_samples)
     return RolloutSet(
         group_index=groups,
@@ -99,14 +123,16 @@ def judge(
         R verdicts; a failed verifier counts as wrong.
 
     Raises:
-        VerifierFailure: more verifiers failed than `max_error_rate` allows.
+        ConfigError: a row names a verifier that is not here.
+        VerifierFailure: more verifiers failed than `max_error_rate` allows, or one hangs.
     """
     rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
     verdicts = verify_many(rows, options)
-    errors = sum(verdict.error for verdict in verdicts)
-    if errors > max_error_rate * len(verdicts):
+    errors = [verdict for verdict in verdicts if verdict.error]
+    if len(errors) > max_error_rate * len(verdicts):
         raise VerifierFailure(
-            f"at most {max_error_rate:.1%} of verifications may fail, got {errors} of "
-            f"{len(verdicts)}; check the answers of these prompts and their `verifier` column"
+            f"at most {max_error_rate:.1%} of verifications may fail, got {len(errors)} of "
+            f"{len(verdicts)}; "
+            + (errors[0].reason or "check the answers of these prompts, and their `verifier`")
         )
     return verdicts

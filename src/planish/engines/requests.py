@@ -54,7 +54,7 @@ class Sampling:
     seed: int = 0
     """Noise of response position t is a hash of (seed, t), whatever the windows."""
     want_routing: bool = False
-    """Return the experts that each token was sent to."""
+    """Return the experts that each token was sent to; the engine must be made with `routing`."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -123,11 +123,17 @@ class Output:
     stop_string: str | None = None
     """The stop string that its last token completed, for STOP; the token may reach beyond it."""
     routing: np.ndarray | None = None
-    """[tokens, layers, experts per token]; -1 where unknown."""
+    """[prompt + response tokens - 1, layers with experts, experts per token], int8 or int16: the
+    logical ids of the experts that each token was sent to as an input of this call, prompt and
+    prefix included. The last token has been no input yet. -1 where unknown; None where nobody asked
+    for it or nothing was sampled."""
     stats: dict[str, Any] = field(default_factory=dict)
     """queue_seconds, prefill_seconds, decode_seconds, cached_tokens, preemptions."""
     error: str = ""
     """Why this request failed alone, for ABORT: too long a prompt, non-finite logits."""
+    is_lost: bool = False
+    """It failed with a part of the engine, and not by its own fault: asked again it is served by
+    what is left. With an `error` only."""
 
     @property
     def num_tokens(self) -> int:
@@ -159,6 +165,10 @@ class ModelRef:
 
     pin: str = ""
     """Pinned URI of a `policy/1` export."""
+    folder: str = ""
+    """Local folder of a policy whose digests were verified, in place of `pin`."""
+    version: int = 0
+    """Policy version of `folder`."""
     policy: Any = None
     """A loaded `planish.models.policy.Policy`. The engine may keep weights in a layout of its own:
     change them by `update_weights` only, which writes into this very policy."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from planish.base.errors import ConfigError
 from planish.engines.requests import Request
 from planish.models.tokens import check_stop_strings
 
@@ -69,19 +70,26 @@ def stop_table(strings: Sequence[str], token_bytes: Sequence[bytes]) -> StopTabl
             left out of it.
 
     Raises:
-        ConfigError: as `check_stop_strings`.
+        ConfigError: as `check_stop_strings`, or no sequence of tokens completes a string.
     """
     unique = tuple(dict.fromkeys(strings))
     check_stop_strings(unique)
     step, found = _automaton([text.encode() for text in unique])
     reached = _after_tokens(step, token_bytes)
     columns, token_class = np.unique(reached, axis=0, return_inverse=True)
-    return StopTable(
-        unique,
-        token_class.reshape(-1).astype(np.int32),
-        np.ascontiguousarray(columns.T, dtype=np.int32),
-        found,
-    )
+    next_state = np.ascontiguousarray(columns.T, dtype=np.int32)
+    rare = [text for index, text in enumerate(unique) if index not in _ends(reached, found)]
+    # Another string may only have come before it.
+    alone = {text: _automaton([text.encode()]) for text in rare}
+    unspelled = [
+        text for text, (s, f) in alone.items() if not _ends(_after_tokens(s, token_bytes), f)
+    ]
+    if unspelled:
+        raise ConfigError(
+            f"stop strings must be texts that tokens of this policy spell, got {unspelled!r:.200}, "
+            "which no sequence of them gives; leave them out of `model.stop_strings`"
+        )
+    return StopTable(unique, token_class.reshape(-1).astype(np.int32), next_state, found)
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[npt.NDArray[np.int16], Table]:
@@ -135,6 +143,16 @@ def _after_tokens(
             now[: len(column)] = step[now[: len(column)], column]
         reached[order, state] = now
     return reached
+
+
+def _ends(reached: npt.NDArray[np.int16], found: Table) -> set[int]:
+    """Return which strings a response can end with, by the states after each token."""
+    seen, open_states = {0}, [0]
+    while open_states:
+        following = {*np.unique(reached[:, open_states.pop()]).tolist()} - seen
+        seen |= following
+        open_states += following
+    return {int(found[state]) for state in seen if found[state] >= 0}
 
 
 class StopStates:

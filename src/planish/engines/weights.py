@@ -1,21 +1,27 @@
 """Sources of weights: tensors by their canonical Hugging Face names, read box by box.
 
-They do not know engines, and they never hold pickled data.
+A source has an address, by which another process reads the same weights by itself. They do not
+know engines, and they never hold pickled data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
+from planish import store
 from planish.base.errors import EngineError
-from planish.records.io import fetch_files
-from planish.records.refs import parse_pin
+from planish.engines.requests import ModelRef
+from planish.records.io import fetch_files, read_manifest
+from planish.records.refs import is_pin, parse_pin
 
 Index = tuple[slice, ...]
 
@@ -26,6 +32,8 @@ _DTYPES = {
     "F16": torch.float16,
 }
 """Types of weights in safetensors headers."""
+_HEADER_BYTES = 100_000_000
+"""Longest header that safetensors libraries accept."""
 
 
 class WeightSource(Protocol):
@@ -41,6 +49,10 @@ class WeightSource(Protocol):
     def fingerprint(self) -> str:
         """Hex digest of names, shapes and dtypes."""
 
+    @property
+    def address(self) -> str:
+        """What `fetch_weights` takes in another process; "" for weights in memory."""
+
 
 def _fingerprint(names: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
     plain = {name: [list(shape), str(dtype)] for name, (shape, dtype) in names.items()}
@@ -54,6 +66,9 @@ class DictWeights:
         >>> DictWeights({"w": torch.ones(2)}).read("w").tolist()
         [1.0, 1.0]
     """
+
+    address = ""
+    """No other process can read them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -76,7 +91,12 @@ class FolderWeights:
     """Weights in the `*.safetensors` files of one local folder; files stay mapped, not loaded."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        """Map the files and read their headers.
+
+        Raises:
+            EngineError: there are none, one is damaged, or a tensor has a type of no weights.
+        """
+        from safetensors import SafetensorError, safe_open
 
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -84,14 +104,25 @@ class FolderWeights:
                 f"a folder of weights must hold *.safetensors files, got none in {str(folder)!r}; "
                 "the export of this policy is incomplete"
             )
-        self.folder = folder
-        """Where the files are."""
+        self.address = str(folder)
+        """The folder."""
         self._handles: dict[str, Any] = {}
         self._names: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for path in files:
-            handle: Any = safe_open(str(path), framework="pt")
+            try:
+                handle: Any = safe_open(str(path), framework="pt")
+            except SafetensorError as error:
+                raise EngineError(
+                    f"`{path.name}` must be a safetensors file, got {error}; export the policy "
+                    "again"
+                ) from None
             for name in handle.keys():  # noqa: SIM118 - a handle, not a dictionary
                 part = handle.get_slice(name)
+                if part.get_dtype() not in _DTYPES:
+                    raise EngineError(
+                        f"weights must have one of the types {sorted(_DTYPES)}, got "
+                        f"{part.get_dtype()} in {name}; export the policy in float32 or bfloat16"
+                    )
                 self._names[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._handles[name] = handle
 
@@ -112,15 +143,147 @@ class FolderWeights:
         return _fingerprint(self.names())
 
 
-def save_weights(source: WeightSource, folder: Path) -> None:
-    """Write all tensors of a source into one file of a folder, for processes that read files."""
+class PinnedWeights:
+    """Weights of a policy export by its pinned URI: headers now, files when a tensor is read.
+
+    So a driver that only compares names and shapes leaves the bytes to those who need them.
+    """
+
+    def __init__(self, pin: str) -> None:
+        """Read the manifest, its digest verified, and the headers of the files.
+
+        Raises:
+            ObjectMissing: no finished export there.
+            RecordError: another manifest, or no policy.
+            EngineError: a file is no safetensors file.
+        """
+        self.address = pin
+        """The pinned URI."""
+        uri, digest = parse_pin(pin)
+        manifest = read_manifest(uri, sha256=digest)
+        with tempfile.TemporaryDirectory(prefix="planish-") as name:
+            for shard in manifest.shards:
+                if "/" in shard.name or not shard.name.endswith(".safetensors"):
+                    continue
+                place = f"{uri.rstrip('/')}/{shard.name}"
+                length = int.from_bytes(store.read(place, 0, 8), "little")
+                # The library compares a header with the size of its file: the rest is a hole.
+                with open(Path(name) / shard.name, "wb") as file:
+                    file.write(store.read(place, 0, min(8 + length, _HEADER_BYTES)))
+                    file.truncate(shard.bytes)
+            self._names = FolderWeights(Path(name)).names()
+        self._files: FolderWeights | None = None
+
+    def names(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype by name."""
+        return dict(self._names)
+
+    def fetch(self) -> FolderWeights:
+        """Return the files on this machine, every digest verified; at most once for this object."""
+        if self._files is None:
+            self._files = fetch_weights(self.address)
+        return self._files
+
+    def read(self, name: str, index: Index = ()) -> torch.Tensor:
+        """Return a box of one tensor."""
+        return self.fetch().read(name, index)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of names, shapes and dtypes."""
+        return _fingerprint(self.names())
+
+
+_fetched: WeakValueDictionary[str, FolderWeights] = WeakValueDictionary()
+"""By pinned URI: what somebody in this process holds need not be verified again."""
+
+
+def fetch_weights(address: str) -> FolderWeights:
+    """Return the weights at the address of a source, all files on this machine and verified.
+
+    Args:
+        address: a pinned URI, whose bytes leave the store once for all processes of this machine,
+            or a local folder, which is taken as it is.
+
+    Raises:
+        ObjectMissing: no finished export there.
+        RecordError: a file is missing or damaged.
+    """
+    if not is_pin(address):
+        return FolderWeights(Path(address))
+    weights = _fetched.get(address)
+    if weights is None:
+        uri, digest = parse_pin(address)
+        weights = FolderWeights(fetch_files(uri, sha256=digest, schema="policy/1"))
+        _fetched[address] = weights
+    return weights
+
+
+def check_weights(
+    given: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    refuse_others: bool = True,
+) -> None:
+    """Compare names and shapes of new weights with those of the model that is served.
+
+    Args:
+        given: shape and dtype by name.
+        wanted: shape by name.
+        refuse_others: also refuse names that the model does not have.
+
+    Raises:
+        EngineError: they do not fit; the message names the first five.
+    """
+    faults = [f"{name} is missing" for name in wanted if name not in given]
+    if refuse_others:
+        faults += [f"{name} is not of this model" for name in given if name not in wanted]
+    faults += [
+        f"{name} has shape {tuple(given[name][0])} in place of {tuple(shape)}"
+        for name, shape in wanted.items()
+        if name in given and tuple(given[name][0]) != tuple(shape)
+    ]
+    if faults:
+        raise EngineError(
+            f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
+            f" ({len(faults)} in all); export the policy of this run"
+        )
+
+
+def local_policy(model: ModelRef, scratch: ExitStack) -> tuple[Path, int]:
+    """Return a local folder of a policy, for processes that read files, and its version.
+
+    Args:
+        model: pinned, local, or in memory: then it is saved.
+        scratch: closes when the folder is no longer needed.
+    """
+    if model.folder:
+        return Path(model.folder), model.version
+    if model.policy is None:
+        uri, digest = parse_pin(model.pin)
+        manifest = read_manifest(uri, sha256=digest)
+        folder = fetch_files(uri, sha256=digest, schema="policy/1")
+        return folder, int(manifest.attributes["policy_version"])
+    from planish.models.policy import save_policy
+
+    place = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="planish-")))
+    version = int(model.policy.version)
+    save_policy(place.as_uri(), model.policy, version=version, parents={}, attributes={})
+    return place, version
+
+
+def address_of(source: WeightSource, scratch: ExitStack) -> str:
+    """Return the address of a source; weights in memory are saved into a folder for it.
+
+    Args:
+        source: any weights.
+        scratch: closes when the folder is no longer needed.
+    """
+    if source.address:
+        return source.address
     from safetensors.torch import save_file
 
+    folder = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="planish-")))
     tensors = {name: source.read(name).contiguous() for name in source.names()}
     save_file(tensors, folder / "model.safetensors")
-
-
-def open_weights(pin: str) -> FolderWeights:
-    """Return the weights of the policy export at the pinned URI `pin`, digests verified."""
-    uri, digest = parse_pin(pin)
-    return FolderWeights(fetch_files(uri, sha256=digest, schema="policy/1"))
+    return str(folder)

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from planish.base.config import Section
 from planish.models.tokens import check_stop_strings
+from planish.store.sources import parse_source
 
 NUM_SPECIAL_TOKENS = 4
 """pad, bos, eos and unk come before the alphabet."""
@@ -17,9 +18,11 @@ class ModelConfig(Section):
     """Which policy a run starts from; the sizes count only while `path` is empty."""
 
     path: str = ""
-    """Hub id or folder of a pretrained causal language model; empty builds one from scratch."""
+    """Pretrained causal language model: a folder, `owner/name` on the hub,
+    `hf://owner/name[@revision]`, `s3://bucket/folder`, or `https://...#sha256=<digest>` of a tar
+    archive; empty builds one from scratch."""
     revision: str = "main"
-    """Branch, tag or commit on the hub; only for a hub id."""
+    """Branch, tag or commit on the hub, where `path` names none."""
     chat_template: str = ""
     """Jinja chat template for a pretrained tokenizer that has none; empty keeps its own."""
     stop_strings: list[str] = Field(default_factory=list)
@@ -62,6 +65,13 @@ class ModelConfig(Section):
                 f"(repeated: {twice}); remove the repeats"
             )
         return alphabet
+
+    @field_validator("path")
+    @classmethod
+    def _is_address(cls, path: str) -> str:
+        if path:
+            parse_source(path, key="model.path")
+        return path
 
     @field_validator("stop_strings")
     @classmethod

@@ -27,6 +27,17 @@ class DiskTensor(NamedTuple):
     """Size of that part along each dimension; the numbers lie in the same order."""
 
 
+class ExpertNames(NamedTuple):
+    """Names in a policy folder of the three tensors of one expert of width F."""
+
+    gate: str
+    """[F, H]"""
+    up: str
+    """[F, H]"""
+    down: str
+    """[H, F]"""
+
+
 class _Names(NamedTuple):
     """How one family names the experts of a layer on disk."""
 
@@ -37,7 +48,7 @@ class _Names(NamedTuple):
     down: str
 
 
-_FAMILIES = {
+FAMILIES = {
     "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
@@ -63,6 +74,67 @@ def num_experts(config: Mapping[str, Any]) -> int:
     return next((int(config[key]) for key in _COUNTS if config.get(key)), 0)
 
 
+def routing_dtype(config: Mapping[str, Any]) -> str:
+    """Return the smallest integer type that holds the id of every expert, and -1.
+
+    Args:
+        config: content of config.json.
+
+    Raises:
+        ConfigError: a dense model, which has no routing.
+
+    Example:
+        >>> routing_dtype({"num_experts": 128}), routing_dtype({"n_routed_experts": 256})
+        ('int8', 'int16')
+    """
+    count = num_experts(config)
+    if not count:
+        raise ConfigError(
+            "`rollout.keep_routing` must be false for a model without experts, got true for one "
+            f"of {config.get('model_type')!r}"
+        )
+    return "int8" if count <= 128 else "int16"
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a tensor of a policy folder belongs to one routed expert.
+
+    Example:
+        >>> is_expert("model.layers.0.mlp.experts.3.up_proj.weight")
+        True
+        >>> is_expert("model.layers.0.mlp.shared_experts.up_proj.weight")
+        False
+    """
+    return _EXPERT.fullmatch(name) is not None
+
+
+def spread_fault(experts: int, ranks: int, redundant: int) -> str:
+    """Return why the experts of a layer cannot be spread over ranks; "" when they can.
+
+    Args:
+        experts: routed experts of a layer.
+        ranks: that hold them.
+        redundant: replicas that each rank holds besides its part.
+
+    Example:
+        >>> spread_fault(8, 3, 0)
+        '`engine.expert_ranks` must divide the 8 experts of a layer, got 3'
+    """
+    if not experts:
+        return (
+            "a model with experts is needed, got a dense one; take the engine `transformers` or "
+            "`vllm`"
+        )
+    if experts % ranks:
+        return f"`engine.expert_ranks` must divide the {experts} experts of a layer, got {ranks}"
+    if redundant > experts - experts // ranks:
+        return (
+            "`engine.redundant_experts` must be at most the "
+            f"{experts - experts // ranks} experts that a rank does not hold, got {redundant}"
+        )
+    return ""
+
+
 def disk_tensors(
     name: str, shape: Sequence[int], config: Mapping[str, Any]
 ) -> Iterator[DiskTensor]:
@@ -83,7 +155,7 @@ def disk_tensors(
         model.layers.0.mlp.experts.0.gate_proj.weight (2, 3) (0, 0, 0) (1, 2, 3)
         model.layers.0.mlp.experts.0.up_proj.weight (2, 3) (0, 2, 0) (1, 2, 3)
     """
-    family = _FAMILIES.get(str(config.get("model_type")))
+    family = FAMILIES.get(str(config.get("model_type")))
     fused = _FUSED.fullmatch(name)
     if fused is None:
         router = _ROUTER.fullmatch(name)
@@ -93,7 +165,7 @@ def disk_tensors(
         return
     if family is None:
         raise ConfigError(
-            f"a model with experts must be of {sorted(_FAMILIES)}, got the `model_type` "
+            f"a model with experts must be of {sorted(FAMILIES)}, got the `model_type` "
             f"{config.get('model_type')!r}; choose another model"
         )
     experts, rows, columns = shape
@@ -111,6 +183,38 @@ def disk_tensors(
             )
 
 
+def expert_names(names: Collection[str], config: Mapping[str, Any]) -> list[list[ExpertNames]]:
+    """Return the tensors of each expert (inner) of each sparse layer (outer, ascending).
+
+    Args:
+        names: of all tensors of a policy folder without `expert_faults`.
+        config: content of config.json.
+
+    Example:
+        >>> moe = {"model_type": "mixtral", "num_local_experts": 1}
+        >>> expert_names(["model.layers.2.block_sparse_moe.gate.weight"], moe)[0][0].up
+        'model.layers.2.block_sparse_moe.experts.0.w3.weight'
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return []
+    router = f".{family.block}.gate.weight"
+    layers = [name.removesuffix(".gate.weight") for name in names if name.endswith(router)]
+    layers.sort(key=lambda layer: [int(part) for part in layer.split(".") if part.isdigit()])
+    return [
+        [
+            ExpertNames(
+                *(
+                    f"{layer}.experts.{expert}.{part}.weight"
+                    for part in (family.gate, family.up, family.down)
+                )
+            )
+            for expert in range(num_experts(config))
+        ]
+        for layer in layers
+    ]
+
+
 def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str]:
     """Return which experts of a policy folder are missing or one too many.
 
@@ -123,7 +227,7 @@ def expert_faults(names: Collection[str], config: Mapping[str, Any]) -> list[str
         >>> expert_faults(["model.layers.0.mlp.gate.weight"], moe)[0]
         'model.layers.0.mlp.experts.0.gate_proj.weight is missing'
     """
-    family = _FAMILIES.get(str(config.get("model_type")))
+    family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return []
     count, router = num_experts(config), f".{family.block}.gate.weight"

@@ -158,6 +158,25 @@ def load_model(
     return model.eval()
 
 
+def empty_model(folder: Path) -> Any:
+    """Return the model that config.json of a folder describes, in evaluation mode, without storage.
+
+    All its tensors are on the device `meta`; no file of weights is opened.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+    model_class = _model_class(read_model_config(folder), ("ForCausalLM",))
+    try:
+        with torch.device("meta"):
+            return model_class(model_class.config_class.from_pretrained(str(folder))).eval()
+    except Exception as error:
+        raise ConfigError(
+            "a model folder must hold a configuration that this version of transformers builds, "
+            f"got {type(error).__name__}: {str(error)[:300]}; check its config.json"
+        ) from None
+
+
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a model folder.
 

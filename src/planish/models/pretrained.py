@@ -1,28 +1,23 @@
-"""Open a pretrained policy by hub id or folder: safetensors only, no code from the model.
+"""Open a pretrained policy by folder or address: safetensors only, no code from the model.
 
 It downloads nothing but configuration, tokenizer and safetensors files, and never loads a pickle.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 
 from planish.base.errors import ConfigError
 from planish.models.policy import Policy, load_model, read_model_config
 from planish.models.tokens import load_tokenizer
-from planish.store import file_path
+from planish.store.sources import fetch_folder, parse_source
 
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What is fetched from the hub: everything that a model without pickles and code needs."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is fetched of a model: everything that one without pickles and code needs."""
 
-HUB_TIMEOUT_SECONDS = 10.0
-"""Wait for the hub's answer about one file."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -37,7 +32,7 @@ def load_pretrained(
     """Load a pretrained causal language model and its tokenizer.
 
     Args:
-        path: folder (absolute, or beginning with `./`, `~/`, `file://`, or existing) or hub id.
+        path: folder, or an address that `planish.store.sources` reads.
         revision: branch, tag or commit on the hub.
         chat_template: used only when the tokenizer has none.
         stop_strings: texts that end a response, beside those of its generation config.
@@ -54,73 +49,18 @@ def load_pretrained(
 
 
 def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -> Path:
-    """Return the local folder of a pretrained model, fetching it from the hub for a hub id.
+    """Return the local folder of a pretrained model, fetching it from where it lies.
 
     Args:
-        path: folder or hub id.
-        revision: branch, tag or commit on the hub.
+        path: folder, or an address that `planish.store.sources` reads.
+        revision: branch, tag or commit on the hub, where `path` names none.
         key: where the configuration gives `path`, for messages.
 
     Raises:
-        ConfigError: not a usable name, no such folder, or the hub can not give it.
+        ConfigError: not a usable address, no such folder, or the hub can not give it.
     """
-    text = file_path(path) if path.startswith("file://") else path
-    if not text or ".." in PurePosixPath(text).parts or "\0" in text:
-        raise ConfigError(
-            f"`{key}` must be a hub id or a folder without `..`, got {path!r}; write the "
-            "folder's absolute path"
-        )
-    folder = Path(text).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.startswith(("file://", "/", "./", "~")) or not _HUB_ID.fullmatch(text):
-        raise ConfigError(
-            f"`{key}` must be an existing folder or a hub id such as 'Qwen/Qwen3-0.6B', got "
-            f"{path!r}; check the spelling, or save the model there first"
-        )
-    return _fetch_from_hub(text, revision, key)
-
-
-def _fetch_from_hub(hub_id: str, revision: str, key: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        folder = snapshot_download(
-            hub_id,
-            revision=revision,
-            allow_patterns=list(HUB_FILES),
-            etag_timeout=HUB_TIMEOUT_SECONDS,
-        )
-    except GatedRepoError:
-        remedy = "accept its licence on the hub and log in with `hf auth login`"
-    except RevisionNotFoundError:
-        remedy = f"`model.revision` {revision!r} does not exist there"
-    except RepositoryNotFoundError:
-        remedy = "there is no such model, or it is private: check the spelling or log in"
-    except HFValidationError as error:
-        remedy = f"not a hub id: {error}"
-    except HfHubHTTPError as error:
-        remedy = (
-            f"it answered with HTTP status {error.response.status_code}: log in with "
-            f"`hf auth login`, try again later, or give a folder as `{key}`"
-        )
-    except (LocalEntryNotFoundError, OSError) as error:
-        remedy = (
-            "the hub can not be reached or failed, and the cache has no copy "
-            f"({type(error).__name__}): download it where there is a network and give its folder "
-            f"as `{key}`"
-        )
-    else:
-        return Path(folder)
-    raise ConfigError(f"`{key}` must be a model that the hub gives, got {hub_id!r}; {remedy}")
+    source = parse_source(path, key=key)
+    return fetch_folder(source, key=key, patterns=MODEL_FILES, revision=revision)
 
 
 def check_folder(folder: Path) -> None:

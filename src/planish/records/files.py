@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -24,6 +25,7 @@ from planish.records.manifest import (
     seal,
 )
 from planish.records.refs import Ref
+from planish.store.sources import cache_folder
 
 _CACHE_KEEPS = 3
 """Fetched folders that stay whatever their age."""
@@ -152,39 +154,35 @@ def _verify(folder: Path, manifest: Manifest, uri: str) -> None:
         )
 
 
-def _cache_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"planish-{os.getuid()}" / "fetched"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    owner = folder.parent.stat()
-    if owner.st_uid != os.getuid() or folder.parent.is_symlink():
-        raise RecordError(
-            f"`{folder.parent}` must belong to this user, got user {owner.st_uid}; remove it"
-        )
-    folder.parent.chmod(0o700)
-    return folder
-
-
 def _fetch(uri: str, manifest: Manifest) -> Path:
-    cache = _cache_folder()
+    cache = cache_folder()
     target = cache / manifest.sha256
-    if target.is_dir():
-        with contextlib.suppress(RecordError):
-            _verify(target, manifest, uri)
-            os.utime(target)
-            return target
-        shutil.rmtree(target, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
-        part = Path(name) / "files"
-        part.mkdir()
-        for shard in manifest.shards:
-            (part / shard.name).parent.mkdir(parents=True, exist_ok=True)
-            # The check reports an absent file together with all other faults.
-            with contextlib.suppress(ObjectMissing):
-                store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
-        _verify(part, manifest, uri)
-        # Another process may have been faster; its folder holds the same verified bytes.
-        with contextlib.suppress(OSError):
-            part.rename(target)
+    is_damaged = False
+    while True:
+        if target.is_dir() and not is_damaged:
+            try:
+                _verify(target, manifest, uri)
+                os.utime(target)
+                return target
+            except RecordError:
+                is_damaged = True
+        # One process of this machine copies, others wait: the bytes leave the store once.
+        with open(cache.parent / f"lock-{manifest.sha256[0]}", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if target.is_dir() and not is_damaged:
+                continue
+            shutil.rmtree(target, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
+                part = Path(name) / "files"
+                part.mkdir()
+                for shard in manifest.shards:
+                    (part / shard.name).parent.mkdir(parents=True, exist_ok=True)
+                    # The check reports an absent file together with all other faults.
+                    with contextlib.suppress(ObjectMissing):
+                        store.read_file(f"{uri.rstrip('/')}/{shard.name}", part / shard.name)
+                _verify(part, manifest, uri)
+                part.rename(target)
+            break
     # Older folders go, the newest few stay.
     ages: dict[Path, float] = {}
     for folder in cache.iterdir():

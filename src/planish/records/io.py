@@ -71,26 +71,30 @@ def write_set(
         return manifest.ref(uri)
 
 
-def read_set(cls: type[RecordT], uri: str, *, sha256: str | None = None) -> RecordT:
+def read_set(
+    cls: type[RecordT], uri: str, *, sha256: str | None = None, with_optional: bool = True
+) -> RecordT:
     """Read a record set and check its schema, digests and every rule of the record.
 
     Args:
         cls: `PromptSet`, `RolloutSet` ...
         uri: folder of the set.
         sha256: what its manifest must hash to.
+        with_optional: read the columns too that a set may lack; they may be most of its bytes.
 
     Raises:
         ObjectMissing: no finished set there.
         RecordError: of another schema or version, or damaged.
     """
     with timed("planish_records_read_seconds", schema=cls.SCHEMA):
-        record = cls.from_columns(join(list(iter_set(cls, uri, sha256=sha256)), cls.COLUMNS))
+        pieces = list(iter_set(cls, uri, sha256=sha256, with_optional=with_optional))
+        record = cls.from_columns(join(pieces, cls.COLUMNS))
         record.validate()
         return record
 
 
 def iter_set(
-    cls: type[Record], uri: str, *, sha256: str | None = None
+    cls: type[Record], uri: str, *, sha256: str | None = None, with_optional: bool = True
 ) -> Iterator[dict[str, ColumnData]]:
     """Read the columns of a record set piece by piece; holds one shard's file and one piece.
 
@@ -114,10 +118,12 @@ def iter_set(
     if not manifest.shards:
         raise RecordError(f"`{uri}` must have at least one shard, got none; {_REMEDY}")
     for shard in manifest.shards:
-        yield from _read_shard(uri, shard, cls)
+        yield from _read_shard(uri, shard, cls, with_optional)
 
 
-def _read_shard(uri: str, shard: Shard, cls: type[Record]) -> Iterator[dict[str, ColumnData]]:
+def _read_shard(
+    uri: str, shard: Shard, cls: type[Record], with_optional: bool
+) -> Iterator[dict[str, ColumnData]]:
     place = f"{uri.rstrip('/')}/{shard.name}"
     try:
         data = store.read(place, 0, shard.bytes + 1)
@@ -132,7 +138,7 @@ def _read_shard(uri: str, shard: Shard, cls: type[Record]) -> Iterator[dict[str,
     if digest != shard.sha256:
         raise RecordError(f"`{place}` must have the sha256 {shard.sha256}, got {digest}; {_REMEDY}")
     rows = 0
-    for piece in decode_pieces(data, cls.COLUMNS, name=place):
+    for piece in decode_pieces(data, cls.COLUMNS, name=place, with_optional=with_optional):
         rows += len(piece[cls.COLUMNS[0].name])
         yield piece
     if rows != shard.rows:

@@ -166,3 +166,8 @@ def alerts(root: str) -> str:
 def report(root: str) -> str:
     """Final report: report.html, report.md, summary.json."""
     return f"{root}/report"
+
+
+def trackers(root: str) -> str:
+    """What followers have written elsewhere, and the event files of TensorBoard."""
+    return f"{root}/trackers"

@@ -27,20 +27,25 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBL
 _SCALARS: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "int32": pa.int32(),
+    "int16": pa.int16(),
     "int8": pa.int8(),
     "float32": pa.float32(),
     "bool": pa.bool_(),
     "text": pa.string(),
 }
-_DTYPES = {_SCALARS[name]: np.dtype(name) for name in ("int64", "int32", "int8", "float32")}
+_DICTIONARY = {"text": "{}", "list<int8|int16>": "{}.list.element"}
+"""Kinds of which few different values are many, to the path of their values in Parquet."""
+_DTYPES = {
+    _SCALARS[name]: np.dtype(name) for name in ("int64", "int32", "int16", "int8", "float32")
+}
 
 
 def _list_of(value: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("element", value, nullable=False))
 
 
-def arrow_type(kind: Kind) -> pa.DataType:
-    """Return the Arrow type of a cell of `kind`."""
+def arrow_type(kind: Kind, dtype: str = "") -> pa.DataType:
+    """Return the Arrow type of a cell of `kind`; `dtype` chooses among its numbers."""
     if kind == "messages":
         return _list_of(
             pa.struct(
@@ -51,13 +56,21 @@ def arrow_type(kind: Kind) -> pa.DataType:
             )
         )
     if kind.startswith("list<"):
-        return _list_of(_SCALARS[kind[len("list<") : -1]])
+        dtypes = kind[len("list<") : -1].split("|")
+        return _list_of(_SCALARS[dtype if dtype in dtypes else dtypes[0]])
     return _SCALARS[kind]
 
 
-def arrow_schema(specs: Sequence[Column]) -> pa.Schema:
-    """Return the Arrow schema of `specs`; no column may hold nulls."""
-    return pa.schema([pa.field(c.name, arrow_type(c.kind), nullable=False) for c in specs])
+def arrow_schema(
+    specs: Sequence[Column], columns: Mapping[str, ColumnData] | None = None
+) -> pa.Schema:
+    """Return the Arrow schema of `specs`, with the types of `columns`; no column may hold nulls."""
+    kinds = [(c.name, arrow_type(c.kind, _dtype((columns or {}).get(c.name)))) for c in specs]
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds])
+
+
+def _dtype(data: ColumnData | None) -> str:
+    return str(data.values.dtype) if isinstance(data, Ragged) else ""
 
 
 def row_group_bounds(columns: Mapping[str, ColumnData], starts: Array) -> list[int]:
@@ -92,12 +105,13 @@ def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: l
     """Return one Parquet file; every writer setting is fixed here.
 
     Args:
-        columns: the data of all columns of `specs`.
+        columns: the data of the columns; those of `specs` that may be missing are left out.
         specs: names and kinds, in file order.
         bounds: rows at which the row groups of this file begin, then the row after the last.
     """
     sink = pa.BufferOutputStream()
-    schema = arrow_schema(specs)
+    specs = [spec for spec in specs if spec.name in columns]
+    schema = arrow_schema(specs, columns)
     writer = pq.ParquetWriter(
         sink,
         schema,
@@ -105,7 +119,7 @@ def encode(columns: Mapping[str, ColumnData], specs: Sequence[Column], bounds: l
         data_page_version="1.0",
         compression="zstd",
         compression_level=3,
-        use_dictionary=[c.name for c in specs if c.kind == "text"],
+        use_dictionary=[_DICTIONARY[c.kind].format(c.name) for c in specs if c.kind in _DICTIONARY],
         write_statistics=False,
         use_byte_stream_split=False,
         use_compliant_nested_type=True,
@@ -131,7 +145,8 @@ def _to_arrow(data: Any, kind: Kind, start: int, stop: int) -> pa.Array:
     """Build from buffers: `pa.array` would import pandas, which takes longer than our work."""
     if isinstance(data, Ragged):
         rows = data.slice(start, stop)
-        return _list_array(rows.offsets, _numbers(rows.values), arrow_type(kind))
+        cells = _numbers(rows.values)
+        return _list_array(rows.offsets, cells, arrow_type(kind, _dtype(data)))
     part = data[start:stop]
     if kind == "text":
         return _texts(part)
@@ -175,22 +190,31 @@ def decode(data: bytes, specs: Sequence[Column], *, name: str) -> dict[str, Any]
 
 
 def decode_pieces(
-    data: bytes, specs: Sequence[Column], *, name: str
+    data: bytes, specs: Sequence[Column], *, name: str, with_optional: bool = True
 ) -> Iterator[dict[str, ColumnData]]:
     """Read one Parquet file piece by piece; at least one piece, of no rows where there are none.
 
     Args:
         data: the file.
-        specs: names and kinds that it must have, no more and no fewer.
+        specs: names and kinds that it must have, no more and no fewer but for optional ones.
         name: what to call the file in errors.
+        with_optional: decode the columns too that a set may lack.
 
     Raises:
         RecordError: not Parquet, its columns are not those of `specs`, or beyond `limit_bytes`.
     """
     try:
-        _check_schema(pq.ParquetFile(pa.BufferReader(data)).schema_arrow, specs, name)
-        for batch in read_batches(pa.BufferReader(data), size=len(data), name=name):
-            yield {c.name: _from_arrow(batch.column(c.name), c, name) for c in specs}
+        schema = pq.ParquetFile(pa.BufferReader(data)).schema_arrow
+        _check_schema(schema, specs, name)
+        found = [
+            spec
+            for spec in specs
+            if spec.name in schema.names and (with_optional or not spec.optional)
+        ]
+        columns = [spec.name for spec in found]
+        source = pa.BufferReader(data)
+        for batch in read_batches(source, size=len(data), name=name, columns=columns):
+            yield {c.name: _from_arrow(batch.column(c.name), c, name) for c in found}
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise RecordError(
             f"`{name}` must be a sound Parquet file, got {str(error)[:200]!r}; "
@@ -208,7 +232,9 @@ def limit_bytes(size: int) -> int:
     return max(512 << 20, 64 * size)
 
 
-def read_batches(source: Any, *, size: int, name: str) -> Iterator[pa.RecordBatch]:
+def read_batches(
+    source: Any, *, size: int, name: str, columns: list[str] | None = None
+) -> Iterator[pa.RecordBatch]:
     """Read a Parquet file of unknown origin without decoding more than `limit_bytes(size)`.
 
     Texts come dictionary-encoded: equal ones are held once, and their length is known before any
@@ -218,6 +244,7 @@ def read_batches(source: Any, *, size: int, name: str) -> Iterator[pa.RecordBatc
         source: path or Arrow file.
         size: of the file in bytes.
         name: what to call the file in errors.
+        columns: names of those to decode; None is all.
 
     Raises:
         RecordError: beyond the limit.
@@ -236,7 +263,9 @@ def read_batches(source: Any, *, size: int, name: str) -> Iterator[pa.RecordBatc
         # Arrow's that drops the last hold on the bytes while Python ends aborts the process.
         groups = range(file.metadata.num_row_groups)
         batches = (
-            file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], use_threads=False)
+            file.iter_batches(
+                batch_size=_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
+            )
             for group in groups
         )
         for batch in itertools.chain.from_iterable(batches):
@@ -290,8 +319,11 @@ def _check_schema(seen: pa.Schema, specs: Sequence[Column], name: str) -> None:
     for spec in specs:
         position = seen.get_field_index(spec.name)
         if position < 0:
-            faults.append(f"column `{spec.name}` is missing")
-        elif not _same_type(seen.field(position).type, arrow_type(spec.kind)):
+            faults += [] if spec.optional else [f"column `{spec.name}` is missing"]
+        elif not any(
+            _same_type(seen.field(position).type, arrow_type(spec.kind, dtype))
+            for dtype in ("int8", "int16")
+        ):
             faults.append(
                 f"column `{spec.name}` must be {spec.kind}, got {seen.field(position).type}"
             )

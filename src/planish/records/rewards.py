@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +11,38 @@ import numpy.typing as npt
 from planish.records.schema import Record, column, record
 
 _TOLERANCE = 1e-5
+
+MAX_ITERATIONS_WITHOUT_SIGNAL = 3
+"""Default of `rollout.max_iterations_without_signal`."""
+
+
+def nothing_learnt(metrics: Mapping[str, float]) -> str:
+    """Return why an iteration could teach nothing and what to try, "" where it could.
+
+    Args:
+        metrics: of the reward stage.
+
+    Example:
+        >>> nothing_learnt({"iterations_without_signal": 1, "num_groups_wrong": 128})[:43]
+        'Nothing was learnt: all 128 groups wrong; t'
+    """
+    if not metrics.get("iterations_without_signal"):
+        return ""
+    wrong, right = (int(metrics.get(f"num_groups_{name}", 0)) for name in ("wrong", "right"))
+    if not right:
+        cut = metrics.get("truncated_fraction", 0.0)
+        seen = f"all {wrong} groups wrong"
+        remedy = "easier problems, a stronger model, a cold start on worked traces, or more "
+        remedy += "responses to each prompt (`rollout.group_size`)"
+        if cut > 0.5:
+            remedy += f"; {cut:.0%} were cut at `rollout.max_response_tokens`: raise it"
+    elif not wrong:
+        seen = f"all {right} groups right"
+        remedy = "harder problems (`curate.pass_rate_max` leaves out the easy ones)"
+    else:
+        seen = f"{wrong} groups all wrong, {right} all right, none with both"
+        remedy = "more responses to each prompt (`rollout.group_size`), or more prompts"
+    return f"Nothing was learnt: {seen}; try {remedy}"
 
 
 @record

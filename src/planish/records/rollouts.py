@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, ClassVar, Self
 
@@ -86,6 +88,28 @@ class RolloutSet(Record):
     """Untrusted text."""
     answer: list[str] = column("text", "ground truth")
     verifier: list[str] = column("text", "key of the verifier table")
+    routing: Ragged | None = column(
+        "list<int8|int16>", "experts by token, layer and rank; -1 unknown", default=None
+    )
+    """Flat [prompt + response tokens, layers with experts, experts per token], logical ids. Entry t
+    is the choice of the forward pass that has token t as its input, as the trainer's forward over
+    prompt and response meets it; the last token is no input, and its entry is -1. Prompt and tokens
+    of earlier windows keep the choice under which they first were. int8 where every id fits, else
+    int16; None where nobody asked for it."""
+    experts_per_token: npt.NDArray[np.int32] | None = column(
+        "int32", "last extent of `routing`; there with it", default=None
+    )
+
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """Return [R] int64: prompt and response tokens of each row."""
+        return self.response_tokens.lengths + self.prompt_tokens.lengths[self.group_index]
+
+    def routing_of(self, row: int) -> Array | None:
+        """Return [prompt + response tokens, layers, experts per token] of one row, as a view."""
+        if self.routing is None or self.experts_per_token is None:
+            return None
+        shape = int(self.num_tokens()[row]), -1, int(self.experts_per_token[row])
+        return self.routing.row(row).reshape(shape)
 
     @property
     def num_groups(self) -> int:
@@ -97,6 +121,8 @@ class RolloutSet(Record):
         """Return a set of no rollouts."""
         none: dict[str, Any] = {}
         for spec in cls.COLUMNS:
+            if spec.optional:
+                continue
             if spec.kind.startswith("list<"):
                 none[spec.name] = Ragged.empty(spec.kind[len("list<") : -1])
             else:
@@ -163,14 +189,31 @@ class RolloutSet(Record):
             "prompt_tokens": self.prompt_tokens.take(groups),
             "group_index": group_index,
         }
-        others = [name for name in vars(self) if name not in own]
-        return RolloutSet(**own, **{name: take_rows(vars(self)[name], rows) for name in others})
+        others = {name: data for name, data in vars(self).items() if name not in own}
+        taken = {n: take_rows(data, rows) for n, data in others.items() if data is not None}
+        return RolloutSet(**own, **taken)
 
     @staticmethod
     def concat(sets: Sequence[RolloutSet]) -> RolloutSet:
-        """Put the groups of all sets one after another, renumbering group_index."""
+        """Put the groups of all sets one after another, renumbering group_index.
+
+        Where some sets know the routing, that of the others is -1.
+        """
+        sets = [part for part in sets if part.num_rows]
         if not sets:
             return RolloutSet.empty()
+        known = next((k for part in sets if (k := part.routing_of(0)) is not None), None)
+        if known is not None:
+            choices = known.shape[1:]
+            for place, part in enumerate(sets):
+                if part.routing is not None:
+                    continue
+                unknown = [np.full(n * math.prod(choices), -1) for n in part.num_tokens().tolist()]
+                sets[place] = replace(
+                    part,
+                    routing=Ragged.from_lists(unknown, known.dtype),
+                    experts_per_token=np.full(part.num_rows, choices[-1], np.int32),
+                )
         joined = join([vars(s) for s in sets], RolloutSet.COLUMNS)
         shift = np.cumsum([0, *[s.num_groups for s in sets[:-1]]])
         joined["group_index"] = np.concatenate(
@@ -182,13 +225,16 @@ class RolloutSet(Record):
         """Return what is wrong with types and lengths; prompt tokens have a row for each group."""
         faults = []
         for spec in self.COLUMNS:
+            if spec.optional and getattr(self, spec.name) is None:
+                continue
             rows = self.num_groups if spec.name == "prompt_tokens" else self.num_rows
             faults += column_faults(spec.name, spec.kind, getattr(self, spec.name), rows)
         return faults
 
     def value_faults(self) -> list[str]:
         """Return what is wrong with values of the right form."""
-        return [*self._order_faults(), *self._token_faults(), *self._id_faults()]
+        routing = self._routing_faults()
+        return [*self._order_faults(), *self._token_faults(), *routing, *self._id_faults()]
 
     def _order_faults(self) -> list[str]:
         faults = []
@@ -246,6 +292,27 @@ class RolloutSet(Record):
             f"`finish` must be in 0..{max(FinishReason)}, got {self.finish[row]} in row {row}"
             for row in unknown
         ]
+        return faults
+
+    def _routing_faults(self) -> list[str]:
+        if self.routing is None or self.experts_per_token is None:
+            if self.routing is None and self.experts_per_token is None:
+                return []
+            return ["`routing` and `experts_per_token` must be there together, got one of them"]
+        lengths = self.num_tokens()
+        choices = self.routing.lengths // np.maximum(lengths, 1)
+        per_token = self.experts_per_token
+        uneven = (choices * lengths != self.routing.lengths) | (choices != choices[:1])
+        uneven |= (per_token < 1) | (per_token != per_token[:1])
+        uneven |= choices % np.maximum(per_token, 1) != 0
+        faults = [
+            "`routing` must have the same number of layers times `experts_per_token` choices for "
+            f"each prompt and response token, got {self.routing.lengths[row]} with "
+            f"{per_token[row]} for {lengths[row]} tokens in row {row}"
+            for row in np.flatnonzero(uneven)
+        ]
+        if (lowest := self.routing.values.min(initial=0)) < -1:
+            faults.append(f"`routing` must be experts, or -1 where unknown, got {lowest}")
         return faults
 
     def _id_faults(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, dataclass_transform
 
 import numpy as np
@@ -16,7 +16,16 @@ from planish.base.errors import RecordError
 from planish.records.ragged import Array, Ragged
 
 Kind = Literal[
-    "int64", "int32", "int8", "float32", "bool", "text", "messages", "list<int32>", "list<float32>"
+    "int64",
+    "int32",
+    "int8",
+    "float32",
+    "bool",
+    "text",
+    "messages",
+    "list<int32>",
+    "list<float32>",
+    "list<int8|int16>",
 ]
 Messages = list[dict[str, str]]
 ColumnData = Array | Ragged | list[str] | list[Messages]
@@ -37,16 +46,20 @@ class Column:
     """Type of a cell; no column holds nulls."""
     meaning: str
     """One line for `planish show` and for readers of the schema."""
+    optional: bool = False
+    """A set may lack it: None in memory, no column on disk."""
 
 
-def column(kind: Kind, meaning: str) -> Any:
+def column(kind: Kind, meaning: str, *, default: Any = MISSING) -> Any:
     """Return a field of a record that is a column of the same name on disk.
 
     Args:
-        kind: type of a cell.
+        kind: type of a cell; `|` between types of numbers is one of them for a whole set.
         meaning: one line for `planish show` and for readers of the schema.
+        default: None makes the column one that a set may lack.
     """
-    return field(metadata={"kind": kind, "meaning": meaning})
+    metadata = {"kind": kind, "meaning": meaning, "optional": default is None}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(column,))
@@ -73,8 +86,9 @@ class Record(Protocol):
         return len(getattr(self, self.COLUMNS[0].name))
 
     def columns(self) -> dict[str, ColumnData]:
-        """Return the data of every column, all with `num_rows` rows."""
-        return {spec.name: getattr(self, spec.name) for spec in self.COLUMNS}
+        """Return the data of every column that the set has, all with `num_rows` rows."""
+        every = {spec.name: getattr(self, spec.name) for spec in self.COLUMNS}
+        return {name: data for name, data in every.items() if data is not None}
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> Self:
@@ -104,6 +118,7 @@ class Record(Protocol):
         return [
             fault
             for spec in self.COLUMNS
+            if spec.name in columns
             for fault in column_faults(spec.name, spec.kind, columns[spec.name], rows)
         ]
 
@@ -114,17 +129,28 @@ class Record(Protocol):
         """Same columns by value; NaN equals NaN."""
         if not isinstance(other, type(self)):
             return NotImplemented
-        theirs = other.columns()
-        return all(_equal(value, theirs[name]) for name, value in self.columns().items())
+        ours, theirs = self.columns(), other.columns()
+        if ours.keys() != theirs.keys():
+            return False
+        for name, left in ours.items():
+            right = theirs[name]
+            if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+                is_float = left.dtype.kind == "f"
+                if left.dtype != right.dtype or not np.array_equal(left, right, equal_nan=is_float):
+                    return False
+            elif type(left) is not type(right) or left != right:
+                return False
+        return True
 
 
 def column_faults(name: str, kind: Kind, data: object, rows: int) -> list[str]:
     """Return what is wrong with the type and the length of the data of one column."""
     if kind.startswith("list<"):
-        dtype = kind[len("list<") : -1]
+        dtypes = kind[len("list<") : -1].split("|")
         if not isinstance(data, Ragged):
-            return [f"`{name}` must be a Ragged of {dtype}, got {type(data).__name__}"]
-        return data.faults(name, rows=rows, dtype=dtype)
+            return [f"`{name}` must be a Ragged of {dtypes[0]}, got {type(data).__name__}"]
+        found = str(data.values.dtype)
+        return data.faults(name, rows=rows, dtype=found if found in dtypes else dtypes[0])
     if kind in ("text", "messages"):
         cells = "texts" if kind == "text" else "lists of messages"
         if not isinstance(data, list) or len(data) != rows:
@@ -188,9 +214,14 @@ def take_rows(data: Any, rows: Array) -> Any:
 
 
 def join(parts: Sequence[Mapping[str, Any]], specs: Sequence[Column]) -> dict[str, Any]:
-    """Put the rows of several sets of columns one after another; at least one part."""
+    """Put the rows of several sets of columns one after another; at least one part.
+
+    Columns that a set may lack are in all parts or in none.
+    """
     joined: dict[str, Any] = {}
     for spec in specs:
+        if spec.optional and parts[0].get(spec.name) is None:
+            continue
         columns = [part[spec.name] for part in parts]
         if spec.kind.startswith("list<"):
             joined[spec.name] = Ragged.concat(columns)
@@ -199,11 +230,3 @@ def join(parts: Sequence[Mapping[str, Any]], specs: Sequence[Column]) -> dict[st
         else:
             joined[spec.name] = np.concatenate(columns)
     return joined
-
-
-def _equal(left: ColumnData, right: ColumnData) -> bool:
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return left.dtype == right.dtype and np.array_equal(
-            left, right, equal_nan=left.dtype.kind == "f"
-        )
-    return type(left) is type(right) and bool(left == right)

@@ -36,7 +36,7 @@ from planish.base.errors import (
     StoreError,
     exit_code,
 )
-from planish.base.telemetry import LOG_FORMAT
+from planish.base.telemetry import LogFormatter, redact
 from planish.records import layout
 from planish.records.refs import Ref
 from planish.run.signals import Terminated, stops_with
@@ -254,7 +254,7 @@ def _refuse_known_failure(context: Context, run_id: str) -> None:
 
 def _mark_failure(context: Context, run_id: str, error: BaseException) -> None:
     uri = layout.failed_file(context.root, context.stage, context.iteration, context.shard)
-    marker = {"config_sha256": context.config_sha256, "run_id": run_id, "error": str(error)}
+    marker = {"config_sha256": context.config_sha256, "run_id": run_id, "error": redact(str(error))}
     try:
         write_json(uri, marker)
     except (PlanishError, OSError) as problem:
@@ -285,11 +285,13 @@ def execute(
     Raises:
         SystemExit: 2 wrong configuration (must not be retried), 75 transient or stopped, 1 else.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=LOG_FORMAT)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("planish").setLevel(logging.INFO)
     root, run_id = root.rstrip("/"), os.environ.get("RUN_ID", "")
     context = Context(root, stage, iteration, shard, {}, config_sha256 or "", {})
-    log = StageLog(root, stage, iteration, shard, log_format=LOG_FORMAT)
+    log = StageLog(root, stage, iteration, shard)
     with stops_with(EXIT_TRANSIENT), StageMetrics(stage, iteration) as metrics, log:
         try:
             metrics.open()
@@ -311,7 +313,7 @@ def execute(
             logger.error("failed stage=%s iteration=%d error=%s", stage, iteration, error)
             if isinstance(error, (StoreError, RootInUse)):
                 log.give_up()
-            log.write("failed", error=str(error), exit_code=code)
+            log.write("failed", error=redact(str(error)), exit_code=code)
             if code == EXIT_CONFIG and not isinstance(error, RootInUse):
                 _mark_failure(context, run_id, error)
             raise SystemExit(code) from None
@@ -325,7 +327,8 @@ def execute(
             # Programs that schedule us see only the exit code: the log must hold the traceback.
             trace = traceback.format_exc()
             logger.error("failed stage=%s iteration=%d\n%s", stage, iteration, trace)
-            log.write("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
+            reason = redact(f"{type(error).__name__}: {error}")
+            log.write("failed", error=reason, exit_code=1)
             raise SystemExit(1) from None
     logger.info(
         "done stage=%s iteration=%d shard=%d seconds=%.2f already_done=%s",

@@ -14,6 +14,7 @@ from typing import Any
 
 from planish import store
 from planish.base.errors import PlanishError
+from planish.base.telemetry import LOG_FORMAT, LogFormatter
 from planish.records import layout
 from planish.run import lock
 from planish.store.documents import write_json
@@ -48,7 +49,9 @@ class _Lines(logging.Handler):
 class StageLog:
     """The log of one task attempt; use it as a context manager around the work."""
 
-    def __init__(self, root: str, stage: str, iteration: int, shard: int, *, log_format: str):
+    def __init__(
+        self, root: str, stage: str, iteration: int, shard: int, *, log_format: str = LOG_FORMAT
+    ):
         self._root = root
         self.uri = layout.stage_log(root, stage, iteration, shard)
         attempt = os.environ.get("KFP_RETRY_INDEX", "0")
@@ -61,7 +64,7 @@ class StageLog:
             "startup_seconds": round(process_age_seconds(), 3),
         }
         self._lines = _Lines()
-        self._lines.setFormatter(logging.Formatter(log_format))
+        self._lines.setFormatter(LogFormatter(log_format))
         self._ended = threading.Event()
         self._gave_up = False
         self._shipper = threading.Thread(target=self._ship, name="stage-log", daemon=True)

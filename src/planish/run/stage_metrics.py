@@ -107,6 +107,9 @@ class StageMetrics:
         if self._stage == "reward" and scalars.get("num_rollouts"):
             kept = scalars.get("num_kept_rollouts", 0.0) / scalars["num_rollouts"]
             telemetry.set_level("planish_reward_kept_ratio", kept)
+        if self._stage == "reward":
+            without = bool(scalars.get("iterations_without_signal"))
+            telemetry.count("planish_reward_idle_iterations_total", int(without))
         telemetry.mark_progress()
         self._has_news = True
 

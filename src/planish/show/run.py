@@ -16,6 +16,7 @@ from rich.text import Text
 from planish import store
 from planish.base.errors import PlanishError, RecordError
 from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
+from planish.records.rewards import nothing_learnt
 from planish.show.text import cell, table
 from planish.store.documents import read_json
 
@@ -48,17 +49,28 @@ def run_tables(root: str) -> list[RenderableType]:
 def _iteration_tables(names: list[str]) -> list[RenderableType]:
     """Return how many rows each kind of set has, per iteration."""
     counts: dict[int, Counter[str]] = defaultdict(Counter)
+    told: list[list[Any]] = []
     for name in names:
         match = _ITERATION.search(name)
         if match and name.endswith("/manifest.json"):
-            num_rows = read_manifest(name.removesuffix("/manifest.json")).num_rows
-            counts[int(match[1])][match[2].partition("/")[0]] += num_rows
+            manifest = read_manifest(name.removesuffix("/manifest.json"))
+            kind = match[2].partition("/")[0]
+            counts[int(match[1])][kind] += manifest.num_rows
+            if kind == "rewards" and (line := nothing_learnt(manifest.attributes["metrics"])):
+                told.append([int(match[1]), line])
     kinds = sorted({kind for rows_of in counts.values() for kind in rows_of})
     rows = [
         [number, *(rows_of.get(kind, "-") for kind in kinds)]
         for number, rows_of in sorted(counts.items())
     ]
-    return [table("iterations (rows)", "iteration", *kinds, rows=rows)] if rows else []
+    if not rows:
+        return []
+    tables: list[RenderableType] = [table("iterations (rows)", "iteration", *kinds, rows=rows)]
+    if told:
+        tables.append(
+            table("without a signal", "iteration", "why", rows=sorted(told)[-_MAX_ROWS:], width=400)
+        )
+    return tables
 
 
 def _other_tables(root: str, names: list[str]) -> list[RenderableType]:

@@ -67,22 +67,21 @@ def record_tables(uri: str, manifest: Manifest, *, rows: int) -> list[Renderable
         RecordError: the set is damaged.
     """
     cls = RECORDS[manifest.schema]
-    summaries: dict[str, _Numbers | _Texts] = {
-        spec.name: _Texts() if spec.kind in {"text", "messages"} else _Numbers()
-        for spec in cls.COLUMNS
-    }
+    summaries: dict[str, _Numbers | _Texts] = {}
     cells: list[list[list[Any]]] = []
     for piece in iter_set(cls, uri, sha256=manifest.sha256):
-        for name, summary in summaries.items():
-            summary.add(piece[name])
+        there = [spec for spec in cls.COLUMNS if spec.name in piece]
+        for spec in there:
+            kind = _Texts if spec.kind in {"text", "messages"} else _Numbers
+            summaries.setdefault(spec.name, kind()).add(piece[spec.name])
         for row in range(min(rows - len(cells), len(piece[cls.COLUMNS[0].name]))):
             cells.append([])
-            for spec in cls.COLUMNS:
+            for spec in there:
                 column = piece[spec.name]
                 value = column.row(row).copy() if isinstance(column, Ragged) else column[row]
                 value = value.item() if isinstance(value, np.generic) else value
                 cells[-1].append([spec.name, value])
-    specs = [[c.name, c.kind, summaries[c.name].text(), c.meaning] for c in cls.COLUMNS]
+    specs = [[c.name, c.kind, summaries[c.name].text(), c.meaning] for c in there]
     return [
         table("columns", "column", "type", "values", "meaning", rows=specs),
         *(

@@ -1,18 +1,39 @@
 """Verifiers: response text and ground truth in, verdict out; total on any text.
 
-A verifier never raises on model text and never runs it. Heavy mathematics happens in a child
-process (`planish.verifiers.child`), never here.
+A verifier never raises on model text and never runs it in this process. Heavy mathematics and
+functions of the user are called in child processes (`child.py`, `own.py`), never here.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import logging
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from planish.base.errors import ConfigError, VerifierFailure
+from planish.verifiers.own import (
+    ENTRY_POINTS,
+    OwnVerifier,
+    installed_verifiers,
+    is_reference,
+    shared_verifier,
+)
 from planish.verifiers.verdict import Verdict, Verifier, VerifierOptions, clean_text, failed
 
-__all__ = ["VERIFIERS", "Verdict", "VerifierOptions", "answer_fault", "verify", "verify_many"]
+__all__ = [
+    "VERIFIERS",
+    "Verdict",
+    "VerifierOptions",
+    "answer_fault",
+    "check_verifier",
+    "find_verifier",
+    "verify",
+    "verify_many",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -20,33 +41,103 @@ VERIFIERS: dict[str, str] = {
     "countdown": "planish.verifiers.countdown:verify_countdown",
     "exact": "planish.verifiers.exact:verify_exact",
     "integer": "planish.verifiers.math_answer:verify_integer",
+    "json_schema": "planish.verifiers.json_schema:verify_json_schema",
     "math": "planish.verifiers.math_answer:verify_math",
+    "python_tests": "planish.verifiers.isolated.python_tests:verify_python_tests",
+    "regex": "planish.verifiers.regex:verify_regex",
     "trace": "planish.verifiers.trace:verify_trace",
 }
-"""Name in a prompt's `verifier` column to `module:function`."""
+"""Name in a prompt's `verifier` column to `module:function`; those of ours."""
+
+CHECKS: dict[str, str] = {
+    "python_tests": "planish.verifiers.isolated.python_tests:check_isolation",
+}
+"""Name of a verifier to the `module:function` that tells whether this machine can run it."""
+
+PARALLEL = frozenset({"python_tests"})
+"""Verifiers that start processes for each row: as many rows at once as there are processors."""
 
 _DEFAULTS = VerifierOptions()
+_MAX_ANSWER_CHARS = {"json_schema": 100_000, "python_tests": 1_000_000}
+_UNUSABLE = {
+    "json_schema": "answer_not_a_schema",
+    "python_tests": "answer_not_tests",
+    "regex": "answer_not_a_pattern",
+}
+"""Reason where a shipped verifier fails on the empty response."""
+
+
+def find_verifier(name: str) -> Verifier:
+    """Return the verifier of a name: a shipped one, `package.module:function`, an entry point.
+
+    Shipped names come first. Nothing of the user is imported into this process.
+
+    Raises:
+        ConfigError: no verifier has this name; says which is most like it.
+    """
+    if name in VERIFIERS:
+        module, _, function = VERIFIERS[name].partition(":")
+        verifier: Verifier = getattr(importlib.import_module(module), function)
+        return verifier
+    if is_reference(name):
+        return shared_verifier(name)
+    installed = installed_verifiers()
+    if name in installed:
+        return shared_verifier(installed[name])
+    known = sorted({*VERIFIERS, *installed})
+    close = difflib.get_close_matches(name, known, n=1)
+    raise ConfigError(
+        f"a verifier must be one of {known}, an entry point of the group {ENTRY_POINTS!r} or "
+        f"`package.module:function`, got {name!r}"
+        + (f"; did you mean {close[0]!r}?" if close else "; is its package installed here?")
+    )
+
+
+def check_verifier(name: str) -> None:
+    """Check before a run that a verifier can be used here; one of the user is started.
+
+    Raises:
+        ConfigError: no verifier has this name, or this machine cannot run it; says what to mend.
+    """
+    verifier = find_verifier(name)
+    if isinstance(verifier, OwnVerifier):
+        verifier.start()
+    if name in CHECKS:
+        check_machine(name)
+
+
+@functools.cache
+def check_machine(name: str) -> None:
+    """Check, once in this process, that this machine can run a verifier of `CHECKS`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    module, _, function = CHECKS[name].partition(":")
+    getattr(importlib.import_module(module), function)()
 
 
 def verify(name: str, response: str, answer: str, options: VerifierOptions = _DEFAULTS) -> Verdict:
     """Verify one response.
 
     Args:
-        name: key in `VERIFIERS`; an unknown one gives a verdict with `error`.
+        name: what `find_verifier` takes.
         response: sampled text without special tokens and without the prompt; any text at all.
         answer: ground truth in the verifier's form.
         options: what may differ from the default rules.
 
     Returns:
         A verdict, whatever the text.
+
+    Raises:
+        ConfigError: there is no such verifier here.
+        VerifierFailure: a verifier of the user hangs again and again.
     """
-    if name not in VERIFIERS:
-        logger.error("unknown verifier name=%r known=%r", name, sorted(VERIFIERS))
-        return failed()
-    module, _, function = VERIFIERS[name].partition(":")
-    verifier: Verifier = getattr(importlib.import_module(module), function)
+    verifier = find_verifier(name)
     try:
         return verifier(response, answer, options)
+    except (ConfigError, VerifierFailure):
+        raise
     except Exception:
         # One bad row must not end a batch; the caller fails loudly when errors exceed its limit.
         logger.exception("verifier error name=%s answer=%r", name, clean_text(answer))
@@ -56,8 +147,13 @@ def verify(name: str, response: str, answer: str, options: VerifierOptions = _DE
 def verify_many(
     rows: Iterable[Sequence[str]], options: VerifierOptions = _DEFAULTS
 ) -> list[Verdict]:
-    """Verify rows of (verifier name, response, answer), in order, over one child process."""
-    return [verify(name, response, answer, options) for name, response, answer in rows]
+    """Verify rows of (verifier name, response, answer), in order; raises what `verify` does."""
+    listed = list(rows)
+    workers = len(os.sched_getaffinity(0))
+    if sum(name in PARALLEL for name, _, _ in listed) < 2 or workers < 2:
+        return [verify(name, response, answer, options) for name, response, answer in listed]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda row: verify(row[0], row[1], row[2], options), listed))
 
 
 def answer_fault(name: str, answer: str) -> str | None:
@@ -65,17 +161,29 @@ def answer_fault(name: str, answer: str) -> str | None:
 
     Returns:
         A reason code: `unknown_verifier`, `answer_empty`, `answer_too_long`,
-        `answer_not_an_integer`, `answer_not_a_task` or `answer_not_comparable`.
+        `answer_not_an_integer`, `answer_not_a_task`, `answer_not_comparable`,
+        `answer_not_a_pattern`, `answer_not_a_schema` or `answer_not_tests`.
+
+    Raises:
+        ConfigError: the verifier cannot be used here. What the answers of one of the user look
+            like is its own affair.
     """
     from planish.verifiers import math_answer
     from planish.verifiers.countdown import parse_countdown
 
+    if is_reference(name) or name in installed_verifiers().keys() - VERIFIERS.keys():
+        check_verifier(name)
+        return None
     if name not in VERIFIERS:
         return "unknown_verifier"
+    if name in CHECKS:
+        check_machine(name)
     if not answer.strip():
         return "answer_empty"
-    if len(answer) > math_answer.MAX_ANSWER_CHARS:
+    if len(answer) > _MAX_ANSWER_CHARS.get(name, math_answer.MAX_ANSWER_CHARS):
         return "answer_too_long"
+    if name in _UNUSABLE:
+        return _UNUSABLE[name] if verify(name, "", answer).error else None
     if name in ("integer", "trace"):
         text = math_answer.normalise_answer(answer) if name == "integer" else answer.strip()
         if math_answer.as_integer(text, _DEFAULTS) is not None:

@@ -1,6 +1,6 @@
 """What a verifier says about one response, and the options that it takes.
 
-Deliberately without rewards: a verdict is 0 or 1, the reward stage makes numbers that train of it.
+Deliberately without rewards: the reward stage makes numbers that train of a verdict.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class Verdict:
     """The comparison did not end in time; `error` is set too."""
     error: bool = False
     """The verifier itself failed (timeout, crash, unusable ground truth): accuracy is 0."""
+    score: float | None = None
+    """Score in [0, 1] of a verifier that gives parts of a point; accuracy is 1 only where this is.
+    None: the same as `accuracy`."""
+    reason: str = ""
+    """One line on why `error` is set, where the verifier says more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,12 @@ def not_found() -> Verdict:
     return Verdict(accuracy=0.0, invalid=True)
 
 
-def failed(extracted: str = "", *, timeout: bool = False) -> Verdict:
+def failed(extracted: str = "", *, timeout: bool = False, reason: str = "") -> Verdict:
     """Return the verdict when the verifier itself failed."""
-    return Verdict(accuracy=0.0, extracted=clean_text(extracted), timeout=timeout, error=True)
+    return Verdict(
+        accuracy=0.0,
+        extracted=clean_text(extracted),
+        timeout=timeout,
+        error=True,
+        reason=clean_text(reason),
+    )

@@ -40,7 +40,7 @@ from planish.base.config import config_sha256, load_preset, merge, resolve_confi
 from planish.engines import open_engine
 from planish.engines.config import EngineConfig
 from planish.engines.measure import generate_rollouts, judge
-from planish.engines.requests import Sampling
+from planish.engines.requests import ModelRef, Sampling
 from planish.models.policy import load_policy, save_policy
 from planish.models.tokens import load_tokenizer
 from planish.records import layout
@@ -176,7 +176,7 @@ class Evaluator:
     def __call__(self, pin: str) -> float:
         uri, digest = parse_pin(pin)
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
-        with open_engine(EngineConfig(), pin, max_rows=256, device="cpu") as engine:
+        with open_engine(EngineConfig(), ModelRef(pin=pin), max_rows=256, device="cpu") as engine:
             rollouts = generate_rollouts(
                 engine, tokenizer, self.prompts, num_samples=EVALUATION_SAMPLES,
                 sampling=self.sampling, run_seed=self.seed,

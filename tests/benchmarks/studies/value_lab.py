@@ -22,7 +22,7 @@ from planish.engines import open_engine
 from planish.engines.config import EngineConfig
 from planish.engines.measure import generate_rollouts
 from planish.engines.requests import FinishReason as EngineFinish
-from planish.engines.requests import Request, Sampling
+from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.sampling import request_seed
 from planish.engines.weights import DictWeights
 from planish.models.policy import load_policy
@@ -103,7 +103,7 @@ class Lab:
         self.prompts = read_set(PromptSet, layout.prompts(root))
         self.held_out = read_set(PromptSet, layout.evaluation_prompts(root))
         self.tokenizer = load_policy(self.pin).tokenizer
-        self.engine = open_engine(EngineConfig(), self.pin, max_rows=512)
+        self.engine = open_engine(EngineConfig(), ModelRef(pin=self.pin), max_rows=512)
         torch.set_num_threads(1)
 
     def close(self) -> None:

@@ -8,13 +8,16 @@ import importlib.util
 
 import pytest
 
-from planish.engines import ENGINES
+from planish.engines import APART, ENGINES
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
+from tests.unit.engines.disagg.instances import ThreadRank
 from tests.unit.engines.tiny import qwen3_policy
 
-HERE = [name for name in sorted(ENGINES) if importlib.util.find_spec(name)]
-"""An engine has the name of the package that it stands on."""
+PACKAGES = {"disagg": "transformers", "vllm_disagg": "vllm"}
+"""What an engine stands on, where that is not a package of its own name."""
+
+HERE = [name for name in sorted(ENGINES) if importlib.util.find_spec(PACKAGES.get(name, name))]
 
 FAMILIES = {
     "dense": {},
@@ -23,7 +26,15 @@ FAMILIES = {
 
 
 def pytest_collection_modifyitems(items):
-    """Each test makes engines, so `make check` leaves them out."""
+    """Leave tests that make engines out of `make check`; a dense policy needs no experts apart."""
+    params = {item: getattr(item, "callspec", None) and item.callspec.params for item in items}
+    items[:] = [
+        item
+        for item in items
+        if not params[item]
+        or params[item].get("new_engine") not in APART
+        or params[item].get("make_policy") != "dense"
+    ]
     for item in items:
         if "new_engine" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
@@ -49,6 +60,19 @@ def new_engine(request, make_policy, monkeypatch):
     made = []
 
     def make(policy=None, **changes):
+        if request.param == "disagg":
+            # As many ranks as the rows allow; they are threads, tests/integration has processes.
+            number = 2 if {**options, **changes}["max_rows"] >= 4 else 1
+            changes["config"] = EngineConfig(
+                name="disagg", attention_ranks=number, expert_ranks=2, micro_batches=number
+            )
+            changes["launcher"] = ThreadRank
+        if request.param == "vllm_disagg":
+            # One vLLM: a second one in this process would share its tables of layers.
+            changes["config"] = EngineConfig(
+                name=request.param, expert_ranks=2, cache_bytes=16 << 20
+            )
+            changes["launcher"] = ThreadRank
         engine = cls(**{**options, **changes})
         made.append(engine)
         engine.start(ModelRef(policy=policy or make_policy()))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import platform
+import resource
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
+import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
 
-from planish.base.errors import ConfigError, EngineError
+from planish.base.errors import ConfigError, EngineError, RecordError
 from planish.engines.config import EngineConfig
 from planish.engines.requests import ModelRef
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import DictWeights, open_weights
+from planish.engines.weights import DictWeights, PinnedWeights
 from planish.models.policy import save_policy
+from planish.records.rollouts import FinishReason
 from tests.contract.engines.conftest import FAMILIES
 from tests.contract.engines.test_control import weights
 from tests.unit.engines.tiny import ids_of, qwen3_policy, request
@@ -49,10 +52,22 @@ def test_a_device_that_this_build_is_not_for_is_refused():
     assert "which is 'cpu', got 'cuda'" in refused(qwen3_policy(), device="cuda")
 
 
-@pytest.mark.parametrize("setting", [{"tensor_parallel": 2}, {"quantization": "fp8"}])
-def test_what_needs_accelerators_is_refused_on_the_cpu(setting):
-    config = EngineConfig(name="vllm", **setting)
-    assert "must be 1 and `engine.quantization` 'none'" in refused(qwen3_policy(), config=config)
+def test_what_needs_accelerators_is_refused_on_the_cpu():
+    config = EngineConfig(name="vllm", quantization="fp8")
+    text = refused(qwen3_policy(), config=config)
+    assert "`engine.quantization` must be 'none' on the CPU, got 'fp8'" in text
+    config = EngineConfig(name="vllm", tensor_parallel=2)
+    text = refused(experts_policy(), config=config)
+    assert "must be 1 on the CPU for a model with experts, got 2; take an accelerator" in text
+
+
+@pytest.mark.parametrize(("policy", "ranks"), [(experts_policy, 3), (qwen3_policy, 1)])
+def test_experts_that_ranks_can_not_share_evenly_are_refused(policy, ranks):
+    config = EngineConfig(name="vllm", tensor_parallel=ranks, expert_parallel=True)
+    count = 4 if policy is experts_policy else 0
+    text = refused(policy(), config=config)
+    assert f"divisible by the ranks with `engine.expert_parallel`, got {count} and " in text
+    assert f"`engine.tensor_parallel` = {ranks}; change the ranks" in text
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused():
@@ -63,54 +78,37 @@ def test_a_cache_too_small_for_one_sequence_is_refused():
     )
 
 
-def test_a_tokenizer_of_another_model_is_refused():
-    policy = qwen3_policy()
-    policy.tokenizer.eos_token_ids = (54,)
-    text = refused(policy)
-    assert "end tokens must lie in the model's vocabulary of 54, got 54" in text
+def test_new_weights_that_are_damaged_change_nothing_and_a_failure_while_loading_is_final(
+    tmp_path, monkeypatch
+):
+    from planish.engines.vllm.weights import PolicyTransfer
 
-
-@pytest.mark.parametrize("change", ["missing", "extra"])
-def test_a_policy_folder_with_a_missing_or_an_extra_expert_is_refused(tmp_path, change):
-    policy = experts_policy()
-    save_policy(f"file://{tmp_path}/p", policy, version=0, parents={}, attributes={})
-    (path,) = (tmp_path / "p").glob("*.safetensors")
-    tensors = load_file(path)
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    other = "model.layers.1.mlp.experts.4.up_proj.weight"
-    if change == "missing":
-        del tensors[name]
-    else:
-        tensors[other] = tensors[name].clone()
-    save_file(tensors, path, metadata={"format": "pt"})
-    pin = pin_of_changed(tmp_path / "p", tmp_path / "q")
-    with pytest.raises(EngineError) as caught:
-        VllmEngine(max_rows=2, config=SMALL).start(ModelRef(pin=pin))
-    wanted = f"{name} is missing" if change == "missing" else f"{other} is of none of the 4 experts"
-    assert f"must hold every expert once, got {wanted} (1 in all)" in str(caught.value)
-
-
-def pin_of_changed(source: Path, target: Path) -> str:
-    """Publish the files of a folder anew, as somebody who made them otherwise would have."""
-    from planish.records.io import write_files
-
-    attributes = json.loads((source / "manifest.json").read_text())["attributes"]
-    files = {p.name: p for p in source.iterdir() if p.name != "manifest.json"}
-    return write_files(target.as_uri(), "policy/1", files, parents={}, attributes=attributes).pin()
-
-
-def test_new_weights_from_a_folder_that_goes_away_leave_the_engine_failed(tmp_path):
     policy = qwen3_policy(1)
     pin = save_policy(f"file://{tmp_path}/p", policy, version=1, parents={}, attributes={}).pin()
+    (path,) = (tmp_path / "p").glob("*.safetensors")
+    good = path.read_bytes()
+    asked = [request(0, 8, temperature=0.0)]
     with VllmEngine(max_rows=2, config=SMALL) as engine:
         engine.start(ModelRef(policy=qwen3_policy()))
-        source = open_weights(pin)
-        source.folder = tmp_path / "gone"
-        with pytest.raises(EngineError, match=r"must hold \*.safetensors files, got none"):
-            engine.update_weights(source, 1)
+        before = ids_of(engine.generate(asked))
+        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(RecordError, match=f"`{path.name}` must have the sha256"):
+            engine.update_weights(PinnedWeights(pin), 1)
+        assert (engine.state, engine.version()) == ("ready", 0)
+        assert ids_of(engine.generate(asked)) == before
+        path.write_bytes(good)
+        receive = PolicyTransfer.receive_weights
+
+        def half(transfer, info):
+            receive(transfer, info)
+            raise OSError("the disk is gone")
+
+        monkeypatch.setattr(PolicyTransfer, "receive_weights", half)
+        with pytest.raises(EngineError, match="the disk is gone"):
+            engine.update_weights(PinnedWeights(pin), 1)
         assert (engine.state, engine.version()) == ("failed", 0)
         with pytest.raises(EngineError, match="needs an engine that is ready"):
-            engine.generate([request(0, 2)])
+            engine.generate(asked)
 
 
 def test_weights_from_a_folder_and_from_memory_act_alike(tmp_path):
@@ -119,14 +117,124 @@ def test_weights_from_a_folder_and_from_memory_act_alike(tmp_path):
     requests = [request(i, 12, temperature=0.0) for i in range(3)]
     with VllmEngine(max_rows=4, config=SMALL) as engine:
         engine.start(ModelRef(policy=experts_policy()))
-        from_folder = engine.update_weights(open_weights(pin), 1)
+        from_folder = engine.update_weights(PinnedWeights(pin), 1)
         first = ids_of(engine.generate(requests))
         from_memory = engine.update_weights(weights(policy), 2)
         assert ids_of(engine.generate(requests)) == first
         assert from_folder.num_tensors == from_memory.num_tensors > 30
         extra = {"one_more": policy.model.model.norm.weight.detach()}
-        named = {n: open_weights(pin).read(n) for n in open_weights(pin).names()}
+        named = {n: PinnedWeights(pin).read(n) for n in PinnedWeights(pin).names()}
         with pytest.raises(EngineError, match="one_more is not of this model"):
             engine.update_weights(DictWeights({**named, **extra}), 3)
         assert ids_of(engine.generate(requests)) == first
     shutil.rmtree(tmp_path / "p")
+
+
+def test_experts_are_not_returned_on_the_cpu_and_never_of_a_dense_model():
+    text = refused(experts_policy(), routing=True)
+    assert "`rollout.keep_routing` must be false with the engine `vllm` on the CPU" in text
+    assert "must be false for a model without experts" in refused(qwen3_policy(), routing=True)
+
+
+def choice(position):
+    """What the stand-in for a capture says of a position: [decoder layers, experts per token]."""
+    return np.array([[position % 4, (position + 1) % 4], [(position + 2) % 4, position % 3]])
+
+
+def test_experts_that_vllm_reports_come_with_every_way_to_end(monkeypatch):
+    # This build captures nothing, so the rows that a worker would send are put into its outputs.
+    policy = experts_policy()
+    requests = [request(i, 9) for i in range(3)]
+    sent = {}
+    with VllmEngine(max_rows=4, config=SMALL) as engine:
+        engine.start(ModelRef(policy=policy))
+        free = engine.generate(requests)
+        get_output = engine._llm.engine_core.get_output
+
+        def with_routing():
+            outputs = get_output()
+            for part in outputs.outputs:
+                name = next(n for n in sent if part.request_id.startswith(n))
+                end = sent[name][1] + len(part.new_token_ids)
+                rows = [choice(position) for position in range(sent[name][0], end)]
+                part.routed_experts = np.array(rows, np.uint8)
+                sent[name] = (end, end)
+            return outputs
+
+        monkeypatch.setattr(engine._llm.engine_core, "get_output", with_routing)
+        engine._routing, engine._routing_dtype = True, "int8"
+        stop = free[1].token_ids[4]
+        asked = [
+            requests[0],
+            replace(requests[1], sampling=replace(requests[1].sampling, stop_token_ids=(stop,))),
+            replace(requests[2], response_prefix=tuple(free[2].token_ids[:2])),
+        ]
+        asked = [replace(r, sampling=replace(r.sampling, want_routing=True)) for r in asked]
+        # A step that samples its first token has computed all before it.
+        sent.update(
+            (r.request_id, (0, len(r.prompt_ids) + len(r.response_prefix) - 1)) for r in asked
+        )
+        engine.submit(asked)
+        outputs = {}
+        for _ in range(6):
+            outputs.update((o.request_id, o) for o in engine.poll(0.0))
+        outputs.update((o.request_id, o) for o in engine.abort(["r2"]))
+        while len(outputs) < 3:
+            outputs.update((o.request_id, o) for o in engine.poll(1.0))
+    reasons = [outputs[r.request_id].finish_reason for r in asked]
+    assert reasons == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT]
+    for one in asked:
+        output = outputs[one.request_id]
+        num_inputs = len(one.prompt_ids) + len(one.response_prefix) + output.num_tokens - 1
+        assert output.num_tokens > 0
+        assert output.routing.dtype == np.int8
+        assert (output.routing == [choice(position) for position in range(num_inputs)]).all()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_after_a_change_of_weights_the_memory_of_large_layers_is_used_again():
+    def page_faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(48 << 20, dtype=torch.uint8).fill_(1)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with VllmEngine(max_rows=2, config=SMALL) as engine:
+        engine.start(ModelRef(policy=qwen3_policy()))
+        engine.update_weights(weights(qwen3_policy(1)), 1)
+        # 48 MiB have 12,288 pages; blocks above 32 MiB are otherwise given back each time. The
+        # first ones may find the heap grown, and cut it down.
+        assert min(page_faults() for _ in range(4)) < 1000
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_without_packing_anew_this_build_would_go_on_with_old_weights(kind, monkeypatch):
+    # Where this fails, vLLM packs by itself, and `PolicyTransfer.finish_weight_update` may stop.
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    from planish.engines.vllm.weights import PolicyTransfer
+
+    def half_finished(transfer):
+        finalize_layerwise_reload(transfer.model, transfer.model_config)
+        if kind == "experts":  # then they alone are left as they were
+            transfer.model.lm_head.quant_method.process_weights_after_loading(
+                transfer.model.lm_head
+            )
+
+    sizes, requests = FAMILIES[kind], [request(i, 12, temperature=0.0) for i in range(4)]
+    found = {}
+    for name in ("packed", "not packed"):
+        with VllmEngine(max_rows=4, config=SMALL) as engine:
+            engine.start(ModelRef(policy=qwen3_policy(**sizes)))
+            if name == "not packed":
+                monkeypatch.setattr(PolicyTransfer, "finish_weight_update", half_finished)
+            engine.update_weights(weights(qwen3_policy(1, **sizes)), 1)
+            found[name] = ids_of(engine.generate(requests))
+    assert found["packed"] != found["not packed"]
+
+
+def test_the_start_tells_what_this_build_can_do(caplog):
+    caplog.set_level("INFO")
+    with VllmEngine(max_rows=2, config=SMALL) as engine:
+        engine.start(ModelRef(policy=qwen3_policy()))
+    words = "vllm device=cpu ranks=dense experts_by_rank=no quantization=no sleep=no routing=no"
+    assert f"{words} head_sizes=[32, 64" in caplog.text

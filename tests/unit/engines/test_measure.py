@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planish.base.errors import VerifierFailure
+from planish.base.errors import EngineError, VerifierFailure
 from planish.engines.measure import generate_rollouts, judge
 from planish.engines.requests import ModelRef, Sampling
 from planish.engines.sampling import request_seed
@@ -13,6 +13,7 @@ from planish.engines.transformers.engine import TransformersEngine
 from planish.models.policy import build_policy
 from planish.records.rollouts import FinishReason
 from planish.verifiers import VerifierOptions
+from tests.unit.engines.disagg.instances import MortalRank, disagg
 from tests.unit.tiny_run import sums, tiny_model
 
 
@@ -71,6 +72,57 @@ def test_prompt_that_does_not_fit_the_model_is_an_aborted_row_without_tokens():
     assert rollouts.response_tokens.lengths[2:].tolist() == [0, 0]
     assert (rollouts.finish[:2] <= FinishReason.LENGTH).all()
     assert [v.accuracy for v in judge(rollouts, VerifierOptions())][2:] == [0.0, 0.0]
+
+
+def measure_apart(policy, prompts, losses):
+    """Measure on attention and experts apart; ranks die with the beginning of some questions.
+
+    Args:
+        policy: with experts.
+        prompts: of the measurement.
+        losses: rank that dies in each call of `generate`, -1 for none.
+    """
+    ranks = []
+
+    def launcher(end):
+        ranks.append(MortalRank(end))
+        return ranks[-1]
+
+    with disagg(policy, 3, 1, launcher=launcher) as engine:
+        generate, pending = engine.generate, list(losses)
+
+        def generate_and_lose(requests):
+            if pending and (rank := pending.pop(0)) >= 0:
+                ranks[rank].is_dead = True
+            return generate(requests)
+
+        engine.generate = generate_and_lose
+        return generate_rollouts(
+            engine,
+            policy.tokenizer,
+            prompts,
+            num_samples=2,
+            sampling=Sampling(max_new_tokens=5),
+            run_seed=7,
+        )
+
+
+def test_responses_that_a_rank_took_with_it_are_asked_again():
+    prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
+    policy = build_policy(tiny_model().model_copy(update={"num_experts": 4}), seed=0)
+    whole = sample(prompts, policy)
+    rollouts = measure_apart(policy, prompts, [1, -1])
+    assert rollouts.response == whole.response
+    assert rollouts.finish.tolist() == whole.finish.tolist()
+    assert measure_apart(policy, prompts, [1, 2]).response == whole.response
+
+
+def test_a_measurement_whose_responses_stay_lost_fails(monkeypatch):
+    prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
+    policy = build_policy(tiny_model().model_copy(update={"num_experts": 4}), seed=0)
+    monkeypatch.setattr("planish.engines.measure.MOST_REPEATS", 1)
+    with pytest.raises(EngineError, match=r"got \d of 6 lost after 1 repeats .*rank 2 is lost"):
+        measure_apart(policy, prompts, [1, 2])
 
 
 def test_verifier_that_fails_too_often_ends_the_measurement():

@@ -30,10 +30,15 @@ LETTERS = st.text("abc", min_size=1, max_size=4)
 @example(strings=["abab", "ba"], vocabulary=["ab", "a", "b"], data=None)
 @settings(max_examples=300, deadline=None)
 def test_a_string_is_found_at_the_token_that_completes_it(strings, vocabulary, data):
-    table = stop_table(strings, [text.encode() for text in vocabulary])
     picks = [0, 1, 2, 0, 0] if data is None else data.draw(
         st.lists(st.integers(0, len(vocabulary) - 1), max_size=12)
     )  # fmt: skip
+    try:
+        table = stop_table(strings, [text.encode() for text in vocabulary])
+    except ConfigError:
+        joined = "".join(vocabulary[token] for token in picks)
+        assert not all(string in joined for string in strings)
+        return
     state, text = 0, ""
     for token in picks:
         state = table.advance(state, [token])
@@ -72,6 +77,30 @@ def test_tokens_that_do_the_same_share_a_class():
 def test_strings_that_can_not_be_used_are_refused(strings):
     with pytest.raises(ConfigError, match="must not be empty and have at most 256 bytes"):
         stop_table(strings, [b"a"])
+
+
+@pytest.mark.parametrize(
+    ("strings", "vocabulary", "unspelled"),
+    [
+        (["ab", "ac"], ["a", "b"], "['ac']"),
+        (["bb"], ["ab", "c"], "['bb']"),
+        (["b"], ["", "a"], "['b']"),
+        (["aa"], ["a"], ""),
+        (["aab", "c"], ["ab", "c"], "['aab']"),
+        (["bab"], ["ab", "c"], ""),
+        (["ab", "bc"], ["ab", "c"], ""),
+        (["a", "ax"], ["a", "b"], "['ax']"),
+        (["yz", "xyz"], ["xyz"], ""),
+    ],
+)
+def test_strings_that_no_tokens_spell_are_refused(strings, vocabulary, unspelled):
+    tokens = [text.encode() for text in vocabulary]
+    if not unspelled:
+        assert stop_table(strings, tokens).strings == tuple(strings)
+        return
+    with pytest.raises(ConfigError) as caught:
+        stop_table(strings, tokens)
+    assert f"tokens of this policy spell, got {unspelled}, which no" in str(caught.value)
 
 
 def stopping(policy: Policy, *strings: str) -> Policy:

@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planish import store
 from planish.base.config import parse_section
-from planish.base.errors import ConfigError, EngineError
+from planish.base.errors import ConfigError, EngineError, RecordError
 from planish.engines import open_engine
 from planish.engines.base import TurnLock
 from planish.engines.config import EngineConfig
 from planish.engines.requests import FinishReason, ModelRef
 from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.vllm.engine import VllmEngine
-from planish.engines.weights import DictWeights, FolderWeights, open_weights
+from planish.engines.weights import DictWeights, FolderWeights, PinnedWeights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
 from tests.unit.engines.tiny import (
@@ -133,7 +134,7 @@ SHARED = {rows: start(qwen3_policy(), max_rows=rows) for rows in range(1, 7)}
 
 
 def test_an_engine_opens_from_a_pinned_policy(saved, policy):
-    with open_engine(EngineConfig(), saved, max_rows=2) as engine:
+    with open_engine(EngineConfig(), ModelRef(pin=saved), max_rows=2) as engine:
         assert engine.version() == 3
         output = engine.generate([request(0, 8, temperature=0.0)])[0]
         assert output.versions == [3] * 8
@@ -147,7 +148,8 @@ def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
     code = (
         "import sys\nfrom planish.engines import open_engine\n"
         "from planish.engines.config import EngineConfig\n"
-        f"engine = open_engine(EngineConfig(), {saved!r})\n"
+        "from planish.engines.requests import ModelRef\n"
+        f"engine = open_engine(EngineConfig(), ModelRef(pin={saved!r}))\n"
         "print(engine.decoder_name, any('modeling_qwen3' in name for name in sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -160,7 +162,7 @@ def test_an_exported_family_gives_the_tokens_of_its_modules(tmp_path, family):
     policy = family_policy(family, tie_word_embeddings=False, **changes)
     pin = save_policy(f"file://{tmp_path}/p", policy, version=1, parents={}, attributes={}).pin()
     requests = [request(i, 12, temperature=0.0) for i in range(4)]
-    with open_engine(EngineConfig(), pin) as engine:
+    with open_engine(EngineConfig(), ModelRef(pin=pin)) as engine:
         assert engine.decoder_name == ("ModuleDecoder" if family == "Phi" else "FusedDecoder")
         for one, output in zip(requests, engine.generate(requests), strict=True):
             assert output.token_ids == reference_greedy(policy, one.prompt_ids, 12)
@@ -176,7 +178,7 @@ def test_weights_of_another_policy_replace_those_of_the_folder(saved):
 
 
 def test_weights_of_an_export_are_read_by_name_and_box(saved, policy):
-    weights = open_weights(saved)
+    weights = PinnedWeights(saved)
     name = "model.layers.0.mlp.down_proj.weight"
     assert weights.names()[name] == ((64, 192), torch.float32)
     expected = policy.model.model.layers[0].mlp.down_proj.weight.detach()
@@ -191,11 +193,41 @@ def test_weights_of_an_export_are_read_by_name_and_box(saved, policy):
 
 def test_an_engine_takes_new_weights_from_an_export(saved, policy):
     engine = start(qwen3_policy(7))
-    report = engine.update_weights(open_weights(saved), 4)
+    report = engine.update_weights(PinnedWeights(saved), 4)
     sizes = {id(p): p.nbytes for p in policy.model.parameters()}
     assert (report.num_tensors, report.num_bytes) == (len(sizes), sum(sizes.values()))
     output = engine.generate([request(0, 8, temperature=0.0)])[0]
     assert output.token_ids == reference_greedy(policy, prompt(0), 8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "must have the sha256"),
+        (lambda data: (1 << 60).to_bytes(8, "little") + data[8:], "must be a safetensors file"),
+    ],
+)
+def test_new_weights_that_are_damaged_change_nothing(saved, tmp_path, spoil, text):
+    engine = start(qwen3_policy(7))
+    before = engine.generate([request(0, 8)])[0].logprobs
+    (path,) = (tmp_path / "policies/00003").glob("*.safetensors")
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises((RecordError, EngineError), match=text):
+        engine.update_weights(PinnedWeights(saved), 4)
+    assert (engine.state, engine.version()) == ("ready", 0)
+    assert engine.generate([request(0, 8)])[0].logprobs == before
+
+
+def test_the_headers_of_an_export_are_read_without_its_bytes(saved, tmp_path, monkeypatch):
+    (path,) = (tmp_path / "policies/00003").glob("*.safetensors")
+    whole = FolderWeights(path.parent)
+    sizes, read = [], store.read
+    monkeypatch.setattr(store, "read", lambda *a: sizes.append(len(d := read(*a))) or d)
+    weights = PinnedWeights(saved)
+    assert weights.names() == whole.names()
+    assert weights.fingerprint == whole.fingerprint
+    assert sum(sizes) < path.stat().st_size / 10
+    assert weights.fetch() is weights.fetch()
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
@@ -206,8 +238,18 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
-        ({"name": "magic"}, r"`name` must be one of \['transformers', 'vllm'\], got 'magic'"),
+        (
+            {"name": "magic"},
+            r"one of \['disagg', 'transformers', 'vllm', 'vllm_disagg'\], got 'magic'",
+        ),
         ({"tensor_parallel": 2}, "`tensor_parallel` must be left out with the engine 'transf"),
+        (
+            {"name": "vllm", "expert_ranks": 2},
+            "with the engine 'vllm', got 2; it belongs to `disagg` and `vllm_disagg`",
+        ),
+        ({"name": "disagg", "memory_share": 0.5}, "got 0.5; it belongs to `vllm`"),
+        ({"name": "disagg", "micro_batches": 5}, "less than or equal to 4"),
+        ({"name": "disagg", "transport": "rdma"}, "'sockets' or 'gloo'"),
         ({"name": "vllm", "tensor_paralel": 2}, "did you mean `tensor_parallel`"),
         ({"name": "vllm", "memory_share": 1.5}, "less than or equal to 1"),
         ({"name": "vllm", "quantization": "int3"}, "'none' or 'fp8'"),
@@ -237,7 +279,7 @@ def test_a_failing_step_fails_the_engine_with_its_cause():
     def broken(*_):
         raise RuntimeError("no memory")
 
-    engine._decoder.decode = broken
+    engine._batch.decoder.decode = broken
     with pytest.raises(EngineError, match="RuntimeError: no memory; close it and open another"):
         engine.generate([request(0, 3)])
     assert engine.state == "failed"

@@ -13,7 +13,7 @@ from transformers import (
 from planish.base.errors import ConfigError, EngineError
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.transformers.engine import TransformersEngine
-from planish.engines.weights import DictWeights, open_weights
+from planish.engines.weights import DictWeights, PinnedWeights
 from planish.models.config import ModelConfig
 from planish.models.experts import disk_tensors, num_experts, on_disk
 from planish.models.policy import Policy, build_policy, load_policy, save_policy
@@ -118,7 +118,7 @@ def test_an_engine_takes_new_weights_by_their_names_on_disk_and_the_old_ones_bac
     with TransformersEngine(max_rows=4, max_model_len=48) as engine:
         engine.start(ModelRef(pins[0]))
         for version, which in enumerate((1, 0, 1), start=1):
-            engine.update_weights(open_weights(pins[which]), version)
+            engine.update_weights(PinnedWeights(pins[which]), version)
             assert greedy(engine) == fresh[which]
 
 

@@ -48,7 +48,7 @@ def hub(monkeypatch, tmp_path):
     [
         (404, "RepoNotFound", "there is no such model, or it is private"),
         (401, "", "it answered with HTTP status 401: log in"),
-        (404, "RevisionNotFound", "`model.revision` 'v9' does not exist there"),
+        (404, "RevisionNotFound", "the revision 'v9' does not exist there"),
         (403, "GatedRepo", "accept its licence on the hub"),
         (400, "", "the hub can not be reached or failed, and the cache has no copy"),
     ],

@@ -108,13 +108,11 @@ def test_code_that_comes_with_a_model_is_never_run(model_folder, tmp_path):
     "path", ["../model", "/tmp/../etc", "file:///a/../b", "a/../b", "", "..", "a\0b"]
 )
 def test_names_that_climb_out_are_refused(path):
-    with pytest.raises(ConfigError, match=r"a hub id or a folder without `\.\.`"):
+    with pytest.raises(ConfigError, match=r"`model\.path` must be a path, .* without `\.\.`"):
         find_folder(path)
 
 
-@pytest.mark.parametrize(
-    "path", ["/no/such/folder", "./none", "a/b/c", "bad name", "file:///none", "s3://bucket/model"]
-)
+@pytest.mark.parametrize("path", ["/no/such/folder", "./none", "a/b/c", "bad name", "file:///none"])
 def test_missing_folders_and_impossible_hub_ids_are_refused(path):
     with pytest.raises(ConfigError, match="must be an existing folder or a hub id"):
         find_folder(path)
@@ -151,7 +149,7 @@ def test_hub_id_without_a_network_fails_at_once_and_says_what_to_do(tmp_path, en
         "'someone/model'; the hub can not be reached or failed, and the cache has no copy"
         in done.stdout
     )
-    assert "give its folder as `model.path`" in done.stdout
+    assert "give its path as `model.path`" in done.stdout
     assert time.monotonic() - start < 60.0
 
 

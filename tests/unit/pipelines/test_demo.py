@@ -73,7 +73,8 @@ def test_an_algorithm_alone_means_its_tiny_preset() -> None:
 def test_each_choice_has_a_folder_of_its_own() -> None:
     import argparse
 
-    options = {"config": "", "overrides": "", "model": "", "dataset": "", "iterations": None}
+    options = dict.fromkeys(("config", "overrides", "model", "dataset", "dataset_map"), "")
+    options["iterations"] = None
     base = argparse.Namespace(**options, shards=None, preset="dapo-tiny", seed=3)
     other = argparse.Namespace(**vars(base) | {"dataset": "x.jsonl"})
     assert "/runs/dapo-tiny-seed3-" in default_root(base)

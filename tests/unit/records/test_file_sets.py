@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from planish import store
 from planish.base.errors import RecordError
 from planish.records import fetch_files, read_manifest, write_files
 from planish.records import files as files_module
+from tests.servers.faulty_proxy import FaultyProxy
 
 FILES = {"config.json": b"{}", "sub/.metadata": b"m", "model.safetensors": b"w" * 5000}
 
@@ -87,6 +90,22 @@ def test_four_threads_fetch_one_set_at_once(s3_root):
 
 
 @pytest.mark.server
+def test_processes_of_one_machine_take_a_set_from_its_bucket_once(s3_root, minio, tmp_path):
+    size = 3 << 20
+    ref = write(s3_root, {"model.safetensors": os.urandom(size)})
+    proxy = FaultyProxy(minio.endpoint, lambda number: "")
+    code = f"from planish.records import fetch_files; fetch_files({ref.uri!r})"
+    changes = {"MINIO_ENDPOINT": proxy.endpoint, "TMPDIR": str(tmp_path / "tmp")}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **changes})
+        for _ in range(3)
+    ]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    proxy.close()
+    assert size < proxy.answered_bytes < 1.1 * size
+
+
+@pytest.mark.server
 def test_of_old_fetched_sets_the_three_newest_stay(s3_root):
     folders = []
     for number in range(6):
@@ -153,6 +172,6 @@ def test_names_that_leave_the_folder_are_not_written(file_root, name):
 
 
 def test_a_cache_folder_of_another_user_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module.os, "getuid", lambda: 4242)
+    monkeypatch.setattr("os.getuid", lambda: 4242)
     with pytest.raises(RecordError, match="must belong to this user"):
-        files_module._cache_folder()
+        files_module.cache_folder()

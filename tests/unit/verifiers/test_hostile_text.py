@@ -12,7 +12,10 @@ ANSWERS = {
     "countdown": '{"numbers": [3, 5, 9], "target": 24}',
     "exact": "yes",
     "integer": "72",
+    "json_schema": '{"type": "object", "required": ["a"]}',
     "math": "72",
+    "python_tests": "assert double(2) == 4",
+    "regex": "^(a+)+$",
     "trace": "72",
 }
 HOSTILE = {

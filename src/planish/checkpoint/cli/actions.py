@@ -16,8 +16,8 @@ import numpy as np
 
 from planish import checkpoint, store
 from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
-from planish.base.text import bytes_text, rate_text, seconds_text
-from planish.checkpoint.cli.command import Ended, Lines, Progress, Table
+from planish.base.text import Table, bytes_text, rate_text, seconds_text
+from planish.checkpoint.cli.command import Ended, Lines, Progress
 from planish.checkpoint.commit.catalog import CatalogVerdict, Entry
 from planish.checkpoint.format.geometry import volumes
 from planish.checkpoint.format.metafile import Metadata

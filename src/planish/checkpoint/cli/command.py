@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+
+from planish.base.text import Table
 
 Progress = Callable[[str, int, int], None]
 """Called with what goes on, bytes done and bytes in all (0: unknown)."""
@@ -32,23 +32,6 @@ COMMANDS: dict[str, str] = {
     "export-dcp": "turn one into a torch.distributed.checkpoint folder",
 }
 """Command to its line of help; `cli.actions` has a function of the same name for each."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows to print below a title.
-
-    Example:
-        >>> Table("file:///r", ("step", "bytes"), [[7, "1.0 KiB"]]).columns
-        ('step', 'bytes')
-    """
-
-    title: str
-    """Heading."""
-    columns: tuple[str, ...]
-    """Names, empty texts for none."""
-    rows: list[list[Any]]
-    """Cells; text in them is untrusted."""
 
 
 Lines = Iterator[Table | str]

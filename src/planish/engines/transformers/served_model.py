@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.base.errors import EngineError
+from planish.engines.policy_folder import check_policy
 from planish.engines.requests import ModelRef
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.transformers import fused_decoder
-from planish.engines.weights import FolderWeights, WeightSource
+from planish.engines.weights import FolderWeights, WeightSource, check_weights
 from planish.models.experts import on_disk
-from planish.models.policy import load_policy, read_model_config
-from planish.models.tokens import Tokenizer, load_tokenizer
+from planish.models.policy import load_policy
+from planish.models.tokens import Tokenizer
 from planish.records.io import fetch_files, read_manifest
 from planish.records.refs import parse_pin
 
@@ -80,17 +80,9 @@ class ServedModel:
         """
         given = source.names()
         wanted = self.by_disk_name()
-        faults = [f"{name} is missing" for name in wanted if name not in given]
-        faults += [
-            f"{name} has shape {tuple(given[name][0])} in place of {tuple(tensor.shape)}"
-            for name, tensor in wanted.items()
-            if name in given and tuple(given[name][0]) != tuple(tensor.shape)
-        ]
-        if faults:
-            raise EngineError(
-                f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
-                f" ({len(faults)} in all); export the policy of this run"
-            )
+        check_weights(
+            given, {name: tuple(t.shape) for name, t in wanted.items()}, refuse_others=False
+        )
         fresh = {name: source.read(name) for name in wanted}
         with torch.no_grad():
             for name, tensor in fresh.items():
@@ -100,9 +92,27 @@ class ServedModel:
 
 def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedModel:
     """Load the model of a policy; its modules only where `fused` is off or does not fit."""
-    if model.policy is None and fused:
-        bare = _from_files(model.pin, device)
-        if bare.fits_fused():
+    if model.policy is None:
+        uri, digest = parse_pin(model.pin)
+        folder = fetch_files(uri, sha256=digest, schema="policy/1")
+        weights = FolderWeights(folder)
+        config, tokenizer = check_policy(folder, weights.names())
+        names = config.get("architectures")
+        bare = ServedModel(
+            str(names[0]) if isinstance(names, list) and names else "",
+            config,
+            {},
+            tokenizer,
+            int(read_manifest(uri, sha256=digest).attributes["policy_version"]),
+            model.pin,
+        )
+        held = [
+            name
+            for name in weights.names()
+            if name != "lm_head.weight" or not config.get("tie_word_embeddings")
+        ]
+        if fused and fused_decoder.fits(bare.architecture, config, held):
+            bare.tensors = {name: weights.read(name).to(device, copy=True) for name in held}
             return bare
     policy = model.policy or load_policy(model.pin, device=device)
     modules = policy.model.eval()
@@ -118,23 +128,4 @@ def open_model(model: ModelRef, device: torch.device, *, fused: bool) -> ServedM
         int(policy.version),
         model.pin,
         modules,
-    )
-
-
-def _from_files(pin: str, device: torch.device) -> ServedModel:
-    uri, digest = parse_pin(pin)
-    folder = fetch_files(uri, sha256=digest, schema="policy/1")
-    config = read_model_config(folder)
-    names = config.get("architectures")
-    weights = FolderWeights(folder)
-    tensors = {name: weights.read(name).to(device, copy=True) for name in weights.names()}
-    if config.get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    return ServedModel(
-        str(names[0]) if isinstance(names, list) and names else "",
-        config,
-        tensors,
-        load_tokenizer(folder),
-        int(read_manifest(uri, sha256=digest).attributes["policy_version"]),
-        pin,
     )

@@ -10,26 +10,37 @@ import contextlib
 import logging
 import math
 import os
-import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planish.base.errors import ConfigError, EngineError
+import numpy as np
+from torch import Tensor
+
+from planish.base.errors import ConfigError, EngineError, PlanishError
 from planish.engines.base import BaseEngine
 from planish.engines.config import EngineConfig
+from planish.engines.policy_folder import check_policy
 from planish.engines.requests import Capabilities, ModelRef, Output, Request, Sampling, WeightUpdate
 from planish.engines.sampling import request_seed
 from planish.engines.stops import StopTable, stop_table
 from planish.engines.vllm.plugin import WEIGHT_TRANSFER, register
-from planish.engines.weights import FolderWeights, WeightSource, save_weights
-from planish.models.experts import expert_faults
-from planish.models.policy import read_model_config, save_policy
-from planish.models.tokens import load_tokenizer
-from planish.records.io import fetch_files, read_manifest
-from planish.records.refs import parse_pin
+from planish.engines.vllm.routing import (
+    SlotRouting,
+    inputs_routing,
+    layers_with_experts,
+    pending_chunks,
+)
+from planish.engines.weights import (
+    FolderWeights,
+    WeightSource,
+    address_of,
+    check_weights,
+    local_policy,
+)
+from planish.models.experts import num_experts, routing_dtype
 from planish.records.rollouts import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -56,8 +67,12 @@ class _Running:
     stop_ids: frozenset[int]
     stop_state: int = 0
     """In the table of stop strings; unused where the request ignores them."""
+    internal_id: str = ""
+    """As vLLM's scheduler names the request."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed: list[np.ndarray] = field(default_factory=list)
+    """What vLLM says of the experts, which is all at the end."""
     prefill_seconds: float = 0.0
     cached_tokens: int = 0
 
@@ -71,7 +86,9 @@ class VllmEngine(BaseEngine):
         max_rows: int = 256,
         max_model_len: int = 0,
         device: str = "cpu",
+        routing: bool = False,
         config: EngineConfig | None = None,
+        load_format: str = "auto",
     ) -> None:
         """Make an engine.
 
@@ -79,7 +96,10 @@ class VllmEngine(BaseEngine):
             max_rows: requests that run at once.
             max_model_len: prompt and response in tokens; 0 takes the model's own limit.
             device: `cpu`, or the accelerator that this build of vLLM is for.
+            routing: keep the experts of each token, for requests that want them; vLLM can on
+                accelerators.
             config: ranks and memory.
+            load_format: vLLM's name of what reads the weights at the start.
         """
         super().__init__()
         if max_rows < 1 or max_model_len < 0:
@@ -88,8 +108,10 @@ class VllmEngine(BaseEngine):
                 f"{max_model_len}"
             )
         self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
+        self._routing, self._load_format = routing, load_format
         self._config = config or EngineConfig()
         self._llm: Any = None
+        self._slots: SlotRouting | None = None
         self._strings: StopTable | None = None
         self._running: dict[str, _Running] = {}
         self._scratch = contextlib.ExitStack()
@@ -102,13 +124,18 @@ class VllmEngine(BaseEngine):
     @property
     def capabilities(self) -> Capabilities:
         """What this engine can do with this model."""
-        return Capabilities(max_model_len=self._max_model_len, seed_split_exact=False, moe=True)
+        return Capabilities(
+            max_model_len=self._max_model_len,
+            seed_split_exact=False,
+            moe=True,
+            routing=self._routing or self._slots is not None,
+        )
 
     def _load(self, model: ModelRef, source: WeightSource | None) -> int:
         begin = time.monotonic()
-        folder, version = self._folder(model)
-        config = read_model_config(folder)
-        tokenizer = load_tokenizer(folder)
+        folder, version = local_policy(model, self._scratch)
+        self._names = FolderWeights(folder).names()
+        config, tokenizer = check_policy(folder, self._names)
         limit = int(config.get("max_position_embeddings") or 1 << 20)
         self._max_model_len = min(self._max_model_len or limit, limit)
         self._vocab_size = int(config["vocab_size"])
@@ -117,18 +144,15 @@ class VllmEngine(BaseEngine):
             texts = tokenizer.token_bytes()[: self._vocab_size]
             texts += [b""] * (self._vocab_size - len(texts))
             self._strings = stop_table(tokenizer.stop_strings, texts)
-        self._names = FolderWeights(folder).names()
+        self._experts = layers_with_experts(self._names)
         try:
-            faults = expert_faults(self._names, config)
-            if faults:
-                raise EngineError(
-                    f"a policy must hold every expert once, got {'; '.join(faults[:5])} "
-                    f"({len(faults)} in all); export the policy of this run again"
-                )
-            if max(self._eos, default=0) >= self._vocab_size:
-                raise EngineError(
-                    f"end tokens must lie in the model's vocabulary of {self._vocab_size}, got "
-                    f"{max(self._eos)}; the tokenizer is of another model"
+            self._routing_dtype = routing_dtype(config) if self._routing else ""
+            ranks, experts = self._config.tensor_parallel, num_experts(config)
+            if self._config.expert_parallel and (not experts or experts % ranks):
+                raise ConfigError(
+                    "the experts of a layer must be divisible by the ranks with "
+                    f"`engine.expert_parallel`, got {experts} and `engine.tensor_parallel` = "
+                    f"{ranks}; change the ranks, or share every expert among them"
                 )
             self._llm = self._open(folder, config)
             # One token, so that a model that this build can not run fails now.
@@ -152,18 +176,6 @@ class VllmEngine(BaseEngine):
         )
         return version
 
-    def _folder(self, model: ModelRef) -> tuple[Path, int]:
-        """Return the local folder of the policy and its version."""
-        if model.policy is None:
-            uri, digest = parse_pin(model.pin)
-            manifest = read_manifest(uri, sha256=digest)
-            folder = fetch_files(uri, sha256=digest, schema="policy/1")
-            return folder, int(manifest.attributes["policy_version"])
-        place = Path(self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="planish-")))
-        version = int(model.policy.version)
-        save_policy(place.as_uri(), model.policy, version=version, parents={}, attributes={})
-        return place, version
-
     def _open(self, folder: Path, model_config: dict[str, Any]) -> Any:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -184,13 +196,21 @@ class VllmEngine(BaseEngine):
                 f"the device must be the one that vLLM is built for, which is "
                 f"{current_platform.device_type!r}, got {self._device!r}"
             )
-        if is_cpu and (settings.tensor_parallel > 1 or settings.quantization != "none"):
-            raise ConfigError(
-                "`engine.tensor_parallel` must be 1 and `engine.quantization` 'none' on the CPU, "
-                f"got {settings.tensor_parallel} and {settings.quantization!r}"
-            )
         if is_cpu:
-            _check_head_size(model_config)
+            _refuse_on_cpu(settings, model_config, routing=self._routing)
+            if settings.tensor_parallel > 1:
+                # vLLM would give each rank a NUMA node of its own, which few machines have.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        logger.info(
+            "vllm device=%s ranks=%s experts_by_rank=%s quantization=%s sleep=%s routing=%s "
+            "head_sizes=%s",
+            current_platform.device_type,
+            "dense" if is_cpu else "yes",
+            *("no" if is_cpu else "yes",) * 2,
+            "yes" if current_platform.is_sleep_mode_available() else "no",
+            "no" if is_cpu else "yes",
+            _head_sizes() if is_cpu else "of its kernels",
+        )
         cache_bytes = settings.cache_bytes or (_CPU_CACHE_BYTES if is_cpu else 0)
         batch_tokens = settings.batch_tokens
         if is_cpu:
@@ -198,6 +218,7 @@ class VllmEngine(BaseEngine):
         arguments = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
+            load_format=self._load_format,
             generation_config="vllm",
             dtype=str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32"),
             max_model_len=self._max_model_len,
@@ -216,17 +237,37 @@ class VllmEngine(BaseEngine):
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
             disable_log_stats=True,
             async_scheduling=False,
+            enable_return_routed_experts=self._routing,
         )
         try:
             return LLMEngine.from_engine_args(arguments)
         except ValueError as error:
-            if "cache" not in str(error):
-                raise
-            raise EngineError(
+            raise self._refusal(str(error), model_config, cache_bytes) from None
+
+    def _refusal(self, fault: str, model_config: dict[str, Any], cache_bytes: int) -> PlanishError:
+        """Return what to tell where vLLM does not start; `fault` is its own message."""
+        settings = self._config
+        if "AuxOutput" in fault:
+            return ConfigError(
+                "`rollout.keep_routing` must be false where vLLM can not return the experts of "
+                f"a token, got true ({fault})"
+            )
+        if "less than desired" in fault:
+            return EngineError(
+                f"`engine.memory_share` = {settings.memory_share} of the device must be free "
+                f"at the start, got {fault}; lower it (that of the cold start's probe is "
+                "`sft.probe_memory_share`), or end what else runs there"
+            )
+        if "cache" in fault:
+            return EngineError(
                 f"the cache must hold one sequence of {self._max_model_len} tokens, got "
                 f"`engine.cache_bytes` = {cache_bytes} and `engine.memory_share` = "
-                f"{settings.memory_share}; raise them, or take a device with more memory ({error})"
-            ) from None
+                f"{settings.memory_share}; raise them, or take a device with more memory ({fault})"
+            )
+        return EngineError(
+            f"a policy and the settings of `engine` must be such that vLLM serves, got "
+            f"{model_config.get('architectures')} and {fault}; take the engine `transformers`"
+        )
 
     def _release(self) -> None:
         self._running.clear()
@@ -234,6 +275,22 @@ class VllmEngine(BaseEngine):
             self._llm.engine_core.shutdown()
             self._llm = None
         self._scratch.close()
+
+    def apply(self, function: Callable[[Any], Any]) -> Any:
+        """Return what a function makes of the model of the only rank."""
+        return self._llm.apply_model(function)[0]
+
+    def keep_choices(self, dtype: str) -> Callable[[int, Tensor], None]:
+        """Keep the experts of each token although other processes compute them.
+
+        Args:
+            dtype: `int8` or `int16`.
+
+        Returns:
+            What must be told the choices of each layer, as `SlotRouting.hear`.
+        """
+        self._slots = SlotRouting(self._llm, len(self._experts), dtype)
+        return self._slots.hear
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the start; as those of the transformers engine."""
@@ -310,6 +367,7 @@ class VllmEngine(BaseEngine):
                 output_kind=RequestOutputKind.DELTA,
             ),
         )
+        (row.internal_id,) = self._llm.output_processor.external_req_ids[request.request_id]
         self._running[request.request_id] = row
 
     def _advance(self) -> list[Output]:
@@ -338,6 +396,8 @@ class VllmEngine(BaseEngine):
             row.prefill_seconds = time.monotonic() - row.admitted_seconds
             row.cached_tokens = int(part.num_cached_tokens or 0)
         (new,) = part.outputs
+        if new.routed_experts is not None:
+            row.routed.append(new.routed_experts)
         for token, entry in zip(new.token_ids, new.logprobs or (), strict=True):
             logprob = entry[token].logprob
             if not math.isfinite(logprob):
@@ -367,16 +427,24 @@ class VllmEngine(BaseEngine):
 
     def _end(self, row: _Running, reason: FinishReason, **facts: Any) -> Output:
         del self._running[row.request.request_id]
+        num_inputs = len(row.request.prompt_ids) + len(row.request.response_prefix)
+        routing = None
+        if row.request.sampling.want_routing and row.tokens:
+            num_seen = num_inputs + len(row.tokens) - 1
+            if self._slots is not None:
+                routing = self._slots.read(row.internal_id, num_seen)
+            else:
+                chunks = row.routed or pending_chunks(self._llm, row.internal_id)
+                routing = inputs_routing(chunks, self._experts, num_seen, self._routing_dtype)
         self._counts["tokens"] += len(row.tokens)
-        self._counts["prefill_tokens"] += (
-            len(row.request.prompt_ids) + len(row.request.response_prefix) - row.cached_tokens
-        )
+        self._counts["prefill_tokens"] += num_inputs - row.cached_tokens
         return Output(
             row.request.request_id,
             row.tokens,
             row.logprobs,
             [self._version] * len(row.tokens),
             reason,
+            routing=routing,
             stats={
                 "queue_seconds": row.queue_seconds,
                 "prefill_seconds": row.prefill_seconds,
@@ -388,33 +456,27 @@ class VllmEngine(BaseEngine):
 
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
         rows = [self._running[name] for name in list(self._running) if name in request_ids]
+        outputs = [self._end(row, FinishReason.ABORT) for row in rows]
         self._llm.abort_request([row.request.request_id for row in rows])
-        return [self._end(row, FinishReason.ABORT) for row in rows]
+        return outputs
 
     def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
         begin = time.monotonic()
         given = source.names()
-        faults = [f"{name} is missing" for name in self._names if name not in given]
-        faults += [f"{name} is not of this model" for name in given if name not in self._names]
-        faults += [
-            f"{name} has shape {tuple(given[name][0])} in place of {tuple(shape)}"
-            for name, (shape, _) in self._names.items()
-            if name in given and tuple(given[name][0]) != tuple(shape)
-        ]
-        if faults:
-            raise EngineError(
-                f"weights must fit the model that was started, got {'; '.join(sorted(faults)[:5])}"
-                f" ({len(faults)} in all); export the policy of this run"
-            )
+        check_weights(given, {name: shape for name, (shape, _) in self._names.items()})
         with contextlib.ExitStack() as scratch:
-            folder = getattr(source, "folder", None)
-            if folder is None:
-                folder = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="planish-")))
-                save_weights(source, folder)
+            announced = {
+                "address": address_of(source, scratch),
+                "fingerprint": source.fingerprint,
+            }
+            # Of several ranks one may have failed and another not: vLLM would count their answers
+            # to later questions wrongly.
+            with self._failing() if self._config.tensor_parallel > 1 else contextlib.nullcontext():
+                self._tell_workers("init_weight_transfer_engine", init_info=announced)
             # What breaks from here on may leave old and new weights side by side.
             with self._failing():
                 self._tell_workers("start_weight_update")
-                self._tell_workers("update_weights", update_info={"folder": str(folder)})
+                self._tell_workers("update_weights", update_info={})
                 self._tell_workers("finish_weight_update")
                 self._forget()
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
@@ -429,14 +491,27 @@ class VllmEngine(BaseEngine):
             raise EngineError("the cache of prompts must be free to be dropped, got blocks in use")
 
 
-def _check_head_size(config: dict[str, Any]) -> None:
-    """Refuse a width of heads that the attention of the CPU does not know.
+def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: bool) -> None:
+    """Refuse what vLLM can on accelerators only, and widths of heads that its attention lacks.
 
-    vLLM would load such a model and fail at its first token.
+    vLLM would load a model with such heads and fail at its first token.
     """
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if settings.quantization != "none":
+        raise ConfigError(
+            f"`engine.quantization` must be 'none' on the CPU, got {settings.quantization!r}"
+        )
+    if settings.tensor_parallel > 1 and num_experts(config):
+        # Ranks with whole experts end in a fault of memory, ranks with parts take no new weights.
+        raise ConfigError(
+            "`engine.tensor_parallel` must be 1 on the CPU for a model with experts, got "
+            f"{settings.tensor_parallel}; take an accelerator"
+        )
+    if routing:
+        raise ConfigError(
+            "`rollout.keep_routing` must be false with the engine `vllm` on the CPU, which "
+            "can not return the experts of a token, got true; take the engine `transformers`"
+        )
+    sizes = _head_sizes()
     size = config.get("head_dim")
     if size is None and config.get("num_attention_heads") and "kv_lora_rank" not in config:
         size = int(config["hidden_size"]) // int(config["num_attention_heads"])
@@ -445,3 +520,11 @@ def _check_head_size(config: dict[str, Any]) -> None:
             f"`head_dim` must be one of {sizes} for vLLM on the CPU, got {size}; take the engine "
             "`transformers`"
         )
+
+
+def _head_sizes() -> list[int]:
+    """Return the widths of heads that the attention of the CPU knows."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+    return sizes

@@ -1,17 +1,20 @@
-"""Changing the weights of a running vLLM: each worker reads the policy's files by itself.
+"""Changing the weights of a running vLLM: workers read the policy by its address.
 
-vLLM puts every tensor through the loader of its model again, layer by layer, into the storage that
-its kernels and captured graphs already use.
+The first rank of each tensor-parallel group reads, and vLLM's own broadcast gives the tensors to
+the others, so that each byte leaves the store once in a group. Every tensor goes through the loader
+of its model again, layer by layer, into the storage that kernels and captured graphs already use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import platform
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,34 +27,75 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from planish.engines.weights import FolderWeights
+from planish.base.errors import EngineError
+from planish.engines.vllm.remote_experts import RemoteRoutedExperts
+from planish.engines.weights import FolderWeights, fetch_weights
+from planish.models.experts import is_expert
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+_REUSED_BYTES = 256 << 20
+"""Largest block that the C library keeps for reuse, and most that it keeps unused at its end."""
+
+
+_BROADCAST_BYTES = 64 << 20
+"""Bytes of tensors after which a message to the other ranks of a group is full."""
 
 
 @dataclass
-class NoSetup(WeightTransferInitInfo):
-    """Files need no meeting of processes."""
+class NextWeights(WeightTransferInitInfo):
+    """Which weights come next; given before each change."""
+
+    address: str
+    """As `fetch_weights` takes it, on the machine of each first rank."""
+    fingerprint: str
+    """Of names, shapes and types, as the driver checked them."""
 
 
 @dataclass
-class PolicyFolder(WeightTransferUpdateInfo):
-    """Where the new weights are."""
-
-    folder: str
-    """Local folder of safetensors files that every worker of this machine can read."""
+class ReadThem(WeightTransferUpdateInfo):
+    """The weights that were announced."""
 
 
-class PolicyTransfer(WeightTransferEngine[NoSetup, PolicyFolder]):
-    """Weights from the safetensors files of a policy folder."""
+class PolicyTransfer(WeightTransferEngine[NextWeights, ReadThem]):
+    """Weights from the safetensors files of a policy."""
 
-    init_info_cls = NoSetup
-    update_info_cls = PolicyFolder
+    init_info_cls = NextWeights
+    update_info_cls = ReadThem
+    _next: FolderWeights | None = None
+    """What this rank reads; None where another rank does."""
 
-    def init_transfer_engine(self, init_info: NoSetup) -> None:
-        """Nothing to set up."""
+    def init_transfer_engine(self, init_info: NextWeights) -> None:
+        """Have the next weights on this machine, every digest verified; nothing changes yet.
+
+        Raises:
+            ObjectMissing: there are none.
+            RecordError: a file is missing or damaged.
+            EngineError: they are other ones than the driver has seen.
+        """
+        self._next = None
+        if not get_tp_group().is_first_rank:
+            return
+        weights = fetch_weights(init_info.address)
+        if weights.fingerprint != init_info.fingerprint:
+            raise EngineError(
+                f"the files must hold the tensors that their headers named, got another "
+                f"fingerprint at {init_info.address!r}; export the policy again"
+            )
+        self._next = weights
 
     def start_weight_update(self) -> None:
-        """Let the model take weights again."""
+        """Let the model take weights again.
+
+        On the CPU every layer is put together in memory of its own before it is packed. glibc
+        would give blocks that large back to the system each time, and page faults on new ones
+        would take a third of the whole change.
+        """
         initialize_layerwise_reload(self.model)
+        if current_platform.is_cpu() and platform.libc_ver()[0] == "glibc":
+            libc = ctypes.CDLL(None)
+            for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+                libc.mallopt(parameter, _REUSED_BYTES)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the weights, and wait for the device where there is one."""
@@ -59,15 +103,13 @@ class PolicyTransfer(WeightTransferEngine[NoSetup, PolicyFolder]):
         if not current_platform.is_cpu():
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: PolicyFolder) -> None:
-        """Load every tensor of the folder."""
-        weights = FolderWeights(Path(update_info.folder))
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for name in weights.names():
-                yield name, weights.read(name)
-
-        self.model.load_weights(tensors())
+    def receive_weights(self, update_info: ReadThem) -> None:
+        """Load every tensor that this model holds."""
+        weights, self._next = self._next, None
+        names = list(weights.names()) if weights is not None else []
+        if any(isinstance(layer, RemoteRoutedExperts) for layer in self.model.modules()):
+            names = [name for name in names if not is_expert(name)]
+        self.model.load_weights(in_group(weights, names, get_tp_group(), self.device))
 
     def finish_weight_update(self) -> None:
         """Bring the weights into the form that the kernels read.
@@ -89,3 +131,34 @@ class PolicyTransfer(WeightTransferEngine[NoSetup, PolicyFolder]):
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def in_group(
+    weights: FolderWeights | None, names: Iterable[str], group: Any, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors by name on every rank of a group, of which the first alone reads them.
+
+    Args:
+        weights: None on the other ranks.
+        names: what to read; none on the other ranks.
+        group: vLLM's coordinator of a tensor-parallel group.
+        device: where tensors are for the broadcast.
+    """
+    if group.world_size == 1:
+        assert weights is not None
+        yield from ((name, weights.read(name)) for name in names)
+        return
+    left = iter(names)
+    while True:
+        part: dict[str, torch.Tensor] = {}
+        size = 0
+        for name in left:
+            assert weights is not None
+            part[name] = weights.read(name).to(device)
+            size += part[name].nbytes
+            if size >= _BROADCAST_BYTES:
+                break
+        part = group.broadcast_tensor_dict(part if group.is_first_rank else None)
+        if not part:
+            return
+        yield from part.items()

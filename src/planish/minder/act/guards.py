@@ -234,23 +234,24 @@ def spares(situation: Situation) -> list[str]:
     for pod in situation.pods:
         for name, amount in pod.requests.items():
             wanted[name] = wanted.get(name, 0.0) + amount
-    return [
-        node.name
+    others = [
+        node
         for node in situation.nodes
         if node.name != situation.node.name
         and not node.is_unschedulable
         and node.is_ready
         and all(_admits(node, pod) for pod in situation.pods)
-        and _has_room(node, situation.used.get(node.name, {}), wanted)
     ]
-
-
-def _has_room(node: NodeInfo, used: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
-    return all(
-        amount <= node.allocatable.get(name, 0.0) - used.get(name, 0.0) + 1e-9
-        for name, amount in wanted.items()
-        if amount and not (name == "pods" and name not in node.allocatable)
-    )
+    found = []
+    for node in others:
+        used = situation.used.get(node.name, {})
+        if all(
+            amount <= node.allocatable.get(name, 0.0) - used.get(name, 0.0) + 1e-9
+            for name, amount in wanted.items()
+            if amount and not (name == "pods" and name not in node.allocatable)
+        ):
+            found.append(node.name)
+    return found
 
 
 def _admits(node: NodeInfo, pod: PodInfo) -> bool:

@@ -29,7 +29,7 @@ from planish.minder.service.build import (
     state_of,
 )
 from planish.minder.service.config import ModelsConfig, ServiceSettings, load_service_config
-from planish.minder.service.http import Deadline, HttpClient, StatusServer
+from planish.minder.service.http import Deadline, HttpClient, status_server
 from planish.minder.service.prometheus import Prometheus
 from planish.minder.service.pull import Puller
 
@@ -160,7 +160,7 @@ def _serve(settings: ServiceSettings) -> int:
         # A monitor that starts before its Prometheus waits for it.
         logger.warning("queries_not_checked reason=%r", str(error)[:300])
     server = settings.server
-    status = StatusServer(
+    status = status_server(
         server.host,
         server.port,
         service.shared.metrics,

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from pydantic import Field
 
 from planish.base.config import Section
 from planish.base.errors import BackendUnavailable, ConfigError
+from planish.base.pages import PageServer, StatusPage
 from planish.minder.service.own_metrics import OwnMetrics
 
 _BLOCK_BYTES = 1 << 18
@@ -183,66 +183,35 @@ def _failure_code(error: Exception) -> str:
     return "invalid"
 
 
-class StatusServer:
-    """Serves /healthz, /readyz and /metrics from threads of its own until it is closed."""
+def status_server(
+    host: str,
+    port: int,
+    metrics: OwnMetrics,
+    *,
+    is_healthy: Callable[[], bool],
+    is_ready: Callable[[], bool],
+) -> PageServer:
+    """Serve /healthz, /readyz and /metrics from now on; port 0 picks a free one.
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        metrics: OwnMetrics,
-        *,
-        is_healthy: Callable[[], bool],
-        is_ready: Callable[[], bool],
-    ) -> None:
-        """Listen from now on; port 0 picks a free one, see `self.port`.
+    Raises:
+        ConfigError: the address can not be listened on.
+    """
 
-        Raises:
-            ConfigError: the address can not be listened on.
-        """
+    def probe(is_good: Callable[[], bool]) -> StatusPage:
+        return StatusPage(200, b"ok\n") if is_good() else StatusPage(503, b"not ok\n")
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10
-
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                kind, status = "text/plain; charset=utf-8", 200
-                if path == "/metrics":
-                    kind, body = "text/plain; version=0.0.4; charset=utf-8", metrics.text()
-                elif path in ("/healthz", "/readyz"):
-                    good = is_healthy() if path == "/healthz" else is_ready()
-                    status, body = (200, b"ok\n") if good else (503, b"not ok\n")
-                else:
-                    status, body = 404, b"/healthz /readyz /metrics\n"
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing: probes come every few seconds."""
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                """Log nothing: a client may close its connection at any time."""
-
-        try:
-            self._server = Server((host, port), Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"`server.host` and `server.port` must be free to listen on, got {host}:{port}: "
-                f"{error}"
-            ) from None
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    try:
+        return PageServer(
+            host,
+            port,
+            {
+                "/healthz": lambda _: probe(is_healthy),
+                "/readyz": lambda _: probe(is_ready),
+                "/metrics": lambda _: StatusPage(200, metrics.text(), kind),
+            },
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"`server.host` and `server.port` must be free to listen on, got {host}:{port}: {error}"
+        ) from None

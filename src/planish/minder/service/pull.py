@@ -167,7 +167,13 @@ class Puller:
         values = ask(queries.values, span[0])
         resets = ask(queries.resets, span[0]) if queries.resets else []
         wide = (span[0] - before, span[1])
-        ages = {series.key: _ages(_on_grid(series, wide)) for series in seen}
+        ages = {}
+        for series in seen:
+            # Of each second, how long ago the last one with a sample was; inf before any.
+            has_sample = np.isfinite(_on_grid(series, wide))
+            rows = np.arange(len(has_sample))
+            last = np.maximum.accumulate(np.where(has_sample, rows, -1))
+            ages[series.key] = np.where(last >= 0, rows - last, np.inf)
         reset = {series.key: series for series in resets}
         by_machine: dict[str, list[F64]] = {}
         for series in values:
@@ -285,13 +291,6 @@ def _on_grid(series: Series, span: tuple[int, int]) -> F64:
     inside = (rows >= 0) & (rows < len(column))
     column[rows[inside]] = series.values[inside]
     return column
-
-
-def _ages(seen: F64) -> F64:
-    """Return for each second how long ago the last one with a sample was; inf before any."""
-    rows = np.arange(len(seen))
-    last = np.maximum.accumulate(np.where(np.isfinite(seen), rows, -1))
-    return np.where(last >= 0, rows - last, np.inf)
 
 
 def run_all(tasks: Sequence[Callable[[], Any]], workers: int) -> None:

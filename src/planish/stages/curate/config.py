@@ -5,23 +5,50 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from planish.base.config import Section
+from planish.base.config import Section, nearest
+from planish.store.sources import parse_source
 
 Task = Literal["column-arithmetic", "modular-chain", "countdown", "scratchpad-multiplication"]
 
+MAPPED = ("prompt", "answer", "system", "verifier", "trace", "source")
+"""What `dataset_map` may give another column for."""
+
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def parse_map(text: str) -> dict[str, str]:
+    """Read `dataset_map`.
+
+    Example:
+        >>> parse_map("prompt=question, answer=reward_model.truth")
+        {'prompt': 'question', 'answer': 'reward_model.truth'}
+
+    Raises:
+        ValueError: not of that form, or a name that a row does not have.
+    """
+    columns: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, column = (word.strip() for word in part.partition("="))
+        if not (equals and column) or name not in MAPPED or name in columns:
+            raise ValueError(
+                f"`dataset_map` must read name=column,... with each of {', '.join(MAPPED)} at most "
+                f"once, got {part!r}{nearest(name, MAPPED) if name not in MAPPED else ''}"
+            )
+        columns[name] = column
+    return columns
 
 
 class CurateConfig(Section):
     """Where prompts come from and which of them are kept."""
 
     dataset: str = ""
-    """Path of a JSONL or Parquet file (relative to the working directory of the process) or a
-    Hugging Face hub id (`owner/name`); empty: generate `task`."""
+    """JSONL or Parquet file, or data set of the hub: a path, `owner/name`,
+    `hf://owner/name[/file][@revision]`, `s3://bucket/key` or `https://...#sha256=<digest>`; empty:
+    generate `task`."""
     evaluation_dataset: str = ""
-    """Path or hub id of held-out problems; empty: hold out a part of `dataset`."""
+    """Held-out problems, in the same forms; empty: hold out a part of `dataset`."""
     task: Task = "column-arithmetic"
     """Generated task, used while `dataset` is empty."""
     num_prompts: int = Field(default=4096, ge=1, le=1_000_000)
@@ -47,16 +74,18 @@ class CurateConfig(Section):
     hub_split: str = "train"
     """Split of a hub data set."""
     hub_revision: str = ""
-    """Commit or tag of a hub data set; empty: the newest."""
+    """Commit or tag of a hub data set whose address names none; empty: the newest."""
     gsm8k_as: Literal["problems", "steps"] = "problems"
     """What becomes of a file in GSM8K's form: its word problems, or every `<<...>>` step of their
     solutions as a column-arithmetic prompt."""
-    prompt_field: str = ""
-    """Dotted name of the field with the problem; empty: the first usual name that is there."""
-    answer_field: str = ""
-    """Dotted name of the field with the ground truth; empty: the first usual name that is there."""
+    dataset_map: str = ""
+    """Columns that have other names than the usual ones, `prompt=question,answer=label`; dotted for
+    nested ones. Empty: the first usual name that is there."""
     verifier: str = "auto"
     """Verifier of rows that name none; `auto`: `integer` for integers, else `math`."""
+    answer_pattern: str = ""
+    """Pattern that rows with the verifier `regex` are held to, `{answer}` in it standing for their
+    ground truth as plain text; empty: their ground truth is the pattern."""
     prompt_prefix: str = (
         "Work through the problem below step by step. Write the final answer on a line of its own, "
         "in the form `Answer: <answer>`.\n\n"
@@ -83,6 +112,10 @@ class CurateConfig(Section):
     """Responses to each prompt."""
     pass_rate_max_tokens: int = Field(default=1024, ge=1)
     """Longest of these responses, in tokens."""
+    pass_rate_max_rows: int = Field(default=256, ge=1)
+    """Of these responses, those that the engine generates at once."""
+    pass_rate_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the reference policy lives; `auto` takes an accelerator where there is one."""
     pass_rate_min: float = Field(default=0.0, ge=0.0, le=1.0)
     """Training prompts below this pass rate are dropped."""
     pass_rate_max: float = Field(default=1.0, ge=0.0, le=1.0)
@@ -91,6 +124,19 @@ class CurateConfig(Section):
     """Leave out rows that cannot be read and count them, where the default is to stop."""
     workers: int = Field(default=1, ge=1, le=64)
     """Processes for similarity signatures; the result does not depend on it."""
+
+    @field_validator("dataset", "evaluation_dataset")
+    @classmethod
+    def _is_address(cls, text: str) -> str:
+        if text:
+            parse_source(text, key="curate.dataset")
+        return text
+
+    @field_validator("dataset_map")
+    @classmethod
+    def _is_map(cls, text: str) -> str:
+        parse_map(text)
+        return text
 
     @model_validator(mode="after")
     def _check(self) -> CurateConfig:

@@ -33,21 +33,26 @@ def measure_pass_rates(
 ) -> list[Problem]:
     """Return the problems with `pass_rate` set: the mean accuracy of sampled responses.
 
-    Temperature 1 and no cut of the distribution, as in training. A response that the engine could
-    not finish counts as wrong.
+    Temperature 1 and no cut of the distribution, as in training. A request that the engine refuses
+    counts as wrong; what a lost rank took with it is asked again.
 
     Raises:
         EngineError: the reference policy cannot be loaded or sampled.
     """
+    from planish.base.parallel import pick_device
     from planish.engines import open_engine
     from planish.engines.measure import generate_rollouts, judge
-    from planish.engines.requests import Sampling
+    from planish.engines.requests import ModelRef, Sampling
     from planish.models.tokens import load_tokenizer
 
     count = config.pass_rate_samples
     uri, digest = parse_pin(config.pass_rate_policy)
     tokenizer = load_tokenizer(fetch_files(uri, sha256=digest, schema="policy/1"))
-    with open_engine(engine_config, config.pass_rate_policy) as engine:
+    options = {
+        "max_rows": config.pass_rate_max_rows,
+        "device": str(pick_device(config.pass_rate_device)),
+    }
+    with open_engine(engine_config, ModelRef(pin=config.pass_rate_policy), **options) as engine:
         rollouts = generate_rollouts(
             engine,
             tokenizer,

@@ -5,26 +5,39 @@ Every fault names its line or row. Bad rows are left out only when the caller sa
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import itertools
 import json
 import logging
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from planish.base.errors import ConfigError
+from planish.base.telemetry import redact
 from planish.records.files import hash_file
 from planish.stages.curate.problem import CurationLedger, Drop
+from planish.store.sources import (
+    HUB_TIMEOUT_SECONDS,
+    Source,
+    fetch_file,
+    hub_fault,
+    parse_source,
+)
 
 logger = logging.getLogger(__name__)
 
-HUB_TIMEOUT_SECONDS = 20.0
-"""Limit of the first question to the hub: offline machines get their error after it."""
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+MAX_LINE_BYTES = 16 << 20
+"""Longest line of a JSONL file: a worked solution of a million characters fits."""
+MAX_PACKED_RATIO = 100
+"""A gzip file unpacks to at most so many times its size; text gives 3 to 20."""
+MIN_UNPACKED_BYTES = 64 << 20
+"""So much any gzip file may unpack to."""
 
 
 @dataclass(frozen=True)
@@ -60,45 +73,80 @@ def read_table(
     *,
     skip_bad: bool,
     ledger: CurationLedger,
-    hub: Callable[[str], Iterable[Any]],
+    hub: Callable[[Source], Iterable[Any]],
     label: str = "",
+    max_rows: int | None = None,
 ) -> DataTable:
-    """Read a data set by path or hub id.
+    """Read a data set, fetching it from where it lies.
 
     Args:
-        dataset: path of a `.jsonl` or `.parquet` file, or a hub id.
+        dataset: an address that `planish.store.sources` reads; a file holds JSONL, or Parquet
+            where its name says so, and JSONL may be packed by gzip.
         skip_bad: leave out unreadable rows and count them in the ledger.
         ledger: gets one filter.
-        hub: returns the rows of a hub id.
+        hub: returns the rows of a data set of the hub.
         label: put before the name of that filter.
+        max_rows: only the first ones; None for all.
 
     Raises:
         ConfigError: no such data set, no rows, or a bad row; names the line.
+        StoreUnavailable: the store does not answer.
     """
-    path = Path(dataset)
-    if path.is_file():
-        if path.suffix == ".parquet":
-            rows, bad = _parse(_parquet_rows(path), "row", path.name, skip_bad)
-        else:
-            with path.open("rb") as file:
-                lines = (line.removesuffix(b"\n") for line in file)
-                rows, bad = _parse(lines, "line", path.name, skip_bad)
-        digest = hash_file(path)[1]
-    elif path.exists() or path.suffix in (".jsonl", ".json", ".parquet") or path.is_absolute():
-        raise ConfigError(
-            f"`curate.dataset` must be a .jsonl or .parquet file or a hub id, got {dataset!r}, "
-            "which is no file; relative paths start at the working directory of the process"
-        )
-    elif not _HUB_ID.fullmatch(dataset):
-        raise ConfigError(
-            f"`curate.dataset` must be an existing file or a hub id `owner/name`, got {dataset!r}"
-        )
-    else:
-        rows, bad = _parse(hub(dataset), "row", dataset, skip_bad)
+    source = parse_source(dataset, key="curate.dataset")
+    if source.kind == "hub" and not source.file:
+        hub_rows = itertools.islice(hub(source), max_rows)
+        rows, bad = _parse(hub_rows, "row", source.place, skip_bad)
         canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
         digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    else:
+        path = fetch_file(source, key="curate.dataset")
+        if path.suffix == ".parquet":
+            items = itertools.islice(_parquet_rows(path), max_rows)
+            rows, bad = _parse(items, "row", path.name, skip_bad)
+        else:
+            with path.open("rb") as file:
+                lines = itertools.islice(bounded_lines(file, path.name), max_rows)
+                rows, bad = _parse(lines, "line", path.name, skip_bad)
+        digest = hash_file(path)[1]
     ledger.record(f"{label}rows of the data set", "rows", len(rows) + len(bad), len(rows), bad)
     return DataTable(rows, digest)
+
+
+def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
+    """Yield the lines of a file, unpacked where gzip has packed it; a longer one is a bad row.
+
+    No more than `MAX_LINE_BYTES` of a line are ever held.
+
+    Raises:
+        ConfigError: it unpacks to far more than data would, or is damaged.
+    """
+    packed = file.read(2) == b"\x1f\x8b"
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    limit = max(MIN_UNPACKED_BYTES, MAX_PACKED_RATIO * num_bytes) if packed else num_bytes
+    stream = gzip.GzipFile(fileobj=file) if packed else file
+    seen = 0
+    try:
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            seen += len(line)
+            too_long = len(line) > MAX_LINE_BYTES and not line.endswith(b"\n")
+            rest = line if too_long else b""
+            while rest and not rest.endswith(b"\n") and seen <= limit:
+                rest = stream.readline(MAX_LINE_BYTES)
+                seen += len(rest)
+            if seen > limit:
+                raise ConfigError(
+                    f"`{name}` must unpack to at most {limit} bytes, {MAX_PACKED_RATIO} times its "
+                    f"{num_bytes}, got more; give the unpacked file if it is meant"
+                )
+            if too_long:
+                yield BadRow("line_too_long", f"more than {MAX_LINE_BYTES} bytes")
+            else:
+                yield line.removesuffix(b"\n")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(
+            f"`{name}` must be a whole gzip file, got: {error}; pack or copy it again"
+        ) from None
 
 
 def _parse(
@@ -110,6 +158,8 @@ def _parse(
     for number, item in enumerate(items, 1):
         origin = f"{unit} {number}"
         try:
+            if isinstance(item, BadRow):
+                raise item
             fields = _json_line(item) if isinstance(item, bytes) else _plain(item)
             if fields.get("id") is not None:
                 key = str(fields["id"])
@@ -176,8 +226,17 @@ def _parquet_rows(path: Path) -> Iterable[Any]:
         ) from None
 
 
-def read_hub(dataset: str, *, config: str, split: str, revision: str) -> Iterable[Any]:
+def read_hub(
+    source: Source, *, config: str, split: str, revision: str, streaming: bool = False
+) -> Iterable[Any]:
     """Return the rows of a Hugging Face data set; never runs code of the data set.
+
+    Args:
+        source: a repository of the hub.
+        config: configuration name; empty for the only one.
+        split: name of the split.
+        revision: branch, tag or commit where the source names none; empty for the newest.
+        streaming: fetch rows as they are asked for; needs the network even for what is cached.
 
     Raises:
         ConfigError: offline and not cached, unknown, private, or without that split.
@@ -188,28 +247,45 @@ def read_hub(dataset: str, *, config: str, split: str, revision: str) -> Iterabl
         from huggingface_hub.errors import OfflineModeIsEnabled
     except ImportError as error:
         raise ConfigError(
-            f"`curate.dataset` = {dataset!r} needs the extra `planish[curate]` ({error})"
+            f"`curate.dataset` = {source.place!r} needs the extra `planish[curate]` ({error})"
+        ) from None
+    revision = source.revision or revision
+    offline = False
+    try:
+        # One question with a short limit first: the library retries for minutes when offline.
+        huggingface_hub.HfApi().dataset_info(
+            source.place, revision=revision or None, timeout=HUB_TIMEOUT_SECONDS
+        )
+    except OfflineModeIsEnabled:
+        logger.info("hub offline mode dataset=%s", source.place)
+        offline, streaming = True, False
+    except Exception as error:
+        raise hub_fault(
+            error, key="curate.dataset", place=source.place, revision=revision
         ) from None
     try:
-        try:
-            # One question with a short limit first: the library retries for minutes when offline.
-            huggingface_hub.HfApi().dataset_info(
-                dataset, revision=revision or None, timeout=HUB_TIMEOUT_SECONDS
-            )
-        except OfflineModeIsEnabled:
-            logger.info("hub offline mode dataset=%s", dataset)
         rows: Iterable[Any] = datasets.load_dataset(
-            dataset, config or None, split=split, revision=revision or None
+            source.place,
+            config or None,
+            split=split,
+            revision=revision or None,
+            streaming=streaming,
         )
+        # A stream fails at its first row.
+        first = next(iter(rows), None)
     except Exception as error:
         # The library raises errors of half a dozen packages; each means that there are no rows.
-        reason = str(error).strip().partition("\n")[0][:300]
+        if offline:
+            raise hub_fault(
+                error, key="curate.dataset", place=source.place, revision=revision
+            ) from None
+        reason = redact(str(error)).strip().partition("\n")[0][:300]
         raise ConfigError(
-            f"the hub data set {dataset!r} (split {split!r}) must be reachable, got "
-            f"{type(error).__name__}: {reason}; on a machine without internet give "
-            "`curate.dataset` the path of a .jsonl or .parquet file"
+            f"`curate.dataset` must be a data set that the hub gives, got {source.place!r} (split "
+            f"{split!r}), {type(error).__name__}: {reason}; check `curate.hub_config` and "
+            "`curate.hub_split`, or give the path of a .jsonl or .parquet file"
         ) from None
-    return rows
+    return rows if first is not None else []
 
 
 def field_of(fields: Mapping[str, Any], dotted: str) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from planish.base.errors import ConfigError
+from planish.stages.curate.columns import compose, read_problems
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.dedup import (
     remove_contaminated,
@@ -23,17 +22,12 @@ from planish.stages.curate.filters import (
     remove_unverifiable,
     split,
 )
-from planish.stages.curate.gsm8k import is_gsm8k, problem_row, step_problems
+from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.integers import load_rewriter, rewrite_problems
-from planish.stages.curate.problem import CurationLedger, Drop, Messages, Problem, drop
-from planish.stages.curate.records import DataRow, DataTable, as_answer, field_of
+from planish.stages.curate.problem import CurationLedger, Drop, Problem, drop
+from planish.stages.curate.records import DataTable
 from planish.stages.curate.tasks import task_stream
-from planish.verifiers import answer_fault
 
-QUESTION_FIELDS = ("messages", "prompt", "question", "problem", "instruction", "input")
-"""Usual names of the problem, in order of preference."""
-ANSWER_FIELDS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target")
-"""Usual names of the ground truth, in order of preference."""
 MAX_DRAWS_FACTOR = 200
 """A generated task that repeats itself so often has no more different prompts."""
 
@@ -186,84 +180,3 @@ def _prepare(
         ),
     )
     return problems
-
-
-def read_problems(
-    config: CurateConfig, rows: Sequence[DataRow]
-) -> tuple[list[Problem], list[Drop]]:
-    """Find question, answer, verifier and trace in the fields of each row."""
-    kept: list[Problem] = []
-    drops: list[Drop] = []
-    for row in rows:
-        fields = problem_row(row.fields) or row.fields
-        problem = _read_problem(config, fields, row.origin)
-        if isinstance(problem, str):
-            drops.append(Drop(problem, f"{row.origin}: {json.dumps(row.fields, default=str):.200}"))
-        else:
-            kept.append(problem)
-    return kept, drops
-
-
-def _first(fields: dict[str, Any], wanted: str, usual: Iterable[str]) -> Any:
-    for name in (wanted,) if wanted else usual:
-        value = field_of(fields, name)
-        if value is not None:
-            return value
-    return None
-
-
-def _read_problem(config: CurateConfig, fields: dict[str, Any], origin: str) -> Problem | str:
-    asked = _first(fields, config.prompt_field, QUESTION_FIELDS)
-    answer = as_answer(_first(fields, config.answer_field, ANSWER_FIELDS))
-    if asked is None:
-        return "no_prompt_field"
-    if answer is None:
-        return "no_answer_field"
-    verifier = fields.get("verifier", config.verifier)
-    if not isinstance(verifier, str):
-        return "unknown_verifier"
-    if verifier == "auto":
-        verifier = (
-            "integer" if answer_fault("integer", answer) != "answer_not_an_integer" else "math"
-        )
-    if isinstance(asked, str):
-        question, messages = asked.strip(), compose(config, asked.strip(), verifier)
-    else:
-        read = _messages(asked)
-        if read is None:
-            return "prompt_is_no_text"
-        messages = read
-        question = "\n".join(m["content"] for m in messages if m["role"] != "system")
-    trace = next((fields[k] for k in ("trace", "response") if isinstance(fields.get(k), str)), None)
-    source = fields.get("source", fields.get("data_source"))
-    return Problem(
-        question=question,
-        messages=messages,
-        answer=answer,
-        verifier=verifier,
-        source=source if isinstance(source, str) and source else "dataset",
-        trace=trace,
-        origin=origin,
-    )
-
-
-def _messages(value: Any) -> Messages | None:
-    """Return a list of {role, content} from untrusted data, or None."""
-    if not isinstance(value, list) or not value:
-        return None
-    messages: Messages = []
-    for item in value:
-        role, content = (
-            (item.get("role"), item.get("content")) if isinstance(item, dict) else (0, 0)
-        )
-        if role not in ("system", "user", "assistant") or not isinstance(content, str):
-            return None
-        messages.append({"role": role, "content": content})
-    return messages if messages[-1]["role"] == "user" else None
-
-
-def compose(config: CurateConfig, question: str, verifier: str) -> Messages:
-    """Return the messages of a plain-text problem, with the instructions its verifier needs."""
-    if verifier in ("integer", "math"):
-        question = f"{config.prompt_prefix}{question}{config.prompt_suffix}"
-    return [{"role": "user", "content": question}]

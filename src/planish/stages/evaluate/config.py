@@ -42,7 +42,7 @@ class EvaluateConfig(Section):
     accept_integral_decimals: bool = True
     """`5.0` equals 5."""
     verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
-    """Limit of one mathematical comparison."""
+    """Limit of one mathematical comparison, or call of a verifier of your own."""
 
     @field_validator("pass_at")
     @classmethod

@@ -201,7 +201,7 @@ def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
     from planish.engines import open_engine
     from planish.engines.config import EngineConfig
     from planish.engines.measure import generate_rollouts
-    from planish.engines.requests import Sampling
+    from planish.engines.requests import ModelRef, Sampling
     from planish.models.tokens import load_tokenizer
 
     config = task.config
@@ -210,7 +210,8 @@ def _rollouts(task: _Task, counts: dict[str, int]) -> dict[str, RolloutSet]:
     policy_uri, sha256 = parse_pin(task.pin)
     tokenizer = load_tokenizer(fetch_files(policy_uri, sha256=sha256, schema="policy/1"))
     settings = task.context.section(EngineConfig, "engine")
-    with open_engine(settings, task.pin, max_rows=config.max_rows, device=device) as engine:
+    options = {"max_rows": config.max_rows, "device": device}
+    with open_engine(settings, ModelRef(pin=task.pin), **options) as engine:
         for name, num_samples in missing.items():
             is_greedy = name == GREEDY
             sampling = Sampling(

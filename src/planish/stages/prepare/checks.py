@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from planish.base.config import Section
+from planish.base.errors import ConfigError
+from planish.engines import APART
+from planish.models.experts import num_experts, spread_fault
+from planish.verifiers import check_verifier
 
 Look = Callable[[str], Any]
 """Returns `section.key`; None where the section or the key does not exist."""
@@ -22,7 +28,13 @@ def check_config(parsed: Mapping[str, Section]) -> list[str]:
         section, _, key = path.partition(".")
         return getattr(parsed.get(section), key, None)
 
-    return [*_limits(look), *_batches(look), *_windows(look), *_training(look)]
+    return [
+        *_limits(look),
+        *_batches(look),
+        *_windows(look),
+        *_training(look),
+        *_ranks(look),
+    ]
 
 
 def _limits(look: Look) -> Iterator[str]:
@@ -115,7 +127,7 @@ def _windows(look: Look) -> Iterator[str]:
 
 
 def _training(look: Look) -> Iterator[str]:
-    """Yield faults of what the trainer scores."""
+    """Yield faults of what the trainer scores, and of what is kept for it."""
     for name, off in (("top_p", 1.0), ("top_k", 0)):
         seen = look(f"rollout.{name}")
         if seen not in (None, off):
@@ -130,6 +142,54 @@ def _training(look: Look) -> Iterator[str]:
             "`algorithm.kl_coefficient` must be above 0 with `train.reference_policy`, got 0 and "
             f"{pin!r}; without a penalty no reference is used"
         )
+    if not look("rollout.keep_routing"):
+        return
+    experts, origin = _experts(look)
+    if experts == 0:
+        yield (
+            "`rollout.keep_routing` must be false for a model without experts, got true with "
+            f"{origin} = 0"
+        )
+    if look("engine.name") == "vllm" and look("rollout.device") == "cpu":
+        yield (
+            "`rollout.keep_routing` must be false with the engine `vllm` on the CPU, which can not "
+            "return the experts of a token, got true; `engine.name = 'transformers'` can"
+        )
+
+
+def _experts(look: Look) -> tuple[int | None, str]:
+    """Return the routed experts of a layer, and what says so; None where only the hub knows."""
+    path = look("model.path")
+    if not path:
+        return look("model.num_experts"), "`model.num_experts`"
+    place = Path(path) / "config.json"
+    try:
+        config = json.loads(place.read_bytes())
+    except (OSError, ValueError):  # of the hub, or a fault that the stage that loads it tells
+        return None, ""
+    return num_experts(config) if isinstance(config, dict) else None, f"experts in {str(place)!r}"
+
+
+def _ranks(look: Look) -> Iterator[str]:
+    """Yield faults of an engine whose attention and experts are apart."""
+    name = look("engine.name")
+    if name not in APART:
+        return
+    experts, origin = _experts(look)
+    if experts is not None:
+        fault = spread_fault(experts, look("engine.expert_ranks"), look("engine.redundant_experts"))
+        if fault:
+            yield f"{fault} ({origin} = {experts}, `engine.name = {name!r}`)"
+    # vLLM has one batch for each rank.
+    slots = look("engine.attention_ranks")
+    slots *= look("engine.micro_batches") if name == "disagg" else 1
+    for path in ("rollout.max_rows", "evaluate.max_rows", "sft.max_rows"):
+        rows = look(path)
+        if rows is not None and rows < slots:
+            yield (
+                f"`{path}` must be at least one row for each of the {slots} micro-batches "
+                f"(`engine.attention_ranks` x `engine.micro_batches`), got {rows}"
+            )
 
 
 def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[str]:
@@ -150,6 +210,12 @@ def check_run(config: Mapping[str, Mapping[str, Any]], num_shards: int) -> list[
             f"shards, got {num_shards}; compile it with fewer shards, each fills a part of the "
             "batch"
         )
+    verifier = config.get("curate", {}).get("verifier", "auto")
+    if verifier != "auto":
+        try:
+            check_verifier(verifier)
+        except ConfigError as error:
+            faults.append(f"`curate.verifier`: {error}")
     model = config.get("model", {})
     limit = model.get("max_model_tokens")
     if limit is None or model.get("path"):

@@ -29,6 +29,8 @@ class RunPlan:
     """Newest finished policy of the root; None for none."""
     changed: Sequence[str] = field(default_factory=tuple)
     """Settings that differ from the run before."""
+    opened: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    """What data and model turned out to be: (what, value in Markdown)."""
     warnings: Sequence[str] = field(default_factory=tuple)
     """What may go wrong."""
     away_from: Sequence[str] = field(default_factory=tuple)
@@ -42,13 +44,10 @@ class RunPlan:
 
 
 def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return algorithm, model, and sizes of an iteration."""
-    rollout, model = config.get("rollout", {}), config.get("model", {})
+    """Return algorithm and sizes of an iteration."""
+    rollout = config.get("rollout", {})
     train, algorithm = config.get("train", {}), config.get("algorithm", {})
     rows = [("algorithm", code_span(str(algorithm.get("name", "?"))))]
-    layers, width = model.get("num_layers"), model.get("hidden_size")
-    path = code_span(str(model.get("path") or ""))
-    rows.append(("model", path or f"from scratch, {layers} layers of {width}"))
     prompts, group = rollout.get("prompts_per_iteration"), rollout.get("group_size")
     if prompts and group:
         rows.append(
@@ -81,6 +80,7 @@ def render(plan: RunPlan) -> str:
         ("iterations", f"{link.offset + 1} to {link.last} ({plan.num_finished} already finished)"),
         ("starts from", f"`{plan.run.initial.policy or 'supervised cold start'}`"),
         *_sizes(plan.run.config),
+        *plan.opened,
         ("rollout shards", str(plan.num_shards)),
     ]
     if plan.away_from:

@@ -26,6 +26,7 @@ from planish.stages.prepare.cluster import (
     check_cluster,
     inside_cluster,
 )
+from planish.stages.prepare.inspect import inspect_sources
 from planish.stages.prepare.plan import RunPlan, render
 from planish.stages.prepare.run_file import (
     Config,
@@ -68,6 +69,17 @@ class Wish:
     num_shards: int
     requests: str
     max_avoided_nodes: int
+
+    def configuration(self) -> Config:
+        """Return the resolved configuration."""
+        return build_config(
+            preset=self.preset,
+            config=self.config,
+            overrides=self.overrides,
+            model=self.model,
+            dataset=self.dataset,
+            seed=self.seed,
+        )
 
 
 def run(
@@ -205,14 +217,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     me = current_holder()
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
-    config = build_config(
-        preset=wish.preset,
-        config=wish.config,
-        overrides=wish.overrides,
-        model=wish.model,
-        dataset=wish.dataset,
-        seed=wish.seed,
-    )
+    config = wish.configuration()
     findings = Findings()
     if api is not None:
         requests = PodRequests.parse(wish.requests)
@@ -232,6 +237,10 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     if link.offset:
         run_file = replace(run_file, initial=start_after(root, link.offset))
     check_reference(config, run_file.initial)
+    newest = newest_version(root)
+    # A run that has a policy goes on with it and never opens the model again.
+    begins = newest is None and not run_file.initial.policy
+    found = inspect_sources(config, with_model=begins)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = RunPlan(
@@ -240,9 +249,10 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         link=link,
         num_shards=wish.num_shards,
         is_new=is_new,
-        newest_version=newest_version(root),
+        newest_version=newest,
         changed=changed,
-        warnings=findings.warnings,
+        opened=found.rows,
+        warnings=[*findings.warnings, *found.warnings],
         away_from=away_from,
     )
     text = render(plan)

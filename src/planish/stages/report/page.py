@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from planish.records.rewards import nothing_learnt
 from planish.stages.report import tables
 from planish.stages.report.facts import CANCELLED, Evaluation, ReportFacts, SampleComparison
 from planish.stages.report.figures.charts import Chart, Mark
@@ -74,6 +75,8 @@ class Page:
     """Key numbers."""
     failure: Failure | None = None
     """None after success."""
+    unlearnt: list[str] = field(default_factory=list)
+    """Iterations that could teach nothing, and why."""
     charts: list[Chart] = field(default_factory=list)
     """Curves."""
     scores: list[ScoreTable] = field(default_factory=list)
@@ -141,6 +144,11 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         ],
         cards=_cards(facts),
         failure=failure,
+        unlearnt=[
+            f"iteration {task.iteration}: {told}"
+            for task in facts.tasks
+            if task.stage == "reward" and (told := nothing_learnt(task.metrics))
+        ][-MAX_LISTED:],
         charts=all_charts(
             facts,
             _mark("held-out, before", facts.before, first),

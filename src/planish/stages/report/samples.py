@@ -86,7 +86,7 @@ def _iteration_groups(reader: Reader, iteration: int) -> Groups:
         scores_uri = layout.rewards(reader.root, iteration)
         if not (_fits(uri) and _fits(scores_uri)):
             return {}
-        rollouts = read_set(RolloutSet, uri)
+        rollouts = read_set(RolloutSet, uri, with_optional=False)
         rewards = read_set(RewardSet, scores_uri)
         # Rewards lie in shard order, so that the rows of shard 0 come first.
         return _rows(rollouts, rewards.accuracy.tolist(), rewards.extracted)
@@ -143,26 +143,18 @@ def _evaluation_groups(reader: Reader, version: int) -> Groups:
     def read() -> Groups:
         from planish.verifiers import VerifierOptions, verify_many
 
-        uri = _rollouts_below(layout.evaluation(reader.root, version))
+        files = store.list_uris(f"{layout.evaluation(reader.root, version)}/")
+        sets = (uri.rpartition("/")[0] for uri in files if uri.endswith("/manifest.json"))
+        uri = next((s for s in sets if read_manifest(s).schema == RolloutSet.SCHEMA), "")
         if not uri or not _fits(uri):
             return {}
-        rollouts = read_set(RolloutSet, uri)
+        rollouts = read_set(RolloutSet, uri, with_optional=False)
         rollouts = rollouts.take_groups(range(min(rollouts.num_groups, MAX_VERIFIED_GROUPS)))
         rows = zip(rollouts.verifier, rollouts.response, rollouts.answer, strict=True)
         verdicts = verify_many(rows, VerifierOptions())
         return _rows(rollouts, [v.accuracy for v in verdicts], [v.extracted for v in verdicts])
 
     return reader.attempt(f"sample rollouts of the evaluation of policy {version}", read, {})
-
-
-def _rollouts_below(folder: str) -> str:
-    """Return the first rollout set below a folder, empty when there is none."""
-    for uri in store.list_uris(f"{folder}/"):
-        if uri.endswith("/manifest.json"):
-            place = uri.rpartition("/")[0]
-            if read_manifest(place).schema == RolloutSet.SCHEMA:
-                return place
-    return ""
 
 
 def _training(groups: Mapping[int, Groups], texts: Mapping[str, str]) -> list[SampleComparison]:

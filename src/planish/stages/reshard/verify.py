@@ -192,7 +192,12 @@ def compare_policy(ref: Ref, source_pin: str) -> PolicyFindings:
     for shard in manifest.shards:
         if shard.name.endswith(".safetensors"):
             place = f"{ref.uri}/{shard.name}"
-            for name, entry in _entries(place, shard).items():
+            try:
+                length = header_bytes(store.read(place, 0, 8), shard.bytes, file=place)
+                head = parse_header(store.read(place, 0, length), shard.bytes, file=place)
+            except CheckpointCorrupt as error:
+                raise RecordError(str(error)) from None
+            for name, entry in head.entries.items():
                 _compare(place, (name, entry, parts.get(name)), reader, findings)
     if not findings.num_tensors and not findings.faults:
         findings.faults.append("it has no tensors")
@@ -209,14 +214,6 @@ def _check_digest(place: str, shard: Shard) -> None:
             f"`{place}` must have {shard.bytes} bytes of the sha256 {shard.sha256}, got {size} of "
             f"{digest.hexdigest()}; remove the policy and write it again"
         )
-
-
-def _entries(place: str, shard: Shard) -> dict[str, StoredEntry]:
-    try:
-        length = header_bytes(store.read(place, 0, 8), shard.bytes, file=place)
-        return parse_header(store.read(place, 0, length), shard.bytes, file=place).entries
-    except CheckpointCorrupt as error:
-        raise RecordError(str(error)) from None
 
 
 def _compare(

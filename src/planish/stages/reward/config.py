@@ -35,7 +35,8 @@ class RewardConfig(Section):
     accept_integral_decimals: bool = True
     """`5.0` equals 5."""
     verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
-    """Limit of one mathematical comparison; the child process is killed after it."""
+    """Limit of one mathematical comparison, or call of a verifier of your own; its child process
+    is killed after it."""
 
     @model_validator(mode="after")
     def _check_overlong(self) -> RewardConfig:

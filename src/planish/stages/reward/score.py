@@ -34,9 +34,10 @@ class Scores:
 def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
     """Score every rollout.
 
-    Unfinished responses (WINDOW) and failed ones (ABORT) get no reward. A group with a failed
-    response is dropped whole; a finished group that is all right or all wrong is dropped unless
-    `keep_uniform_groups` is set.
+    A right response gets `reward_correct`, any other `reward_wrong`; a score between 0 and 1 lies
+    between them on a straight line. Unfinished responses (WINDOW) and failed ones (ABORT) get no
+    reward. A group with a failed response is dropped whole; a finished group that is all right or
+    all wrong is dropped unless `keep_uniform_groups` is set.
 
     Args:
         rollouts: R rows.
@@ -46,7 +47,8 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         R rewards in the same order, and metrics.
 
     Raises:
-        VerifierFailure: the verifier failed on too many rows.
+        ConfigError: a row names a verifier that is not here.
+        VerifierFailure: the verifier failed on too many rows, or hangs.
     """
     has_reward = np.isin(rollouts.finish, (FinishReason.STOP, FinishReason.LENGTH))
     rows = np.flatnonzero(has_reward).tolist()
@@ -63,7 +65,9 @@ def score(rollouts: RolloutSet, config: RewardConfig) -> Scores:
         buffer_tokens=config.overlong_buffer_tokens,
         factor=config.overlong_penalty_factor,
     )
-    outcome = np.where(accuracy > 0, config.reward_correct, config.reward_wrong)
+    parts = np.array([v.accuracy if v.score is None else v.score for v in verdicts])
+    between = config.reward_wrong + parts * (config.reward_correct - config.reward_wrong)
+    outcome = np.where(accuracy > 0, config.reward_correct, between)
     outcome = np.where(has_reward, outcome, 0.0).astype(np.float32)
     penalty = np.where(has_reward, penalty, np.float32(0.0)).astype(np.float32)
     group = rollouts.group_index
@@ -96,8 +100,12 @@ def _check_error_rate(
         f"verifier errors must not exceed `reward.max_verifier_error_rate` = "
         f"{config.max_verifier_error_rate!r}, got {len(errors)} of {verified} rows "
         f"({timeouts} timeouts); first in {rollouts.rollout_id[row]} with verifier "
-        f"{rollouts.verifier[row]!r} and answer {rollouts.answer[row]!r:.80}: check the answers of "
-        "that prompt source, or that the extra `planish[reward]` is installed"
+        f"{rollouts.verifier[row]!r} and answer {rollouts.answer[row]!r:.80}: "
+        + (
+            verdicts[row].reason
+            or "check the answers of that prompt source, or that the extra `planish[reward]` is "
+            "installed"
+        )
     )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from planish.base.errors import ObjectMissing, RecordError
+from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set, write_set
-from planish.records.refs import parse_pin
-from planish.records.rewards import RewardSet
+from planish.records.refs import Ref, parse_pin
+from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL, RewardSet, nothing_learnt
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
+from planish.stages.reward.signal import groups_without_signal
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +59,33 @@ def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
     ready = finished(target, RewardSet.SCHEMA, parents=parents, config_sha256=context.config_sha256)
     if ready is not None:
         numbers = read_manifest(target, sha256=ready.manifest_sha256).attributes["metrics"]
-        return Outcome(refs={"rewards": ready}, metrics=dict(numbers), already_done=True)
+        return _outcome(context, ready, dict(numbers), already_done=True)
     shards = []
     for shard, digest in enumerate(digests):
         uri = layout.rollouts(context.root, context.iteration, shard)
         try:
-            shards.append(read_set(RolloutSet, uri, sha256=digest))
+            shards.append(read_set(RolloutSet, uri, sha256=digest, with_optional=False))
         except (ObjectMissing, RecordError) as error:
             raise RecordError(
                 f"rollout shard {shard} must be readable with manifest {digest}, got: {error}; "
                 f"delete that shard and run the rollout task of shard {shard} again"
             ) from None
-    scores = score(RolloutSet.concat(shards), config)
+    rollouts = RolloutSet.concat(shards)
+    scores = score(rollouts, config)
+    facts = [
+        read_manifest(layout.rollouts(context.root, context.iteration, shard), sha256=digest)
+        for shard, digest in enumerate(digests)
+    ]
+    lacking = groups_without_signal(
+        rollouts, scores.rewards, [fact.attributes.get("metrics", {}) for fact in facts]
+    )
+    if lacking:
+        try:
+            before = read_manifest(layout.rewards(context.root, context.iteration - 1)).attributes
+        except ObjectMissing:
+            before = {}
+        row = before.get("metrics", {}).get("iterations_without_signal", 0.0) + 1.0
+        scores.metrics.update(lacking, iterations_without_signal=row)
     ref = write_set(
         target,
         scores.rewards,
@@ -87,7 +103,27 @@ def reward(context: Context, num_shards: int, policy_pin: str) -> Outcome:
         scores.metrics["num_kept_rollouts"],
         scores.metrics.get("accuracy_mean", 0.0),
     )
-    return Outcome(refs={"rewards": ref}, metrics=scores.metrics)
+    return _outcome(context, ref, scores.metrics)
+
+
+def _outcome(
+    context: Context, ref: Ref, metrics: dict[str, float], *, already_done: bool = False
+) -> Outcome:
+    """Return the scores; with a failure where too many iterations in a row could teach nothing."""
+    outcome = Outcome(refs={"rewards": ref}, metrics=metrics, already_done=already_done)
+    told = nothing_learnt(metrics)
+    if not told:
+        return outcome
+    logger.warning("iteration %d: %s", context.iteration, told)
+    row = int(metrics["iterations_without_signal"])
+    setting = "max_iterations_without_signal"
+    limit = int(context.config.get("rollout", {}).get(setting, MAX_ITERATIONS_WITHOUT_SIGNAL))
+    if limit and row >= limit:
+        outcome.failure = ConfigError(
+            f"{told}. So it went in {row} iterations in a row, and `rollout.{setting}` = {limit} "
+            "ends the run; 0 never ends it"
+        )
+    return outcome
 
 
 def _shard_digest(context: Context, shard: int, policy_pin: str) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
+from planish.records.rewards import MAX_ITERATIONS_WITHOUT_SIGNAL
 
 Unfinished = Literal["train", "hold", "hold_group"]
 """What train gets of a response that goes on; `RolloutConfig.unfinished` explains it."""
@@ -48,6 +49,9 @@ class RolloutConfig(Section):
     starvation_policy: Literal["train_partial", "relax", "raise"] = "train_partial"
     """When the rounds are over and groups are missing: train on what there is, fill up with groups
     that carry no signal (needs `reward.keep_uniform_groups`), or fail."""
+    max_iterations_without_signal: int = Field(default=MAX_ITERATIONS_WITHOUT_SIGNAL, ge=0)
+    """Iterations in a row from which nothing can be learnt, every group all wrong or all right,
+    that end the run with exit code 2; 0 is no limit."""
     max_staleness: int = Field(default=0, ge=0)
     """Policy versions that a surplus group of dynamic sampling may be old when it is trained on.
     With 1 or more, such groups fill the next batch first and rounds draw for the room that is
@@ -66,6 +70,9 @@ class RolloutConfig(Section):
     commit_steps: int = Field(default=2048, ge=0)
     """Decode steps of the engine from one commit to the next: all that is sampled by then is kept
     for a retry, at the price of one prefill of what goes on. 0 commits whole shards only."""
+    keep_routing: bool = False
+    """Keep which experts each token of prompt and response was sent to, one or two bytes for each
+    choice of each layer, beside the rollouts. For models with experts."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
     device: str = "cpu"
@@ -75,6 +82,9 @@ class RolloutConfig(Section):
 
     def _off(self) -> list[str]:
         off = [] if self.max_staleness else ["max_staleness"]
+        if self.max_iterations_without_signal == MAX_ITERATIONS_WITHOUT_SIGNAL:
+            off.append("max_iterations_without_signal")
+        off += [] if self.keep_routing else ["keep_routing"]
         return off + ([] if self.window_tokens else ["window_tokens", "unfinished"])
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,22 +63,28 @@ class GroupSampler:
         self._enter(ordinals)
         left = {ordinal for ordinal in ordinals if ordinal not in self._judged}
         ended = [self._judged[ordinal] for ordinal in ordinals if ordinal not in left]
+        upcoming = self._upcoming(ahead, ended)
         while left:
-            num_wanted = ahead.num_wanted(ended) if self.flight.num_free > 0 else 0
-            for ordinal in ahead.ordinals[:num_wanted]:
-                if self.flight.num_free <= 0:
-                    break
-                self._enter([ordinal])
+            while upcoming and self.flight.num_free > 0:
+                self._enter([upcoming.popleft()])
             done = self._judge(self.flight.advance())
-            ended += [group for group in done if group.ordinal in left]
-            left -= {group.ordinal for group in done}
+            if done:
+                ended += [group for group in done if group.ordinal in left]
+                left -= {group.ordinal for group in done}
+                upcoming = self._upcoming(ahead, ended)
             self._progress.look(
                 kept=self._num_kept,
                 dropped=self._num_dropped,
                 num_tokens=self.flight.num_tokens,
                 num_rows=self.flight.num_rows,
+                stats=self._engine.stats,
             )
         return [self._judged.pop(ordinal) for ordinal in ordinals]
+
+    def _upcoming(self, ahead: LookAhead, ended: Sequence[Group]) -> deque[int]:
+        """Return what may enter of the next round, after these groups of the present one."""
+        wanted = ahead.ordinals[: ahead.num_wanted(ended)]
+        return deque(ordinal for ordinal in wanted if not self.flight.has(ordinal))
 
     def _enter(self, ordinals: Sequence[int]) -> None:
         for ordinal in ordinals:
@@ -136,6 +143,7 @@ class GroupSampler:
             top_p=config.top_p,
             top_k=config.top_k,
             seed=request_seed(self._seed, group.drawn, key, slot.sample),
+            want_routing=config.keep_routing,
         )
         return Request(
             request_id=f"{group.ordinal}-{slot.sample:03d}",

@@ -45,6 +45,9 @@ class Slot:
     """Why it ended; WINDOW while it goes on."""
     text: str = ""
     """Decoded tokens."""
+    routing: npt.NDArray[np.generic] | None = None
+    """[prompt + t, layers, experts per token], the experts of each token as an input; None where
+    the engine was not asked, and -1 where it did not say."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,10 +65,31 @@ class Slot:
         logprobs: Sequence[float],
         versions: Sequence[int],
         finish: FinishReason,
+        routing: npt.NDArray[np.generic] | None = None,
     ) -> Slot:
-        """Return the response with further tokens of this iteration; its text stays as it was."""
+        """Return the response with further tokens of this iteration; its text stays as it was.
+
+        Args:
+            tokens: [n] new ones.
+            logprobs: [n].
+            versions: [n].
+            finish: why it ended.
+            routing: [prompt + t + n - 1, layers, experts per token] of the inputs of this call,
+                which computes earlier windows again: they keep the experts that they had.
+        """
+        joined, known = self.routing, self.routing if routing is None else routing
+        if known is not None and len(tokens):
+            num_inputs = len(known) + len(tokens) - 1 if routing is None else len(routing)
+            joined = np.full((num_inputs + 1, *known.shape[1:]), -1, known.dtype)
+            # The last token of the windows before has been no input until now.
+            first = num_inputs - len(tokens) if self.num_tokens else 0
+            if self.routing is not None:
+                joined[:first] = self.routing[:first]
+            if routing is not None:
+                joined[first:num_inputs] = routing[first:]
         return replace(
             self,
+            routing=joined,
             tokens=np.concatenate([self.tokens, np.asarray(tokens, np.int32)]),
             logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
             versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
@@ -138,6 +162,16 @@ def as_set(groups: Sequence[Group]) -> RolloutSet:
     if not rows:
         return RolloutSet.empty()
     slots = [slot for _, _, slot in rows]
+    routed = next((slot.routing for slot in slots if slot.routing is not None), None)
+    routing, experts_per_token = None, None
+    if routed is not None:
+        experts_per_token = np.full(len(rows), routed.shape[-1], np.int32)
+        flat = []
+        for _, group, slot in rows:
+            shape = (len(group.prompt_tokens) + slot.num_tokens, *routed.shape[1:])
+            known = np.full(shape, -1) if slot.routing is None else slot.routing
+            flat.append(known.reshape(-1))
+        routing = Ragged.from_lists(flat, routed.dtype)
     return RolloutSet(
         group_index=np.array([g for g, _, _ in rows], np.int32),
         sample_index=np.array([slot.sample for slot in slots], np.int32),
@@ -152,6 +186,8 @@ def as_set(groups: Sequence[Group]) -> RolloutSet:
         response=[slot.text for slot in slots],
         answer=[group.answer for _, group, _ in rows],
         verifier=[group.verifier for _, group, _ in rows],
+        routing=routing,
+        experts_per_token=experts_per_token,
     )
 
 
@@ -173,6 +209,7 @@ def from_set(rollouts: RolloutSet, ordinals: Sequence[int], drawn: Sequence[int]
             start=int(rollouts.window_start[row]),
             finish=FinishReason(int(rollouts.finish[row])),
             text=rollouts.response[row],
+            routing=rollouts.routing_of(row),
         )
         for row in range(rollouts.num_rows)
     ]

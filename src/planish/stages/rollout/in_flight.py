@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.base import telemetry
+from planish.base.errors import EngineError
 from planish.engines.base import BaseEngine
-from planish.engines.requests import Output, Request
+from planish.engines.requests import EngineState, Output, Request
 from planish.records.rollouts import FinishReason
 from planish.stages.rollout.commits import Commits
 from planish.stages.rollout.config import RolloutConfig
@@ -156,7 +157,12 @@ class InFlight:
         if requests:
             self._engine.submit(requests)
         self.num_tokens += self.num_rows
-        ended = self._take(self._engine.poll(0.0))
+        outputs = self._engine.poll(0.0)
+        if self._engine.state is EngineState.FAILED:
+            # Its outputs end early with an error; what is committed goes on in the next attempt.
+            faults = [output.error for output in outputs if output.error]
+            raise EngineError("; ".join(faults[:1]) or "the engine failed")
+        ended = self._take(outputs)
         self._num_steps += 1
         if 0 < self._config.commit_steps <= self._num_steps and self.num_running:
             self._commit()
@@ -199,7 +205,9 @@ class InFlight:
         )
         if is_cut and slot.num_tokens + output.num_tokens < self._config.max_response_tokens:
             finish = FinishReason.WINDOW
-        slot = slot.extended(output.token_ids, output.logprobs, output.versions, finish)
+        slot = slot.extended(
+            output.token_ids, output.logprobs, output.versions, finish, output.routing
+        )
         slots = list(group.slots)
         slots[member.place] = slot
         self._groups[member.ordinal] = replace(group, slots=tuple(slots))

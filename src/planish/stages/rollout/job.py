@@ -82,6 +82,7 @@ class RolloutJob:
 
         from planish.engines import open_engine
         from planish.engines.config import EngineConfig
+        from planish.engines.requests import ModelRef
         from planish.models.tokens import load_tokenizer
         from planish.records.io import fetch_files
         from planish.stages.rollout.generate import GroupSampler
@@ -91,9 +92,10 @@ class RolloutJob:
         uri, digest = parse_pin(self.policy_pin)
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
         begin = time.monotonic()
-        options = {"max_rows": config.max_rows, "device": config.device}
+        options: dict[str, Any] = {"max_rows": config.max_rows, "device": config.device}
+        options |= {"routing": True} if config.keep_routing else {}
         settings = self.context.section(EngineConfig, "engine")
-        with open_engine(settings, self.policy_pin, **options) as engine:
+        with open_engine(settings, ModelRef(pin=self.policy_pin), **options) as engine:
             loaded = time.monotonic()
             sampler = GroupSampler(
                 engine,
@@ -127,13 +129,23 @@ class Session:
     """From there to the last token."""
 
     def timing(self, num_tokens: int) -> dict[str, float]:
-        """Return numbers for people, which are no part of a record."""
-        return {
+        """Return numbers for people, which are no part of a record.
+
+        An engine with ranks adds `expert_imbalance`, the rows of the busiest expert over the mean,
+        and the share of its iterations in which each rank waited, `bubble_ratio/<role>_<rank>`.
+        """
+        timing = {
             "load_seconds": self.load_seconds,
             "sample_seconds": self.sample_seconds,
             "tokens_per_second": num_tokens / max(self.sample_seconds, 1e-9),
             "engine_occupancy": float(self.stats.get("occupancy", 0.0)),
         }
+        if "imbalance" in self.stats:
+            timing["expert_imbalance"] = float(self.stats["imbalance"])
+        for rank in self.stats.get("ranks", ()):
+            busy = rank["busy_s"] / max(self.stats["step_seconds"], 1e-9)
+            timing[f"bubble_ratio/{rank['role']}_{rank['rank']}"] = max(0.0, 1.0 - busy)
+        return timing
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from planish.base import telemetry
 
@@ -35,8 +36,17 @@ class SamplingProgress:
         self._goal, self._clock = goal, clock
         self._began = self._levels_at = self._line_at = clock()
         self._kept_before: int | None = None
+        self._shown: dict[tuple[str, str], float] = {}
 
-    def look(self, *, kept: int, dropped: int, num_tokens: int, num_rows: int) -> None:
+    def look(
+        self,
+        *,
+        kept: int,
+        dropped: int,
+        num_tokens: int,
+        num_rows: int,
+        stats: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         """Tell the present state, at most as often as the constants above say.
 
         Args:
@@ -44,6 +54,7 @@ class SamplingProgress:
             dropped: groups without a signal.
             num_tokens: response tokens that this process has sampled.
             num_rows: responses that are in the engine now.
+            stats: returns the counters of the engine; asked at most as often.
         """
         if self._kept_before is None:
             self._kept_before = kept
@@ -61,6 +72,7 @@ class SamplingProgress:
         telemetry.set_level("planish_rollout_busy_slots", num_rows)
         if left is not None:
             telemetry.set_level("planish_rollout_remaining_seconds", left)
+        self.show_ranks(stats())
         if now - self._line_at < LINE_SECONDS:
             return
         self._line_at = now
@@ -73,3 +85,29 @@ class SamplingProgress:
             num_rows,
             "unknown" if left is None else f"{left:.0f}",
         )
+
+    def show_ranks(self, stats: Mapping[str, Any]) -> None:
+        """Show what the ranks of an engine have done; an engine without ranks shows nothing.
+
+        Args:
+            stats: counters of the engine.
+        """
+        if "imbalance" in stats:
+            telemetry.set_level("planish_rollout_expert_imbalance_ratio", stats["imbalance"])
+        for facts in stats.get("ranks", ()):
+            rank = {"rank": str(facts["rank"]), "role": facts["role"]}
+            for name in ("busy_s", "wait_s", "rows"):
+                series = name.replace("_s", "_seconds")
+                before = self._shown.get((rank["rank"], name), 0)
+                # A rank that is lost keeps what it had.
+                telemetry.count(
+                    f"planish_rollout_rank_{series}_total", max(0, facts[name] - before), **rank
+                )
+                self._shown[rank["rank"], name] = facts[name]
+            bubble = 1.0 - facts["busy_s"] / max(stats["step_seconds"], 1e-9)
+            telemetry.set_level("planish_rollout_rank_bubble_ratio", max(0.0, bubble), **rank)
+            telemetry.set_level("planish_rollout_rank_queue", facts["queue"], **rank)
+            if "cache_bytes" in facts:
+                telemetry.set_level(
+                    "planish_rollout_rank_cache_bytes", facts["cache_bytes"], **rank
+                )

@@ -60,6 +60,7 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
                 dropped=0,
                 num_tokens=flight.num_tokens,
                 num_rows=flight.num_rows,
+                stats=flight.stats,
             )
     growths = []
     for g, s in places:

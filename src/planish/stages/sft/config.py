@@ -45,6 +45,10 @@ class SftConfig(Section):
     """Responses to each probe prompt, n."""
     max_response_tokens: int = Field(default=48, ge=1)
     """Longest response while measuring, in tokens."""
+    probe_memory_share: float = Field(default=0.3, gt=0.0, lt=1.0)
+    """Share of the accelerator's memory that the engine `vllm` takes while measuring, in place of
+    `engine.memory_share`: the model that is trained, its gradients and AdamW's moments need the
+    rest."""
     min_start: float = Field(default=0.15, ge=0.0, le=1.0)
     """Below this accuracy reinforcement learning starves: hardly a group has a right answer."""
     max_start: float = Field(default=0.45, ge=0.0, le=1.0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from planish.base.config import parse_section
 from planish.base.errors import PlanishError, exit_code
+from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
@@ -49,11 +50,14 @@ def measure_control(
     import torch
 
     from planish.base.parallel import pick_device
-    from planish.models.policy import load_policy
+    from planish.engines.config import EngineConfig
+    from planish.models.policy import DTYPES, load_policy
     from planish.stages.sft.probe import Probe
 
     tables: dict[str, dict[str, Any]] = read_run(root)["config"]
     config = parse_section(SftConfig, tables.get("sft", {}), section="sft")
+    engine = parse_section(EngineConfig, tables.get("engine", {}), section="engine")
+    served = parse_section(ModelConfig, tables.get("model", {}), section="model").dtype
     seed, measured = int(tables["run"]["seed"]), tables["evaluate"]
     config = config.model_copy(update={"max_response_tokens": measured["max_response_tokens"]})
     torch.set_num_threads(config.num_threads)
@@ -63,7 +67,7 @@ def measure_control(
     policy = load_policy(policy_pin, dtype=torch.float32, device=pick_device(config.device))
     learnt = _learn(root, policy, config, seconds, seed=seed, learning_rate=learning_rate)
     prompts = read_set(PromptSet, layout.evaluation_prompts(root))
-    with Probe(policy, config, seed) as probe:
+    with Probe(policy, config, engine, run_seed=seed, dtype=DTYPES[served]) as probe:
         accuracy = probe.accuracy(
             prompts,
             num_samples=int(measured["num_samples"]),

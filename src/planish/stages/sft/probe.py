@@ -1,14 +1,16 @@
-"""Accuracy of a policy that is being trained, measured by a rollout engine on a copy of it."""
+"""Accuracy of a policy that is being trained, measured by the run's own rollout engine."""
 
 from __future__ import annotations
 
 import copy
 
 import numpy as np
+import torch
 
+from planish.engines import open_engine
+from planish.engines.config import EngineConfig
 from planish.engines.measure import generate_rollouts, judge
 from planish.engines.requests import ModelRef, Sampling
-from planish.engines.transformers.engine import TransformersEngine
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
 from planish.models.policy import Policy
@@ -18,14 +20,43 @@ from planish.verifiers import VerifierOptions
 
 
 class Probe:
-    """Measures avg@n of the present weights; holds an engine with its own copy of the model."""
+    """Measures avg@n of the present weights; holds an engine with its own copy of the model.
 
-    def __init__(self, policy: Policy, config: SftConfig, run_seed: int) -> None:
-        twin = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.version)
+    On an accelerator the engine lives beside the model that is trained: `vllm` takes
+    `sft.probe_memory_share` of the device at its start and keeps it, or refuses to start where
+    less is free.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: SftConfig,
+        engine: EngineConfig,
+        *,
+        run_seed: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            policy: the one that is trained; each measurement reads its weights anew.
+            config: of the responses and of the engine's rows.
+            engine: that of rollouts and evaluation.
+            run_seed: of the run.
+            dtype: of the weights while they are measured, as the policy is saved in the end.
+
+        Raises:
+            ConfigError: the engine is not there, or does not fit this device.
+            EngineError: the engine can not serve this model, or has too little memory.
+        """
+        twin = Policy(copy.deepcopy(policy.model).to(dtype), policy.tokenizer, policy.version)
         self._policy, self._config, self._run_seed = policy, config, run_seed
-        # The policy is in memory only, so the engine that takes one over is the one to use.
-        self._engine = TransformersEngine(max_rows=config.max_rows, device=str(policy.model.device))
-        self._engine.start(ModelRef(policy=twin))
+        if engine.name == "vllm":
+            engine = engine.model_copy(update={"memory_share": config.probe_memory_share})
+        # Ranks elsewhere read exported policies only; here each measurement has weights in memory.
+        engine = engine.model_copy(update={"peers": ()})
+        options = {"max_rows": config.max_rows, "device": str(policy.model.device)}
+        self._engine = open_engine(engine, ModelRef(policy=twin), **options)
         self._count = policy.version
 
     def accuracy(
@@ -39,9 +70,11 @@ class Probe:
         """Return avg@`num_samples` on `prompts`; temperature 0 is greedy."""
         self._count += 1
         model = self._policy.model
-        tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        weights = DictWeights(on_disk(tensors, model.config.to_dict()))
-        self._engine.update_weights(weights, self._count)
+        model_config = model.config.to_dict()
+        # A policy folder holds a head that is tied to the embedding once.
+        left_out = {"lm_head.weight"} if model_config.get("tie_word_embeddings") else set()
+        tensors = {n: t.detach() for n, t in model.state_dict().items() if n not in left_out}
+        self._engine.update_weights(DictWeights(on_disk(tensors, model_config)), self._count)
         sampling = Sampling(
             max_new_tokens=self._config.max_response_tokens,
             temperature=temperature,

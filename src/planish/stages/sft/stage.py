@@ -103,7 +103,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
     done = finished(uri, POLICY, parents=parents, config_sha256=context.config_sha256)
     if done is not None:
         known = read_manifest(uri, sha256=done.manifest_sha256).attributes["metrics"]
-        if not imports:
+        if "accuracy" in known:
             check_start(known["accuracy"], config)
         return _outcome(done, dict(known), already_done=True)
     import torch
@@ -121,7 +121,17 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
         )
     else:
         policy = build_policy(model_config, context.seed)
-    numbers = {"imported": 1.0} if imports else _train(context, policy, config, prompts)
+    if imports:
+        logger.info("cold start skipped: `model.path` gives a trained model")
+        numbers = {"imported": 1.0}
+    elif not config.force and not read_manifest(layout.traces(context.root)).num_rows:
+        logger.warning(
+            "cold start skipped: the data set has no worked traces, and the policy begins "
+            "untrained; give a model, or a column `trace`"
+        )
+        numbers = {"cold_start_skipped": 1.0}
+    else:
+        numbers = _train(context, policy, config, prompts)
     policy.model.to("cpu", DTYPES[model_config.dtype])
     ref = save_policy(
         uri,
@@ -134,7 +144,7 @@ def first_policy(context: Context, prompts: Ref) -> Outcome:
             "metrics": numbers,
         },
     )
-    if not imports:
+    if "accuracy" in numbers:
         # After saving: the policy can be looked at even where the run must end here.
         check_start(numbers["accuracy"], config)
     return _outcome(ref, numbers)
@@ -145,6 +155,8 @@ def _train(
 ) -> dict[str, float]:
     """Train until the target or the cap; return steps, loss and accuracy."""
     from planish.base.parallel import pick_device
+    from planish.engines.config import EngineConfig
+    from planish.models.policy import DTYPES
     from planish.stages.sft.probe import Probe
     from planish.stages.sft.traces import encode_traces, probe_rows
     from planish.stages.sft.training import train_until
@@ -166,7 +178,9 @@ def _train(
         max_tokens=limit,
     )
     policy.model.float().to(pick_device(config.device))
-    with Probe(policy, config, context.seed) as probe:
+    dtype = DTYPES[context.section(ModelConfig, "model").dtype]
+    engine = context.section(EngineConfig, "engine")
+    with Probe(policy, config, engine, run_seed=context.seed, dtype=dtype) as probe:
         numbers = train_until(
             policy,
             encoded,

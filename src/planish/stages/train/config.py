@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from planish.base.config import Section
 from planish.records.refs import is_pin
+from planish.store.sources import parse_source
 
 
 class TrainConfig(Section):
@@ -99,7 +100,8 @@ class CriticConfig(Section):
     (the published choice, VAPO section 5.1) or a causal language model; `random` is untrained, of
     the policy's sizes; `state` takes the critic of another run's train state."""
     path: str = ""
-    """Folder or hub id for `model`, pin of a train state (`<uri>#sha256=<digest>`) for `state`."""
+    """Address of a model, as `model.path`, for `model`; pin of a train state
+    (`<uri>#sha256=<digest>`) for `state`."""
     head_std: float = Field(default=0.01, ge=0.0)
     """Standard deviation of the weights of a new value head; 0 begins with values of 0."""
     learning_rate: float = Field(default=2e-6, gt=0.0)
@@ -135,4 +137,6 @@ class CriticConfig(Section):
                 "`path` must be given for init 'model' and 'state' and for no other, got "
                 f"{self.path!r} for {self.init!r}"
             )
+        if self.init == "model":
+            parse_source(self.path, key="critic.path")
         return self

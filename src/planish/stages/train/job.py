@@ -189,7 +189,7 @@ def read_inputs(job: TrainJob) -> Inputs:
                 f"`{uri}` must score the rollouts at `{place}`, got rewards of other rollouts "
                 f"({sorted(scored)}); run the reward stage of iteration {job.iteration} again"
             )
-        sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
+        sets.append(read_set(RolloutSet, place, sha256=manifest.sha256, with_optional=False))
         consumed += _ordinals(manifest, place, "consumed")
         side = _side_set(job, layout.surplus(job.root, job.iteration, shard), manifest, "surplus")
         if side is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from planish.base.errors import ConfigError
-from planish.minder.service.http import StatusServer
+from planish.minder.service.http import status_server
 from planish.minder.service.own_metrics import OwnMetrics
 from tests import pages
 
@@ -26,7 +26,7 @@ class Health:
 
 def serve(port, health):
     probes = {"is_healthy": health.is_healthy, "is_ready": health.is_ready}
-    return StatusServer("127.0.0.1", port, OwnMetrics(), **probes)
+    return status_server("127.0.0.1", port, OwnMetrics(), **probes)
 
 
 def get(server, path):

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
-import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from planish.base.errors import ConfigError
+from planish.stages.curate import records
 from planish.stages.curate.problem import CurationLedger
-from planish.stages.curate.records import as_answer, field_of, read_hub, read_table
-from tests.unit.records.bombs import bomb
+from planish.stages.curate.records import as_answer, field_of, read_table
+from tests.unit.records.bombs import bomb, peak_megabytes
 
 GOOD = b'{"prompt": "1+1", "answer": "2"}'
 
@@ -122,16 +123,47 @@ def test_rows_of_a_hub_data_set_have_a_digest_of_their_content():
     assert len(table.rows) == 2
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_hub_id_without_a_network_is_a_clear_error_and_no_hang(monkeypatch):
-    pytest.importorskip("datasets")
-    import huggingface_hub.constants
+def test_a_long_line_is_bad_by_its_size_and_never_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
+    fits = b'{"prompt": "%s", "answer": 1}' % (b"x" * 973)
+    assert len(fits) == 1000
+    path = jsonl(tmp_path, GOOD, fits, fits + b" ", b"x" * 1000, b"y" * 100_000, GOOD)
+    table, counts = read(path, skip_bad=True)
+    assert [row.origin for row in table.rows] == ["line 1", "line 2", "line 6"]
+    assert counts.reasons == {"line_too_long": 2, "not_json": 1}
+    with pytest.raises(ConfigError, match=r"line 3 of `data\.jsonl`.*more than 1000 bytes"):
+        read(path)
 
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    start = time.monotonic()
-    with pytest.raises(ConfigError, match=r"'planish-tests/absent'.*must be reachable"):
-        read_hub("planish-tests/absent", config="", split="train", revision="")
-    assert time.monotonic() - start < 120
+
+def test_a_line_of_two_gigabytes_takes_no_memory(tmp_path):
+    path = tmp_path / "data.jsonl"
+    with path.open("wb") as file:
+        file.write(GOOD + b"\n")
+        file.seek(2 << 30)
+        file.write(b"\n" + GOOD)
+    peak, printed = peak_megabytes(
+        "from planish.stages.curate.records import bounded_lines\n"
+        f"with open({str(path)!r}, 'rb') as file:\n"
+        "    print([type(line).__name__ for line in bounded_lines(file, 'data.jsonl')])"
+    )
+    assert printed.strip() == "['bytes', 'BadRow', 'bytes']"
+    assert peak < 300
+
+
+def test_packed_lines_are_read_and_a_bomb_is_refused(tmp_path):
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(GOOD + b"\n" + GOOD.replace(b"1+1", b"2+2")))
+    assert [row.origin for row in read(path)[0].rows] == ["line 1", "line 2"]
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="must be a whole gzip file"):
+        read(path)
+    # many lines, and one long one
+    for block in (b'{"prompt": "%s"}\n' % (b"x" * (1 << 20)), b"x" * (1 << 20)):
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            for _ in range(80):
+                file.write(block)
+        with pytest.raises(ConfigError, match="must unpack to at most 67108864 bytes, 100 times"):
+            read(path, skip_bad=True)
 
 
 def test_nested_fields_are_found_by_dotted_names():

@@ -8,6 +8,7 @@ from markdown_it import MarkdownIt
 
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
+from planish.stages.curate.columns import read_problems
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.filters import (
     choose,
@@ -21,7 +22,7 @@ from planish.stages.curate.filters import (
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, fraction_of, words
 from planish.stages.curate.records import DataRow, DataTable
 from planish.stages.curate.report import curation_metrics, curation_report
-from planish.stages.curate.select import curate, read_problems
+from planish.stages.curate.select import curate
 
 
 def problem(question, answer="2", verifier="integer", **facts):
@@ -126,19 +127,27 @@ def test_messages_and_nested_answers_of_public_data_sets_are_read_as_they_are():
 
 def test_configured_fields_and_verifiers_win():
     fields = {"q": {"text": "1+1="}, "a": "2", "answer": "3", "prompt": "no", "trace": "=2"}
-    kept, _ = read(fields, prompt_field="q.text", answer_field="a", verifier="trace")
+    kept, _ = read(fields, dataset_map="prompt=q.text, answer=a", verifier="trace")
     assert (kept[0].messages[0]["content"], kept[0].answer) == ("1+1=", "2")
     assert (kept[0].verifier, kept[0].trace) == ("trace", "=2")
     kept, _ = read({"prompt": "x", "answer": "y", "verifier": "exact"}, verifier="trace")
     assert kept[0].verifier == "exact"
 
 
+def test_a_pattern_is_made_of_plain_answers_for_the_verifier_regex_alone():
+    row, pattern = {"prompt": "x", "answer": "1.5"}, "^= {answer}$"
+    kept, _ = read(row, verifier="regex", answer_pattern=pattern)
+    assert kept[0].answer == r"^= 1\.5$"
+    kept, _ = read(row, verifier="exact", answer_pattern=pattern)
+    assert kept[0].answer == "1.5"
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"answer": "2"}, "no_prompt_field"),
-        ({"prompt": "x"}, "no_answer_field"),
-        ({"prompt": "x", "answer": 2.5}, "no_answer_field"),
+        ({"answer": "2"}, "no_prompt"),
+        ({"prompt": "x"}, "no_answer"),
+        ({"prompt": "x", "answer": 2.5}, "answer_is_no_text"),
         ({"prompt": "x", "answer": "2", "verifier": 7}, "unknown_verifier"),
         ({"prompt": 5, "answer": "2"}, "prompt_is_no_text"),
         ({"prompt": [], "answer": "2"}, "prompt_is_no_text"),
@@ -149,7 +158,41 @@ def test_configured_fields_and_verifiers_win():
     ],
 )
 def test_rows_without_a_problem_or_an_answer_are_dropped_with_a_reason(fields, reason):
-    assert read(fields) == ([], [reason])
+    assert read(fields, skip_bad=True) == ([], [reason])
+
+
+def test_rows_of_mixed_types_are_refused_by_number():
+    good = {"prompt": "1+1=", "answer": "2"}
+    bad = [{"prompt": "x", "answer": {"value": 2}}, {"prompt": 5, "answer": 2}]
+    with pytest.raises(ConfigError) as caught:
+        read(good, *bad)
+    assert "got 2 of 3 rows with another type: line 2 (answer_is_no_text)" in str(caught.value)
+    assert "line 3 (prompt_is_no_text)" in str(caught.value)
+    assert "curate.skip_bad" in str(caught.value)
+
+
+def test_an_unknown_column_is_refused_with_those_that_are_there():
+    with pytest.raises(ConfigError) as caught:
+        read({"question": "1+1=", "label": "2"}, dataset_map="prompt=questoin,answer=label")
+    assert "got prompt='questoin'; did you mean `question`?" in str(caught.value)
+    assert "its columns are question, label" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["prompt", "prompt=", "promt=a", "prompt=a,prompt=b", "=a"])
+def test_a_map_of_another_form_is_refused(text):
+    with pytest.raises(ConfigError, match=r"`dataset_map` must read name=column"):
+        parse_section(CurateConfig, {"dataset_map": text}, section="curate")
+
+
+def test_a_system_column_goes_before_a_plain_prompt_and_not_before_its_own():
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "1+1="}]
+    kept, _ = read(
+        {"prompt": "1+1=", "answer": "2", "system": "Be brief."},
+        {"messages": own, "answer": "2", "system": "Be brief."},
+    )
+    assert kept[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert kept[0].messages[1]["role"] == "user"
+    assert kept[1].messages == own
 
 
 def sums(count, start=0):
@@ -161,7 +204,7 @@ def test_every_row_of_a_data_set_is_trained_on_held_out_or_counted():
     fields = [*sums(100), *sums(3), {"prompt": "5+5=", "answer": "1" * 100}, {"prompt": "x"}]
     curated = select(CurateConfig(dataset="d", evaluation_size=5, num_traces=20), *fields)
     counts = {f.name: f for f in curated.ledger.filters}
-    assert counts["readable problems"].reasons == {"no_answer_field": 1}
+    assert counts["readable problems"].reasons == {"no_answer": 1}
     assert counts["verifiable answer"].reasons == {"answer_too_long": 1}
     assert counts["duplicates"].reasons == {"duplicate": 3}
     held = counts["split, training part"].reasons["held_out"]

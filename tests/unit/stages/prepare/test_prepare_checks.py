@@ -1,9 +1,13 @@
 """Checks across sections."""
 
+import json
+import re
+
 import pytest
 
 from planish.base.config import preset_names
 from planish.base.errors import ConfigError
+from planish.engines import APART
 from planish.stages.prepare.checks import check_config, check_run
 from planish.stages.prepare.settings import build_config
 
@@ -35,6 +39,96 @@ def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluat
     assert "`rollout.top_k` must be 0, which samples from the whole distribution, got 20" in told
     assert "the trainer does not score tokens under a truncated one" in told
     assert build_config(**BASE, overrides="evaluate.top_p=0.5")["evaluate"]["top_p"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", "false for a model without experts, got true with `model.num_experts` = 0"),
+        ("model.num_experts=4 engine.name=vllm", "with the engine `vllm` on the CPU, which can"),
+    ],
+)
+def test_experts_that_nothing_can_tell_are_not_kept(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        build_config(**BASE, overrides=f"rollout.keep_routing=true {overrides}")
+    for good in ("engine.name=transformers", "engine.name=vllm rollout.device=cuda"):
+        overrides = f"rollout.keep_routing=true model.num_experts=4 {good}"
+        assert build_config(**BASE, overrides=overrides)["rollout"]["keep_routing"] is True
+    assert "keep_routing" not in build_config(**BASE, overrides="")["rollout"]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_experts_apart_keep_the_experts_of_tokens(name):
+    overrides = f"rollout.keep_routing=true model.num_experts=4 engine.name={name}"
+    assert build_config(**BASE, overrides=overrides)["rollout"]["keep_routing"] is True
+
+
+DIVIDE = "`engine.expert_ranks` must divide the"
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", r"a model with experts is needed, got a dense one; .* \(`model.num_experts` = 0"),
+        ("model.num_experts=4 engine.expert_ranks=3", f"{DIVIDE} 4 experts of a layer, got 3"),
+        (
+            "model.num_experts=4 engine.expert_ranks=2 engine.redundant_experts=3",
+            "must be at most the 2 experts that a rank does not hold, got 3",
+        ),
+        (
+            "model.num_experts=4 engine.attention_ranks=9 sft.max_rows=8",
+            r"`sft.max_rows` must be at least one row for each of the \d+ micro-batches .* got 8",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_told(name, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        build_config(**BASE, overrides=f"engine.name={name} {overrides}")
+
+
+def test_micro_batches_need_a_row_each():
+    ranks = "model.num_experts=4 engine.name=disagg engine.attention_ranks=2 "
+    ranks += "engine.micro_batches=4 rollout.max_rows="
+    assert build_config(**BASE, overrides=ranks + "8")["rollout"]["max_rows"] == 8
+    with pytest.raises(ConfigError, match=r"`rollout.max_rows` must .* the 8 .* got 7"):
+        build_config(**BASE, overrides=ranks + "7")
+    # vLLM has one batch for each rank.
+    two = "model.num_experts=4 engine.name=vllm_disagg engine.attention_ranks=2 rollout.max_rows="
+    assert build_config(**BASE, overrides=two + "2")["rollout"]["max_rows"] == 2
+    with pytest.raises(ConfigError, match=r"`rollout.max_rows` must .* the 2 .* got 1"):
+        build_config(**BASE, overrides=two + "1")
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"num_local_experts": 8}, f"{DIVIDE} 8 experts of a layer, got 3 .*config.json' = 8"),
+        ({"n_routed_experts": 256}, f"{DIVIDE} 256 experts of a layer, got 3"),
+        ({"model_type": "llama"}, "a model with experts is needed, got a dense one"),
+        ({"num_experts": 12}, ""),
+    ],
+)
+def test_the_experts_of_a_given_model_are_read_from_its_folder(tmp_path, name, content, words):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    given = {**BASE, "model": str(tmp_path)}
+    # What [model] says of experts belongs to a model that is built from scratch.
+    overrides = f"engine.name={name} engine.expert_ranks=3 model.num_experts=7"
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            build_config(**given, overrides=overrides)
+    else:
+        assert build_config(**given, overrides=overrides)["engine"]["expert_ranks"] == 3
+    if content.get("model_type") == "llama":
+        with pytest.raises(ConfigError, match=r"without experts, got true with experts in .* = 0"):
+            build_config(**given, overrides="rollout.keep_routing=true")
+
+
+def test_the_experts_of_a_model_of_the_hub_are_left_to_who_downloads_it():
+    overrides = "engine.name=disagg engine.expert_ranks=3"
+    config = build_config(**{**BASE, "model": "some/model"}, overrides=overrides)
+    assert config["engine"]["expert_ranks"] == 3
 
 
 WINDOWS = "rollout.window_tokens=16 rollout.dynamic_sampling=false "
@@ -142,3 +236,23 @@ def test_the_tiny_presets_can_run_on_two_shards():
     for preset in (name for name in preset_names() if name.endswith("-tiny")):
         config = build_config(**{**BASE, "preset": preset}, overrides="")
         assert check_run(config, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("verifier", "words"),
+    [
+        ("integr", "did you mean 'integer'"),
+        ("not_here.rewards:right", "No module named 'not_here'"),
+        ("json:dumps", r"must take the two arguments \(response, answer\)"),
+    ],
+)
+def test_a_verifier_that_cannot_be_used_is_refused_before_the_run(verifier, words):
+    config = build_config(**BASE, overrides=f"curate.verifier={verifier} model.path=a/b")
+    [fault] = check_run(config, 1)
+    assert "`curate.verifier`" in fault
+    assert re.search(words, fault)
+
+
+def test_a_verifier_of_ones_own_that_can_be_used_is_no_fault():
+    overrides = "curate.verifier=operator:eq model.path=a/b"
+    assert check_run(build_config(**BASE, overrides=overrides), 1) == []

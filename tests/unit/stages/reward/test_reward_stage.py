@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from planish import store
 from planish.base.config import config_sha256
 from planish.records import layout
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.refs import Ref
-from planish.records.rewards import RewardSet
+from planish.records.rewards import RewardSet, nothing_learnt
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.run.stage import PathArtifact, write_json
+from planish.show.run import run_tables
+from planish.stages.reward.config import RewardConfig
+from planish.stages.reward.score import score
+from planish.stages.reward.signal import groups_without_signal
 from planish.stages.reward.stage import run
 from tests.unit.stages.reward.test_score import rollouts
 
@@ -104,7 +111,66 @@ def test_a_shard_of_another_policy_or_configuration_is_refused(file_root, tmp_pa
 
 
 def test_too_many_verifier_errors_fail_the_stage_and_write_nothing(file_root, tmp_path, caplog):
-    prepare(file_root, [rollouts([("=7", 5, FinishReason.STOP)], verifier="mystery")])
+    prepare(file_root, [rollouts([("=7", 5, FinishReason.STOP)], answer="mystery")])
     text = refused(file_root, tmp_path, caplog, num_shards=1)
     assert "max_verifier_error_rate" in text
     assert not Path(layout.rewards(file_root, 3).removeprefix("file://")).exists()
+
+
+WRONG = rollouts([("=8", 5, FinishReason.STOP), ("=9", 5, FinishReason.STOP)])
+
+
+def test_an_iteration_that_teaches_nothing_is_told_and_the_third_in_a_row_ends_the_run(
+    file_root, tmp_path, caplog
+):
+    prepare(file_root, [WRONG, WRONG])
+    ref, outputs = reward(file_root, tmp_path)
+    metrics = json.loads(Path(outputs["metrics"].path).read_text())
+    assert metrics["iterations_without_signal"] == 1
+    assert (metrics["num_groups_wrong"], metrics["num_groups_right"]) == (2, 0)
+    told = nothing_learnt(metrics)
+    assert told.startswith("Nothing was learnt: all 2 groups wrong; try easier problems")
+    assert told in caplog.text
+    console = Console(file=io.StringIO(), width=500)
+    console.print(*run_tables(file_root))
+    assert told[:200] in console.file.getvalue()
+    # two iterations before it were the same
+    uri = layout.rewards(file_root, 2)
+    attributes = {"metrics": {"iterations_without_signal": 2.0}}
+    rewards = read_set(RewardSet, ref.uri)
+    write_set(uri, rewards, parents={}, attributes=attributes)
+    store.delete(f"{ref.uri}/manifest.json")
+    for _ in range(2):  # the second time the scores are there already
+        with pytest.raises(SystemExit) as caught:
+            reward(file_root, tmp_path)
+        assert caught.value.code == 2
+    assert "So it went in 3 iterations in a row" in caplog.text
+    assert "`rollout.max_iterations_without_signal` = 3 ends the run" in caplog.text
+
+
+def shard_metrics(**counts):
+    return {"num_generated_groups": 10.0, **counts}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ([{"ds/all_wrong_frac": 1.0}], (10, 0)),
+        ([{"ds/all_wrong_frac": 0.6, "ds/all_correct_frac": 0.4}], (6, 4)),
+        ([{"ds/all_wrong_frac": 1.0, "group_dropped_incomplete": 3.0}] * 2, (14, 0)),
+    ],
+)
+def test_groups_that_sampling_has_dropped_count_as_well(metrics, expected):
+    empty = RolloutSet.empty()
+    none = score(empty, RewardConfig()).rewards
+    found = groups_without_signal(empty, none, [shard_metrics(**m) for m in metrics])
+    assert (found["num_groups_wrong"], found["num_groups_right"]) == expected
+    told = nothing_learnt({**found, "iterations_without_signal": 1})
+    assert ("all right" in told) == (expected[1] > 0)
+
+
+def test_a_signal_is_one_group_whose_rewards_differ_and_an_empty_iteration_is_none():
+    shards = RolloutSet.concat(SHARDS)
+    assert groups_without_signal(shards, score(shards, RewardConfig()).rewards, []) == {}
+    empty = RolloutSet.empty()
+    assert groups_without_signal(empty, score(empty, RewardConfig()).rewards, [{}]) == {}

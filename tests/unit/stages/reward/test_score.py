@@ -157,9 +157,9 @@ def test_hostile_responses_are_scored():
 def test_more_than_one_percent_of_verifier_errors_fails_loudly():
     good = [[("=7", 5, STOP)] * 2 for _ in range(99)]
     batch = rollouts(*good)
-    batch.verifier[0] = "mystery"
+    batch.answer[0] = "mystery"
     assert score(batch, CONFIG).metrics["num_verifier_errors"] == 1
-    batch.verifier[1] = batch.verifier[2] = "mystery"
+    batch.answer[1] = batch.answer[2] = "mystery"
     with pytest.raises(VerifierFailure) as caught:
         score(batch, CONFIG)
     for part in ("3 of 198", "mystery", f"{0:016x}-000", "0.01"):
@@ -168,8 +168,40 @@ def test_more_than_one_percent_of_verifier_errors_fails_loudly():
 
 def test_exactly_one_percent_of_errors_is_accepted():
     batch = rollouts(*[[("=7", 5, STOP)]] * 100)
-    batch.verifier[7] = "mystery"
+    batch.answer[7] = "mystery"
     assert score(batch, CONFIG).metrics["num_verifier_errors"] == 1
+
+
+def own_reward(tmp_path, monkeypatch, name, value):
+    (tmp_path / f"{name}.py").write_text(f"def reward(response, answer):\n    return {value}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return f"{name}:reward"
+
+
+def test_a_score_between_0_and_1_lies_between_wrong_and_right(tmp_path, monkeypatch):
+    verifier = own_reward(tmp_path, monkeypatch, "partial_reward", "len(response) / 8")
+    texts = ("", "xx", "xxxx", "x" * 8)
+    batch = rollouts([(text, 1, STOP) for text in texts], verifier=verifier)
+    config = CONFIG.model_copy(update={"reward_correct": 2.0, "overlong_penalty_factor": 0.0})
+    rewards = score(batch, config).rewards
+    rewards.validate()
+    assert rewards.outcome.tolist() == [-1.0, -0.25, 0.5, 2.0]
+    assert rewards.accuracy.tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_reward_that_is_no_number_fails_the_stage_and_says_why(tmp_path, monkeypatch):
+    verifier = own_reward(tmp_path, monkeypatch, "nan_reward", "float('nan')")
+    with pytest.raises(VerifierFailure) as failed:
+        score(rollouts([("x", 1, STOP)] * 4, verifier=verifier), CONFIG)
+    assert "4 of 4 rows (0 timeouts)" in str(failed.value)
+    assert "nan_reward:reward must return a number from 0 to 1, got nan" in str(failed.value)
+
+
+def test_a_verifier_that_is_not_here_is_an_error_of_the_configuration():
+    with pytest.raises(ConfigError, match="No module named 'not_here'"):
+        score(rollouts([("x", 1, STOP)], verifier="not_here.at_all:reward"), CONFIG)
+    with pytest.raises(ConfigError, match="did you mean 'exact'"):
+        score(rollouts([("x", 1, STOP)], verifier="exakt"), CONFIG)
 
 
 def test_defaults_are_the_published_ones():

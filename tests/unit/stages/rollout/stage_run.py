@@ -35,13 +35,14 @@ ROLLOUT = {
 
 
 @functools.cache
-def trained_weights(spaces=0):
+def trained_weights(spaces=0, num_experts=0):
     """Weights that answer any sum with one of the digits 0 to 3 and stop: a few quick updates.
 
     Args:
         spaces: most spaces before the digit that the updates show, for responses that take long.
+        num_experts: of the layer.
     """
-    policy = build_policy(ModelConfig(num_layers=1), 0)
+    policy = build_policy(ModelConfig(num_layers=1, num_experts=num_experts), 0)
     encode = policy.tokenizer.encode_prompt
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(0)
@@ -67,13 +68,13 @@ def trained_weights(spaces=0):
     return policy.model.state_dict()
 
 
-def easy_policy(spaces=0):
-    policy = build_policy(ModelConfig(num_layers=1), 0)
-    policy.model.load_state_dict(trained_weights(spaces))
+def easy_policy(spaces=0, num_experts=0):
+    policy = build_policy(ModelConfig(num_layers=1, num_experts=num_experts), 0)
+    policy.model.load_state_dict(trained_weights(spaces, num_experts))
     return policy
 
 
-def write_template(folder: Path, *, num_prompts=10, spaces=0) -> None:
+def write_template(folder: Path, *, num_prompts=10, spaces=0, policy=None) -> None:
     """Write a root with at most 400 prompts and a policy, to be copied for each test."""
     root = folder.as_uri()
     sums = [f"{k % 10}{'+-*/'[k // 100]}{(k + k // 10) % 10}=" for k in range(num_prompts)]
@@ -88,7 +89,8 @@ def write_template(folder: Path, *, num_prompts=10, spaces=0) -> None:
         pass_rate=np.full(num_prompts, np.nan, np.float32),
     )
     write_set(layout.prompts(root), prompts, parents={}, attributes={"config_sha256": "c"})
-    save_policy(layout.policy(root, 0), easy_policy(spaces), version=0, parents={}, attributes={})
+    policy = policy or easy_policy(spaces)
+    save_policy(layout.policy(root, 0), policy, version=0, parents={}, attributes={})
 
 
 class Run:

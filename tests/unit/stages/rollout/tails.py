@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from planish.engines.config import EngineConfig
-from planish.engines.requests import ModelRef, Request
+from planish.engines.requests import Capabilities, ModelRef, Request
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy
 from planish.records.prompts import PromptSet, prompt_id
@@ -63,8 +63,6 @@ class TailEngine(ScriptedEngine):
 
     @property
     def capabilities(self):
-        from planish.engines.requests import Capabilities
-
         return Capabilities(max_model_len=4096, seed_split_exact=True)
 
 

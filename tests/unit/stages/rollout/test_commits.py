@@ -32,7 +32,7 @@ def count_tokens(monkeypatch):
         return load(self, *args)
 
     def counting(self):
-        counts[-1] += len(self._rows)
+        counts[-1] += len(self._batch)
         return advance(self)
 
     monkeypatch.setattr(TransformersEngine, "_load", loading)

@@ -57,3 +57,60 @@ def test_groups_of_an_earlier_attempt_say_nothing_of_the_pace(caplog):
 
 def test_a_log_without_sampling_gives_no_line():
     assert sampling_line("done stage=rollout\n") == ""
+
+
+def rank_stats(busy, seconds, rows=10):
+    """Counters of an attention rank that always computes, and of experts that do so long."""
+    attention = {"rank": 0, "role": "attention", "busy_s": seconds, "cache_bytes": 64, "queue": 3}
+    experts = [
+        {"rank": 1 + number, "role": "expert", "busy_s": spent, "queue": 0}
+        for number, spent in enumerate(busy)
+    ]
+    ranks = [{"wait_s": seconds - r["busy_s"], "rows": rows, **r} for r in (attention, *experts)]
+    return {"imbalance": 1.25, "step_seconds": seconds, "ranks": ranks}
+
+
+def test_ranks_show_what_they_have_done_since_the_last_look():
+    telemetry.forget("planish_rollout_rank_busy_seconds_total")
+    telemetry.forget("planish_rollout_rank_rows_total")
+    telemetry.forget("planish_rollout_rank_wait_seconds_total")
+    progress = SamplingProgress(64)
+    progress.show_ranks(rank_stats([2.0, 3.0], 4.0))
+    progress.show_ranks(rank_stats([2.5, 6.0], 8.0, rows=30))
+    # A rank that is gone is in no later answer, and its counters stay as they are.
+    gone = rank_stats([4.0], 9.0, rows=31)
+    progress.show_ranks(gone)
+    found = levels()
+
+    def of(name, rank, role):
+        return found[f'{name}{{rank="{rank}",role="{role}"}}']
+
+    assert found["expert_imbalance_ratio"] == 1.25
+    assert of("rank_busy_seconds_total", 0, "attention") == 9.0
+    assert of("rank_busy_seconds_total", 1, "expert") == 4.0
+    assert of("rank_busy_seconds_total", 2, "expert") == 6.0
+    assert of("rank_wait_seconds_total", 1, "expert") == 5.5
+    assert of("rank_rows_total", 1, "expert") == 31
+    assert of("rank_rows_total", 2, "expert") == 30
+    assert of("rank_bubble_ratio", 1, "expert") == 1 - 4 / 9
+    assert of("rank_bubble_ratio", 0, "attention") == 0
+    assert of("rank_queue", 0, "attention") == 3
+    assert of("rank_cache_bytes", 0, "attention") == 64
+    assert 'rank_cache_bytes{rank="1",role="expert"}' not in found
+
+
+def test_an_engine_without_ranks_is_asked_once_a_second_and_shows_nothing_of_them():
+    for name in [n for n in levels() if n.startswith("rank_")]:
+        telemetry.forget(f"planish_rollout_{name.partition('{')[0]}")
+    clock, asked = Clock(), []
+    progress = SamplingProgress(64, clock=clock)
+
+    def stats():
+        asked.append(clock.now)
+        return {"steps": 3}
+
+    for _ in range(6):
+        clock.now += 0.5
+        progress.look(kept=1, dropped=0, num_tokens=50, num_rows=8, stats=stats)
+    assert asked == [101.0, 102.0, 103.0]
+    assert not [name for name in levels() if name.startswith("rank_")]

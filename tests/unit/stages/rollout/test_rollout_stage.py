@@ -118,14 +118,14 @@ def test_the_seed_of_a_response_is_that_of_its_prompt_ordinal_and_sample(new_run
     rollouts = read_set(RolloutSet, ref.uri)
     from planish.engines import open_engine
     from planish.engines.config import EngineConfig
-    from planish.engines.requests import Request, Sampling
+    from planish.engines.requests import ModelRef, Request, Sampling
 
     row = position(2, 10, 3)
     assert rollouts.prompt_id[8].startswith(rollouts.prompt_id[8])
     key = f"{rollouts.prompt_id[8]}/2"
     sampling = Sampling(max_new_tokens=8, seed=request_seed(3, 1, key, 1))
     prompt = tuple(rollouts.prompt_tokens.row(2).tolist())
-    with open_engine(EngineConfig(), run.policy_pin) as engine:
+    with open_engine(EngineConfig(), ModelRef(pin=run.policy_pin)) as engine:
         output = engine.generate([Request("x", "g", prompt, sampling)])[0]
     assert output.token_ids == rollouts.response_tokens.row(9).tolist()
     asked = read_set(PromptSet, layout.prompts(run.root)).prompt_id[row]

@@ -149,14 +149,21 @@ def test_enforced_band_ends_the_run_again_when_it_is_repeated(file_root, tmp_pat
     assert read_manifest(layout.policy(file_root, 0)).attributes["metrics"]["steps"] == 6.0
 
 
-def test_run_without_traces_says_what_to_give(file_root, tmp_path, caplog):
+def test_run_without_traces_skips_the_cold_start_with_one_line(file_root, tmp_path, caplog):
     prompts, digest = write_data(file_root), make_run(file_root)
     _, nothing = sums([])
     assert isinstance(nothing, TraceSet)
     write_set(layout.traces(file_root), nothing, parents={}, attributes={})
-    with pytest.raises(SystemExit):
-        start(file_root, tmp_path, digest, prompts)
-    assert "sft needs worked traces, got none of 0" in caplog.text
+    first = start(file_root, tmp_path, digest, prompts)
+    assert first[2] == {"cold_start_skipped": 1.0}
+    told = [line for line in caplog.messages if "cold start skipped" in line]
+    assert len(told) == 1
+    assert "no worked traces" in told[0]
+    assert "give a model" in told[0]
+    untrained = build_policy(tiny_model(), seed=0).model.state_dict()
+    policy = load_policy(first[0].policy_pin)
+    assert all(torch.equal(policy.model.state_dict()[n], t) for n, t in untrained.items())
+    assert start(file_root, tmp_path, digest, prompts) == first
 
 
 def test_control_learns_for_the_seconds_it_is_given(file_root, tmp_path, capsys):

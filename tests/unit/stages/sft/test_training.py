@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from planish.base.errors import ConfigError
+from planish.engines.config import EngineConfig
 from planish.models.policy import build_policy
 from planish.stages.sft.config import SftConfig
 from planish.stages.sft.probe import Probe
@@ -121,7 +122,7 @@ def test_training_ends_at_the_cap_with_a_last_measurement():
 def test_probe_sees_the_present_weights_and_leaves_them_trainable():
     policy, traces = prepared()
     prompts, _ = sums(PAIRS)
-    with Probe(policy, CONFIG, run_seed=0) as probe:
+    with Probe(policy, CONFIG, EngineConfig(), run_seed=0, dtype=torch.float32) as probe:
         before = probe.accuracy(prompts, num_samples=2)
         steps = train_steps(policy, traces, CONFIG, seed=0, learning_rate=1e-2, warmup_steps=2)
         for _ in range(300):

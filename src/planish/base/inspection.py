@@ -1,0 +1,28 @@
+"""What was found when data and model were opened before a run: facts, faults and warnings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Inspection:
+    """Filled by those who open something; printed and judged by `prepare`.
+
+    Example:
+        >>> found = Inspection()
+        >>> found.rows.append(("data", "120 rows"))
+        >>> found.faults
+        []
+    """
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    """(what, value) for people; values are Markdown."""
+    faults: list[str] = field(default_factory=list)
+    """What must be mended before the run."""
+    warnings: list[str] = field(default_factory=list)
+    """What may go wrong."""
+    prompts: list[list[dict[str, str]]] = field(default_factory=list)
+    """Messages of some prompts, as the policy will see them."""
+    model_config: dict[str, object] = field(default_factory=dict)
+    """Content of the model's config.json; empty for a model that is built."""

@@ -1,0 +1,1 @@
+"""Ranks on other machines: how they are started there, found, and steered from here."""

@@ -1,0 +1,206 @@
+"""`planish rollout rank`: the process of a pod that waits for a coordinator and runs a rank for it.
+
+A rank serves one coordinator and ends with it, so that nothing of one instance is left for the
+next; the host stays and waits. Three ports in a row: for coordinators, for rows of other ranks, and
+for the probes of Kubernetes. Whoever does not know the token is refused; two coordinators are not
+served at once.
+
+The page /readyz is 200 while the rank holds the weights that its coordinator wants, else 503, and
+tells both pins; `?pin=PIN` asks for those of one policy. /healthz is 200 as long as the host works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, BinaryIO
+
+from planish.base import telemetry
+from planish.base.errors import ConfigError
+from planish.base.pages import PageServer, StatusPage
+from planish.engines.deploy.handshake import answer_caller, keep_alive, ranks_token
+
+logger = logging.getLogger(__name__)
+
+PORTS = 3
+"""For coordinators, for rows, and for probes."""
+_TURN_S = 1.0
+_SICK_S = 30.0
+"""Without a turn of the loop, after which the host counts as hung."""
+_END_S = 5.0
+"""For a rank to end by itself once its coordinator is gone."""
+
+
+class HostedRank:
+    """A rank process for one coordinator, and what it has told of its weights."""
+
+    def __init__(self, caller: socket.socket, host: str, port: int, device: str) -> None:
+        """Start it on the connection of a coordinator, which it takes over.
+
+        Args:
+            caller: connection; this object closes its own copy.
+            host: address of this machine, where rows arrive.
+            port: for rows.
+            device: torch device.
+        """
+        self.connection = caller
+        told, telling = os.pipe()
+        options = {"--host": host, "--port": port, "--device": device, "--held": telling}
+        words = [str(word) for option in options.items() for word in option]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "planish.engines.disagg.rank", *words],
+                stdin=caller.fileno(),
+                stdout=subprocess.DEVNULL,
+                pass_fds=[telling],
+                start_new_session=True,
+            )
+        finally:
+            os.close(telling)
+        self.told: BinaryIO = os.fdopen(told, "rb", buffering=0)
+        self.ended = os.pidfd_open(self.process.pid)
+        self.end_by: float | None = None
+        """When a rank whose coordinator is gone is ended by force."""
+        self.state: dict[str, Any] = {"wanted": "", "held": "", "version": None}
+        self._line = b""
+
+    def listen(self) -> None:
+        """Take what the rank tells of its weights."""
+        *lines, self._line = (self._line + self.told.read(1 << 16)).split(b"\n")
+        for line in lines:
+            self.state = json.loads(line)
+            logger.info("weights wanted=%(wanted)r held=%(held)r version=%(version)s", self.state)
+
+    def close(self) -> int:
+        """End it by force if it still runs, and return its exit code."""
+        self.process.kill()
+        code = self.process.wait()
+        self.connection.close()
+        self.told.close()
+        os.close(self.ended)
+        return code
+
+
+class RankHost:
+    """Runs one rank after another, each for the coordinator that calls."""
+
+    def __init__(self, host: str, port: int, token: str, device: str) -> None:
+        """Listen from now on.
+
+        Args:
+            host: address of this machine, for coordinators, rows and probes.
+            port: the first of three.
+            token: which coordinators must know.
+            device: torch device of ranks.
+
+        Raises:
+            ConfigError: a port can not be listened on.
+        """
+        self._host, self._port, self._token, self._device = host, port, token, device
+        self._rank: HostedRank | None = None
+        self._turn_s = time.monotonic()
+        try:
+            self._listener = socket.create_server((host, port))
+            self._pages = PageServer(
+                host, port + 2, {"/healthz": self.health, "/readyz": self.readiness}
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"`--host` must be an address of this machine and `--port` the first of {PORTS} "
+                f"free ports, got {host}:{port}: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """End the rank and listen no more."""
+        self._pages.close()
+        self._listener.close()
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None
+
+    def turn(self) -> None:
+        """Wait for at most a second, and do what has come to be done."""
+        self._turn_s = time.monotonic()
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        rank = self._rank
+        if rank is not None:
+            poll.register(rank.ended, select.POLLIN)
+            poll.register(rank.told, select.POLLIN)
+            if rank.end_by is None:
+                # What the coordinator says is the rank's to read; that it has left is ours to know.
+                poll.register(rank.connection, select.POLLRDHUP)
+        ready = {number for number, _ in poll.poll(1000 * _TURN_S)}
+        if rank is not None:
+            if rank.told.fileno() in ready:
+                rank.listen()
+            if rank.connection.fileno() in ready:
+                rank.end_by = time.monotonic() + _END_S
+            if rank.ended in ready or (rank.end_by is not None and time.monotonic() > rank.end_by):
+                code = rank.close()
+                self._rank = None
+                logger.info("ended exit_code=%d", code)
+        if self._listener.fileno() in ready:
+            self.take_call()
+
+    def take_call(self) -> None:
+        """Start a rank for a caller that knows the token, unless one runs."""
+        caller, address = self._listener.accept()
+        try:
+            is_welcome = answer_caller(caller, self._token, is_busy=self._rank is not None)
+        except OSError as error:
+            logger.warning("refused caller=%s reason=%r", address[0], str(error))
+            caller.close()
+            return
+        if not is_welcome:
+            reason = "another coordinator has the rank, or the token differs"
+            logger.warning("refused caller=%s reason=%r", address[0], reason)
+            caller.close()
+            return
+        keep_alive(caller)
+        self._rank = HostedRank(caller, self._host, self._port + 1, self._device)
+        logger.info("started coordinator=%s pid=%d", address[0], self._rank.process.pid)
+
+    def health(self, _: Mapping[str, str]) -> StatusPage:
+        """Say whether the loop turns."""
+        silent = time.monotonic() - self._turn_s
+        return StatusPage(200, b"ok\n") if silent < _SICK_S else StatusPage(503, b"hung\n")
+
+    def readiness(self, query: Mapping[str, str]) -> StatusPage:
+        """Say whether the weights that are wanted are held."""
+        rank = self._rank
+        state = {"wanted": "", "held": "", "version": None} if rank is None else rank.state
+        wanted = query.get("pin", state["wanted"])
+        is_ready = bool(state["held"]) and state["held"] == state["wanted"] == wanted
+        body = json.dumps({"ready": is_ready, **state}).encode() + b"\n"
+        return StatusPage(200 if is_ready else 503, body, "application/json")
+
+
+def host(options: argparse.Namespace, _: object) -> Iterator[str]:
+    """Run ranks until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: no token in the environment, or ports that are taken.
+    """
+    telemetry.configure_logging(logging.INFO)
+    with ExitStack() as open_things:
+        rank_host = RankHost(options.host, options.port, ranks_token(), options.device)
+        open_things.callback(rank_host.close)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(0))
+        last = options.port + PORTS - 1
+        yield f"waits for a coordinator at {options.host}:{options.port}, probes at port {last}"
+        with contextlib.suppress(SystemExit):
+            while True:
+                rank_host.turn()

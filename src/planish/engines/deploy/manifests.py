@@ -1,0 +1,231 @@
+"""`planish rollout manifests`: what a cluster needs to run the ranks of a plan, as YAML.
+
+One pod is one rank, with the GPUs of its role in the plan. The pods wait for a coordinator, which
+is a rollout task of a pipeline with the settings that stand at the top; its pod is not rendered
+here. A LeaderWorkerSet has groups of one pod, since a rank does not span machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.base.errors import ConfigError
+from planish.engines.config import EngineConfig
+from planish.engines.deploy.handshake import TOKEN_ENV
+from planish.engines.planner.documents import PlannedRun, read_plan
+
+TOKEN_KEY = "ranks_token"
+"""Key of the token in the secret of the store."""
+
+STORE_ENV = {
+    "endpoint": "MINIO_ENDPOINT",
+    "access_key": "MINIO_ACCESS_KEY",
+    "secret_key": "MINIO_SECRET_KEY",
+    "secure": "MINIO_SECURE",
+}
+"""Key of that secret to the environment variable that it fills, as for every task of a run."""
+
+SCRATCH_ENV = {
+    "HOME": "/scratch",
+    "TMPDIR": "/scratch",
+    "HF_HOME": "/scratch/huggingface",
+    "XDG_CACHE_HOME": "/scratch/cache",
+    "TRITON_CACHE_DIR": "/scratch/triton",
+    "VLLM_CACHE_ROOT": "/scratch/vllm",
+}
+"""Where policies and caches of libraries go: pods have no other place to write."""
+
+ANY_GPU_NODE = ("nvidia.com/gpu.present", "true")
+"""Label of nodes where all GPUs are of one type, as GPU feature discovery sets it."""
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_./-]*[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Role:
+    """The pods of one role."""
+
+    role: str
+    """`attention` or `expert`."""
+    name: str
+    """Of its service and its set of pods."""
+    replicas: int
+    """Ranks."""
+    gpus: int
+    """Of each pod; 0 for ranks on the CPU."""
+    node_label: tuple[str, str]
+    """Label of nodes with the type of GPU of the plan, and its value."""
+
+
+def manifests(options: argparse.Namespace, _: object) -> Iterator[str]:
+    """Render, and yield the YAML, or write it into `--out`.
+
+    Raises:
+        ConfigError: no plan, one that says not to disaggregate, or options that do not fit it.
+    """
+    planned = read_plan(options.plan)
+    text = render(planned, options)
+    if options.out is None:
+        yield text.rstrip("\n")
+        return
+    try:
+        options.out.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"`--out` must be a file that can be written, got {options.out}: {error}"
+        ) from None
+    yield f"wrote {options.out}; apply it with `kubectl apply -f {options.out}`"
+
+
+def render(planned: PlannedRun, options: argparse.Namespace) -> str:
+    """Return the YAML of all objects; as `manifests` raises."""
+    import jinja2
+
+    check(planned, options)
+    one = planned.deployment
+    labels = node_labels(planned, options.nodes)
+    on_gpu = options.device == "cuda"
+    roles = [
+        Role(role, f"{options.name}-{role}", replicas, tp if on_gpu else 0, labels[gpu.name])
+        for role, replicas, tp, gpu in (
+            ("attention", one.n_a, one.tp_a, one.attention_gpu),
+            ("expert", one.n_e, one.tp_e, one.expert_gpu),
+        )
+    ]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("planish.engines.deploy"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return environment.get_template("ranks.yaml.j2").render(
+        **{
+            name: getattr(options, name)
+            for name in (
+                *("kind", "engine", "name", "namespace", "image", "secret", "port", "device"),
+                *("cpu", "memory", "shared_memory", "gpu_resource"),
+            )
+        },
+        model=" ".join(one.model.name.split()),
+        source=" ".join(options.plan.name.split()),
+        plan_sha256=hashlib.sha256(options.plan.read_bytes()).hexdigest(),
+        settings=engine_settings(planned, options, roles),
+        roles=roles,
+        token_env=TOKEN_ENV,
+        token_key=TOKEN_KEY,
+        store_env=STORE_ENV,
+        scratch_env=SCRATCH_ENV,
+    )
+
+
+def check(planned: PlannedRun, options: argparse.Namespace) -> None:
+    """Refuse a plan that these ranks can not run, and options that no cluster takes.
+
+    Raises:
+        ConfigError: all faults at once.
+    """
+    one, faults = planned.deployment, []
+    if planned.verdict == "do not disaggregate" and not options.anyway:
+        faults.append(
+            "the plan must be for disaggregating, got its verdict 'do not disaggregate': take the "
+            "engine `vllm`, or say `--anyway`"
+        )
+    if (one.tp_a, one.tp_e) != (1, 1):
+        faults.append(
+            f"ranks compute on one GPU each, got {one.tp_a} for attention and {one.tp_e} for "
+            "experts: plan with `--tp-a 1 --tp-e 1`"
+        )
+    if planned.micro_batches > 4:
+        faults.append(
+            f"attention ranks have at most 4 micro-batches, got {planned.micro_batches}: plan with "
+            "`--micro-batches 3,4`"
+        )
+    for option in ("name", "namespace", "secret"):
+        if not _NAME.fullmatch(getattr(options, option)):
+            faults.append(
+                f"`--{option}` must be a name of Kubernetes of at most 40 characters, got "
+                f"{getattr(options, option)!r}"
+            )
+    if not re.fullmatch(r"[^\s\"']+", options.image):
+        faults.append(f"`--image` must be a reference of an image, got {options.image!r}")
+    for option in ("cpu", "memory", "shared_memory"):
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(m|[KMGT]i)?", getattr(options, option)):
+            faults.append(
+                f"`--{option.replace('_', '-')}` must be a quantity such as 12 or 160Gi, got "
+                f"{getattr(options, option)!r}"
+            )
+    if faults:
+        raise ConfigError("; ".join(faults))
+
+
+def node_labels(planned: PlannedRun, given: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the label of nodes for each type of GPU of a plan.
+
+    Args:
+        planned: the plan.
+        given: `GPU:LABEL=VALUE`, for each type.
+
+    Raises:
+        ConfigError: another form, a type that the plan has not, or two types without labels.
+    """
+    used = {planned.deployment.attention_gpu.name, planned.deployment.expert_gpu.name}
+    labels = {}
+    for word in given:
+        gpu, _, label = word.partition(":")
+        key, equals, value = label.partition("=")
+        if not equals or not all(_LABEL.fullmatch(text) for text in (key, value)):
+            raise ConfigError(
+                f"`--nodes` must read GPU:LABEL=VALUE such as h100:nvidia.com/gpu.product="
+                f"NVIDIA-H100-80GB-HBM3, got {word!r}"
+            )
+        if gpu not in used:
+            raise ConfigError(
+                f"`--nodes` must name a type of GPU of the plan, {sorted(used)}, got {gpu!r}"
+            )
+        labels[gpu] = key, value
+    if len(used) > 1 and (used != labels.keys() or len(set(labels.values())) < len(used)):
+        raise ConfigError(
+            f"`--nodes` must give each of the types {sorted(used)} a label of its nodes, got "
+            f"{list(given)}; without them pods of one would come to nodes of the other"
+        )
+    return {gpu: labels.get(gpu, ANY_GPU_NODE) for gpu in used}
+
+
+def engine_settings(
+    planned: PlannedRun, options: argparse.Namespace, roles: Sequence[Role]
+) -> list[str]:
+    """Return the lines of TOML by which a rollout task is the coordinator of these ranks."""
+    one = planned.deployment
+    local = one.model.num_experts // one.n_e
+    settings: dict[str, Any] = {
+        "name": options.engine,
+        "attention_ranks": one.n_a,
+        "expert_ranks": one.n_e,
+        "peers": tuple(
+            f"{role.name}-{index}.{role.name}.{options.namespace}.svc:{options.port}"
+            for role in roles
+            for index in range(role.replicas)
+        ),
+    }
+    if options.engine == "disagg":
+        settings["micro_batches"] = planned.micro_batches
+    if planned.workload.redundancy:
+        settings["redundant_experts"] = max(1, round(planned.workload.redundancy * local))
+    # What the coordinator would refuse is refused here.
+    EngineConfig(**settings)
+    lines = ["[engine]"]
+    for key, value in settings.items():
+        if key == "peers":
+            lines += ["peers = [", *(f"  {json.dumps(peer)}," for peer in value), "]"]
+        else:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return [*lines, "[rollout]", f"max_rows = {planned.places}"]

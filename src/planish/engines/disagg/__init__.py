@@ -1,0 +1,1 @@
+"""Attention ranks and expert ranks apart: the disaggregated engine of MegaScale-Infer."""

@@ -1,0 +1,130 @@
+"""The model of an attention rank: everything of a Hugging Face model but its routed experts.
+
+The modules are built without storage, the `experts` of each sparse block are replaced by something
+without parameters, and only then tensors are read: no weight of an expert is ever in memory, nor
+read from the file.
+
+Source: MegaScale-Infer, arXiv 2504.02263, section 3: attention nodes hold all but the experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planish.base.errors import EngineError
+from planish.engines.weights import FolderWeights
+from planish.models.experts import disk_tensors
+from planish.models.policy import empty_model, read_model_config
+
+Exchange = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Takes the sparse layer (from 0), rows [n, H], expert ids [n, k] and weights [n, k]; gives the
+weighted sums [n, H]."""
+
+
+class RemoteExperts(nn.Module):
+    """Stands in for the experts of one sparse block; it has no parameters."""
+
+    def __init__(self, layer: int, exchange: Exchange) -> None:
+        super().__init__()
+        self.layer, self.exchange = layer, exchange
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return what the experts of this layer make of each row, as the experts module would."""
+        return self.exchange(self.layer, hidden, index, weights)
+
+
+class AttentionModel:
+    """Modules over the tensors of a policy folder that are not of routed experts."""
+
+    def __init__(self, folder: Path, exchange: Exchange, device: torch.device) -> None:
+        """Build the modules and read their tensors.
+
+        Args:
+            folder: of the policy.
+            exchange: computes the routed experts.
+            device: of modules and rows.
+
+        Raises:
+            EngineError: the model is dense, or tensors are missing.
+        """
+        self._device = device
+        self.config = read_model_config(folder)
+        self.modules = empty_model(folder)
+        blocks = [m for m in self.modules.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
+        if not blocks:
+            raise EngineError(
+                f"attention and experts can be apart only in a model that has experts, got "
+                f"{type(self.modules).__name__} without any; take the engine `transformers`"
+            )
+        for layer, block in enumerate(blocks):
+            block.experts = RemoteExperts(layer, exchange)
+        self.num_layers = len(blocks)
+        """Sparse layers."""
+        self.num_bytes = 0
+        """Bytes of tensors read from files so far."""
+        self.fingerprint = ""
+        """Of the weights that were read last."""
+        # What no file holds is computed, such as the frequencies of rotary embeddings.
+        for name, module in list(self.modules.named_modules()):
+            if module._non_persistent_buffers_set and any(
+                b.device.type == "meta" for b in module.buffers(recurse=False)
+            ):
+                parent = self.modules.get_submodule(name.rpartition(".")[0])
+                fresh = type(module)(self.modules.config).to(self._device)
+                setattr(parent, name.rpartition(".")[2], fresh)
+        self.write(self.read(FolderWeights(folder)))
+        self.modules.tie_weights()
+        tensors = [*self.modules.named_parameters(), *self.modules.named_buffers()]
+        left = [name for name, tensor in tensors if tensor.device.type == "meta"]
+        if left:
+            raise EngineError(
+                f"every tensor of the attention side must be in the policy, got none for {left[:4]}"
+            )
+
+    def read(self, weights: FolderWeights) -> dict[str, Tensor]:
+        """Return tensors by their names in memory; nothing changes yet.
+
+        Raises:
+            EngineError: a tensor is missing or has another shape.
+        """
+        given = weights.names()
+        self.fingerprint = weights.fingerprint
+        exact = {
+            *(getattr(self.modules, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(self.modules, "_keep_in_fp32_modules_strict", None) or ()),
+        }
+        fresh = {}
+        tied = self.config.get("tie_word_embeddings")
+        for name, tensor in self.modules.state_dict().items():
+            if tied and name == "lm_head.weight":
+                continue
+            (part,) = disk_tensors(name, tuple(tensor.shape), self.config)
+            if part.name not in given or given[part.name][0] != part.shape:
+                raise EngineError(
+                    f"weights must fit the model that was started, got {part.name} as "
+                    f"{given.get(part.name)} in place of {part.shape}; export the policy again"
+                )
+            value = weights.read(part.name)
+            self.num_bytes += value.nbytes
+            if any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in exact):
+                value = value.float()
+            fresh[name] = value.to(self._device, copy=True)
+        return fresh
+
+    def write(self, fresh: Mapping[str, Tensor]) -> None:
+        """Take over tensors that `read` gave."""
+        with torch.no_grad():
+            for name, value in fresh.items():
+                place, _, last = name.rpartition(".")
+                module: Any = self.modules.get_submodule(place)
+                if last in module._parameters:
+                    module._parameters[last] = nn.Parameter(value, requires_grad=False)
+                else:
+                    module._buffers[last] = value
+        self.modules.tie_weights()

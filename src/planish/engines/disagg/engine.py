@@ -1,0 +1,558 @@
+"""The engine `disagg`: attention ranks and expert ranks are processes, and this coordinates them.
+
+The coordinator owns the queue and knows where each request runs; tokens live on the attention rank
+of their request until it ends. An iteration is one message to each rank that takes part; rows
+travel between ranks only. What cannot go on ends every request with an error and fails the engine.
+
+Source: MegaScale-Infer, arXiv 2504.02263.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from planish.base.errors import ConfigError, EngineError
+from planish.engines.base import BaseEngine
+from planish.engines.config import VLLM_SETTINGS, EngineConfig
+from planish.engines.deploy.dial import Dialer
+from planish.engines.disagg.control import Message, decode_outputs, encode_request
+from planish.engines.disagg.layout import ExpertLayout
+from planish.engines.disagg.processes import Process, Processes, beside, launch
+from planish.engines.disagg.settings import RankSettings
+from planish.engines.policy_folder import check_policy
+from planish.engines.requests import (
+    Capabilities,
+    EngineState,
+    ModelRef,
+    Output,
+    Request,
+    WeightUpdate,
+)
+from planish.engines.transformers.batch import Limits
+from planish.engines.weights import (
+    FolderWeights,
+    WeightSource,
+    address_of,
+    check_weights,
+    local_policy,
+)
+from planish.models.experts import expert_names, num_experts, routing_dtype, spread_fault
+from planish.records.refs import is_pin
+from planish.records.rollouts import FinishReason
+
+logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 512
+"""Most tokens of one forward over prompts where the settings leave it open; frames are as large."""
+
+
+def elsewhere(pin: str) -> None:
+    """Refuse a policy without a pin for ranks of other machines.
+
+    Raises:
+        EngineError: it has none.
+    """
+    if not pin:
+        raise EngineError(
+            "ranks at `engine.peers` fetch a policy by its pinned URI, got one in memory or in a "
+            "folder of this machine; export it, or leave `engine.peers` out"
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a request runs."""
+
+    request: Request
+    rank: int
+    micro_batch: int
+    length: int
+    """Tokens when it was admitted."""
+    step: int
+    """Iterations of the engine before that."""
+
+
+class _Broken(Exception):
+    """The instance cannot go on."""
+
+
+class DisaggEngine(BaseEngine):
+    """Attention ranks with micro-batches of requests, and expert ranks that serve them all."""
+
+    def __init__(
+        self,
+        *,
+        max_rows: int = 256,
+        max_model_len: int = 0,
+        device: str = "cpu",
+        routing: bool = False,
+        config: EngineConfig | None = None,
+        timeout_s: float | None = None,
+        stage_s: tuple[float, float] = (0.0, 0.0),
+        link: tuple[float, float] | None = None,
+        launcher: Callable[[socket.socket], Process] = launch,
+    ) -> None:
+        """Make an engine.
+
+        Args:
+            max_rows: requests that run at once, over all attention ranks.
+            max_model_len: prompt and response in tokens; 0 takes the model's own limit.
+            device: torch device of all ranks; several may share an accelerator.
+            routing: keep the experts of each token, for requests that want them.
+            config: numbers of ranks and micro-batches, transport, addresses of ranks elsewhere.
+            timeout_s: longest wait for an iteration, a change of weights, or the start; None takes
+                that of `config`.
+            stage_s: least seconds of a layer on attention and on expert ranks, for measurements.
+            link: latency in seconds and bytes per second of an emulated link, for measurements.
+            launcher: starts a rank on this machine; as `beside` takes it.
+
+        Raises:
+            ConfigError: numbers out of range, or more micro-batches than rows.
+        """
+        super().__init__()
+        self._config = config or EngineConfig(name="disagg")
+        self._is_vllm = self._config.name == "vllm_disagg"
+        # vLLM batches all of its requests together.
+        self._num_micro_batches = 1 if self._is_vllm else self._config.micro_batches
+        self._num_slots = self._config.attention_ranks * self._num_micro_batches
+        if max_rows < self._num_slots or max_model_len < 0:
+            raise ConfigError(
+                "`max_rows` must be at least one row for each of the "
+                f"{self._num_slots} micro-batches (`engine.attention_ranks` x "
+                f"`engine.micro_batches`) and `max_model_len` at least 0, got {max_rows} and "
+                f"{max_model_len}"
+            )
+        self._max_rows, self._max_model_len, self._device = max_rows, max_model_len, device
+        self._timeout_s = timeout_s or self._config.rank_timeout_seconds
+        self._stage_s, self._link, self._launcher = stage_s, link, launcher
+        self._routing = routing
+        self._processes: Processes | None = None
+        self._scratch = ExitStack()
+        self._running: dict[str, _Place] = {}
+        self._is_stepping = False
+        self._step_seconds = 0.0
+        self._rank_stats: dict[int, Message] = {}
+        self._counts = dict.fromkeys(
+            ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens"), 0
+        )
+
+    # Start and stop.
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do with this model."""
+        return Capabilities(
+            max_model_len=self._max_model_len,
+            seed_split_exact=not self._is_vllm,
+            bit_stable=(
+                self._device == "cpu" and not self._config.redundant_experts and not self._is_vllm
+            ),
+            moe=True,
+            routing=self._routing,
+        )
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """Where the experts are."""
+        return self._layout
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank that lives; attention ranks come first."""
+        return self._processes.pids if self._processes is not None else {}
+
+    def _load(self, model: ModelRef, source: WeightSource | None) -> int:
+        begin = time.monotonic()
+        try:
+            peers, opener = self._config.peers, beside(self._launcher)
+            if peers:
+                opener = Dialer(peers, self._timeout_s)
+                elsewhere(model.pin)
+            settings = self._plan_ranks(*local_policy(model, self._scratch))
+            settings = self._settings = replace(settings, pin=model.pin if peers else "")
+            if source is not None:
+                check_weights(source.names(), self._names)
+            # Ranks that wait for each other give up, and tell why, before the coordinator does.
+            processes = self._processes = Processes(2 * self._timeout_s, opener)
+            attention = [replace(settings, rank=rank) for rank in settings.attention_ranks]
+            experts = [
+                replace(settings, rank=rank, role="expert") for rank in settings.expert_ranks
+            ]
+            ready = self._answers({s.rank: processes.start(s) for s in attention + experts})
+            questions: dict[int, dict[str, Any]] = {}
+            for mine, others in ((attention, experts), (experts, attention)):
+                addresses = {str(peer.rank): ready[peer.rank]["address"] for peer in others}
+                connect = {"op": "connect", "addresses": addresses}
+                questions |= {rank.rank: connect for rank in mine}
+            self._ask(questions)
+            if source is not None:
+                self._replace_weights(source, settings.version)
+        except _Broken as error:
+            self._release()
+            raise EngineError(f"all ranks must start, got {error}") from None
+        except BaseException:
+            self._release()
+            raise
+        logger.info(
+            "started engine=%s attention_ranks=%d expert_ranks=%d micro_batches=%d seconds=%.1f",
+            self._config.name,
+            settings.num_attention,
+            settings.num_expert,
+            settings.micro_batches,
+            time.monotonic() - begin,
+        )
+        return settings.version
+
+    def _plan_ranks(self, folder: Path, version: int) -> RankSettings:
+        """Return the settings of rank 0 for a policy folder that this instance can serve."""
+        weights = FolderWeights(folder)
+        self._names = {name: shape for name, (shape, _) in weights.names().items()}
+        model_config, tokenizer = check_policy(folder, self._names)
+        fault = spread_fault(
+            num_experts(model_config), self._config.expert_ranks, self._config.redundant_experts
+        )
+        num_layers = len(expert_names(self._names, model_config))
+        if not fault and not num_layers:
+            fault = f"no experts that this package knows in {model_config.get('architectures')}"
+        if fault:
+            raise EngineError(f"a policy must fit the engine {self._config.name!r}, got {fault}")
+        limit = int(model_config.get("max_position_embeddings") or 1 << 20)
+        self._max_model_len = min(self._max_model_len or limit, limit)
+        self._limits = Limits(
+            max_rows=math.ceil(self._max_rows / self._num_slots),
+            max_model_len=self._max_model_len,
+            vocab_size=int(model_config["vocab_size"]),
+            eos=frozenset(tokenizer.eos_token_ids),
+        )
+        self._layout = ExpertLayout.of(
+            [[1.0] * num_experts(model_config)] * num_layers,
+            num_nodes=self._config.expert_ranks,
+            num_redundant=self._config.redundant_experts,
+        )
+        return RankSettings(
+            rank=0,
+            role="attention",
+            num_attention=self._config.attention_ranks,
+            num_expert=self._config.expert_ranks,
+            micro_batches=self._num_micro_batches,
+            rows=self._limits.max_rows,
+            max_model_len=self._max_model_len,
+            prefill_tokens=self._config.batch_tokens or PREFILL_TOKENS,
+            folder=str(folder),
+            version=version,
+            device=self._device,
+            dtype=str(model_config.get("dtype") or model_config.get("torch_dtype") or "float32"),
+            hidden_size=int(model_config["hidden_size"]),
+            top_k=int(model_config["num_experts_per_tok"]),
+            local_experts=num_experts(model_config) // self._config.expert_ranks
+            + self._config.redundant_experts,
+            transport=self._config.transport,
+            token=secrets.token_hex(16),
+            scratch=self._scratch.enter_context(TemporaryDirectory(prefix="planish-")),
+            timeout_s=self._timeout_s,
+            layout=self._layout.plain(),
+            routing=routing_dtype(model_config) if self._routing else "",
+            vllm=self._config.model_dump(include=set(VLLM_SETTINGS)) if self._is_vllm else None,
+            stage_s=self._stage_s,
+            link=self._link,
+        )
+
+    def _release(self) -> None:
+        self._running.clear()
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
+        self._scratch.close()
+
+    # Talking to the ranks.
+
+    def _ask(self, questions: Mapping[int, Message]) -> dict[int, Message]:
+        """Send each rank its message, and return the answers of those that live; as `_answers`."""
+        assert self._processes is not None
+        return self._answers(
+            {rank: self._processes.tell([rank], message) for rank, message in questions.items()}
+        )
+
+    def _answers(self, numbers: Mapping[int, int]) -> dict[int, Message]:
+        """Wait for answers; attention ranks that die meanwhile give none, and their requests end.
+
+        Raises:
+            _Broken: a rank reports a fault, or one is lost that cannot be spared.
+        """
+        assert self._processes is not None
+        given: dict[int, Message] = {}
+        expert_ranks = self._settings.expert_ranks
+        while True:
+            answers = self._processes.gather({r: n for r, n in numbers.items() if r not in given})
+            given.update(answers.given)
+            if answers.lost:
+                told = "; ".join(
+                    f"rank {rank} is lost: {why}" for rank, why in answers.lost.items()
+                )
+                logger.warning("lost ranks: %s", told)
+                if self._state is EngineState.NEW or set(answers.lost) & {*expert_ranks}:
+                    raise _Broken(told)
+                if not self._attention():
+                    raise _Broken(f"{told}; no attention rank is left")
+                gone = {n for n, place in self._running.items() if place.rank in answers.lost}
+                reason = f"the request was on an attention rank: {told}"
+                self._finished.extend(self._failed(gone, reason))
+                if self._is_stepping:
+                    self._publish(self._counts["steps"] - 1, only=self._attention())
+            if answers.faults:
+                raise _Broken("; ".join(f"rank {r}: {text}" for r, text in answers.faults.items()))
+            if not answers.lost:
+                return given
+
+    def _attention(self) -> list[int]:
+        """Return the attention ranks that live."""
+        assert self._processes is not None
+        return [rank for rank in self._settings.attention_ranks if rank in self._processes]
+
+    def _failed(self, names: Collection[str], error: str) -> list[Output]:
+        """End requests without tokens."""
+        outputs = []
+        for name in names:
+            del self._running[name]
+            output = Output(name, [], [], [], FinishReason.ABORT, error=error, is_lost=True)
+            outputs.append(output)
+        return outputs
+
+    def _break(self, error: _Broken) -> list[Output]:
+        """Fail, and return every request with the tokens that it has."""
+        assert self._processes is not None
+        self._state = EngineState.FAILED
+        reason = f"the engine failed: {error}"
+        logger.error("failed engine=disagg reason=%s", error)
+        outputs: list[Output] = []
+        left = self._attention()
+        self._processes.tell(left, {"op": "stop", "reason": str(error)})
+        numbers = {r: self._processes.tell([r], {"op": "withdraw", "ids": None}) for r in left}
+        while numbers:
+            answers = self._processes.gather(numbers)
+            for message in answers.given.values():
+                outputs += decode_outputs(message["outputs"])
+            done = answers.given.keys() | answers.lost.keys() | answers.faults.keys()
+            numbers = {rank: number for rank, number in numbers.items() if rank not in done}
+        for output in outputs:
+            self._running.pop(output.request_id, None)
+            output.finish_reason, output.error = FinishReason.ABORT, output.error or reason
+        outputs += self._failed(list(self._running), reason)
+        for _, _, request in sorted(self._queue):
+            outputs.append(Output(request.request_id, [], [], [], FinishReason.ABORT, error=reason))
+        self._queue = []
+        return outputs
+
+    # Requests.
+
+    def _check(self, request: Request) -> str:
+        return self._limits.fault(request)
+
+    def _free_rows(self) -> int:
+        slots = len(self._attention()) * self._num_micro_batches * self._limits.max_rows
+        return min(self._max_rows, slots) - len(self._running)
+
+    def _num_running(self) -> int:
+        return len(self._running)
+
+    def _admit(self, requests: Sequence[Request]) -> list[Output]:
+        now = time.monotonic()
+        batches: dict[int, dict[str, list[Any]]] = {}
+        for request in requests:
+            place = self._place(request)
+            self._running[request.request_id] = place
+            self._counts["prefill_tokens"] += place.length - 1
+            waited = now - self._arrivals.get(request.request_id, now)
+            batch = batches.setdefault(place.rank, {}).setdefault(str(place.micro_batch), [])
+            batch.append([encode_request(request), waited])
+        plan = {"op": "admit", "iteration": self._counts["steps"], "version": self._version}
+        try:
+            self._ask({rank: {**plan, "batches": given} for rank, given in batches.items()})
+        except _Broken as error:
+            return self._break(error)
+        return []
+
+    def _place(self, request: Request) -> _Place:
+        """Choose the micro-batch with the least sum of lengths that has a row.
+
+        Source: rollout specification, section 7.2: the cost of attention grows with that sum.
+        """
+        slots = {
+            (rank, micro_batch): 0
+            for rank in self._attention()
+            for micro_batch in range(self._num_micro_batches)
+        }
+        rows: Counter[tuple[int, int]] = Counter()
+        for place in self._running.values():
+            slot = place.rank, place.micro_batch
+            slots[slot] += place.length + self._counts["steps"] - place.step
+            rows[slot] += 1
+        free = [slot for slot in slots if rows[slot] < self._limits.max_rows]
+        rank, micro_batch = min(free, key=lambda slot: (slots[slot], slot[1], slot[0]))
+        length = len(request.prompt_ids) + len(request.response_prefix)
+        return _Place(request, rank, micro_batch, length, self._counts["steps"])
+
+    def _publish(self, iteration: int, *, only: Iterable[int]) -> dict[int, list[int]]:
+        """Tell the expert ranks who takes part; return the micro-batches of each attention rank."""
+        assert self._processes is not None
+        slots = sorted({(place.micro_batch, place.rank) for place in self._running.values()})
+        participants: dict[str, list[int]] = {}
+        active: dict[int, list[int]] = {}
+        for micro_batch, rank in slots:
+            if rank in only:
+                participants.setdefault(str(micro_batch), []).append(rank)
+                active.setdefault(rank, []).append(micro_batch)
+        plan = {
+            "op": "plan",
+            "iteration": iteration,
+            "version": self._version,
+            "participants": participants,
+        }
+        self._processes.tell(self._settings.expert_ranks, plan)
+        return active
+
+    def _advance(self) -> list[Output]:
+        iteration = self._counts["steps"]
+        self._counts["steps"] += 1
+        self._counts["row_steps"] += len(self._running)
+        self._counts["most_rows"] = max(self._counts["most_rows"], len(self._running))
+        begin = time.monotonic()
+        active = self._publish(iteration, only=self._attention())
+        self._is_stepping = True
+        step = {"op": "step", "iteration": iteration, "version": self._version}
+        try:
+            given = self._ask({r: {**step, "micro_batches": slots} for r, slots in active.items()})
+        except _Broken as error:
+            return self._break(error)
+        finally:
+            self._is_stepping = False
+            self._step_seconds += time.monotonic() - begin
+        outputs = [o for rank in sorted(given) for o in decode_outputs(given[rank]["outputs"])]
+        return self._ended(outputs)
+
+    def _ended(self, outputs: list[Output]) -> list[Output]:
+        for output in outputs:
+            del self._running[output.request_id]
+            self._counts["tokens"] += output.num_tokens
+        return outputs
+
+    def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
+        wanted: dict[int, list[str]] = {}
+        for name, place in self._running.items():
+            if name in request_ids:
+                wanted.setdefault(place.rank, []).append(name)
+        if not wanted:
+            return []
+        try:
+            given = self._ask({r: {"op": "withdraw", "ids": ids} for r, ids in wanted.items()})
+        except _Broken as error:
+            return self._break(error)
+        return self._ended([o for r in sorted(given) for o in decode_outputs(given[r]["outputs"])])
+
+    # Weights.
+
+    def _replace_weights(self, source: WeightSource, version: int) -> WeightUpdate:
+        begin = time.monotonic()
+        given = source.names()
+        check_weights(given, self._names)
+        with ExitStack() as scratch:
+            address = address_of(source, scratch)
+            if self._config.peers:
+                elsewhere(address if is_pin(address) else "")
+            assert self._processes is not None
+            ranks = list(self._processes.pids)
+            layout = replace(self._layout, version=self._layout.version + 1)
+            if self._config.redundant_experts:
+                # Replicas go to the experts that have computed most rows so far.
+                self._ask_for_stats()
+                layout = ExpertLayout.of(
+                    [[1.0 + rows for rows in layer] for layer in self._expert_tokens()],
+                    num_nodes=self._config.expert_ranks,
+                    num_redundant=self._config.redundant_experts,
+                    version=layout.version,
+                )
+            load = {
+                "op": "load",
+                "weights": address,
+                "version": version,
+                "layout": layout.plain(),
+            }
+            wanted = source.fingerprint
+            try:
+                acks = self._ask(dict.fromkeys(ranks, load))
+            except _Broken as error:
+                if list(self._processes.pids) != ranks:
+                    self._finished.extend(self._break(error))
+                raise EngineError(
+                    f"every rank must read the new weights, got {error}; the old ones stay in use"
+                ) from None
+            other = {r: ack["fingerprint"] for r, ack in acks.items()}
+            if set(other.values()) != {wanted}:
+                raise EngineError(
+                    f"every rank must read the same weights {wanted}, got {other}; the old ones "
+                    "stay in use"
+                )
+            try:
+                self._ask({rank: {"op": "commit"} for rank in acks})
+            except _Broken as error:
+                self._finished.extend(self._break(error))
+                raise EngineError(f"every rank must use the new weights, got {error}") from None
+            self._layout = layout
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in given.values())
+        return WeightUpdate(version, len(given), size, time.monotonic() - begin)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters since the start: those of the transformers engine, and of the ranks.
+
+        `ranks` has for each rank its number, role, bytes read, rows computed, requests or frames in
+        its queue, and busy and waiting seconds of iterations; `expert_tokens`
+        [layers][experts] the rows that each expert computed, `imbalance` the rows of the busiest
+        expert of a layer over the mean (1 where nothing was computed), averaged over layers.
+        """
+        if self._state in (EngineState.READY, EngineState.RUNNING):
+            with self._lock:
+                self._ask_for_stats()
+        steps = max(self._counts["steps"], 1)
+        tokens = self._expert_tokens()
+        rows = [max(layer) * len(layer) / sum(layer) if any(layer) else 1.0 for layer in tokens]
+        return {
+            **super().stats(),
+            **self._counts,
+            "occupancy": self._counts["row_steps"] / steps / self._max_rows,
+            "cache_bytes": sum(rank.get("cache_bytes", 0) for rank in self._rank_stats.values()),
+            "step_seconds": self._step_seconds,
+            "ranks": [{"rank": r, **facts} for r, facts in sorted(self._rank_stats.items())],
+            "expert_tokens": tokens,
+            "imbalance": sum(rows) / max(len(rows), 1),
+        }
+
+    def _ask_for_stats(self) -> None:
+        try:
+            given = self._ask({rank: {"op": "stats"} for rank in self.pids})
+        except _Broken as error:
+            self._finished.extend(self._break(error))
+            return
+        self._rank_stats.update(given)
+
+    def _expert_tokens(self) -> list[list[int]]:
+        """Return the rows that each expert of each layer computed, over all ranks."""
+        tables = [
+            facts["expert_tokens"]
+            for facts in self._rank_stats.values()
+            if facts["role"] == "expert"
+        ]
+        return [
+            [sum(counts) for counts in zip(*layer, strict=True)]
+            for layer in zip(*tables, strict=True)
+        ]

@@ -1,0 +1,199 @@
+"""Rows of an attention rank to the experts and back, for each of its micro-batches.
+
+Each micro-batch has at most one layer under way. It gives its turn away while it waits, so that
+others compute meanwhile.
+
+Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from planish.base.errors import EngineError, PeerLost, PlanishError, ProtocolError
+from planish.engines.disagg.inbox import Inbox
+from planish.engines.disagg.layout import ExpertLayout
+from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, Transport
+from planish.engines.disagg.packing import combine, route_and_pack
+from planish.engines.disagg.placement import ReplicaChooser
+from planish.engines.disagg.settings import RankSettings
+
+
+@dataclass
+class _Waiting:
+    """A layer of one micro-batch whose replies are under way."""
+
+    layer: int
+    num_rows: dict[int, int]
+    """Rows that each expert rank was sent."""
+    frames: dict[int, Frame] = field(default_factory=dict)
+
+
+class TurnTaking(Protocol):
+    """Which micro-batch computes, and how it lets others compute."""
+
+    current: int
+    """The micro-batch that computes."""
+
+    def pause(self) -> None:
+        """Return once the replies for the micro-batch are complete."""
+
+
+class ExpertExchange:
+    """Sends the rows of a layer to every expert rank, and combines what comes back."""
+
+    transport: Transport
+    """Set once it is connected."""
+
+    def __init__(self, settings: RankSettings, inbox: Inbox, turns: TurnTaking) -> None:
+        """Make one for an attention rank."""
+        self._settings, self._inbox, self._turns = settings, inbox, turns
+        self.use(ExpertLayout.parse(settings.layout), settings.version)
+        self._iteration = 0
+        self._is_prefill = False
+        self.seconds = {"dispatch": 0.0, "combine": 0.0, "wait": 0.0}
+        """Spent so far; `wait` is time in which no micro-batch could compute."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._free_s = 0.0
+
+    def use(self, layout: ExpertLayout, version: int) -> None:
+        """Take over a layout and a version of the weights, between iterations."""
+        self.layout, self.version = layout, version
+        self._chooser = ReplicaChooser(layout.layers, self._settings.rank)
+
+    def begin(self, iteration: int, *, is_prefill: bool) -> None:
+        """Start an iteration, in which no frame of another one may arrive."""
+        self._iteration, self._is_prefill = iteration, is_prefill
+        self._waiting.clear()
+        self._free_s = time.monotonic()
+
+    def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts of each row.
+
+        Args:
+            layer: sparse layer from 0.
+            hidden: [n, H].
+            index: [n, k] int64, experts of each row.
+            weights: [n, k].
+
+        Returns:
+            [n, H] in the type and on the device of `hidden`.
+        """
+        size = self._settings.max_tokens
+        if len(hidden) > size:
+            parts = (torch.split(part, size) for part in (hidden, index, weights))
+            return torch.cat([self.compute(layer, *piece) for piece in zip(*parts, strict=True)])
+        micro_batch = self._turns.current
+        begin = time.monotonic()
+        ranks = self._settings.expert_ranks
+        packed = route_and_pack(
+            hidden,
+            index,
+            self._chooser.slots(layer, index).to(index.device),
+            num_nodes=len(ranks),
+            num_local=self._chooser.num_local,
+        )
+        sizes = packed.counts.sum(1).tolist()
+        self._waiting[micro_batch] = _Waiting(layer, dict(zip(ranks, sizes, strict=True)))
+        left = self._settings.stage_s[0] - (time.monotonic() - self._free_s)
+        if left > 0 and (not self._is_prefill or self._settings.vllm is not None):
+            time.sleep(left)
+            begin += left
+        for rank, local, part in zip(ranks, packed.counts, packed.rows, strict=True):
+            rows = part.cpu()
+            header = FrameHeader(
+                FrameKind.DISPATCH,
+                source=self._settings.rank,
+                target=rank,
+                weight_version=self.version,
+                iteration=self._iteration,
+                layer=layer,
+                micro_batch=micro_batch,
+                num_rows=len(rows),
+                row_bytes=hidden.shape[1] * hidden.element_size(),
+                dtype=hidden.dtype,
+                num_local_experts=len(local),
+                placement_version=self.layout.version,
+                is_prefill=self._is_prefill,
+            )
+            self.transport.send(header, local, rows)
+        self._free_s = time.monotonic()
+        self.seconds["dispatch"] += self._free_s - begin
+        self._turns.pause()
+        begin = self._free_s = time.monotonic()
+        frames = self._waiting.pop(micro_batch).frames
+        replies = [frames[rank].rows.to(hidden.device) for rank in ranks]
+        result = combine(replies, weights, packed)
+        for frame in frames.values():
+            self.transport.post_receive(frame.source, frame.slot)
+        self.seconds["combine"] += time.monotonic() - begin
+        return result
+
+    def wait(self, must: bool) -> list[int]:
+        """Take what has arrived; return the micro-batches whose replies are complete, in order.
+
+        Args:
+            must: wait until there is one.
+
+        Raises:
+            PeerLost: an expert rank is lost, or did not answer in time.
+            EngineError: the coordinator stops the iteration.
+            ProtocolError: a frame that nothing waits for.
+        """
+        complete: list[int] = []
+        begin = time.monotonic()
+        deadline = begin + self._settings.timeout_s
+        while True:
+            patience = max(0.0, deadline - time.monotonic()) if must and not complete else 0
+            item = self._inbox.get(patience)
+            if item is None:
+                if must and not complete:
+                    late = {
+                        rank: "did not answer in time"
+                        for waiting in self._waiting.values()
+                        for rank in waiting.num_rows.keys() - waiting.frames.keys()
+                    }
+                    raise PeerLost(
+                        f"expert ranks must answer within {self._settings.timeout_s:g} s, got "
+                        f"nothing from {sorted(late)}",
+                        per_rank=late,
+                    )
+                self.seconds["wait"] += time.monotonic() - begin if must else 0.0
+                return complete
+            if isinstance(item, PlanishError):
+                raise item
+            if not isinstance(item, Frame):
+                raise EngineError(f"the coordinator stopped the iteration: {item.get('reason')}")
+            waiting = self.deliver(item)
+            if len(waiting.frames) == len(waiting.num_rows):
+                complete.append(item.header.micro_batch)
+
+    def deliver(self, frame: Frame) -> _Waiting:
+        """Give a reply to the micro-batch that waits for it, and return what that waits for.
+
+        Raises:
+            ProtocolError: no micro-batch waits for it.
+        """
+        header = frame.header
+        waiting = self._waiting.get(header.micro_batch)
+        seen = (header.kind, header.weight_version, header.iteration, header.layer, len(frame.rows))
+        wanted = (
+            FrameKind.REPLY,
+            self.version,
+            self._iteration,
+            waiting.layer if waiting else -1,
+            waiting.num_rows.get(header.source, -1) if waiting else -1,
+        )
+        if waiting is None or seen != wanted or header.source in waiting.frames:
+            raise ProtocolError(
+                "a reply must be of the layer that its micro-batch waits for, got (kind, weight "
+                f"version, iteration, layer, rows) {seen} in place of {wanted} from rank "
+                f"{header.source} for micro-batch {header.micro_batch}"
+            )
+        waiting.frames[header.source] = frame
+        return waiting

@@ -1,0 +1,221 @@
+"""An expert rank: waits for the rows of all attention ranks that take part, computes, answers.
+
+It holds no state of requests. Frames of decoding come first; those of prompts are served one by one
+when nothing else is complete.
+
+Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from planish.base.errors import PeerLost, ProtocolError
+from planish.engines.disagg.control import Message
+from planish.engines.disagg.expert_model import Expert, ExpertModel
+from planish.engines.disagg.layout import ExpertLayout
+from planish.engines.disagg.m2n.frames import Frame, FrameKind, Transport
+from planish.engines.disagg.settings import RankSettings
+from planish.engines.weights import fetch_weights
+
+_Key = tuple[int, int]
+"""Layer and micro-batch of the iteration in progress."""
+
+
+class ExpertRank:
+    """Experts of one process, and the frames that wait for them."""
+
+    transport: Transport
+    """Set once it is connected."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Read the experts that the layout gives to this rank."""
+        self._settings = settings
+        self._node = settings.rank - settings.num_attention
+        self._model = ExpertModel(settings.path, torch.device(settings.device))
+        self._version = -1
+        self.layout = ExpertLayout.parse(settings.layout)
+        """Of all expert ranks."""
+        self._shadow: tuple[int, ExpertLayout, list[list[Expert]]] | None = None
+        self.load({**settings.plain(), "weights": settings.folder})
+        self.commit()
+        self._iteration = -1
+        self._participants: dict[int, list[int]] = {}
+        self._early: list[Frame] = []
+        self._frames: dict[_Key, dict[int, Frame]] = {}
+        self._complete: deque[_Key] = deque()
+        self._prompts: deque[Frame] = deque()
+        self._counts = torch.zeros(
+            (self._model.num_layers, self.layout.num_experts), dtype=torch.int64
+        )
+        self._busy_s = self._wait_s = 0.0
+        self._idle_since = 0.0
+
+    # Weights.
+
+    def load(self, message: Mapping[str, Any]) -> Message:
+        """Read other weights, or other experts, beside those in use."""
+        layout = ExpertLayout.parse(message["layout"])
+        weights = fetch_weights(message["weights"])
+        experts = self._model.read(weights, layout.held(self._node))
+        self._shadow = int(message["version"]), layout, experts
+        return {"fingerprint": self._model.fingerprint}
+
+    def commit(self) -> Message:
+        """Use what was read last."""
+        if self._shadow is None:
+            raise ProtocolError("a rank must have read weights before it commits them, got none")
+        self._version, self.layout, experts = self._shadow
+        self._model.write(experts)
+        self._shadow = None
+        return {}
+
+    def stats(self) -> Message:
+        """Return counters since the start."""
+        return {
+            "role": "expert",
+            "num_bytes": self._model.num_bytes,
+            "busy_s": self._busy_s,
+            "wait_s": self._wait_s,
+            "rows": int(self._counts.sum()),
+            "queue": sum(map(len, self._frames.values())) + len(self._prompts),
+            "expert_tokens": self._counts.tolist(),
+        }
+
+    def handle(self, message: Message) -> Message | None:
+        """Do what the coordinator says; return the answer, None where it waits for none."""
+        match message["op"]:
+            case "plan":
+                self.plan(message)
+                return None
+            case "load":
+                return self.load(message)
+            case "commit":
+                return self.commit()
+            case "stats":
+                return self.stats()
+        raise ProtocolError(f"an expert rank knows no message {message['op']!r}")
+
+    # Frames.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `serve` would compute something."""
+        return bool(self._complete or self._prompts)
+
+    def plan(self, message: Mapping[str, Any]) -> None:
+        """Begin an iteration, or go on with one without a rank that is lost.
+
+        Raises:
+            ProtocolError: it is of other weights.
+        """
+        if message["version"] != self._version:
+            raise ProtocolError(
+                f"a plan must be of the weights of this rank, got version {message['version']} in "
+                f"place of {self._version}"
+            )
+        self._participants = {int(mb): ranks for mb, ranks in message["participants"].items()}
+        if message["iteration"] != self._iteration:
+            self._iteration = message["iteration"]
+            self._idle_since = time.monotonic()
+            self._frames.clear()
+            self._complete.clear()
+            early, self._early = self._early, []
+            for frame in early:
+                self.take(frame)
+            return
+        for key, frames in list(self._frames.items()):
+            for rank in set(frames) - set(self._participants.get(key[1], ())):
+                del frames[rank]
+            self._check_complete(key)
+
+    def take(self, frame: Frame) -> None:
+        """Keep a frame until it can be served.
+
+        Raises:
+            ProtocolError: nothing of its kind is expected from its source now.
+        """
+        header = frame.header
+        if header.kind is not FrameKind.DISPATCH or not 0 <= header.layer < self._model.num_layers:
+            raise ProtocolError(
+                f"an expert rank takes DISPATCH frames of {self._model.num_layers} layers, got "
+                f"{header.kind.name} of layer {header.layer} from rank {header.source}"
+            )
+        seen = (header.weight_version, header.placement_version)
+        if seen != (self._version, self.layout.version):
+            raise ProtocolError(
+                "a frame must have the versions of weights and placement of this rank, got "
+                f"{seen} in place of {(self._version, self.layout.version)} from rank "
+                f"{header.source}"
+            )
+        if header.is_prefill:
+            self._prompts.append(frame)
+            return
+        if header.iteration > self._iteration:
+            self._early.append(frame)
+            return
+        frames = self._frames.setdefault((header.layer, header.micro_batch), {})
+        if header.iteration < self._iteration or header.source in frames:
+            raise ProtocolError(
+                f"a frame must be the next of iteration {self._iteration}, got iteration "
+                f"{header.iteration}, layer {header.layer}, micro-batch {header.micro_batch} from "
+                f"rank {header.source}"
+            )
+        if header.source in self._participants.get(header.micro_batch, ()):
+            frames[header.source] = frame
+            self._check_complete((header.layer, header.micro_batch))
+
+    def _check_complete(self, key: _Key) -> None:
+        wanted = self._participants.get(key[1], ())
+        frames = self._frames.get(key, {})
+        if wanted and len(frames) == len(wanted) and key not in self._complete:
+            self._complete.append(key)
+
+    def serve(self) -> None:
+        """Compute what became complete first; without such, the prompt that came first."""
+        if self._complete:
+            key = self._complete.popleft()
+            frames = self._frames.pop(key)
+            if frames:
+                self._answer([frames[source] for source in sorted(frames)])
+        elif self._prompts:
+            self._answer([self._prompts.popleft()])
+
+    def _answer(self, frames: list[Frame]) -> None:
+        """Compute the rows of some frames of one layer together, and send each its part."""
+        begin = time.monotonic()
+        # To vLLM all steps are alike, and it marks them as prompts.
+        is_decode = not frames[0].header.is_prefill or self._settings.vllm is not None
+        self._wait_s += begin - self._idle_since if is_decode else 0.0
+        layer = frames[0].header.layer
+        local = list(self.layout.layers[layer].experts[self._node])
+        num_local = self.layout.num_local
+        for frame in frames:
+            if len(frame.counts) != num_local or int(frame.counts.sum()) != len(frame.rows):
+                raise ProtocolError(
+                    f"a frame must count its rows for {num_local} experts, got "
+                    f"{frame.counts.tolist()} for {len(frame.rows)} rows from {frame.source}"
+                )
+        counts = torch.stack([frame.counts for frame in frames])
+        outputs = self._model.compute(layer, counts, [frame.rows for frame in frames])
+        self._counts[layer, local] += counts.sum(0)[: len(local)]
+        left = self._settings.stage_s[1] - (time.monotonic() - begin)
+        if left > 0 and is_decode:
+            time.sleep(left)
+        lost = {}
+        for frame, rows in zip(frames, outputs, strict=True):
+            self.transport.post_receive(frame.source, frame.slot)
+            try:
+                self.transport.send(frame.header.reply(), None, rows)
+            except PeerLost as error:
+                lost[frame.source] = str(error)
+        self._idle_since = time.monotonic()
+        if is_decode:
+            self._busy_s += self._idle_since - begin
+        if lost:
+            raise PeerLost(f"replies must reach their ranks, got {lost}", per_rank=lost)

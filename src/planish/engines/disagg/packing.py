@@ -1,0 +1,95 @@
+"""Sort rows by where their experts are, and sum what comes back in the order of the reference.
+
+Nothing here loops over experts or nodes. What is sent where is decided elsewhere: rows come with
+the slot that computes each, a flat number of node and local expert.
+
+Source: MegaScale-Infer, arXiv 2504.02263, section 6 (fused gating, counting and scatter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of one micro-batch sorted by (node, local expert, token), and the way back.
+
+    Example:
+        >>> hidden = torch.tensor([[1.0], [2.0]])
+        >>> packed = route_and_pack(hidden, torch.tensor([[3, 0], [0, 2]]),
+        ...                         torch.tensor([[3, 0], [0, 2]]), num_nodes=2, num_local=2)
+        >>> [rows.flatten().tolist() for rows in packed.rows], packed.counts.tolist()
+        ([[1.0, 2.0], [2.0, 1.0]], [[2, 0], [1, 1]])
+    """
+
+    rows: tuple[Tensor, ...]
+    """Of each node [rows of the node, H], views of one tensor."""
+    counts: Tensor
+    """[nodes, local experts] int32 on the CPU, rows of each."""
+    places: Tensor
+    """[b, K] int64: where the row of each token and expert is among all rows, the experts of a
+    token in ascending order."""
+    choices: Tensor
+    """[b, K] int64: which of a token's K choices each of `places` belongs to."""
+
+
+def route_and_pack(
+    hidden: Tensor, expert_ids: Tensor, slots: Tensor, *, num_nodes: int, num_local: int
+) -> Packed:
+    """Gather the rows that each node gets.
+
+    Args:
+        hidden: [b, H], any float dtype and device.
+        expert_ids: [b, K] int64, logical experts of each token, no expert twice in a row.
+        slots: [b, K] int64, `node * num_local + local expert` of the replica that computes it.
+        num_nodes: expert ranks.
+        num_local: experts of each, replicas included.
+
+    Returns:
+        Rows on the device of `hidden`. Rows of one local expert keep the order of their tokens.
+    """
+    top_k = expert_ids.shape[1]
+    order = torch.argsort(slots.flatten(), stable=True)
+    counts = torch.bincount(slots.flatten(), minlength=num_nodes * num_local)
+    counts = counts.view(num_nodes, num_local).to("cpu", torch.int32)
+    rows = hidden[order // top_k]
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    choices = torch.argsort(expert_ids, dim=1)
+    return Packed(
+        torch.split(rows, counts.sum(1).tolist()),
+        counts,
+        places.view_as(expert_ids).gather(1, choices),
+        choices,
+    )
+
+
+def combine(replies: Sequence[Tensor], weights: Tensor, packed: Packed) -> Tensor:
+    """Return the weighted sum of the experts of each token.
+
+    The sum starts from zeros and goes by ascending expert; each row is multiplied before it is
+    added, and each product and sum is rounded to the dtype of the rows. That is what the `eager`
+    experts of transformers do with `index_add_`, expert after expert, so equal rows give equal bits
+    however they were placed.
+
+    Args:
+        replies: outputs of each node, in the order of `packed.rows`, [rows of the node, H].
+        weights: [b, K] routing weights, any float dtype.
+        packed: how the rows were sent.
+
+    Returns:
+        [b, H] in dtype and on the device of the replies.
+    """
+    rows = torch.cat(list(replies))
+    ordered = weights.to(rows.device).gather(1, packed.choices.to(rows.device))
+    total = rows.new_zeros(len(weights), rows.shape[1])
+    for place, weight in zip(
+        packed.places.to(rows.device).unbind(1), ordered.unbind(1), strict=True
+    ):
+        total += (rows[place] * weight[:, None]).to(total.dtype)
+    return total

@@ -1,0 +1,230 @@
+"""Place the experts of a layer on expert ranks; give the hot ones replicas and share their rows.
+
+A node costs the sum over its experts of share times max(tokens, floor): a cold expert still has its
+weights read. The largest cost decides when a layer is done, so that is made small. Which replica
+computes a row never changes what is computed. Nothing here moves weights.
+
+Source: MegaScale-Infer, arXiv 2504.02263, section 6 (expert load balance by redundancy). The exact
+form of the floor is our reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from planish.base.errors import ConfigError
+
+_PASSES = 20
+"""Of lowering the largest cost; few are needed, each ends early when nothing changes."""
+_TRIES = 8
+"""Numbers of replicas that are tried beside none."""
+_GOLDEN = 2654435769
+"""2**32 divided by the golden ratio."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which experts of one layer are where.
+
+    Example, expert 0 on both nodes:
+        >>> placement = place([6.0, 1.0, 1.0], num_nodes=2, slots_per_node=2)
+        >>> placement.experts, placement.shares, placement.replicas(0)
+        (((0, 1), (0, 2)), ((0.5, 1.0), (0.5, 1.0)), ((0, 0), (1, 0)))
+    """
+
+    experts: tuple[tuple[int, ...], ...]
+    """Of each node, its (logical) experts in local order, ascending; no expert twice on a node."""
+    shares: tuple[tuple[float, ...], ...]
+    """The part of each such expert's rows that goes there; over all nodes 1 for each expert."""
+
+    @property
+    def num_experts(self) -> int:
+        """Logical experts."""
+        return 1 + max(expert for node in self.experts for expert in node)
+
+    @property
+    def num_local(self) -> int:
+        """Experts of the node that has most."""
+        return max(len(node) for node in self.experts)
+
+    def replicas(self, expert: int) -> tuple[tuple[int, int], ...]:
+        """Return node and local number of each replica of an expert, by ascending node."""
+        return tuple(
+            (node, experts.index(expert))
+            for node, experts in enumerate(self.experts)
+            if expert in experts
+        )
+
+    def costs(self, loads: Sequence[float], floor_cost: float = 0.0) -> list[float]:
+        """Return the cost of each node under some loads.
+
+        Args:
+            loads: tokens of each expert.
+            floor_cost: tokens that an expert costs at least.
+        """
+        return [
+            sum(s * max(loads[e], floor_cost) for e, s in zip(experts, shares, strict=True))
+            for experts, shares in zip(self.experts, self.shares, strict=True)
+        ]
+
+
+def place(
+    loads: Sequence[float], num_nodes: int, slots_per_node: int, floor_cost: float = 0.0
+) -> Placement:
+    """Return a placement whose largest cost of a node is small.
+
+    Greedy: slots to spare go one by one to the expert with the most cost for each replica; replicas
+    go, the most expensive first, to the cheapest node that lacks their expert; then rows of
+    experts with replicas move from the node that costs most. The same with fewer replicas, and
+    with none, is tried as well, so that redundancy never makes it worse.
+
+    Args:
+        loads: [E] tokens of each expert, not negative.
+        num_nodes: expert ranks.
+        slots_per_node: experts that each can hold.
+        floor_cost: tokens that an expert costs at least: reading its weights takes that long.
+
+    Raises:
+        ConfigError: the experts do not fit, or a number makes no sense.
+    """
+    cost = np.maximum(np.asarray(loads, dtype=np.float64), floor_cost)
+    num_experts, slots = len(cost), num_nodes * slots_per_node
+    if num_experts < 1 or slots < num_experts or min(num_nodes, slots_per_node) < 1:
+        raise ConfigError(
+            f"{num_experts} experts must fit into the slots of the expert ranks, got {num_nodes} "
+            f"ranks of {slots_per_node}; use more ranks or more experts on each"
+        )
+    if not np.isfinite(cost).all() or min(loads) < 0 or floor_cost < 0:
+        raise ConfigError(
+            f"loads and floor cost must be finite and not negative, got loads from {min(loads)} to "
+            f"{max(loads)} and a floor of {floor_cost}"
+        )
+    counts = np.ones(num_experts, dtype=np.int64)
+    tried = [_spread(cost, counts, num_nodes, slots_per_node)]
+    spare = min(slots, num_experts * num_nodes) - num_experts
+    for number in range(1, spare + 1):
+        counts[int(np.where(counts < num_nodes, cost / counts, -1.0).argmax())] += 1
+        if (spare - number) % -(-spare // _TRIES) == 0:
+            tried.append(_spread(cost, counts, num_nodes, slots_per_node))
+    held, shares = min(tried, key=lambda one: float((one[1] * cost[:, None]).sum(0).max()))
+    experts = [np.flatnonzero(column).tolist() for column in held.T]
+    return Placement(
+        tuple(tuple(node) for node in experts),
+        tuple(tuple(shares[node, j].tolist()) for j, node in enumerate(experts)),
+    )
+
+
+def _spread(
+    cost: Floats, counts: NDArray[np.int64], num_nodes: int, slots_per_node: int
+) -> tuple[NDArray[np.bool_], Floats]:
+    """Return who holds what [E, nodes] and the shares [E, nodes] for given numbers of replicas."""
+    held = np.zeros((len(cost), num_nodes), dtype=bool)
+    load = np.zeros(num_nodes)
+    each = cost / counts
+    for expert in np.argsort(-each, kind="stable").tolist():
+        for _ in range(counts[expert]):
+            is_full = held.sum(0) >= slots_per_node
+            node = int(np.where(is_full | held[expert], np.inf, load).argmin())
+            if is_full[node] or held[expert, node]:
+                # Each node with room has this expert; one without it has an expert to give.
+                giver = int(np.where(held[expert], np.inf, load).argmin())
+                taker = int(np.where(is_full, np.inf, load).argmin())
+                given = int(np.flatnonzero(held[:, giver] & ~held[:, taker])[0])
+                held[given, [giver, taker]] = False, True
+                load[giver] -= each[given]
+                load[taker] += each[given]
+                node = giver
+            held[expert, node] = True
+            load[node] += each[expert]
+    return held, fill_shares(cost, held)
+
+
+def fill_shares(cost: Floats, held: NDArray[np.bool_]) -> Floats:
+    """Return shares for replicas that stay where they are: water-filling, expert by expert.
+
+    Args:
+        cost: [E] float64, of all rows of an expert.
+        held: [E, nodes] bool, who has a replica; every expert is held.
+
+    Returns:
+        [E, nodes] float64, each row of sum 1 and zero where not held, with a small largest cost of
+        a node.
+    """
+    shares: Floats = held / held.sum(1, keepdims=True)
+    load = shares.T @ cost
+    replicated = [e for e in np.argsort(-cost, kind="stable") if held[e].sum() > 1 and cost[e] > 0]
+    for _ in range(_PASSES):
+        before = load.max()
+        for expert in replicated:
+            nodes = np.flatnonzero(held[expert])
+            rest = load[nodes] - shares[expert, nodes] * cost[expert]
+            rising = np.sort(rest)
+            # The level of the water when it stands over the lowest 1, 2, ... nodes.
+            levels = (rising.cumsum() + cost[expert]) / np.arange(1, len(nodes) + 1)
+            filled = np.maximum(levels[(levels > rising).sum() - 1] - rest, 0.0)
+            shares[expert, nodes] = filled / filled.sum()
+            load[nodes] = rest + shares[expert, nodes] * cost[expert]
+        if load.max() >= before * (1 - 1e-9):
+            break
+    return shares
+
+
+class ReplicaChooser:
+    """Chooses the replica for each row so that the rows of an expert follow its shares.
+
+    Each source rank has a counter for each layer and expert, which steps through a sequence of low
+    discrepancy: after n rows, a replica has had its share of them to within about log n rows. The
+    choice is deterministic, and the sources begin at different places.
+    """
+
+    def __init__(self, placements: Sequence[Placement], source_rank: int) -> None:
+        """Start all counters at zero.
+
+        Args:
+            placements: of each layer, of equal numbers of experts and nodes.
+            source_rank: rank that sends the rows.
+        """
+        self.num_local = max(placement.num_local for placement in placements)
+        """Local experts of each node, by which slots are numbered."""
+        num_experts = placements[0].num_experts
+        table = [[p.replicas(e) for e in range(num_experts)] for p in placements]
+        width = max(len(replicas) for layer in table for replicas in layer)
+        self._slots = torch.zeros(len(table), num_experts, width, dtype=torch.int64)
+        shares = torch.zeros(len(table), num_experts, width, dtype=torch.float64)
+        for layer, placement in enumerate(placements):
+            for expert, replicas in enumerate(table[layer]):
+                for number, (node, local) in enumerate(replicas):
+                    self._slots[layer, expert, number] = node * self.num_local + local
+                    shares[layer, expert, number] = placement.shares[node][local]
+        self._bounds = shares.cumsum(2) / shares.sum(2, keepdim=True)
+        self._counters = torch.zeros(len(table), num_experts, dtype=torch.int64)
+        self._start = source_rank * _GOLDEN // 3
+
+    def slots(self, layer: int, expert_ids: Tensor) -> Tensor:
+        """Return the slot that computes each row, and step the counters.
+
+        Args:
+            layer: of the placements.
+            expert_ids: [b, K] int64, logical experts.
+
+        Returns:
+            [b, K] int64 on the CPU, `node * num_local + local expert`.
+        """
+        experts = expert_ids.flatten().cpu()
+        counts = torch.bincount(experts, minlength=self._counters.shape[1])
+        order = torch.argsort(experts, stable=True)
+        number = torch.empty_like(order)
+        number[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[experts[order]]
+        number += self._counters[layer, experts]
+        self._counters[layer] += counts
+        uniform = ((number * _GOLDEN + self._start) & 0xFFFFFFFF) * 2.0**-32
+        replica = (uniform[:, None] >= self._bounds[layer, experts]).sum(1)
+        return self._slots[layer, experts, replica].view(expert_ids.shape)

@@ -1,0 +1,264 @@
+"""The processes of an instance as its coordinator sees them: started, asked, watched, ended.
+
+Every wait ends: with an answer, with the end of a process, when a rank has given no sign of life
+for some seconds (a stopped process), or when the time of the request is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from planish.base.errors import PeerLost, ProtocolError
+from planish.engines.disagg.control import Channel, Message
+from planish.engines.disagg.settings import DEAD_S, RankSettings
+
+PING_S = 1.0
+"""Between questions to a silent rank whether it lives."""
+_END_S = 5.0
+
+_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Ranks share the cores of a machine."""
+
+
+class Process(Protocol):
+    """What runs a rank, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code once it has ended."""
+
+    def kill(self) -> None:
+        """End it by force."""
+
+
+def launch(end: socket.socket) -> Process:
+    """Start a rank as a process of this machine whose standard input is `end`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "planish.engines.disagg.rank"],
+        stdin=end.fileno(),
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **_THREADS},
+        start_new_session=True,
+    )
+
+
+Opener = Callable[[int], tuple[Process, socket.socket]]
+"""Takes the number of a rank, gives what runs it and this end of the connection to it."""
+
+
+def beside(launcher: Callable[[socket.socket], Process]) -> Opener:
+    """Return an opener of ranks on this machine.
+
+    Args:
+        launcher: starts a rank over its end of a connection, which is closed here afterwards.
+    """
+
+    def start(_: int) -> tuple[Process, socket.socket]:
+        here, there = socket.socketpair()
+        with there:
+            return launcher(there), here
+
+    return start
+
+
+@dataclass
+class _Rank:
+    """One rank."""
+
+    process: Process
+    channel: Channel
+    heard_s: float = 0.0
+    asked_s: float = 0.0
+    has_spoken: bool = False
+    """A rank that still imports its packages answers to nothing."""
+    answers: dict[int, Message] = field(default_factory=dict)
+
+
+@dataclass
+class Answers:
+    """What ranks answered."""
+
+    given: dict[int, Message] = field(default_factory=dict)
+    """Of those that did what they were asked."""
+    faults: dict[int, str] = field(default_factory=dict)
+    """Of those that could not."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Ranks that are dead now, and why; told once."""
+
+
+class Processes:
+    """The ranks of one instance that live."""
+
+    def __init__(self, timeout_s: float, opener: Opener) -> None:
+        """Start none yet.
+
+        Args:
+            timeout_s: longest wait for an answer.
+            opener: starts a rank, or connects with one.
+        """
+        self._timeout_s, self._open = timeout_s, opener
+        self._ranks: dict[int, _Rank] = {}
+        self._number = 0
+        self._lost: dict[int, str] = {}
+        self._reported: list[Message] = []
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._ranks
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank that lives."""
+        return {number: rank.process.pid for number, rank in self._ranks.items()}
+
+    def start(self, settings: RankSettings) -> int:
+        """Start a rank; return the number of the question that it answers once it is ready."""
+        process, end = self._open(settings.rank)
+        self._ranks[settings.rank] = _Rank(process, Channel(end))
+        return self.tell([settings.rank], {"op": "start", "settings": settings.plain()})
+
+    def tell(self, ranks: Iterable[int], message: Mapping[str, Any]) -> int:
+        """Send a message to ranks that live; return the number that their answers carry."""
+        self._number += 1
+        for number in list(ranks):
+            rank = self._ranks.get(number)
+            if rank is None:
+                continue
+            try:
+                rank.channel.send({**message, "id": self._number})
+            except PeerLost as error:
+                self.kill(number, str(error))
+        return self._number
+
+    def gather(self, numbers: Mapping[int, int]) -> Answers:
+        """Wait until each rank has answered its question, or is dead.
+
+        It returns before that as soon as a rank reports a fault or is lost, so that the caller can
+        tell the others; who has not answered by then is in none of the tables. A silent rank is
+        asked whether it lives, and ended when it does not answer.
+
+        Args:
+            numbers: of the question to each rank.
+        """
+        answers = Answers()
+        deadline = time.monotonic() + self._timeout_s
+        for rank in self._ranks.values():
+            # Nobody listened before, so silence until now says nothing.
+            rank.heard_s = rank.asked_s = time.monotonic()
+        while True:
+            looked_s = time.monotonic()
+            self._sort_out(numbers, answers)
+            waiting = set(numbers) & set(self._ranks) - set(answers.given)
+            if answers.lost or answers.faults or not waiting:
+                return answers
+            with selectors.DefaultSelector() as selector:
+                for number, rank in self._ranks.items():
+                    selector.register(rank.channel, selectors.EVENT_READ, number)
+                ready = [key.data for key, _ in selector.select(PING_S / 4)]
+            for number in ready:
+                self.read(number)
+            deadline += self.watch(looked_s)
+            if time.monotonic() > deadline:
+                for number in waiting & set(self._ranks):
+                    self.kill(number, f"did not answer within {self._timeout_s:g} s")
+
+    def watch(self, looked_s: float) -> float:
+        """End ranks that have exited or stay silent, and ask quiet ones whether they live.
+
+        Args:
+            looked_s: monotonic seconds of the look before this one.
+
+        Returns:
+            Seconds for which this process itself was stopped; what it did not hear then says
+            nothing about the ranks.
+        """
+        now = time.monotonic()
+        was_stopped = now - looked_s > DEAD_S / 2
+        for number, rank in list(self._ranks.items()):
+            if was_stopped:
+                rank.heard_s = rank.asked_s = now
+            code = rank.process.poll()
+            if code is not None:
+                self.kill(number, f"ended with exit code {code}")
+            elif rank.has_spoken and now - rank.heard_s > DEAD_S:
+                self.kill(number, f"gave no sign of life for {DEAD_S:g} s")
+            elif rank.has_spoken and now - max(rank.heard_s, rank.asked_s) > PING_S:
+                rank.asked_s = now
+                self.tell([number], {"op": "ping"})
+        return now - looked_s if was_stopped else 0.0
+
+    def _sort_out(self, numbers: Mapping[int, int], answers: Answers) -> None:
+        """Move what has come to its table, and end those ranks that others have lost."""
+        messages = list(self._reported)
+        self._reported.clear()
+        for number, question in numbers.items():
+            rank = self._ranks.get(number)
+            message = rank.answers.pop(question, None) if rank is not None else None
+            if message is not None and "fault" not in message:
+                answers.given[number] = message
+            elif message is not None:
+                messages.append({**message, "rank": number})
+        for message in messages:
+            blamed = {int(rank): reason for rank, reason in message["lost"].items()}
+            for lost, reason in blamed.items():
+                self.kill(lost, reason)
+            if not blamed or message.get("re") is not None:
+                answers.faults[message["rank"]] = message["fault"]
+        answers.lost.update(self._lost)
+        self._lost = {}
+
+    def read(self, number: int) -> None:
+        """Take what a rank has sent, without waiting."""
+        rank = self._ranks.get(number)
+        if rank is None:
+            return
+        try:
+            rank.channel.read()
+        except (PeerLost, ProtocolError) as error:
+            self.kill(number, str(error))
+            return
+        rank.heard_s, rank.has_spoken = time.monotonic(), True
+        while (message := rank.channel.pop()) is not None:
+            if message.get("re") is not None:
+                rank.answers[message["re"]] = message
+            else:
+                self._reported.append({**message, "rank": number})
+
+    def kill(self, number: int, reason: str) -> None:
+        """End a rank by force; the next `gather` tells that it is lost."""
+        rank = self._ranks.pop(number, None)
+        if rank is None:
+            return
+        self._lost[number] = reason
+        rank.channel.close()
+        rank.process.kill()
+        rank.process.wait()
+
+    def close(self) -> None:
+        """End all ranks, at first politely; returns when no process is left."""
+        for number in list(self._ranks):
+            self.tell([number], {"op": "close"})
+        ranks, self._ranks = list(self._ranks.values()), {}
+        deadline = time.monotonic() + _END_S
+        for rank in ranks:
+            rank.channel.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            rank.process.kill()
+            rank.process.wait()

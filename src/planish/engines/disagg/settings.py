@@ -1,0 +1,122 @@
+"""What a rank is told when it starts, as JSON on its standard input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from planish.engines.disagg.m2n.frames import FrameLimits
+
+DEAD_S = 10.0
+"""Silence of a rank, asked whether it lives, after which it counts as dead."""
+
+Role = Literal["attention", "expert"]
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """One rank of an instance; all but `rank` and `role` are equal on all ranks."""
+
+    rank: int
+    """Attention ranks come first, then expert ranks."""
+    role: Role
+    num_attention: int
+    """Attention ranks."""
+    num_expert: int
+    """Expert ranks."""
+    micro_batches: int
+    """Of each attention rank."""
+    rows: int
+    """Requests of one micro-batch of one attention rank at once."""
+    max_model_len: int
+    """Prompt and response in tokens."""
+    prefill_tokens: int
+    """Most tokens, padding included, of one forward over prompts."""
+    folder: str
+    """Local folder of the policy."""
+    version: int
+    """Its policy version."""
+    device: str
+    """Torch device."""
+    dtype: str
+    """Of the rows, as torch names it."""
+    hidden_size: int
+    """Width of a row."""
+    top_k: int
+    """Experts that compute each token."""
+    local_experts: int
+    """Most experts of a layer on one expert rank, replicas included."""
+    transport: str
+    """`sockets` or `gloo`."""
+    token: str
+    """Of this start of the instance."""
+    scratch: str
+    """Folder of this start of the instance, where ranks that use gloo find each other."""
+    timeout_s: float
+    """Longest wait for peers."""
+    layout: dict[str, Any]
+    """`ExpertLayout` as JSON."""
+    routing: str = ""
+    """Integer type in which attention ranks keep the experts of each token; "" keeps none."""
+    pin: str = ""
+    """Pinned URI by which a rank of another machine fetches the policy; empty for `folder`."""
+    vllm: dict[str, Any] | None = None
+    """Settings of `EngineConfig` for vLLM where it is the attention side; None for our own."""
+    stage_s: tuple[float, float] = (0.0, 0.0)
+    """Least seconds of a layer on an attention rank and on an expert rank, for measurements."""
+    link: tuple[float, float] | None = None
+    """Latency in seconds and bytes per second of an emulated link, for measurements."""
+
+    @property
+    def attention_ranks(self) -> range:
+        """Ranks that hold attention."""
+        return range(self.num_attention)
+
+    @property
+    def expert_ranks(self) -> range:
+        """Ranks that hold experts."""
+        return range(self.num_attention, self.num_attention + self.num_expert)
+
+    @property
+    def peers(self) -> range:
+        """Ranks that this one exchanges rows with."""
+        return self.expert_ranks if self.role == "attention" else self.attention_ranks
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest frame; a forward over more sends several, one after another."""
+        return max(self.rows, self.prefill_tokens)
+
+    @property
+    def limits(self) -> FrameLimits:
+        """Sizes of frames."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return FrameLimits.of(
+            self.micro_batches,
+            max_tokens=self.max_tokens,
+            top_k=self.top_k,
+            num_local_experts=self.local_experts,
+            row_bytes=self.hidden_size * dtype.itemsize,
+        )
+
+    @property
+    def path(self) -> Path:
+        """The folder of the policy."""
+        return Path(self.folder)
+
+    def plain(self) -> dict[str, Any]:
+        """Return this as JSON holds it."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> RankSettings:
+        """Return what `plain` was given."""
+        known = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
+        for name in ("stage_s", "link"):
+            if known.get(name) is not None:
+                known[name] = tuple(known[name])
+        return cls(**known)

@@ -1,0 +1,302 @@
+"""The command line `planish rollout ...`: its options, and which function does what.
+
+Nothing heavier than argparse is imported before a command is known. Commands yield plain tables
+and lines; the caller prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from planish.base.text import Table
+
+Progress = Callable[[str, int, int], None]
+"""Called with what goes on, steps done and steps in all (0: unknown)."""
+
+Lines = Iterator[Table | str]
+"""What a command prints, piece by piece."""
+
+RANK_PORT = 9610
+"""Where a rank listens for its coordinator."""
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": (
+        "planish.engines.planner.report:plan",
+        "find the best deployment of attention and experts apart, or say that there is none",
+    ),
+    "simulate": (
+        "planish.engines.planner.simulate:simulate",
+        "run a plan on simulated ranks, with jitter, uneven experts and dead ranks",
+    ),
+    "profile": (
+        "planish.engines.planner.profile:profile",
+        "measure attention and one expert on this machine, for `plan --profile`",
+    ),
+    "manifests": (
+        "planish.engines.deploy.manifests:manifests",
+        "render the ranks of a plan for a Kubernetes cluster, as YAML",
+    ),
+    "afd": (
+        "planish.engines.deploy.afd:afd",
+        "write launch files of a plan for the public attention-FFN plug-in of vLLM",
+    ),
+    "rank": (
+        "planish.engines.deploy.host:host",
+        "wait for a coordinator and run one rank for it, on the machine of the rank",
+    ),
+}
+"""Command to its `module:function` and its line of help."""
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Return the positive numbers of `1,2,4` or `1..16`, rising.
+
+    Raises:
+        argparse.ArgumentTypeError: another form.
+
+    Example:
+        >>> counts("1..3"), counts("8,2")
+        ((1, 2, 3), (2, 8))
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        low, dots, high = part.strip().partition("..")
+        first, last = (int(x) if x.isdecimal() else 0 for x in (low, high if dots else low))
+        if not 1 <= first <= last <= 4096:
+            raise argparse.ArgumentTypeError(
+                f"must be whole numbers from 1 to 4096 such as 1,2,4 or 1..16, got {text!r}"
+            )
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def replicas(text: str) -> tuple[int, ...] | None:
+    """Return numbers as `counts`; None for `balance`."""
+    return None if text == "balance" else counts(text)
+
+
+def positive(text: str) -> float:
+    """Return a number above 0; `inf` is one.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or not above 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def count(text: str) -> int:
+    """Return one positive whole number.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= 10**7:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """Return the first of the ports of a rank.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or none that leaves room for two more.
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= 65533:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65533, got {text!r}")
+    return int(text)
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add every command and its options to the parser of `planish rollout`."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    made = {
+        name: commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.")
+        for name, (_, line) in COMMANDS.items()
+    }
+    add_plan_options(made["plan"])
+    add = made["simulate"].add_argument
+    add("plan", type=Path, metavar="PLAN", help="file of `planish rollout plan --json`")
+    add("--requests", type=count, default=0, metavar="N", help="default: twice the plan's batch")
+    add("--spread", type=float, default=0.5, help="of the log of response lengths (default 0.5)")
+    add("--jitter", type=float, default=0.0, help="of the log of each time (default 0.0)")
+    add("--imbalance", type=positive, default=1.0, help="busiest expert rank over mean (1.0)")
+    add(
+        "--dead",
+        action="append",
+        default=[],
+        metavar="ROLE:RANK@SECONDS",
+        help="a rank that dies: attention:0@1.5 or experts:3@2; repeatable",
+    )
+    add("--seed", type=int, default=0, help="of all draws (default 0)")
+    add("--layers", type=count, default=6, metavar="N", help="in the picture (default 6)")
+    add("--picture", type=Path, metavar="FILE", help="gets the timeline, as SVG")
+    add("--json", type=Path, metavar="FILE", help="gets every figure")
+    add = made["profile"].add_argument
+    add("--model", required=True, metavar="M", help="name of a published model, or a config.json")
+    add("--out", type=Path, required=True, metavar="FILE", help="gets what was measured")
+    rows = (16, 32, 64, 128, 256, 512, 1024)
+    add("--rows", type=counts, default=rows, metavar="N", help="of a stage (16,32,64,...,1024)")
+    add("--tp", type=counts, default=(1,), metavar="N", help="GPUs that share a matrix (1)")
+    add("--length", type=positive, default=650.5, help="cached tokens of a row (650.5)")
+    add("--repeats", type=count, default=20, metavar="N", help="runs of a point at most (20)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+
+    add_manifests_options(made["manifests"])
+    add_afd_options(made["afd"])
+    add = made["rank"].add_argument
+    add("--host", required=True, help="address of this machine, for coordinator and other ranks")
+    add("--port", type=port, default=RANK_PORT, help=f"the first of three ({RANK_PORT})")
+    add("--device", default="cuda", help="torch device of the rank (cuda)")
+
+
+def add_manifests_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `planish rollout manifests`."""
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN", help="file of `planish rollout plan --json`")
+    add("--image", required=True, metavar="REFERENCE", help="of planish/rollout, for all ranks")
+    add(
+        "--kind",
+        choices=("leaderworkerset", "statefulset"),
+        default="leaderworkerset",
+        help="of the sets of pods (default leaderworkerset)",
+    )
+    add("--engine", choices=("disagg", "vllm_disagg"), default="disagg", help="default disagg")
+    add("--name", default="ranks", help="of the objects, before `-attention` (default ranks)")
+    add("--namespace", default="planish", help="default planish")
+    add(
+        "--nodes",
+        action="append",
+        default=[],
+        metavar="GPU:LABEL=VALUE",
+        help="label of the nodes with a type of GPU; repeatable, needed where there are two types",
+    )
+    add("--gpu-resource", default="nvidia.com/gpu", help="default nvidia.com/gpu")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu asks for no GPU (cuda)")
+    add("--cpu", default="12", metavar="N", help="cores that a pod requests (12)")
+    add("--memory", default="160Gi", metavar="N", help="request and limit of a pod (160Gi)")
+    add("--shared-memory", default="16Gi", metavar="N", help="/dev/shm of a GPU pod (16Gi)")
+    add("--secret", default="planish-store", help="with the token and the store (planish-store)")
+    add("--port", type=port, default=RANK_PORT, help=f"the first of three ({RANK_PORT})")
+    add("--anyway", action="store_true", help="also where the plan says not to disaggregate")
+    add("--out", type=Path, metavar="FILE", help="gets the YAML; else it is printed")
+
+
+def add_afd_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `planish rollout afd`."""
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN", help="file of `planish rollout plan --json`")
+    add("--policy", required=True, metavar="MODEL", help="folder or name that vLLM serves")
+    add("--max-model-len", type=count, required=True, metavar="N", help="of prompt and response")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="gets launch.json and launch.txt")
+    add("--architecture", default="", metavar="A", help="of a model that the planner knows not")
+    add("--vllm-version", default="0.26.0", metavar="V", help="that will run it (0.26.0)")
+    here = "127.0.0.1"
+    add("--attention-machines", default=here, metavar="A,B", help="addresses (this machine)")
+    add("--ffn-machines", default=here, metavar="A,B", help="addresses (this machine)")
+    add("--port", type=count, default=6239, metavar="N", help="first of both roles' (6239)")
+    add("--http-port", type=count, default=18000, metavar="N", help="of the API server (18000)")
+    add("--batch-tokens", type=count, default=8192, metavar="N", help="of one forward (8192)")
+    add("--eager", action="store_true", help="without graphs of decode steps")
+    add("--anyway", action="store_true", help="also where the plan says not to disaggregate")
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `planish rollout plan`."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="name of a published model, or a config.json")
+    add("--attention-gpus", required=True, metavar="A,B", help="types tried for attention")
+    add("--expert-gpus", required=True, metavar="A,B", help="types tried for experts")
+    add(
+        "--objective",
+        choices=("gpu", "cost", "watt"),
+        default="gpu",
+        help="tokens per second are maximised per GPU (default), price or watt",
+    )
+    add(
+        "--slo-ms",
+        type=positive,
+        default=150.0,
+        metavar="MS",
+        help="longest time between tokens (default 150; inf for rollouts nobody waits for)",
+    )
+    add("--input", type=positive, default=571.0, metavar="N", help="prompt tokens (default 571)")
+    add("--output", type=positive, default=159.0, metavar="N", help="response tokens (default 159)")
+    add(
+        "--micro-batches",
+        type=counts,
+        default=(3, 4),
+        metavar="3,4",
+        help="numbers of micro-batches that are tried (default 3,4)",
+    )
+    add(
+        "--replicas",
+        type=replicas,
+        default=tuple(range(1, 17)),
+        metavar="1..16",
+        help="attention replicas that are tried (default 1..16); `balance`: where both stages "
+        "take as long, as the paper does",
+    )
+    sizes = (1, 2, 4, 8)
+    add("--tp-a", type=counts, default=sizes, metavar="N", help="GPUs of a replica (1,2,4,8)")
+    add("--tp-e", type=counts, default=sizes, metavar="N", help="GPUs of an expert node (1,2,4,8)")
+    add(
+        "--expert-nodes",
+        type=counts,
+        default=(),
+        metavar="N",
+        help="nodes that share the experts (default one expert each, and for more than 32 "
+        "experts also their divisors from 8 on)",
+    )
+    add("--batch", type=count, default=0, metavar="N", help="requests at once (default: most)")
+    add("--max-gpus", type=count, default=0, metavar="N", help="of a deployment (default: any)")
+    add("--imbalance", type=positive, default=1.0, help="busiest expert node over the mean (1.0)")
+    add("--redundancy", type=float, default=0.0, help="share of experts stored twice (0.0)")
+    add(
+        "--combine",
+        choices=("exact", "local_sum"),
+        default="exact",
+        help="rows on the network: one per token and expert, or per token and expert node",
+    )
+    add(
+        "--baseline",
+        choices=("ideal", "framework"),
+        default="ideal",
+        help="what the ratio is to: colocated without overhead (default), or twice as long",
+    )
+    add("--baseline-gpu", default="", metavar="G", help="of it (default the best of those above)")
+    add(
+        "--gpu-data",
+        action="append",
+        default=[],
+        metavar="G.FIGURE=X",
+        help="other figure of a GPU, such as h100.price=4.5 or a800.network_rate=5e10; repeatable",
+    )
+    add(
+        "--constant",
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="other constant of the performance model; repeatable",
+    )
+    add("--profile", type=Path, metavar="FILE", help="measured stages of `planish rollout profile`")
+    add("--json", type=Path, metavar="FILE", help="gets everything, each evaluated plan too")
+
+
+def run(options: argparse.Namespace, progress: Progress) -> Lines:
+    """Do what the parsed options ask for, and yield what to print.
+
+    Raises:
+        PlanishError: it could not be done.
+    """
+    module, _, function = COMMANDS[options.action][0].partition(":")
+    yield from getattr(importlib.import_module(module), function)(options, progress)

@@ -1,0 +1,193 @@
+"""One deployment: attention replicas and expert nodes of given GPUs, and how long its stages take.
+
+Memory, stages and network are those of a whole instance; which batch it decodes is the search's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planish.engines.planner.gpus import Gpu
+from planish.engines.planner.law import iteration_seconds
+from planish.engines.planner.models import BYTES, MoeModel
+from planish.engines.planner.performance import (
+    Constants,
+    Measured,
+    Network,
+    Stage,
+    Workload,
+    attention_stage,
+    expert_stage,
+    outside_stage,
+    rows_per_node,
+)
+
+Profiles = Mapping[tuple[str, str, int], Measured]
+"""(`attention` or `experts`, GPU, tp) -> measured stage, which replaces the computed one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of the stages for one micro-batch: of one layer, and outside the pipeline."""
+
+    attention: float
+    """Attention of a layer."""
+    experts: float
+    """Experts of a layer, on the busiest node."""
+    network: float
+    """One direction between them."""
+    outside: float
+    """Layers without experts and logits, on the attention node, once an iteration."""
+
+    def iteration(self, micro_batches: int, layers: int) -> float:
+        """Return the seconds of an iteration: the law, and what stands outside of it.
+
+        The time outside is added for each micro-batch, since they share the attention node: an
+        upper bound, as part of it may hide behind the experts.
+        """
+        inside = iteration_seconds(
+            self.attention, self.experts, self.network, micro_batches, layers
+        )
+        return inside + micro_batches * self.outside
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Attention replicas and expert nodes with their stages."""
+
+    model: MoeModel
+    """Shapes."""
+    attention_gpu: Gpu
+    """Type of GPU with attention."""
+    expert_gpu: Gpu
+    """Type of GPU with experts."""
+    tp_a: int
+    """GPUs of an attention replica."""
+    tp_e: int
+    """GPUs of an expert node."""
+    n_a: int
+    """Attention replicas."""
+    n_e: int
+    """Expert nodes."""
+    attention: Stage
+    """Of the rows of one replica."""
+    experts: Stage
+    """Of the rows of one expert node."""
+    outside: Stage
+    """Of the rows of one replica."""
+    network: Network
+    """Of the rows of one replica."""
+    expert_rows: float
+    """Rows of the busiest expert node for one row of each replica."""
+    row_bytes: float
+    """Bytes of cache on one attention GPU for one request."""
+    free_bytes: float
+    """Bytes of one attention GPU for the cache."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.tp_a * self.n_a + self.tp_e * self.n_e
+
+    def times(self, rows: float) -> Times:
+        """Return the times of micro-batches with so many rows on each replica."""
+        return Times(
+            self.attention.seconds(rows),
+            self.experts.seconds(rows * self.expert_rows),
+            self.network.seconds(rows),
+            self.outside.seconds(rows),
+        )
+
+    def total(self, rows: float, micro_batches: int) -> float:
+        """Return the seconds of an iteration; `times` says how they add up."""
+        # The search asks millions of times: no object is made here.
+        inside = iteration_seconds(
+            self.attention.seconds(rows),
+            self.experts.seconds(rows * self.expert_rows),
+            self.network.seconds(rows),
+            micro_batches,
+            self.model.layers,
+        )
+        return inside + micro_batches * self.outside.seconds(rows)
+
+    def most_rows(self, micro_batches: int) -> int:
+        """Return the rows of a micro-batch on one replica that its memory holds.
+
+        A replica keeps the cache of all its micro-batches.
+        """
+        # The bound is strict: at equality memory does not suffice.
+        return max(0, math.ceil(self.free_bytes / (micro_batches * self.row_bytes)) - 1)
+
+
+def free_bytes(model: MoeModel, gpu: Gpu, tp: int, constants: Constants) -> float:
+    """Return the bytes of an attention GPU that weights and reserve leave to the cache."""
+    return gpu.memory_bytes * (1 - constants.memory_reserve) - model.attention_bytes(tp)
+
+
+def expert_bytes(model: MoeModel, n_e: int, redundancy: float) -> float:
+    """Return the bytes of weights of an expert node, which its GPUs share."""
+    return BYTES * model.expert_parameters * model.num_experts / n_e * (1 + redundancy)
+
+
+def deploy(
+    model: MoeModel,
+    workload: Workload,
+    gpus: tuple[Gpu, Gpu],
+    constants: Constants,
+    profiles: Profiles,
+    *,
+    tp_a: int,
+    tp_e: int,
+    n_a: int,
+    n_e: int,
+) -> Deployment:
+    """Return a deployment with its stages, whether or not it fits.
+
+    Args:
+        model: shapes.
+        workload: lengths and spread.
+        gpus: of attention and of experts.
+        constants: what data sheets leave out.
+        profiles: measured stages, which replace computed ones.
+        tp_a: GPUs of an attention replica.
+        tp_e: GPUs of an expert node.
+        n_a: attention replicas.
+        n_e: expert nodes; must divide the experts.
+    """
+    attention_gpu, expert_gpu = gpus
+    local = model.num_experts // n_e
+    measured = profiles.get(("experts", expert_gpu.name, tp_e))
+    experts: Stage = (
+        measured.repeated(local)
+        if measured
+        else expert_stage(model, expert_gpu, tp_e, local, constants)
+    )
+    length = workload.length
+    width = BYTES * model.hidden_size
+    crossing = rows_per_node(model, n_e, workload.combine)
+    return Deployment(
+        model=model,
+        attention_gpu=attention_gpu,
+        expert_gpu=expert_gpu,
+        tp_a=tp_a,
+        tp_e=tp_e,
+        n_a=n_a,
+        n_e=n_e,
+        attention=profiles.get(("attention", attention_gpu.name, tp_a))
+        or attention_stage(model, attention_gpu, tp_a, length, constants),
+        experts=experts,
+        outside=outside_stage(model, attention_gpu, tp_a, length, constants),
+        network=Network(
+            attention_bytes=width * crossing * n_e / tp_a,
+            expert_bytes=width * crossing * n_a * workload.imbalance / tp_e,
+            attention_rate=attention_gpu.network_rate,
+            expert_rate=expert_gpu.network_rate,
+            half_rate_bytes=constants.half_rate_bytes,
+            latency=constants.network_seconds,
+        ),
+        expert_rows=n_a * model.experts_per_token / n_e * workload.imbalance,
+        row_bytes=length * model.kv_bytes(tp_a) * model.all_layers,
+        free_bytes=free_bytes(model, attention_gpu, tp_a, constants),
+    )

@@ -1,0 +1,130 @@
+"""What a GPU is to the planner: memory, rates, price, watts and its links."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One type of GPU; rates are those of the data sheet, dense bfloat16.
+
+    Example:
+        >>> GPUS["a800"].flops / GPUS["a800"].memory_rate > 150
+        True
+    """
+
+    name: str
+    """Key of the table."""
+    memory_bytes: float
+    """Bytes of its memory."""
+    memory_rate: float
+    """Bytes per second of its memory."""
+    flops: float
+    """Floating-point operations per second, multiply and add apart."""
+    watts: float
+    """Power at full load."""
+    link_rate: float
+    """Bytes per second in one direction to the other GPUs of its node: NVLink or PCIe."""
+    network_rate: float
+    """Bytes per second in one direction to other nodes: its share of the node's cards."""
+    price: float = 0.0
+    """Price in units of an L20; 0 where none is published."""
+    per_node: int = 8
+    """GPUs in one node."""
+
+
+def _gpu(name: str, *row: float) -> Gpu:
+    price, gigabytes, rate, teraflops, watts, link, network = row
+    memory = (gigabytes * 1e9, rate * 1e9, teraflops * 1e12)
+    return Gpu(name, *memory, watts, link * 1e9, network * 1e9, price)
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # name, price, GB, GB/s, TFLOPS, watts, link GB/s, network GB/s
+        _gpu("l20", 1.00, 48, 864, 119.5, 275, 32, 12.5),
+        _gpu("h800", 5.28, 80, 3430.4, 989, 700, 200, 50),
+        _gpu("a800", 2.26, 80, 2039, 312, 400, 200, 25),
+        _gpu("h20", 1.85, 96, 4096, 148, 500, 450, 25),
+        _gpu("l40s", 1.08, 48, 864, 362, 350, 32, 12.5),
+        _gpu("a100", 0.0, 80, 2039, 312, 400, 300, 25),
+        _gpu("h100", 0.0, 80, 3350, 989, 700, 450, 50),
+        _gpu("h200", 0.0, 141, 4800, 989, 700, 450, 50),
+    )
+}
+"""Price, memory, rates of L20, H800, A800, H20 and L40S and watts of H20 and L40S are those of the
+paper; the others the vendors'. Networks of A800 (8 cards of 200 Gb/s per node of 8), H20 (4 of 400)
+and L40S (2 of 400) are the paper's testbeds; L20 is taken as L40S, A100 as A800, and H800, H100 and
+H200 with one card of 400 Gb/s each."""
+
+CHANGEABLE = tuple(field.name for field in dataclasses.fields(Gpu) if field.name != "name")
+"""What `changed` may replace."""
+
+
+def find_gpus(names: str, measured: Gpu | None = None) -> list[Gpu]:
+    """Return the GPUs of a list with commas, each once, in its order.
+
+    Args:
+        names: of the table, or of the measured one.
+        measured: of a profile.
+
+    Raises:
+        ConfigError: an unknown or missing name.
+
+    Example:
+        >>> [gpu.name for gpu in find_gpus("H20,l40s,h20")]
+        ['h20', 'l40s']
+    """
+    table = GPUS if measured is None else {**GPUS, measured.name: measured}
+    wanted = dict.fromkeys(name.strip().lower() for name in names.split(",") if name.strip())
+    unknown = [name for name in wanted if name not in table]
+    if unknown or not wanted:
+        raise ConfigError(
+            f"a GPU must be one of {', '.join(table)}, got {', '.join(unknown) or 'none'}; "
+            "choose one of these, and change its figures with `--gpu-data`"
+        )
+    return [table[name] for name in wanted]
+
+
+def changed(gpus: Sequence[Gpu], changes: Sequence[str]) -> list[Gpu]:
+    """Return GPUs with figures of the user's, in the units of `Gpu`.
+
+    Args:
+        gpus: as found.
+        changes: each `<gpu>.<figure>=<number>`.
+
+    Raises:
+        ConfigError: no such figure, no number, or no such GPU in the table.
+
+    Example:
+        >>> changed(find_gpus("h100"), ["h100.price=4.5"])[0].price
+        4.5
+    """
+    table = {gpu.name: gpu for gpu in gpus}
+    for change in changes:
+        target, _, text = change.partition("=")
+        name, _, figure = target.strip().lower().partition(".")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        usable = math.isfinite(value) and value > 0
+        if figure == "per_node":
+            usable = usable and value.is_integer()
+        if name not in {**GPUS, **table} or figure not in CHANGEABLE or not usable:
+            raise ConfigError(
+                f"a changed figure must be <gpu>.<figure>=<positive number> with a figure of "
+                f"{', '.join(CHANGEABLE)}, got {change!r}; correct `--gpu-data`"
+            )
+        if name in table:
+            exact: Any = int(value) if figure == "per_node" else value
+            table[name] = dataclasses.replace(table[name], **{figure: exact})
+    return list(table.values())

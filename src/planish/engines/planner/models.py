@@ -1,0 +1,299 @@
+"""What a mixture-of-experts model is to the planner: shapes, from a name or a config.json.
+
+It reads no weights. Router, norms and biases are left out of times and memory: they are small and
+covered by the reserve.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish.base.errors import ConfigError
+from planish.models.experts import num_experts
+
+MAX_SIZE = 10_000_000
+"""Of any number in a config.json."""
+BYTES = 2
+"""Of one weight, activation or cached number: bfloat16."""
+
+
+@dataclass(frozen=True)
+class MoeModel:
+    """Shapes of one model.
+
+    Example:
+        >>> mixtral = MODELS["mixtral-8x22b"]
+        >>> mixtral.kv_bytes_per_token, round(mixtral.expert_parameters / 1e9, 2)
+        (229376, 16.91)
+    """
+
+    name: str
+    """Name of the table, or the folder of its config.json."""
+    layers: int
+    """Layers with experts."""
+    hidden_size: int
+    """Width of the residual stream."""
+    expert_size: int
+    """Intermediate size of one expert."""
+    num_experts: int
+    """Routed experts of a layer."""
+    experts_per_token: int
+    """Routed experts that compute a token."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; counts only without latent attention."""
+    head_dim: int
+    """Width of a head; counts only without latent attention."""
+    vocab_size: int
+    """Tokens that logits are computed for."""
+    tied_embeddings: bool = False
+    """The output matrix is the input embedding."""
+    dense_layers: int = 0
+    """Layers without experts."""
+    dense_size: int = 0
+    """Intermediate size of the feed-forward network in these."""
+    shared_size: int = 0
+    """Intermediate size of all shared experts of a layer together."""
+    q_rank: int = 0
+    """Rank of the queries of latent attention; 0: they are not compressed."""
+    kv_rank: int = 0
+    """Rank of keys and values of latent attention; 0: grouped heads."""
+    rope_dim: int = 0
+    """Width of the rotary part of a head, with latent attention."""
+    nope_dim: int = 0
+    """Width of the other part."""
+    value_dim: int = 0
+    """Width of a value head, with latent attention."""
+
+    def attention_matrices(self, tp: int) -> list[tuple[int, int]]:
+        """Return rows and columns of the attention matrices that one of `tp` GPUs holds.
+
+        Key and value heads are replicated once there are more GPUs than heads; the compressing
+        matrices of latent attention always are. Keys and values of latent attention stay
+        compressed: their expanding matrices work on the queries and on the result.
+        """
+        width, heads = self.hidden_size, self.num_heads // tp
+        if not self.kv_rank:
+            queries = heads * self.head_dim
+            keys = self.num_kv_heads * self.head_dim // min(tp, self.num_kv_heads)
+            return [(width, queries + 2 * keys), (queries, width)]
+        into_queries = heads * (self.nope_dim + self.rope_dim)
+        compressed = self.kv_rank + self.rope_dim
+        if self.q_rank:
+            first = [(width, self.q_rank + compressed), (self.q_rank, into_queries)]
+        else:
+            first = [(width, into_queries + compressed)]
+        absorbed = [(heads * self.nope_dim, self.kv_rank), (self.kv_rank, heads * self.value_dim)]
+        return [*first, *absorbed, (heads * self.value_dim, width)]
+
+    def feed_forward_matrices(self, size: int, tp: int) -> list[tuple[int, int]]:
+        """Return those of a gated feed-forward network of an intermediate size; none for 0."""
+        if not size:
+            return []
+        return [(self.hidden_size, 2 * size // tp), (size // tp, self.hidden_size)]
+
+    def kv_bytes(self, tp: int) -> int:
+        """Return the bytes that one of `tp` GPUs caches for a token in one layer."""
+        if self.kv_rank:
+            return BYTES * (self.kv_rank + self.rope_dim)
+        return 2 * BYTES * self.head_dim * self.num_kv_heads // min(tp, self.num_kv_heads)
+
+    def core_flops(self, tp: int) -> int:
+        """Return the operations of scores and weighted sum on one of `tp` GPUs.
+
+        They are for one row and one cached token, in one layer.
+        """
+        if self.kv_rank:
+            return 2 * (self.num_heads // tp) * (2 * self.kv_rank + self.rope_dim)
+        return 4 * (self.num_heads // tp) * self.head_dim
+
+    @property
+    def all_layers(self) -> int:
+        """Layers with and without experts."""
+        return self.layers + self.dense_layers
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one cached token over all layers, stored once."""
+        return self.kv_bytes(1) * self.all_layers
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of attention in the layers with experts: P_a of the paper."""
+        return self.layers * sum(rows * columns for rows, columns in self.attention_matrices(1))
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one routed expert over all layers: P_e of the paper."""
+        return self.layers * 3 * self.hidden_size * self.expert_size
+
+    def attention_bytes(self, tp: int) -> int:
+        """Return the bytes of weights on one of `tp` GPUs of an attention node."""
+        attention = self.all_layers * _count(self.attention_matrices(tp))
+        shared = self.layers * _count(self.feed_forward_matrices(self.shared_size, tp))
+        dense = self.dense_layers * _count(self.feed_forward_matrices(self.dense_size, tp))
+        tables = (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size // tp
+        return BYTES * (attention + shared + dense + tables)
+
+
+def _count(matrices: list[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in matrices)
+
+
+MODELS: dict[str, MoeModel] = {
+    model.name: model
+    for model in (
+        MoeModel("mixtral-8x22b", 56, 6144, 16384, 8, 2, 48, 8, 128, 32768),
+        MoeModel("dbrx", 40, 6144, 10752, 16, 4, 48, 8, 128, 100352),
+        MoeModel("scaled-moe", 48, 8192, 8192, 32, 4, 64, 8, 128, 32768),
+        MoeModel("qwen3-235b", 94, 4096, 1536, 128, 8, 64, 4, 128, 151936),
+        MoeModel("qwen3-30b", 48, 2048, 768, 128, 8, 32, 4, 128, 151936),
+        MoeModel(
+            name="deepseek-v3",
+            layers=58,
+            hidden_size=7168,
+            expert_size=2048,
+            num_experts=256,
+            experts_per_token=8,
+            num_heads=128,
+            num_kv_heads=128,
+            head_dim=128,
+            vocab_size=129280,
+            dense_layers=3,
+            dense_size=18432,
+            shared_size=2048,
+            q_rank=1536,
+            kv_rank=512,
+            rope_dim=64,
+            nope_dim=128,
+            value_dim=128,
+        ),
+    )
+}
+"""Published models by name. The vocabulary of Scaled-MoE, a model of the paper, is taken as that of
+Mixtral; its heads as 64 of 128."""
+
+
+def find_model(text: str) -> MoeModel:
+    """Return a model by its name in the table, or by the path of a config.json or its folder.
+
+    Raises:
+        ConfigError: neither, or the file describes no model with experts.
+    """
+    if text.lower() in MODELS:
+        return MODELS[text.lower()]
+    path = Path(text)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"`--model` must be one of {', '.join(MODELS)} or a config.json, got {text!r}; "
+            "choose a name or give the path of a file"
+        )
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"{path} must hold JSON, got {error}; give the config.json of a model"
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got a {type(config).__name__}")
+    return model_of(config, str(path.resolve().parent.name))
+
+
+def whole_number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """Return the first of some keys that a config.json has.
+
+    Raises:
+        ConfigError: it is no whole number from 0 to `MAX_SIZE`, or missing without a default.
+    """
+    given = (config[key] for key in keys if config.get(key) is not None)
+    found: Any = next(given, default)
+    whole = isinstance(found, int) and not isinstance(found, bool)
+    if not whole or not 0 <= found <= MAX_SIZE:
+        raise ConfigError(
+            f"config.json must have a whole number up to {MAX_SIZE} as "
+            f"{' or '.join(f'`{k}`' for k in keys)}, got {found!r}; correct the file"
+        )
+    return int(found)
+
+
+def model_of(config: Mapping[str, Any], name: str) -> MoeModel:
+    """Return the shapes of a config.json of any family with experts.
+
+    Keys are those of Qwen3-MoE, Mixtral and DeepSeek-V3; a family that has the same keys needs no
+    entry anywhere.
+
+    Args:
+        config: content of the file.
+        name: to call the model by.
+
+    Raises:
+        ConfigError: a dense model, a missing key, or sizes that are not positive integers.
+    """
+    if isinstance(config.get("text_config"), dict):
+        # Models of several modalities keep the language model's sizes there.
+        config = {**config, **config["text_config"]}
+    try:
+        experts = num_experts(config)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"config.json must have a whole number of experts, got none: {error}; correct the file"
+        ) from None
+    if not experts:
+        raise ConfigError(
+            f"the model must have routed experts, got a dense one ({config.get('model_type')!r}, "
+            "without `num_experts`, `num_local_experts` and `n_routed_experts`); a dense model has "
+            "nothing to disaggregate"
+        )
+
+    size = functools.partial(whole_number, config)
+    layers, heads = size("num_hidden_layers"), size("num_attention_heads")
+    step = max(1, size("decoder_sparse_step", "moe_layer_freq", default=1))
+    first, listed = size("first_k_dense_replace", default=0), config.get("mlp_only_layers") or []
+    offset = 1 if "decoder_sparse_step" in config else 0
+    if not isinstance(listed, list):
+        raise ConfigError(
+            f"`mlp_only_layers` of config.json must be a list, got {listed!r}; correct the file"
+        )
+    sparse = [
+        layer
+        for layer in range(layers)
+        if layer >= first and layer not in listed and (layer + offset) % step == 0
+    ]
+    expert_size = size("moe_intermediate_size", "intermediate_size")
+    shared = size("n_shared_experts", default=0) * expert_size
+    latent = size("kv_lora_rank", default=0)
+    made = MoeModel(
+        name=name,
+        layers=len(sparse),
+        hidden_size=size("hidden_size"),
+        expert_size=expert_size,
+        num_experts=experts,
+        experts_per_token=size("num_experts_per_tok"),
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=size("hidden_size") // max(heads, 1)),
+        vocab_size=size("vocab_size"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dense_layers=layers - len(sparse),
+        dense_size=size("intermediate_size", default=0) if len(sparse) < layers else 0,
+        shared_size=size("shared_expert_intermediate_size", default=shared),
+        q_rank=size("q_lora_rank", default=0) if latent else 0,
+        kv_rank=latent,
+        rope_dim=size("qk_rope_head_dim") if latent else 0,
+        nope_dim=size("qk_nope_head_dim") if latent else 0,
+        value_dim=size("v_head_dim") if latent else 0,
+    )
+    needed = (made.layers, made.hidden_size, expert_size, heads, made.num_kv_heads, made.head_dim)
+    if min(needed) < 1 or not 1 <= made.experts_per_token <= experts <= MAX_SIZE:
+        raise ConfigError(
+            "config.json must describe at least one layer with experts, positive sizes and at "
+            f"most as many experts per token as experts, got {made}; correct the file"
+        )
+    return made

@@ -1,0 +1,338 @@
+"""How long the stages of a layer take, from data sheets or from a profile of the very machine.
+
+A stage is a function of its rows: the time of its matrices is the longer of computing and of
+reading the weights, to which come terms that grow with the rows and a fixed part. One set of
+constants serves all models and GPUs.
+
+Source: MegaScale-Infer, arXiv 2504.02263, performance model; equation 6 for the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from planish.engines.planner.gpus import Gpu
+from planish.engines.planner.models import BYTES, MoeModel
+
+Combine = Literal["exact", "local_sum"]
+"""`exact`: one row per token and expert crosses the network; `local_sum`: at most one per token and
+expert node, which sums its experts."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets leave out; the same for every model and GPU.
+
+    Example:
+        >>> Constants().compute_efficiency
+        0.7
+    """
+
+    compute_efficiency: float = 0.70
+    """Share of the sheet's operations per second that large matrices reach."""
+    memory_efficiency: float = 0.80
+    """Share of the sheet's memory rate that reading weights and caches reaches."""
+    link_efficiency: float = 0.70
+    """Share of the link's rate that an all-reduce inside a node reaches."""
+    kernel_seconds: float = 4e-6
+    """Start of one kernel."""
+    link_seconds: float = 8e-6
+    """Latency of an all-reduce for each doubling of its GPUs."""
+    layer_seconds: float = 8e-6
+    """Norms, router and the like of a layer and stage."""
+    network_seconds: float = 20e-6
+    """Latency of one direction between attention and experts."""
+    half_rate_bytes: float = 128 * 1024
+    """Bytes with which a transfer reaches half the rate of the network."""
+    memory_reserve: float = 0.10
+    """Share of a GPU's memory that stays free for activations and the rest."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded, and how it is spread.
+
+    Example:
+        >>> Workload().length
+        650.5
+    """
+
+    input_tokens: float = 571.0
+    """Median prompt of the paper's workload, tokens."""
+    output_tokens: float = 159.0
+    """Median response of the paper's workload, tokens."""
+    imbalance: float = 1.0
+    """Load of the busiest expert node over the mean."""
+    combine: Combine = "exact"
+    """What crosses the network."""
+    redundancy: float = 0.0
+    """Expert weights stored twice, as a share of all."""
+
+    @property
+    def length(self) -> float:
+        """Cached tokens of a request half-way through its response."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+class Stage(Protocol):
+    """Seconds of one stage for one micro-batch and layer."""
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds that so many rows take."""
+        ...
+
+    def seconds_per_row(self) -> float:
+        """Return what one more row costs where there are many: k1 or k3 of the paper."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds = max(rows * compute, weights) + rows * slope + fixed.
+
+    Example:
+        >>> Roofline(compute=2.0, weights=10.0, slope=1.0, fixed=0.5).seconds(4)
+        14.5
+    """
+
+    compute: float
+    """Seconds per row in matrices, at the rate of computing."""
+    weights: float
+    """Seconds to read the matrices."""
+    slope: float
+    """Further seconds per row."""
+    fixed: float
+    """Seconds without rows."""
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds that so many rows take."""
+        busy = rows * self.compute
+        return (busy if busy > self.weights else self.weights) + rows * self.slope + self.fixed
+
+    def seconds_per_row(self) -> float:
+        """Return what one more row costs once computing is the longer part."""
+        return self.compute + self.slope
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds between measured points, and beyond the last along the line through the last two.
+
+    Example:
+        >>> Measured(rows=(1.0, 3.0), measured=(10.0, 14.0), slope=0.5, fixed=1.0).seconds(5)
+        21.5
+    """
+
+    rows: tuple[float, ...]
+    """Rows of the points, rising; at least two."""
+    measured: tuple[float, ...]
+    """Seconds of the points, not falling."""
+    slope: float = 0.0
+    """Further seconds per row: what was not measured, such as an all-reduce."""
+    fixed: float = 0.0
+    """Further seconds."""
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds that so many rows take."""
+        x, y, place = self.rows, self.measured, 1
+        if rows <= x[0]:
+            return y[0] + rows * self.slope + self.fixed
+        while place < len(x) - 1 and rows > x[place]:
+            place += 1
+        share = (rows - x[place - 1]) / (x[place] - x[place - 1])
+        return y[place - 1] + share * (y[place] - y[place - 1]) + rows * self.slope + self.fixed
+
+    def repeated(self, experts: int) -> Measured:
+        """Return the seconds of so many experts on one node, measured on one of them."""
+        rows = tuple(experts * count for count in self.rows)
+        seconds = tuple(experts * value for value in self.measured)
+        return Measured(rows, seconds, self.slope, self.fixed)
+
+    def seconds_per_row(self) -> float:
+        """Return the slope of the last two points."""
+        (x0, x1), (y0, y1) = self.rows[-2:], self.measured[-2:]
+        return (y1 - y0) / (x1 - x0) + self.slope
+
+
+def matrices_roofline(
+    matrices: Sequence[tuple[int, int]], gpu: Gpu, constants: Constants, *, copies: float = 1.0
+) -> Roofline:
+    """Return the seconds of rows that go through matrices, and of their kernels.
+
+    Args:
+        matrices: rows and columns on this GPU.
+        gpu: which computes.
+        constants: efficiencies.
+        copies: matrices of this shape, of which each row meets one; they share a kernel.
+    """
+    size = sum(rows * columns for rows, columns in matrices)
+    return Roofline(
+        compute=2 * size / (gpu.flops * constants.compute_efficiency),
+        weights=copies * BYTES * size / (gpu.memory_rate * constants.memory_efficiency),
+        slope=0.0,
+        fixed=len(matrices) * constants.kernel_seconds,
+    )
+
+
+def all_reduce(width: int, tp: int, gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """Return seconds per row and fixed seconds of an all-reduce of rows over `tp` GPUs.
+
+    Across nodes it is hierarchical: each GPU exchanges its part of a node's sum over its share of
+    the network, between a reduce-scatter and an all-gather inside the node.
+
+    Args:
+        width: numbers in a row.
+        tp: GPUs; 1 costs nothing. More than one node has must be a multiple of those.
+        gpu: with its links.
+        constants: efficiency and latencies.
+    """
+    if tp == 1:
+        return 0.0, 0.0
+    inside = min(tp, gpu.per_node)
+    nodes = tp // inside
+    volume = 2 * BYTES * width * (inside - 1) / inside / gpu.link_rate
+    volume += 2 * BYTES * width * (nodes - 1) / nodes / inside / gpu.network_rate
+    latency = constants.link_seconds * math.log2(inside)
+    latency += constants.network_seconds * math.log2(nodes)
+    return volume / constants.link_efficiency, latency
+
+
+def attention_core(
+    model: MoeModel, gpu: Gpu, tp: int, length: float, constants: Constants
+) -> float:
+    """Return the seconds per row of attention over the cached tokens of one layer.
+
+    It reads the cache, or computes where latent attention makes that the longer of the two.
+    """
+    reading = model.kv_bytes(tp) / (gpu.memory_rate * constants.memory_efficiency)
+    computing = model.core_flops(tp) / (gpu.flops * constants.compute_efficiency)
+    return length * max(reading, computing)
+
+
+@functools.cache
+def attention_stage(
+    model: MoeModel,
+    gpu: Gpu,
+    tp: int,
+    length: float,
+    constants: Constants,
+    *,
+    shared_sum: bool = True,
+) -> Roofline:
+    """Return the seconds of attention with its shared experts, for rows of one attention node.
+
+    Args:
+        model: shapes.
+        gpu: of the node.
+        tp: GPUs of the node.
+        length: cached tokens of a row.
+        constants: efficiencies and latencies.
+        shared_sum: shared experts have an all-reduce of their own, not that of the routed ones.
+    """
+    shared = model.feed_forward_matrices(model.shared_size, tp)
+    matrices = matrices_roofline([*model.attention_matrices(tp), *shared], gpu, constants)
+    sums = 2 if shared and shared_sum else 1
+    per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
+    return Roofline(
+        compute=matrices.compute,
+        weights=matrices.weights,
+        slope=attention_core(model, gpu, tp, length, constants) + sums * per_row,
+        fixed=matrices.fixed + sums * latency + constants.kernel_seconds + constants.layer_seconds,
+    )
+
+
+@functools.cache
+def expert_stage(
+    model: MoeModel, gpu: Gpu, tp: int, experts: int, constants: Constants
+) -> Roofline:
+    """Return the seconds of the experts of a node, for the rows of all of them together.
+
+    Args:
+        model: shapes.
+        gpu: of the node.
+        tp: GPUs of the node.
+        experts: which the node holds of each layer; rows spread evenly over them.
+        constants: efficiencies and latencies.
+    """
+    pair = model.feed_forward_matrices(model.expert_size, tp)
+    matrices = matrices_roofline(pair, gpu, constants, copies=experts)
+    per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
+    return Roofline(
+        compute=matrices.compute,
+        weights=matrices.weights,
+        slope=per_row,
+        fixed=matrices.fixed + latency + constants.layer_seconds,
+    )
+
+
+@functools.cache
+def outside_stage(
+    model: MoeModel, gpu: Gpu, tp: int, length: float, constants: Constants
+) -> Roofline:
+    """Return the seconds that a micro-batch spends on its attention node outside the pipeline.
+
+    These are the layers without experts, and the logits at the end of an iteration.
+    """
+    logits = matrices_roofline([(model.hidden_size, model.vocab_size // tp)], gpu, constants)
+    layers = model.dense_layers
+    dense = matrices_roofline(
+        [*model.attention_matrices(tp), *model.feed_forward_matrices(model.dense_size, tp)],
+        gpu,
+        constants,
+    )
+    per_row, latency = all_reduce(model.hidden_size, tp, gpu, constants)
+    core = attention_core(model, gpu, tp, length, constants)
+    fixed = dense.fixed + 2 * latency + constants.kernel_seconds + constants.layer_seconds
+    return Roofline(
+        compute=logits.compute + layers * dense.compute,
+        weights=logits.weights + layers * dense.weights,
+        slope=layers * (core + 2 * per_row),
+        fixed=logits.fixed + layers * fixed,
+    )
+
+
+def rows_per_node(model: MoeModel, expert_nodes: int, combine: Combine) -> float:
+    """Return the rows of a token that one expert node receives on average.
+
+    Example:
+        Mixtral sends each token to 2 of 8 experts: 0.25 rows to each of 8 nodes.
+    """
+    rows = model.experts_per_token / expert_nodes
+    if combine == "exact":
+        return rows
+    local, experts = model.num_experts // expert_nodes, model.num_experts
+    chosen = model.experts_per_token
+    return 1 - math.comb(experts - local, chosen) / math.comb(experts, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Seconds of one direction = max over both sides of (bytes + half) / rate, plus latency.
+
+    Example:
+        >>> Network(1e5, 5e4, 1e10, 2e10, half_rate_bytes=0.0, latency=0.0).seconds(100)
+        0.001
+    """
+
+    attention_bytes: float
+    """Bytes per row of a micro-batch of one attention node that each of its GPUs sends."""
+    expert_bytes: float
+    """Bytes that each GPU of an expert node receives for the same row of all attention nodes."""
+    attention_rate: float
+    """Bytes per second of an attention GPU."""
+    expert_rate: float
+    """Bytes per second of an expert GPU."""
+    half_rate_bytes: float
+    """Bytes with which a transfer reaches half the rate."""
+    latency: float
+    """Seconds that do not depend on the bytes."""
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds of the rows of one attention node in a micro-batch."""
+        sent = (rows * self.attention_bytes + self.half_rate_bytes) / self.attention_rate
+        received = (rows * self.expert_bytes + self.half_rate_bytes) / self.expert_rate
+        return (sent if sent > received else received) + self.latency

@@ -1,0 +1,347 @@
+"""Finds the deployment with the best tokens per second per GPU, per cost or per watt.
+
+It tries every pair of GPUs, degree of tensor parallelism, number of attention replicas and of
+micro-batches, each with the largest batch that memory and the time between tokens allow.
+
+Source: MegaScale-Infer, arXiv 2504.02263, algorithm 1. The time of an iteration is the exact law,
+so a plan that misses a condition of full overlap is no error; its flags say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planish.base.errors import ConfigError
+from planish.engines.planner.deployment import (
+    Deployment,
+    Profiles,
+    deploy,
+    expert_bytes,
+    free_bytes,
+)
+from planish.engines.planner.gpus import Gpu
+from planish.engines.planner.models import MoeModel
+from planish.engines.planner.performance import Constants, Workload
+
+Objective = Literal["gpu", "cost", "watt"]
+MAX_BATCH = 1 << 20
+"""Rows of one micro-batch, where memory would hold more."""
+WORTH = 1.02
+"""A batch is limited by what stops its growth while a quarter more of it gives so much more."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Which deployments are tried.
+
+    Example:
+        >>> Space().micro_batches
+        (3, 4)
+    """
+
+    tp_attention: tuple[int, ...] = (1, 2, 4, 8)
+    """GPUs of one attention replica."""
+    tp_experts: tuple[int, ...] = (1, 2, 4, 8)
+    """GPUs of one expert node."""
+    replicas: tuple[int, ...] | None = tuple(range(1, 17))
+    """Attention replicas; None: the two whole numbers around balance, as in the paper."""
+    micro_batches: tuple[int, ...] = (3, 4)
+    """Micro-batches of an iteration."""
+    expert_nodes: tuple[int, ...] = ()
+    """Nodes that the experts of a layer are spread over; empty: one expert each, as in the paper,
+    and for more than 32 experts also the divisors from 8 on."""
+    batch: int = 0
+    """Requests decoded together; 0: as many as fit."""
+    slo_seconds: float = math.inf
+    """Longest time between tokens."""
+    max_gpus: int = 0
+    """GPUs of a deployment; 0: any number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One deployment with its largest feasible batch."""
+
+    attention_gpu: str
+    """Type of GPU with attention."""
+    expert_gpu: str
+    """Type of GPU with experts."""
+    tp_a: int
+    """GPUs of an attention replica."""
+    tp_e: int
+    """GPUs of an expert node."""
+    n_a: int
+    """Attention replicas."""
+    n_e: int
+    """Expert nodes."""
+    m: int
+    """Micro-batches."""
+    b_a: int
+    """Rows of a micro-batch on one attention replica; the largest, where they differ."""
+    batch: int
+    """Requests decoded together."""
+    attention: float
+    """Seconds of attention for one micro-batch and layer."""
+    experts: float
+    """Seconds of the experts, likewise."""
+    network: float
+    """Seconds of one direction, likewise."""
+    outside: float
+    """Seconds of a micro-batch outside the pipeline: layers without experts, logits."""
+    total: float
+    """Seconds of an iteration: the time between tokens."""
+    gpus: int
+    """GPUs in all."""
+    per_gpu: float
+    """Tokens per second and GPU."""
+    per_cost: float
+    """Tokens per second and unit of price; NaN without a price."""
+    per_watt: float
+    """Tokens per second and watt; NaN where the watts are unknown."""
+    limit: str
+    """`memory` or `slo` where a larger batch would pay; else the slowest of `attention`, `experts`
+    and `network`."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of one iteration by its seconds."""
+        return self.batch / self.total
+
+    def value(self, objective: Objective) -> float:
+        """Return what the search maximises."""
+        return {"gpu": self.per_gpu, "cost": self.per_cost, "watt": self.per_watt}[objective]
+
+    def flags(self) -> dict[str, bool | float]:
+        """Say which of the paper's conditions of full overlap hold."""
+        slowest = max(self.attention, self.experts)
+        gap = abs(self.attention - self.experts) / slowest
+        return {
+            "imbalance": gap,
+            "balanced": gap <= 0.25,
+            "network_hidden": self.network < slowest,
+            "enough_micro_batches": self.m * slowest >= 2 * (slowest + self.network),
+        }
+
+
+@dataclass
+class Search:
+    """What a search found."""
+
+    plans: list[Plan]
+    """Every feasible deployment, the best first."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Reason -> deployments that it excluded."""
+
+    @property
+    def best(self) -> Plan | None:
+        """The best deployment; None where none is feasible."""
+        return self.plans[0] if self.plans else None
+
+
+def search(
+    model: MoeModel,
+    workload: Workload,
+    attention_gpus: Sequence[Gpu],
+    expert_gpus: Sequence[Gpu],
+    *,
+    objective: Objective = "gpu",
+    space: Space | None = None,
+    constants: Constants | None = None,
+    profiles: Profiles | None = None,
+) -> Search:
+    """Evaluate every deployment of the space.
+
+    Args:
+        model: shapes.
+        workload: lengths and spread.
+        attention_gpus: types tried for attention.
+        expert_gpus: types tried for experts.
+        objective: what is maximised; ties go to fewer GPUs, then to fewer micro-batches.
+        space: what is tried.
+        constants: what data sheets leave out.
+        profiles: measured stages.
+
+    Raises:
+        ConfigError: `cost` with a GPU without a price, or expert nodes that do not divide the
+            experts.
+    """
+    space, constants = space or Space(), constants or Constants()
+    gpus = {gpu.name: gpu for gpu in (*attention_gpus, *expert_gpus)}
+    for name, figure in (("cost", "price"), ("watt", "watts")):
+        unknown = [gpu.name for gpu in gpus.values() if not getattr(gpu, figure)]
+        if objective == name and unknown:
+            raise ConfigError(
+                f"the objective `{name}` needs the {figure} of each GPU, got none for "
+                f"{', '.join(unknown)}; none is published: give yours, prices in units of an L20, "
+                f"with `--gpu-data {unknown[0]}.{figure}=...`, or choose another objective"
+            )
+    nodes = space.expert_nodes or default_expert_nodes(model)
+    uneven = [count for count in nodes if count < 1 or model.num_experts % count]
+    if uneven:
+        raise ConfigError(
+            f"`--expert-nodes` must divide the {model.num_experts} experts of {model.name}, got "
+            f"{', '.join(map(str, uneven))}; choose divisors"
+        )
+    found = Search([])
+    for pair in itertools.product(attention_gpus, expert_gpus):
+        degrees = fitting_sizes(model, workload, pair, space, nodes, constants, found.rejected)
+        for tp_a, tp_e, n_e in degrees:
+            sizes = {"tp_a": tp_a, "tp_e": tp_e, "n_e": n_e}
+            for n_a in space.replicas or balanced_replicas(
+                deploy(model, workload, pair, constants, profiles or {}, n_a=1, **sizes)
+            ):
+                deployment = deploy(
+                    model, workload, pair, constants, profiles or {}, n_a=n_a, **sizes
+                )
+                for m in space.micro_batches:
+                    made = plan(deployment, m, space)
+                    if isinstance(made, Plan):
+                        found.plans.append(made)
+                    else:
+                        found.rejected[made] += 1
+    found.plans.sort(
+        key=lambda one: (
+            *(-one.value(objective), one.gpus, one.m, one.attention_gpu, one.expert_gpu),
+            *(one.tp_a, one.tp_e, one.n_a, one.n_e),
+        )
+    )
+    return found
+
+
+def default_expert_nodes(model: MoeModel) -> tuple[int, ...]:
+    """Return the numbers of expert nodes that are tried by default.
+
+    Example:
+        For 8 experts 8, for 128 experts 8, 16, 32, 64 and 128.
+    """
+    experts = model.num_experts
+    if experts <= 32:
+        return (experts,)
+    return tuple(count for count in range(8, experts + 1) if experts % count == 0)
+
+
+def fitting_sizes(
+    model: MoeModel,
+    workload: Workload,
+    gpus: tuple[Gpu, Gpu],
+    space: Space,
+    nodes: Sequence[int],
+    constants: Constants,
+    rejected: Counter[str],
+) -> list[tuple[int, int, int]]:
+    """Return (tp_a, tp_e, n_e) whose weights fit; count why the others do not."""
+    attention_gpu, expert_gpu = gpus
+    halves: list[int] = []
+    for tp in space.tp_attention:
+        if tp > attention_gpu.per_node:
+            why = f"tp_a={tp} is more than the {attention_gpu.per_node} GPUs of a node"
+        elif model.num_heads % tp:
+            why = f"{model.num_heads} heads do not split over tp_a={tp}"
+        elif free_bytes(model, attention_gpu, tp, constants) <= 0:
+            why = f"attention weights do not fit tp_a={tp} of {attention_gpu.name}"
+        else:
+            halves.append(tp)
+            continue
+        rejected[why] += 1
+    others: list[tuple[int, int]] = []
+    for tp, n_e in itertools.product(space.tp_experts, nodes):
+        memory = tp * expert_gpu.memory_bytes * (1 - constants.memory_reserve)
+        if tp > expert_gpu.per_node:
+            why = f"tp_e={tp} is more than the {expert_gpu.per_node} GPUs of a node"
+        elif model.expert_size % tp:
+            why = f"experts of width {model.expert_size} do not split over tp_e={tp}"
+        elif expert_bytes(model, n_e, workload.redundancy) >= memory:
+            local = model.num_experts // n_e
+            why = f"{local} experts a layer do not fit tp_e={tp} of {expert_gpu.name}"
+        else:
+            others.append((tp, n_e))
+            continue
+        rejected[why] += 1
+    return [(tp_a, tp_e, n_e) for tp_a in halves for tp_e, n_e in others]
+
+
+def balanced_replicas(one: Deployment) -> list[int]:
+    """Return the whole numbers around n_a = k1 E / (k3 K), where both stages grow alike."""
+    even = one.attention.seconds_per_row() / (one.experts.seconds_per_row() * one.expert_rows)
+    return sorted({max(1, math.floor(even)), max(1, math.ceil(even))})
+
+
+def plan(deployment: Deployment, micro_batches: int, space: Space) -> Plan | str:
+    """Return the plan with the largest feasible batch, or why there is none.
+
+    Args:
+        deployment: what is deployed.
+        micro_batches: of an iteration.
+        space: batch, time between tokens and number of GPUs that are allowed.
+    """
+    one, m = deployment, micro_batches
+    if space.max_gpus and one.gpus > space.max_gpus:
+        return f"more than {space.max_gpus} GPUs"
+    most = min(one.most_rows(m), MAX_BATCH)
+    if most < 1:
+        return f"the cache of one row in each of {m} micro-batches does not fit"
+    batch, stop = space.batch, "memory"
+    if batch:
+        # Uneven micro-batches: the largest sets the pace.
+        rows = math.ceil(batch / (m * one.n_a))
+        if batch < m * one.n_a:
+            return f"more micro-batches (m={m} on n_a={one.n_a}) than rows"
+        if rows > most:
+            return f"the cache of a batch of {batch} does not fit"
+        if one.total(rows, m) > space.slo_seconds:
+            return f"a batch of {batch} takes longer than the time between tokens"
+    else:
+        rows = most
+        if one.total(rows, m) > space.slo_seconds:
+            stop, rows = "slo", largest_rows(one, m, most, space.slo_seconds)
+            if rows < 1:
+                return "one row takes longer than the time between tokens"
+        batch = rows * m * one.n_a
+    times = one.times(rows)
+    total = times.iteration(m, one.model.layers)
+    rate = batch / total
+    larger = 1.25 * rows / one.total(1.25 * rows, m) * total / rows
+    if space.batch or larger < WORTH:
+        stages = {"attention": times.attention, "experts": times.experts, "network": times.network}
+        stop = max(stages, key=lambda name: stages[name])
+    a, e, gpus_a, gpus_e = one.attention_gpu, one.expert_gpu, one.tp_a * one.n_a, one.tp_e * one.n_e
+    price = gpus_a * a.price + gpus_e * e.price if a.price and e.price else math.nan
+    watts = gpus_a * a.watts + gpus_e * e.watts if a.watts and e.watts else math.nan
+    return Plan(
+        attention_gpu=a.name,
+        expert_gpu=e.name,
+        tp_a=one.tp_a,
+        tp_e=one.tp_e,
+        n_a=one.n_a,
+        n_e=one.n_e,
+        m=m,
+        b_a=rows,
+        batch=batch,
+        attention=times.attention,
+        experts=times.experts,
+        network=times.network,
+        outside=times.outside,
+        total=total,
+        gpus=gpus_a + gpus_e,
+        per_gpu=rate / (gpus_a + gpus_e),
+        per_cost=rate / price,
+        per_watt=rate / watts,
+        limit=stop,
+    )
+
+
+def largest_rows(deployment: Deployment, micro_batches: int, most: int, seconds: float) -> int:
+    """Return the most rows below `most` whose iteration is in time; times grow with the rows."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if deployment.total(middle, micro_batches) <= seconds:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,51 @@
+"""What every engine checks of a policy before it reads a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from planish.base.errors import EngineError
+from planish.models.experts import expert_faults
+from planish.models.policy import read_model_config
+from planish.models.tokens import Tokenizer, load_tokenizer
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def check_policy(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], Tokenizer]:
+    """Return the configuration and the tokenizer of a policy that engines can serve.
+
+    Args:
+        folder: local folder of the policy.
+        names: of its tensors on disk.
+
+    Raises:
+        EngineError: its type is none to compute in, its weights are quantised, experts are missing
+            or too many, or its tokenizer is of another model; all faults at once.
+        ConfigError: a file is missing or can not be read.
+    """
+    config, tokenizer = read_model_config(folder), load_tokenizer(folder)
+    faults = []
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in _DTYPES:
+        faults.append(f"`dtype` {dtype!r} in place of one of {', '.join(_DTYPES)}")
+    if config.get("quantization_config"):
+        faults.append(
+            "a `quantization_config`, though weights change in training: engines quantise them by "
+            "themselves (`engine.quantization`)"
+        )
+    vocabulary, last = config.get("vocab_size"), max(tokenizer.eos_token_ids)
+    if vocabulary is not None and last >= int(vocabulary):
+        faults.append(
+            f"the end token {last} beyond the model's vocabulary of {vocabulary}: the tokenizer is "
+            "of another model"
+        )
+    faults += expert_faults(names, config)
+    if faults:
+        raise EngineError(
+            f"a policy must be one that engines can serve, got {'; '.join(faults[:5])} "
+            f"({len(faults)} in all); export the policy of this run again"
+        )
+    return config, tokenizer

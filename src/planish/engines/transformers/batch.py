@@ -1,0 +1,253 @@
+"""A batch of running requests over one model: rows, their cache and the decoder that fills it.
+
+Rows that end are replaced before the next step; without new requests the batch shrinks, and
+attention reads only up to the longest living row. The last prompt token is decoded with everyone
+else, so that tokens are sampled in one place only. A batch knows no queue, no state of an engine
+and no other batch: what it gives depends on its own requests and the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from planish.engines.requests import Output, Request
+from planish.engines.sampling import choose
+from planish.engines.stops import StopStates, StopTable
+from planish.engines.transformers.kv_cache import KeyValueCache
+from planish.engines.transformers.routing import RoutingCells
+from planish.engines.transformers.rows import RunningRow, RunningRows
+from planish.records.rollouts import FinishReason
+
+PREFILL_TOKENS = 16384
+"""Most tokens of one forward over prompts where the settings leave it open."""
+
+
+COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
+"""What a batch counts since it was made: `steps` are forward passes that decode, `row_steps` living
+rows summed over them, `most_rows` the most of any."""
+
+
+class Decoder(Protocol):
+    """Computes logits over a cache of rows."""
+
+    cache: KeyValueCache
+
+    def prefill(self, tokens: Tensor, rows: Tensor, owner: Tensor) -> None:
+        """Fill the cache of `rows` from position 0.
+
+        Args:
+            tokens: [m, length] int64, padded on the right.
+            rows: [k] int64, rows to fill.
+            owner: [k] int64, which of the m sequences each row takes.
+        """
+
+    def decode(self, tokens: Tensor, positions: Tensor, cells: Tensor, bias: Tensor) -> Tensor:
+        """Add one token to each of the first n rows.
+
+        Args:
+            tokens: [n] int64.
+            positions: [n] int64, absolute position of each token.
+            cells: [n] int64, `row * cache.width + position`.
+            bias: [n, longest] float, 0 on visible cells and -inf elsewhere.
+
+        Returns:
+            Logits [n, vocabulary] of the following token.
+        """
+
+    def refresh(self) -> None:
+        """Take over weights that were changed in place."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a batch may hold, and what ends its responses."""
+
+    max_rows: int
+    """Requests that run at once."""
+    max_model_len: int
+    """Prompt and response in tokens."""
+    vocab_size: int
+    """Rows of the LM head."""
+    eos: frozenset[int]
+    """End tokens of the model."""
+    strings: StopTable | None = None
+    """Its stop strings; None where there are none."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Most tokens, padding included, of one forward over prompts."""
+
+    def fault(self, request: Request) -> str:
+        """Return why a request can not be served; "" when it can."""
+        ids = request.prompt_ids + request.response_prefix
+        if len(ids) >= self.max_model_len:
+            return (
+                f"prompt and prefix must be shorter than {self.max_model_len} tokens, got "
+                f"{len(ids)}"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            return f"token ids must lie in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}"
+        return ""
+
+
+class DecodeBatch:
+    """Continuous batching over a static cache of `limits.max_rows` rows."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        new_decoder: Callable[[KeyValueCache], Decoder],
+        device: torch.device,
+        routing: RoutingCells | None = None,
+    ) -> None:
+        self.limits = limits
+        self._device = device
+        strings = None
+        if limits.strings is not None:
+            strings = StopStates(limits.strings, limits.max_rows, device)
+        self._rows = RunningRows(limits.max_rows, limits.vocab_size, device, strings)
+        self.cache = KeyValueCache(limits.max_rows, device)
+        self.decoder = new_decoder(self.cache)
+        self._routing = routing
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the running requests."""
+        return [row.request.request_id for row in self._rows.rows]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Each of `COUNTERS`, as it grows."""
+        return self._counts
+
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[Request], waited: Sequence[float]) -> None:
+        """Start requests for which there are free rows, and compute the cache of their prompts.
+
+        Args:
+            requests: at least one, each without a `fault`.
+            waited: seconds that each was queued.
+        """
+        rows = []
+        now = time.monotonic()
+        for request, seconds in zip(requests, waited, strict=True):
+            start = len(request.prompt_ids) + len(request.response_prefix)
+            end = min(start + request.sampling.max_new_tokens, self.limits.max_model_len)
+            stats = {"queue_seconds": seconds, "cached_tokens": 0, "preemptions": 0}
+            rows.append(
+                RunningRow(
+                    request, len(request.prompt_ids), start, end, stats=stats, admitted_seconds=now
+                )
+            )
+        self._make_room(max(row.start for row in rows) + 1, max(row.end for row in rows))
+        stops = [
+            frozenset(r.sampling.stop_token_ids)
+            | (frozenset() if r.sampling.ignore_eos else self.limits.eos)
+            for r in requests
+        ]
+        indices = self._rows.add(rows, stops).tolist()
+        self._rows.update_longest()
+        self._prefill(indices, [row.start - 1 for row in rows])
+        spent = time.monotonic() - rows[0].admitted_seconds
+        for row in rows:
+            row.stats["prefill_seconds"] = spent
+
+    def _make_room(self, needed: int, wanted: int) -> None:
+        """Widen the rows: to all that is wanted where that is little, else by doubling."""
+        width = wanted if wanted <= 1024 else needed
+        if self.cache.reserve(width):
+            self._rows.widen(self.cache.width)
+            if self._routing is not None:
+                self._routing.widen(self.cache.width)
+
+    def _prefill(self, indices: Sequence[int], lengths: Sequence[int]) -> None:
+        """Compute the cache of rows up to their current tokens; equal sequences once."""
+        owners: dict[tuple[int, ...], list[int]] = {}
+        where = torch.tensor(indices, device=self._device)
+        # One copy from the device for all of them.
+        tokens = self._rows.tokens[where, : max(lengths)].tolist()
+        for index, line, length in zip(indices, tokens, lengths, strict=True):
+            if length:
+                owners.setdefault(tuple(line[:length]), []).append(index)
+        batch: list[tuple[int, ...]] = []
+        longest = 0
+        for ids in sorted(owners, key=len):
+            if batch and len(ids) * (len(batch) + 1) > self.limits.prefill_tokens:
+                self._prefill_batch(batch, longest, owners)
+                batch = []
+            batch.append(ids)
+            longest = len(ids)
+        if batch:
+            self._prefill_batch(batch, longest, owners)
+
+    def _prefill_batch(
+        self, batch: list[tuple[int, ...]], longest: int, owners: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        padded = torch.tensor([ids + (0,) * (longest - len(ids)) for ids in batch])
+        rows = torch.tensor([row for ids in batch for row in owners[ids]]).to(self._device)
+        owner = torch.tensor([i for i, ids in enumerate(batch) for _ in owners[ids]])
+        owner = owner.to(self._device)
+        self.decoder.prefill(padded.to(self._device), rows, owner)
+        if self._routing is not None:
+            self._routing.fill(rows, owner)
+        self._counts["prefill_tokens"] += sum(len(ids) for ids in batch)
+
+    @torch.inference_mode()
+    def advance(self, version: int) -> list[Output]:
+        """Generate one token for each running request, at least one; return the finished ones.
+
+        Args:
+            version: policy version of the weights, which the outputs carry.
+        """
+        rows = self._rows
+        if rows.longest + 1 > self.cache.width:
+            self._make_room(rows.longest + 1, rows.longest + 1)
+        tokens, cells, bias = rows.current()
+        logits = self.decoder.decode(tokens, rows.positions(), cells, bias)
+        if self._routing is not None:
+            self._routing.append(cells)
+        ids, logprobs = choose(rows.forbid_stops(logits), rows.uniform(), rows.choice)
+        self._counts["steps"] += 1
+        self._counts["row_steps"] += len(rows)
+        self._counts["most_rows"] = max(self._counts["most_rows"], len(rows))
+        ended = rows.accept(ids, logprobs, cells)
+        return self._end(ended.tolist(), version, None) if len(ended) else []
+
+    def _end(self, ended: list[int], version: int, reason: FinishReason | None) -> list[Output]:
+        """Return the outputs of rows and close the gaps that they leave."""
+        outputs = self._rows.outputs(ended, version, reason)
+        for index, output in zip(ended, outputs, strict=True):
+            if output.error:
+                self.cache.clear(index)
+            self._counts["tokens"] += output.num_tokens
+            row = self._rows.rows[index]
+            if self._routing is not None and row.request.sampling.want_routing and output.token_ids:
+                output.routing = self._routing.read(index, row.start + output.num_tokens - 1)
+        moved = self._rows.remove(ended)
+        if moved is not None:
+            self.cache.move(*moved, self._rows.longest)
+            if self._routing is not None:
+                self._routing.move(*moved, self._rows.longest)
+        self._rows.update_longest()
+        return outputs
+
+    @torch.inference_mode()
+    def withdraw(self, request_ids: Collection[str], version: int) -> list[Output]:
+        """End running requests with ABORT; unknown ids are ignored."""
+        ended = [
+            i for i, row in enumerate(self._rows.rows) if row.request.request_id in request_ids
+        ]
+        return self._end(ended, version, FinishReason.ABORT) if ended else []
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self._routing is not None:
+            self._routing.close()

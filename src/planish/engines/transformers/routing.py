@@ -1,0 +1,95 @@
+"""Which experts each token of the running rows was sent to, beside the cache of keys and values.
+
+The modules of transformers tell it: the experts of each layer are called with the choice of their
+router. Nothing of the forward changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class RoutingCells:
+    """Choices of experts by row and absolute position, for all layers with experts."""
+
+    def __init__(
+        self, model: Any, rows: int, dtype: str, is_own: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Listen to a model until `close`.
+
+        Args:
+            model: causal LM of transformers.
+            rows: of the cache.
+            dtype: integer type that holds every expert's id.
+            is_own: tells whether the present forward is over these rows, where several batches
+                take turns on one model.
+        """
+        experts = [m for name, m in model.named_modules() if name.endswith(".mlp.experts")]
+        self._rows, self._width, self._is_own = rows, 0, is_own
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._heard: dict[int, Tensor] = {}
+        self._handles = [
+            module.register_forward_pre_hook(partial(self.hear, layer))
+            for layer, module in enumerate(experts)
+        ]
+        self._cells: Tensor | None = None
+
+    def hear(self, layer: int, _: Any, given: tuple[Tensor, ...]) -> None:
+        """Take what the experts of a layer are called with: the choice [tokens, k] is second."""
+        if self._is_own():
+            self._heard[layer] = given[1]
+
+    def _choices(self) -> Tensor:
+        """Return [tokens, layers, experts per token] of the last forward."""
+        heard = [self._heard[layer] for layer in range(len(self._handles))]
+        choices = torch.stack(heard, dim=1).to(self._dtype)
+        if self._cells is None:
+            shape = (self._rows, self._width, *choices.shape[1:])
+            self._cells = torch.full(shape, -1, dtype=self._dtype, device=choices.device)
+        return choices
+
+    def widen(self, width: int) -> None:
+        """Make every row `width` tokens wide, keeping what is there."""
+        old, self._width = self._cells, width
+        if old is not None:
+            self._cells = old.new_full((self._rows, width, *old.shape[2:]), -1)
+            self._cells[:, : old.shape[1]] = old
+
+    def fill(self, rows: Tensor, owner: Tensor) -> None:
+        """Keep the forward over the first columns of whole rows.
+
+        Args:
+            rows: [k] int64, rows to write.
+            owner: [k] int64, which of the m sequences of the forward each row takes.
+        """
+        choices = self._choices()
+        assert self._cells is not None
+        choices = choices.view(int(owner.max()) + 1, -1, *choices.shape[1:])
+        self._cells[rows, : choices.shape[1]] = choices[owner]
+
+    def append(self, cells: Tensor) -> None:
+        """Keep the forward over one token of each row; `cells` [n] int64 as those of the cache."""
+        choices = self._choices()
+        assert self._cells is not None
+        self._cells.flatten(0, 1).index_copy_(0, cells, choices)
+
+    def move(self, source: Tensor, target: Tensor, longest: int) -> None:
+        """Copy the first `longest` columns of rows `source` to rows `target` (disjoint)."""
+        if self._cells is not None:
+            self._cells[target, :longest] = self._cells[source, :longest]
+
+    def read(self, row: int, length: int) -> np.ndarray:
+        """Return a copy [length, layers, experts per token] of the first tokens of a row."""
+        assert self._cells is not None
+        return self._cells[row, :length].to("cpu", copy=True).numpy()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,175 @@
+"""An attention rank that is a whole vLLM: its scheduler, cache and sampler, without the experts.
+
+Several such ranks share the expert ranks. Each steps by itself, so its rows are served as they
+come, and while those of one are at the experts the others compute: ping-pong between replicas.
+
+Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from planish.base.errors import ProtocolError
+from planish.engines.config import EngineConfig
+from planish.engines.disagg.control import Message, decode_request, encode_outputs
+from planish.engines.disagg.exchange import ExpertExchange
+from planish.engines.disagg.inbox import Inbox
+from planish.engines.disagg.layout import ExpertLayout
+from planish.engines.disagg.m2n.frames import Frame, Transport
+from planish.engines.disagg.settings import RankSettings
+from planish.engines.requests import ModelRef
+from planish.engines.transformers.batch import COUNTERS
+from planish.engines.vllm import remote_experts
+from planish.engines.vllm.engine import VllmEngine
+from planish.engines.weights import FolderWeights, fetch_weights
+from planish.models.experts import is_expert
+
+
+class _Alone:
+    """Turns of the only micro-batch: it waits where others would compute."""
+
+    current = 0
+
+    def __init__(self) -> None:
+        self.exchange: ExpertExchange | None = None
+
+    def pause(self) -> None:
+        """Wait until the replies are complete."""
+        assert self.exchange is not None
+        while not self.exchange.wait(True):
+            pass
+
+
+class VllmAttentionRank:
+    """One vLLM, its requests, and the rows that it sends to the experts."""
+
+    has_work = False
+    """All work is done in answers to the coordinator."""
+
+    def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
+        """Start vLLM on the tensors that are not of routed experts."""
+        turns = _Alone()
+        self._exchange = turns.exchange = ExpertExchange(settings, inbox, turns)
+        self._engine = VllmEngine(
+            max_rows=settings.rows,
+            max_model_len=settings.max_model_len,
+            device=settings.device,
+            config=EngineConfig(name="vllm", compile=False, **(settings.vllm or {})),
+            load_format=remote_experts.LOAD_FORMAT,
+        )
+        with remote_experts.without_experts():
+            self._engine.start(ModelRef(folder=settings.folder, version=settings.version))
+        self._hear = self._engine.keep_choices(settings.routing) if settings.routing else None
+        self._engine.apply(lambda model: remote_experts.connect(model, self.compute))
+        names = FolderWeights(settings.path).names().items()
+        self._num_bytes = sum(
+            math.prod(shape) * dtype.itemsize for n, (shape, dtype) in names if not is_expert(n)
+        )
+        self._shadow: tuple[int, ExpertLayout, FolderWeights] | None = None
+        self._busy_s = 0.0
+
+    def compute(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts of each row, as `ExpertExchange.compute`."""
+        if self._hear is not None:
+            self._hear(layer, index)
+        return self._exchange.compute(layer, hidden, index, weights)
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """Where the experts are."""
+        return self._exchange.layout
+
+    @property
+    def transport(self) -> Transport:
+        """Set once it is connected."""
+        return self._exchange.transport
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self._exchange.transport = transport
+
+    def take(self, frame: Frame) -> None:
+        """Refuse a frame outside of a step.
+
+        Raises:
+            ProtocolError: always.
+        """
+        raise ProtocolError(f"frames must arrive within a step, got {frame.header} outside of any")
+
+    def serve(self) -> None:
+        """Do nothing."""
+
+    def handle(self, message: Message) -> Message | None:
+        """Do what the coordinator says; return the answer, None where it waits for none."""
+        match message["op"]:
+            case "admit":
+                batches = message["batches"].values()
+                self._engine.submit([decode_request(r) for given in batches for r, _ in given])
+                return {}
+            case "step":
+                return self.step(message)
+            case "withdraw":
+                return {"outputs": encode_outputs(self._engine.abort(message["ids"]))}
+            case "load":
+                return self.load(message)
+            case "commit":
+                return self.commit()
+            case "stats":
+                return self.stats()
+            case "stop":
+                return None
+        raise ProtocolError(f"an attention rank knows no message {message['op']!r}")
+
+    def step(self, message: Mapping[str, Any]) -> Message:
+        """Let vLLM make one step: prompts that begin, or a token for each running request.
+
+        Every step is marked as one of prompts, which no expert rank lets wait for other ranks.
+        """
+        if message["version"] != self._exchange.version:
+            raise ProtocolError(
+                f"a plan must be of the weights of this rank, got version {message['version']} in "
+                f"place of {self._exchange.version}"
+            )
+        self._exchange.begin(message["iteration"], is_prefill=True)
+        begin, waited = time.monotonic(), self._exchange.seconds["wait"]
+        outputs = self._engine.poll(0.0)
+        self._busy_s += time.monotonic() - begin - (self._exchange.seconds["wait"] - waited)
+        return {"outputs": encode_outputs(outputs)}
+
+    def load(self, message: Mapping[str, Any]) -> Message:
+        """Open other weights; vLLM keeps no second copy, so they are read by `commit`."""
+        layout = ExpertLayout.parse(message["layout"])
+        weights = fetch_weights(message["weights"])
+        self._shadow = int(message["version"]), layout, weights
+        return {"fingerprint": weights.fingerprint}
+
+    def commit(self) -> Message:
+        """Use what was opened last."""
+        if self._shadow is None:
+            raise ProtocolError("a rank must have read weights before it commits them, got none")
+        version, layout, weights = self._shadow
+        self._engine.update_weights(weights, version)
+        self._exchange.use(layout, version)
+        self._shadow = None
+        return {}
+
+    def stats(self) -> Message:
+        """Return counters since the start."""
+        stats = self._engine.stats()
+        return {
+            "role": "attention",
+            "num_bytes": self._num_bytes,
+            "busy_s": self._busy_s,
+            "wait_s": self._exchange.seconds["wait"],
+            "rows": stats["row_steps"],
+            "queue": stats["running"],
+            "seconds": self._exchange.seconds,
+            "cache_bytes": 0,
+            "counts": {name: stats[name] for name in COUNTERS},
+        }

@@ -1,0 +1,128 @@
+"""Routed experts that other processes compute: what vLLM builds in place of its own layer.
+
+The router, shared experts and everything else stay vLLM's; a sparse block of any family that vLLM
+builds on its fused layer has one `RoutedExperts` inside, and that one is replaced. It has no
+parameters, so neither memory nor files are touched for experts here.
+
+Source: MegaScale-Infer, arXiv 2504.02263, section 3 (attention nodes hold all but the experts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from planish.base.errors import EngineError
+from planish.engines.weights import FolderWeights
+from planish.models.experts import is_expert
+
+LOAD_FORMAT = "planish_without_experts"
+"""Name of the loader that reads all tensors of a policy folder but those of routed experts."""
+
+Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Takes the sparse layer (from 0), rows [n, hidden], expert ids [n, k] int64 and weights [n, k],
+gives the weighted sums [n, hidden]."""
+
+
+class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped here
+    """What computes the experts of one layer: it makes no weights and asks `compute`."""
+
+    compute: Compute | None = None
+    """None while vLLM measures its memory and warms up, before there is anyone to ask: such passes
+    are answered with zeros."""
+    layer_index = 0
+    """Sparse layer of the model, from 0."""
+
+    def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
+        """Make none."""
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Return none: nothing is computed here."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Do nothing: there are no weights."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """Return the weighted sums of the experts of each row, [n, hidden]."""
+        if self.compute is None:
+            return torch.zeros_like(x)
+        weights = topk_weights.to(x.dtype)
+        if layer.apply_router_weight_on_input:
+            raise EngineError(
+                "experts apart need routers whose weights multiply the outputs of experts, got "
+                f"one that multiplies their inputs in {layer.layer_name}; take the engine `vllm`"
+            )
+        return self.compute(self.layer_index, x, topk_ids.long(), weights)
+
+
+class RemoteRoutedExperts(RoutedExperts):  # type: ignore[misc]  # vllm is untyped here
+    """The layer without weights."""
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> RemoteMethod:
+        return RemoteMethod(moe_config)
+
+    def load_weights(self, weights: Any) -> Iterator[str]:
+        """Refuse weights: they belong to the expert ranks."""
+        raise EngineError(
+            f"no weight of an expert may be read here, got {[name for name, _ in weights][:3]}"
+        )
+
+
+class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped here
+    """Reads a policy folder, all but the routed experts."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: the folder is local."""
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Load every tensor that is not of a routed expert."""
+        weights = FolderWeights(Path(model_config.model))
+        names = [name for name in weights.names() if not is_expert(name)]
+        model.load_weights((name, weights.read(name)) for name in names)
+
+
+@contextmanager
+def without_experts() -> Iterator[None]:
+    """Let vLLM build models without routed experts, by `LOAD_FORMAT`, while this is open."""
+    name = RoutedExperts.__name__
+    PluggableLayer.register_oot(name=name)(RemoteRoutedExperts)
+    register_model_loader(LOAD_FORMAT)(WithoutExperts)
+    try:
+        yield
+    finally:
+        del op_registry_oot[name]
+
+
+def connect(model: torch.nn.Module, compute: Compute) -> int:
+    """Give every layer of a loaded model the one who computes; return the number of layers.
+
+    Raises:
+        EngineError: the model has no such layer: it is dense, or its experts are its own.
+    """
+    methods = [m.quant_method for m in model.modules() if isinstance(m, RemoteRoutedExperts)]
+    if not methods:
+        raise EngineError(
+            f"attention and experts can be apart only in a model with experts that vLLM builds on "
+            f"its fused layer, got {type(model).__name__}; take the engine `vllm`"
+        )
+    for index, method in enumerate(methods):
+        method.layer_index, method.compute = index, compute
+    return len(methods)

@@ -1,0 +1,98 @@
+"""What configuration and file headers of a model say: names, shapes and types; no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from planish.store.sources import SourceFolder
+
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library for the header of a file."""
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_INDEX = "model.safetensors.index.json"
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name of a tensor to its type, as safetensors writes it, and its shape."""
+
+
+def read_headers(folder: SourceFolder) -> tuple[Tensors, list[str]]:
+    """Return the tensors that the safetensors files of a folder tell of, and what is wrong.
+
+    A file is as long as its header says, or it has been cut.
+
+    Source: the safetensors format: 8 bytes of length, a JSON header, the bytes of the tensors.
+    """
+    tensors: Tensors = {}
+    faults: list[str] = []
+    files = [name for name in folder.sizes if name.endswith(".safetensors")]
+    if not files:
+        pickles = sorted(name for name in folder.sizes if name.endswith(_PICKLES))
+        found = f"only pickled weights {pickles[:4]}" if pickles else "no weights"
+        faults.append(
+            f"a model folder must hold *.safetensors, got {found} in {folder.name!r}; save it by "
+            "`save_pretrained`: pickles can run code and are never loaded"
+        )
+    if _INDEX in folder.sizes:
+        try:
+            index: Any = json.loads(folder.read(_INDEX, 0, folder.sizes[_INDEX]))
+            absent = sorted(set(index["weight_map"].values()) - set(files))
+            if absent:
+                faults.append(
+                    f"a model folder must hold every file that its index names, got none of "
+                    f"{absent[:4]} in {folder.name!r}; download it again"
+                )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            faults.append(f"{_INDEX} must name the files of tensors, got {error!r:.100}")
+    for name in files:
+        size = folder.sizes[name]
+        length = int.from_bytes(folder.read(name, 0, 8), "little") if size >= 8 else -1
+        wanted = 8 + length
+        try:
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(folder.read(name, 8, length))
+            header.pop("__metadata__", None)
+            for tensor, entry in header.items():
+                tensors[tensor] = (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+                wanted = max(wanted, 8 + length + int(entry["data_offsets"][1]))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+            faults.append(
+                f"`{name}` must be a whole safetensors file, got one of {size} bytes with "
+                f"{e!s:.100}; copy or download it again"
+            )
+            continue
+        if wanted != size:
+            faults.append(
+                f"`{name}` must have the {wanted} bytes that its header says, got {size}; it was "
+                "cut: copy or download it again"
+            )
+    return tensors, faults
+
+
+def vocabulary(config: Mapping[str, Any]) -> int:
+    """Return the tokens that a model of this config.json knows; 0 where it does not say.
+
+    Example:
+        >>> vocabulary({"text_config": {"vocab_size": 8}}), vocabulary({})
+        (8, 0)
+    """
+    inner = config.get("text_config")
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else 0)
+    return size if isinstance(size, int) else 0
+
+
+def architecture_fault(config: Mapping[str, Any]) -> str:
+    """Return why neither trainer nor engine `transformers` can open a model, "" when they can."""
+    import transformers
+
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name.endswith("ForCausalLM") and hasattr(transformers, name):
+        return ""
+    return (
+        "`architectures` in config.json must name a model that this version of transformers "
+        f"({transformers.__version__}) knows, such as 'Qwen3ForCausalLM', got {names!r:.200}; "
+        "choose another model: code that comes with a model is never run"
+    )

@@ -1,0 +1,155 @@
+"""Look at a pretrained model before a run, without its weights and without torch.
+
+Configuration, tokenizer and the headers of the weights say nearly all that can go wrong later on a
+machine with accelerators; the weights themselves stay where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planish.base.config import parse_section
+from planish.base.errors import ConfigError
+from planish.base.inspection import Inspection
+from planish.base.text import bytes_text, code_span
+from planish.models.config import ModelConfig
+from planish.models.headers import architecture_fault, read_headers, vocabulary
+from planish.models.tokens import Tokenizer, load_tokenizer
+from planish.store.sources import SourceFolder, open_folder, parse_source
+
+MAX_SMALL_BYTES = 64 << 20
+"""Largest file of a model that is no weights; the tokenizer of a large vocabulary has 20 MB."""
+_SMALL = (".json", ".txt", ".model", ".jinja")
+
+
+def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
+    """Open the configured model and add what it is.
+
+    Args:
+        config: resolved tables.
+        found: its `prompts` are measured in tokens; gets rows, faults, warnings, `model_config`.
+
+    Raises:
+        StoreUnavailable: the store does not answer.
+    """
+    settings = parse_section(ModelConfig, config.get("model", {}), section="model")
+    if not settings.path:
+        layers, width = settings.num_layers, settings.hidden_size
+        found.rows.append(("model", f"from scratch, {layers} layers of {width}"))
+        known = set(settings.alphabet)
+        texts = ["".join(m["content"] for m in messages) for messages in found.prompts]
+        strange = [text for text in texts if not known.issuperset(text)]
+        if strange:
+            example = sorted(set(strange[0]) - known)[:5]
+            found.warnings.append(
+                f"{len(strange)} of {len(texts)} prompts hold characters that the built model does "
+                f"not know, such as {example}; give a model, or widen `model.alphabet`"
+            )
+        return
+    try:
+        source = parse_source(settings.path, key="model.path")
+        folder = open_folder(source, key="model.path", revision=settings.revision)
+        found.rows += weight_rows(folder, found)
+        with tempfile.TemporaryDirectory(prefix="planish-model-") as name:
+            local = folder.path or Path(name)
+            for file, size in folder.sizes.items():
+                if folder.path is None and file.endswith(_SMALL) and size <= MAX_SMALL_BYTES:
+                    (local / file).write_bytes(folder.read(file, 0, size))
+            tokenizer = load_tokenizer(
+                local, chat_template=settings.chat_template, stop_strings=settings.stop_strings
+            )
+    except ConfigError as error:
+        found.faults.append(str(error))
+        return
+    known_tokens = vocabulary(found.model_config)
+    if known_tokens < tokenizer.vocab_size:
+        found.faults.append(
+            f"the model must know each of the {tokenizer.vocab_size} tokens of its tokenizer, got "
+            f"`vocab_size` {known_tokens} in its config.json; save tokenizer and model together"
+        )
+    ends = ", ".join(code_span(str(t)) for t in tokenizer.eos_token_ids)
+    found.rows.append(
+        ("- tokenizer", f"{tokenizer.vocab_size} tokens, chat template, ends with {ends}")
+    )
+    limit = config.get("rollout", {}).get("max_prompt_tokens")
+    measure_prompts(found, tokenizer, limit if isinstance(limit, int) else 0)
+
+
+def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None:
+    """Add how long the prompts are under the model's chat template.
+
+    Args:
+        found: its `prompts` are measured.
+        tokenizer: of the model.
+        limit: `rollout.max_prompt_tokens`; 0 for none.
+    """
+    if not found.prompts:
+        return
+    try:
+        lengths = sorted(len(tokenizer.encode_prompt(messages)) for messages in found.prompts)
+    except ConfigError as error:
+        found.faults.append(str(error))
+        return
+    long = sum(length > limit for length in lengths) if limit else 0
+    middle = lengths[len(lengths) // 2]
+    found.rows.append(("- prompts", f"median {middle} tokens, longest {lengths[-1]}"))
+    if not long:
+        return
+    line = (
+        f"{long} of {len(lengths)} prompts have more than `rollout.max_prompt_tokens` ({limit}) "
+        f"tokens, the longest {lengths[-1]}"
+    )
+    if long == len(lengths):
+        found.faults.append(f"{line}; nothing would be left to sample: raise it")
+    else:
+        found.warnings.append(f"{line}; they are left out")
+
+
+def weight_rows(folder: SourceFolder, found: Inspection) -> list[tuple[str, str]]:
+    """Return what model it is and how large; sets `found.model_config`.
+
+    Args:
+        folder: of the model.
+        found: gets the faults of architecture and weights.
+
+    Raises:
+        ConfigError: no config.json, or one that is no JSON object.
+    """
+    if "config.json" not in folder.sizes:
+        raise ConfigError(
+            f"a model folder must hold config.json, got none in {folder.name!r}; give the folder "
+            "that `save_pretrained` wrote"
+        )
+    size = min(folder.sizes["config.json"], MAX_SMALL_BYTES)
+    try:
+        raw: Any = json.loads(folder.read("config.json", 0, size))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"config.json of {folder.name!r} must be JSON, got {error}; download it again"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config.json of {folder.name!r} must be an object, got {raw!r:.80}")
+    found.model_config = raw
+    tensors, faults = read_headers(folder)
+    fault = architecture_fault(raw)
+    found.faults += [*([fault] if fault else []), *faults]
+    names = raw.get("architectures")
+    parameters = sum(math.prod(shape) for _, shape in tensors.values())
+    weights = sum(size for name, size in folder.sizes.items() if name.endswith(".safetensors"))
+    types = ", ".join(sorted({kind for kind, _ in tensors.values()}))
+    for name, (_, shape) in tensors.items():
+        known = vocabulary(raw)
+        if name.endswith(("embed_tokens.weight", "wte.weight")) and known not in (0, shape[0]):
+            found.faults.append(
+                f"`{name}` must have {known} rows, `vocab_size` of config.json, got {shape[0]}; "
+                "save model and configuration together"
+            )
+    return [
+        ("model", f"{code_span(folder.name)}, {code_span(str((names or ['?'])[0]))}"),
+        ("- size", f"{parameters:,} parameters, {bytes_text(weights)} of {types or 'nothing'}"),
+    ]

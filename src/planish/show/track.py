@@ -1,0 +1,253 @@
+"""Write the curves of a run to TensorBoard, MLflow or Weights & Biases: `planish track`.
+
+A follower reads the records that stages have written anyway: update reports, evaluations and
+stage logs. It runs beside a run or after it, slows no stage, and what becomes of it changes
+nothing in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planish import store
+from planish.base.errors import PlanishError
+from planish.records import EvalReport, UpdateReport, layout, read_report
+from planish.run.signals import on_signal
+from planish.show.trackers import Point, Tracker, open_tracker
+from planish.store import file_uri, normal_uri
+from planish.store.documents import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "tracker/1"
+SHARDED = "rollout"
+"""The stage whose tasks have curves of their own."""
+WITHOUT_CURVES = ("prepare", "evaluate", "next", "report")
+"""Stages whose log entries show nothing of the training; evaluations have reports."""
+_EVALUATION = re.compile(r"/evals/(\d{1,9})/report\.json$")
+_FIELDS = {"stage", "iteration", "shard", "state", "start_seconds"}
+_FOREIGN = re.compile(r"[^A-Za-z0-9_./ -]")
+"""What a name in MLflow must not have."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A record that has curves."""
+
+    root: str
+    """URI of the run."""
+    key: str
+    """Below the root, and what tells it from an earlier one there."""
+    uri: str
+    seconds: float
+    """Unix time of its end."""
+    entry: Mapping[str, Any]
+    """Of the stage log; none for an evaluation."""
+
+    def points(self) -> Iterator[Point]:
+        """Return the values of the record.
+
+        Raises:
+            PlanishError: it is damaged or gone.
+        """
+        if match := _EVALUATION.search(self.uri):
+            evaluation = read_report(EvalReport, self.uri)
+            yield from self._of("evaluate", evaluation.scalars, int(match[1]))
+            for source, scalars in evaluation.sources.items():
+                yield from self._of(f"evaluate/{source}", scalars, int(match[1]))
+            return
+        stage, iteration = str(self.entry["stage"]), int(self.entry["iteration"])
+        metrics = dict(self.entry.get("metrics", {}))
+        if self.uri == layout.update(self.root, iteration):
+            update = read_report(UpdateReport, self.uri)
+            metrics |= update.scalars
+            first = int(update.attributes["step"]) - len(update.minibatches) + 1
+            for step, scalars in enumerate(update.minibatches, first):
+                yield from self._of("train_step", scalars, step)
+        group = f"{stage}_{self.entry['shard']:02d}" if stage == SHARDED else stage
+        yield from self._of(group, metrics, iteration)
+
+    def _of(self, group: str, scalars: Mapping[str, float], step: int) -> Iterator[Point]:
+        for metric, value in scalars.items():
+            name = _FOREIGN.sub("_", f"{group}/{metric.replace('@', '_at_')}")
+            yield Point(name, step, float(value), self.seconds)
+
+
+class RunReader:
+    """Finds the records of a run; reads each log entry until its task has ended."""
+
+    def __init__(self, root: str) -> None:
+        """Read nothing yet.
+
+        Args:
+            root: URI of the run.
+        """
+        self.root = root
+        self._ended: dict[str, Mapping[str, Any]] = {}
+        self.has_ended = self.has_failed = False
+        """As the last look saw it: the report is written; a task has failed for good."""
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings of the run by dotted name.
+
+        Raises:
+            ObjectMissing: no run has begun there.
+        """
+        run = read_json(layout.run_file(self.root))
+        return {
+            f"{section}.{key}": value
+            for section, values in sorted(run["config"].items())
+            for key, value in sorted(values.items())
+        }
+
+    def look(self) -> list[Source]:
+        """Return all records that are there, in the order of their ends."""
+        entries = dict(self._ended)
+        for uri in store.list_uris(f"{layout.logs(self.root)}/"):
+            if uri.endswith(".json") and uri not in entries:
+                entry = read_json(uri)
+                if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
+                    logger.warning("record left out uri=%s error=not a stage log", uri)
+                    continue
+                entries[uri] = entry
+                if entry["state"] == "done":
+                    self._ended[uri] = entry
+        report = next((e for e in entries.values() if e["stage"] == "report"), None)
+        self.has_ended = report is not None and report["state"] == "done"
+        self.has_failed = any(e["state"] == "failed" for e in entries.values())
+        sources = []
+        evaluated = time.time()
+        for uri, entry in entries.items():
+            end = float(entry["start_seconds"]) + float(entry.get("seconds", 0.0))
+            key = f"{uri.removeprefix(self.root)} {entry['start_seconds']:.3f}"
+            if entry["stage"] == "evaluate" and entry["state"] == "done":
+                evaluated = end
+            if entry["state"] == "running" or entry["stage"] in WITHOUT_CURVES:
+                continue
+            if entry["stage"] == "train" and entry["state"] == "done":
+                uri = layout.update(self.root, int(entry["iteration"]))
+                key = uri.removeprefix(self.root)
+            elif not entry.get("metrics") or entry.get("already_done"):
+                continue
+            sources.append(Source(self.root, key, uri, end, entry))
+        for uri in store.list_uris(f"{self.root}/evals/"):
+            if _EVALUATION.search(uri):
+                sources.append(Source(self.root, uri.removeprefix(self.root), uri, evaluated, {}))
+        return sorted(sources, key=lambda source: source.seconds)
+
+
+class Follower:
+    """Brings one tracker to where a run is; what it has written stands below the run's root."""
+
+    def __init__(self, reader: RunReader, target: str, tracker: Tracker) -> None:
+        """Read where an earlier follower of this target has stopped.
+
+        Args:
+            reader: of the run.
+            target: word of the command line; only its digest is stored.
+            tracker: the place that it names.
+        """
+        self._reader, self._tracker = reader, tracker
+        digest = hashlib.sha256(target.encode()).hexdigest()[:12]
+        self._uri = f"{layout.trackers(reader.root)}/{digest}.json"
+        self.kind = target.partition("=")[0]
+        """Word of the command line without the place, which may hold a password."""
+        self._is_open = False
+        self._run_id, self._batch, self._written = "", 0, set[str]()
+        if store.exists(self._uri):
+            state = read_json(self._uri)
+            self._run_id, self._batch = str(state["run"]), int(state["batch"])
+            self._written = set(state["written"])
+
+    def advance(self) -> int:
+        """Write what is new; return how many values that were.
+
+        Raises:
+            Exception: of whatever kind the tracker's package raises; a later call tries again.
+        """
+        new = [source for source in self._reader.look() if source.key not in self._written]
+        if not new:
+            return 0
+        if not self._is_open:
+            self._tracker.open(self._run_id, self._reader.config())
+            self._is_open = True
+        points: list[Point] = []
+        for source in new:
+            try:
+                points.extend(source.points())
+            except (LookupError, TypeError, ValueError) as error:
+                logger.warning("record left out uri=%s error=%s", source.uri, error)
+        self._tracker.write(points, self._batch)
+        self._written |= {source.key for source in new}
+        self._batch += 1
+        self._run_id = self._tracker.run_id
+        state = {
+            "schema": SCHEMA,
+            "tracker": self.kind,
+            "run": self._run_id,
+            "batch": self._batch,
+            "written": sorted(self._written),
+        }
+        write_json(self._uri, state)
+        return len(points)
+
+    def close(self) -> None:
+        """Let go of the tracker."""
+        if self._is_open:
+            self._tracker.close(
+                has_ended=self._reader.has_ended, has_failed=self._reader.has_failed
+            )
+
+
+def track(options: argparse.Namespace) -> str:
+    """Follow a run as the command line says; return one line about what was written.
+
+    Raises:
+        ConfigError: a target is unknown or lacks its package.
+        ObjectMissing: no run has begun at the root, and none is waited for.
+        PlanishError: a tracker was not reached; the same command goes on where it stopped.
+    """
+    root = options.root
+    root = normal_uri(root if "://" in root else file_uri(os.path.abspath(root)))
+    reader = RunReader(root)
+    if not options.follow:
+        reader.config()
+    followers = []
+    for target in options.to:
+        tracker = open_tracker(target, root, experiment=options.experiment, name=options.name)
+        followers.append(Follower(reader, target, tracker))
+    stop = threading.Event()
+    written = 0
+    problems: dict[Follower, str] = {}
+    with on_signal(lambda _: stop.set()):
+        while True:
+            is_last = not options.follow or stop.wait(options.every)
+            for follower in followers:
+                try:
+                    written += follower.advance()
+                    problems.pop(follower, None)
+                    if is_last:
+                        follower.close()
+                except Exception as error:
+                    # Whatever the package of a tracker raises, the others go on.
+                    text = " ".join(f"{type(error).__name__}: {error}".split())
+                    if follower not in problems:
+                        logger.warning("tracker=%s error=%s", follower.kind, text)
+                    problems[follower] = text
+            if is_last:
+                break
+    if problems:
+        told = "; ".join(f"{follower.kind}: {text}" for follower, text in problems.items())
+        raise PlanishError(
+            f"each tracker must take the run, got {told}; the same command goes on where it stopped"
+        )
+    return f"{written} values written to {', '.join(follower.kind for follower in followers)}"

@@ -1,0 +1,268 @@
+"""Where `planish track` writes a run: TensorBoard, MLflow and Weights & Biases.
+
+Each takes the same points and keeps no state but the identifier of its run, so that a follower
+that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planish import store
+from planish.base.errors import ConfigError
+from planish.records import layout
+from planish.store import file_uri, normal_uri
+
+INSTALL = "pip install 'planish[trackers]'"
+_BATCH = 1000
+"""Values in one request to MLflow, its limit."""
+_MAX_PARAMETERS = 100
+_MAX_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one curve.
+
+    Example:
+        >>> Point("train/loss", 3, 0.25, 1.7e9).name
+        'train/loss'
+    """
+
+    name: str
+    """`group/metric`; a group has one meaning of `step`."""
+    step: int
+    """Iteration, optimizer step or policy version, as the group says."""
+    value: float
+    """May be NaN or infinite, as in the record."""
+    seconds: float
+    """Unix time of the record."""
+
+
+class Tracker(ABC):
+    """One place that a run is written to."""
+
+    run_id = ""
+    """Names the run there; given back when a follower starts again."""
+
+    @abstractmethod
+    def open(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Begin or continue a run.
+
+        Args:
+            run_id: of an earlier follower, "" at the first start.
+            config: settings of the run by dotted name.
+        """
+
+    @abstractmethod
+    def write(self, points: Sequence[Point], batch: int) -> None:
+        """Write points; they are safe when it returns.
+
+        Args:
+            points: in any order.
+            batch: rises by one with every call that succeeded, over all followers of a run.
+        """
+
+    @abstractmethod
+    def close(self, *, has_ended: bool, has_failed: bool) -> None:
+        """Let go.
+
+        Args:
+            has_ended: the run is over; otherwise only this follower is.
+            has_failed: a task of it has failed for good.
+        """
+
+
+class TensorBoard(Tracker):
+    """Event files, one for each batch of points, below a folder of the run or another."""
+
+    def __init__(self, root: str, place: str) -> None:
+        """Find the folder.
+
+        Args:
+            root: of the run.
+            place: folder or URI; "" is `trackers/tensorboard` below the root.
+
+        Raises:
+            ConfigError: no store has such a URI.
+        """
+        if place and "://" not in place:
+            place = file_uri(Path(place).absolute())
+        self._folder = normal_uri(place or f"{layout.trackers(root)}/tensorboard")
+        self._files = _package("tensorboard.summary.writer.event_file_writer")
+        self._protocol = _package("tensorboard.compat.proto.event_pb2")
+        self._summaries = _package("tensorboard.compat.proto.summary_pb2")
+
+    def open(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Do nothing: files need no beginning."""
+
+    def write(self, points: Sequence[Point], batch: int) -> None:
+        """Write one whole file, whose name is that of the batch: a second try replaces it."""
+        with tempfile.TemporaryDirectory() as scratch:
+            writer = self._files.EventFileWriter(scratch)
+            for point in sorted(points, key=lambda p: (p.seconds, p.step)):
+                value = self._summaries.Summary.Value(tag=point.name, simple_value=point.value)
+                summary = self._summaries.Summary(value=[value])
+                writer.add_event(
+                    self._protocol.Event(wall_time=point.seconds, step=point.step, summary=summary)
+                )
+            writer.close()
+            (written,) = Path(scratch).iterdir()
+            # TensorBoard reads the files of a folder in the order of their names.
+            name = f"events.out.tfevents.{batch:010d}.planish"
+            store.write(f"{self._folder}/{name}", written.read_bytes())
+
+    def close(self, *, has_ended: bool, has_failed: bool) -> None:
+        """Do nothing: every file is whole."""
+
+
+class MLflow(Tracker):
+    """A run on a tracking server of MLflow."""
+
+    def __init__(self, root: str, place: str, experiment: str, name: str) -> None:
+        """Make a client; nothing is asked yet.
+
+        Args:
+            root: of the run.
+            place: URI of the server; "" is that of `MLFLOW_TRACKING_URI`.
+            experiment: made where it is missing.
+            name: of the run.
+        """
+        # Its client would print the address of the run on standard output.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        tracking = _package("mlflow.tracking")
+        self._entities = _package("mlflow.entities")
+        self._root, self._experiment, self._name = root, experiment, name
+        self._client = tracking.MlflowClient(tracking_uri=place or None)
+
+    def open(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Find the run by its identifier or its root, or make one with the settings of ours."""
+        client = self._client
+        self.run_id = run_id
+        if not run_id:
+            known = client.get_experiment_by_name(self._experiment)
+            number = known.experiment_id if known else client.create_experiment(self._experiment)
+            quoted = self._root.replace("'", "")
+            found = client.search_runs([number], f"tags.`planish.root` = '{quoted}'")
+            if found:
+                self.run_id = found[0].info.run_id
+            else:
+                tags = {"planish.root": self._root}
+                run = client.create_run(number, tags=tags, run_name=self._name)
+                self.run_id = run.info.run_id
+                parameters = [
+                    self._entities.Param(key, str(value)[:_MAX_CHARACTERS])
+                    for key, value in config.items()
+                ]
+                for i in range(0, len(parameters), _MAX_PARAMETERS):
+                    some = parameters[i : i + _MAX_PARAMETERS]
+                    client.log_batch(self.run_id, params=some)
+        client.update_run(self.run_id, status="RUNNING")
+
+    def write(self, points: Sequence[Point], batch: int) -> None:
+        """Send the points; sent twice they are stored twice with the same step and time."""
+        metrics = [
+            self._entities.Metric(p.name, p.value, int(p.seconds * 1000), p.step) for p in points
+        ]
+        for i in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[i : i + _BATCH])
+
+    def close(self, *, has_ended: bool, has_failed: bool) -> None:
+        """Say how the run ended."""
+        if has_ended:
+            status = "FAILED" if has_failed else "FINISHED"
+            self._client.set_terminated(self.run_id, status=status)
+
+
+class WeightsAndBiases(Tracker):
+    """A run of Weights & Biases; `WANDB_MODE=offline` keeps it in `WANDB_DIR`."""
+
+    def __init__(self, root: str, place: str, name: str) -> None:
+        """Keep the settings.
+
+        Args:
+            root: of the run.
+            place: project; "" is `planish`.
+            name: of the run.
+        """
+        self._wandb = _package("wandb")
+        self._root, self._project, self._name = root, place or "planish", name
+        self._run: Any = None
+        self._groups: set[str] = set()
+
+    def open(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Begin or resume the run, whose identifier follows from the root."""
+        self.run_id = run_id or hashlib.sha256(self._root.encode()).hexdigest()[:16]
+        self._run = self._wandb.init(
+            project=self._project,
+            name=self._name,
+            id=self.run_id,
+            resume="allow",
+            config=dict(config),
+            settings=self._wandb.Settings(console="off", silent=True),
+        )
+
+    def write(self, points: Sequence[Point], batch: int) -> None:
+        """Log the points of each group and step together, over an axis of the group's own."""
+        rows: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+        for point in sorted(points, key=lambda p: (p.seconds, p.step)):
+            rows[point.name.rpartition("/")[0], point.step][point.name] = point.value
+        for (group, step), values in rows.items():
+            axis = f"{group}/step"
+            if group not in self._groups:
+                self._groups.add(group)
+                self._run.define_metric(f"{group}/*", step_metric=axis)
+            self._run.log({**values, axis: step})
+
+    def close(self, *, has_ended: bool, has_failed: bool) -> None:
+        """Send what is left."""
+        self._run.finish(exit_code=int(has_failed))
+
+
+def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Tracker:
+    """Return the tracker that a word of the command line names.
+
+    Args:
+        target: `tensorboard[=FOLDER]`, `mlflow[=URI]` or `wandb[=PROJECT]`.
+        root: of the run.
+        experiment: of MLflow.
+        name: of the run where it is shown; "" takes the last part of the root.
+
+    Raises:
+        ConfigError: another word, or its package is not installed.
+    """
+    kind, _, place = target.partition("=")
+    name = name or root.rpartition("/")[2]
+    if kind == "tensorboard":
+        return TensorBoard(root, place)
+    if kind == "mlflow":
+        if not place and not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise ConfigError(
+                "a tracker `mlflow` needs the URI of its server, got none: write "
+                "mlflow=http://HOST:PORT or set MLFLOW_TRACKING_URI"
+            )
+        return MLflow(root, place, experiment, name)
+    if kind == "wandb":
+        return WeightsAndBiases(root, place, name)
+    raise ConfigError(
+        f"a tracker must be tensorboard[=FOLDER], mlflow[=URI] or wandb[=PROJECT], got {target!r}"
+    )
+
+
+def _package(name: str) -> Any:
+    """Import a module of a tracker."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"the package of this tracker must be installed, got {error}: {INSTALL}"
+        ) from None

@@ -1,0 +1,155 @@
+"""From the columns of a row to a problem: which column is what, and what is wrong with the row."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from planish.base.config import nearest
+from planish.base.errors import ConfigError
+from planish.stages.curate.config import CurateConfig, parse_map
+from planish.stages.curate.gsm8k import problem_row
+from planish.stages.curate.problem import Drop, Messages, Problem
+from planish.stages.curate.records import DataRow, as_answer, field_of
+from planish.verifiers import answer_fault
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "prompt": ("messages", "prompt", "question", "problem", "instruction", "input"),
+    "answer": ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "target"),
+    "system": ("system",),
+    "verifier": ("verifier",),
+    "trace": ("trace", "response"),
+    "source": ("source", "data_source"),
+}
+"""What a row may hold, and the usual names of its column, in order of preference."""
+
+WRONG_TYPE = ("prompt_is_no_text", "system_is_no_text", "answer_is_no_text", "unknown_verifier")
+"""Faults that make a row bad; one that lacks a prompt or an answer is left out and counted."""
+
+
+def read_problems(
+    config: CurateConfig, rows: Sequence[DataRow]
+) -> tuple[list[Problem], list[Drop]]:
+    """Find prompt, answer, verifier and trace in the columns of each row.
+
+    Raises:
+        ConfigError: `dataset_map` names a column that no row has, or a row holds something of
+            another type than text; the first such rows are named unless `skip_bad` is set.
+    """
+    columns = parse_map(config.dataset_map)
+    for name, column in columns.items():
+        if rows and all(field_of(row.fields, column) is None for row in rows):
+            seen = column_names(rows)
+            raise ConfigError(
+                f"`curate.dataset_map` must name columns of the data set, got {name}={column!r}"
+                f"{nearest(column, seen)}; its columns are {', '.join(seen)}"
+            )
+    kept: list[Problem] = []
+    drops: list[Drop] = []
+    wrong: list[str] = []
+    for row in rows:
+        fields = problem_row(row.fields) or row.fields
+        problem = read_problem(config, columns, fields, row.origin)
+        if isinstance(problem, Problem):
+            kept.append(problem)
+            continue
+        shown = json.dumps(row.fields, default=str)
+        drops.append(Drop(problem, f"{row.origin}: {shown:.200}"))
+        if problem in WRONG_TYPE:
+            wrong.append(f"{row.origin} ({problem}): {shown:.120}")
+    if wrong and not config.skip_bad:
+        raise ConfigError(
+            "each row of the data set must hold text, or messages, as its prompt and text or a "
+            f"whole number as its answer, got {len(wrong)} of {len(rows)} rows with another type: "
+            f"{'; '.join(wrong[:3])}: mend them, or leave such rows out with "
+            "`curate.skip_bad = true`"
+        )
+    return kept, drops
+
+
+def column_names(rows: Iterable[DataRow]) -> list[str]:
+    """Return the columns of some rows in the order in which they first appear."""
+    return list(dict.fromkeys(name for row in rows for name in row.fields))
+
+
+def read_problem(
+    config: CurateConfig, columns: Mapping[str, str], fields: dict[str, Any], origin: str
+) -> Problem | str:
+    """Return the problem of one row, or the code of what is wrong with it.
+
+    Args:
+        config: prefix, suffix and verifier of plain problems.
+        columns: what to a dotted name, in place of the usual ones.
+        fields: the row.
+        origin: `line 12`.
+    """
+
+    def look(name: str) -> Any:
+        usual = (columns[name],) if name in columns else COLUMNS[name]
+        found = (field_of(fields, column) for column in usual)
+        return next((value for value in found if value is not None), None)
+
+    asked, given, system = look("prompt"), look("answer"), look("system")
+    if asked is None:
+        return "no_prompt"
+    if given is None:
+        return "no_answer"
+    answer = as_answer(given)
+    if answer is None:
+        return "answer_is_no_text"
+    if system is not None and not isinstance(system, str):
+        return "system_is_no_text"
+    verifier = look("verifier") or config.verifier
+    if not isinstance(verifier, str):
+        return "unknown_verifier"
+    if verifier == "auto":
+        fault = answer_fault("integer", answer)
+        verifier = "integer" if fault != "answer_not_an_integer" else "math"
+    if verifier == "regex" and config.answer_pattern:
+        answer = config.answer_pattern.replace("{answer}", re.escape(answer))
+    if isinstance(asked, str):
+        question, messages = asked.strip(), compose(config, asked.strip(), verifier)
+    else:
+        read = read_messages(asked)
+        if read is None:
+            return "prompt_is_no_text"
+        messages = read
+        question = "\n".join(m["content"] for m in messages if m["role"] != "system")
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    trace, source = look("trace"), look("source")
+    return Problem(
+        question=question,
+        messages=messages,
+        answer=answer,
+        verifier=verifier,
+        source=source if isinstance(source, str) and source else "dataset",
+        trace=trace if isinstance(trace, str) else None,
+        origin=origin,
+    )
+
+
+def read_messages(value: Any) -> Messages | None:
+    """Return a list of {role, content} from untrusted data, or None."""
+    if not isinstance(value, list) or not value:
+        return None
+    messages: Messages = []
+    for place, item in enumerate(value):
+        role, content = (
+            (item.get("role"), item.get("content")) if isinstance(item, dict) else (0, 0)
+        )
+        if role not in ("system", "user", "assistant") or not isinstance(content, str):
+            return None
+        if role == "system" and place:
+            return None
+        messages.append({"role": role, "content": content})
+    return messages if messages[-1]["role"] == "user" else None
+
+
+def compose(config: CurateConfig, question: str, verifier: str) -> Messages:
+    """Return the messages of a plain-text problem, with the instructions its verifier needs."""
+    if verifier in ("integer", "math"):
+        question = f"{config.prompt_prefix}{question}{config.prompt_suffix}"
+    return [{"role": "user", "content": question}]

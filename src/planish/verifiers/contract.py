@@ -1,0 +1,211 @@
+"""What a verifier of one's own must keep to, tried on hostile text and on rows of one's own.
+
+It must give a number from 0 to 1 on any text, in time, the same one each time; and the scores
+that the rows name. Whether the scores are worth training on, no check can tell.
+
+In a test of one's own package::
+
+    from planish.verifiers.contract import check_contract, read_cases
+
+    def test_the_contract():
+        report = check_contract("my_rewards.code:reward", read_cases("cases.jsonl"))
+        assert report.faults == ()
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planish.base.errors import ConfigError, VerifierFailure
+from planish.verifiers.own import OwnVerifier, installed_verifiers, is_reference
+from planish.verifiers.verdict import VerifierOptions
+
+HOSTILE_TEXTS = (
+    "",
+    " \t\r\n",
+    "\x00",
+    "\ud800 \udfff",
+    "\u202e42\u202c \u0664\u0662",
+    "nan",
+    "-inf",
+    "1e999",
+    "Answer: ",
+    "Answer: 1\nAnswer: 2",
+    "\\boxed{" * 2000,
+    "[" * 20000,
+    "{" * 20000 + "}" * 20000,
+    "```python\nwhile True: pass\n```",
+    '```json\n{"a": NaN}\n```',
+    "__import__('os')._exit(0)",
+    "%s%n{0.__class__}",
+    "9" * 5000,
+    "a" * 100_000 + "!",
+    "x" * 1_000_000,
+)
+"""Responses that a policy may write, or that somebody would write to break a verifier."""
+MAX_FAULTS = 10
+"""After so many faults the check ends."""
+MAX_ANSWERS = 4
+"""Ground truths of the rows that meet every hostile text."""
+
+
+@dataclass(frozen=True)
+class VerifierCase:
+    """One row to try.
+
+    Example:
+        >>> VerifierCase(answer="42", response="Answer: 42", score=1.0).score
+        1.0
+    """
+
+    answer: str
+    """Ground truth, as in the data set."""
+    response: str | None = None
+    """A response to it; None: the ground truth itself."""
+    score: float | None = None
+    """What the verifier must say, to 1e-6; None: any number from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class ContractReport:
+    """What the check saw."""
+
+    num_calls: int
+    """Calls of the function."""
+    slowest_seconds: float
+    """Of its longest call, the way to the child process and back included."""
+    scores: tuple[float, ...]
+    """Of the rows, in order; empty when a fault ended the check before."""
+    faults: tuple[str, ...]
+    """What the verifier does that it must not, one line each."""
+    warnings: tuple[str, ...]
+    """What is allowed and yet a mistake: it prints, it forks."""
+
+
+def read_cases(path: str | Path) -> list[VerifierCase]:
+    """Read rows from a JSONL file: `answer`, and where they are known `response` and `score`.
+
+    Raises:
+        ConfigError: no such file, or lines that are no such rows; the first ones are named.
+    """
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"rows must be a JSONL file in UTF-8, got {str(path)!r}: {error}"
+        ) from None
+    cases, faults = [], []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+            continue
+        answer = row.get("answer") if isinstance(row, dict) else None
+        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+            answer = str(answer)
+        response, score = (row.get("response"), row.get("score")) if answer is not None else (0, 0)
+        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
+        if (
+            not isinstance(answer, str)
+            or not isinstance(response, (str, type(None)))
+            or not (score is None or (is_number and 0 <= score <= 1))
+        ):
+            faults.append(
+                f"line {number}: `answer` must be text, `response` text and `score` a number from "
+                f"0 to 1, got {line[:80]}"
+            )
+            continue
+        cases.append(VerifierCase(answer, response, None if score is None else float(score)))
+    if faults or not cases:
+        raise ConfigError(
+            f"{str(path)!r} must hold rows: " + ("; ".join(faults[:3]) or "it is empty")
+        )
+    return cases
+
+
+def check_contract(
+    name: str, cases: Sequence[VerifierCase] = (), *, timeout_seconds: float = 10.0
+) -> ContractReport:
+    """Try a verifier of one's own on hostile texts and on rows.
+
+    Args:
+        name: `package.module:function`, or an entry point of the group `planish.verifiers`.
+        cases: rows; each is tried in two processes with other hash seeds, in both directions.
+        timeout_seconds: limit of one call, as `reward.verifier_timeout_seconds`.
+
+    Returns:
+        What was seen; `faults` is empty for a verifier that keeps the contract.
+
+    Raises:
+        ConfigError: the name stands for no function that can be called.
+    """
+    if not 0 < timeout_seconds <= 600:
+        raise ConfigError(f"`timeout_seconds` must be above 0, at most 600, got {timeout_seconds}")
+    installed = installed_verifiers()
+    if not is_reference(name) and name not in installed:
+        raise ConfigError(
+            "a verifier of your own must read `package.module:function` or be an entry point of "
+            f"the group 'planish.verifiers' (here: {sorted(installed)}), got {name!r}"
+        )
+    answers = list(dict.fromkeys(case.answer for case in cases))[:MAX_ANSWERS] or ["42"]
+    rows = [
+        (case.answer if case.response is None else case.response, case.answer) for case in cases
+    ]
+    hostile = [(text, answer) for answer in answers for text in HOSTILE_TEXTS]
+    options = VerifierOptions(timeout_seconds=timeout_seconds)
+    faults: list[str] = []
+    warnings: list[str] = []
+    seconds: list[float] = []
+
+    def run(tried: Iterable[tuple[str, str]], seed: int) -> list[float]:
+        """Return the score of each call in a new process; NaN where it failed."""
+        verifier = OwnVerifier(installed.get(name, name), environment={"PYTHONHASHSEED": str(seed)})
+        scores = []
+        try:
+            verifier.start()
+            for response, answer in tried:
+                start = time.monotonic()
+                verdict = verifier(response, answer, options)
+                seconds.append(time.monotonic() - start)
+                scores.append(float("nan") if verdict.score is None else verdict.score)
+                if verdict.error:
+                    shown = f"{verdict.reason}, on the response {response[:40]!a}"
+                    faults.append(f"{shown} and the answer {answer[:40]!a}")
+                if len(faults) >= MAX_FAULTS:
+                    break
+        except VerifierFailure as error:
+            faults.append(str(error))
+        finally:
+            warnings.extend(w for w in verifier.warnings if w not in warnings)
+            verifier.close()
+        return scores
+
+    run(hostile, seed=1)
+    scores = [] if faults else run(rows, seed=1)
+    if not faults:
+        again = run(reversed(rows), seed=2)[::-1]
+        for case, first, second in zip(cases, scores, again, strict=False):
+            if first != second:
+                faults.append(
+                    f"the same row must get the same score in every process, got {first:g} and "
+                    f"{second:g} for the answer {case.answer[:40]!a}"
+                )
+            if case.score is not None and abs(first - case.score) > 1e-6:
+                faults.append(
+                    f"the score must be {case.score:g} as the row says, got {first:g} for the "
+                    f"response {str(case.response)[:40]!a} and the answer {case.answer[:40]!a}"
+                )
+    return ContractReport(
+        num_calls=len(seconds),
+        slowest_seconds=max(seconds, default=0.0),
+        scores=tuple(scores),
+        faults=tuple(faults[:MAX_FAULTS]),
+        warnings=tuple(warnings),
+    )

@@ -1,0 +1,184 @@
+"""The process with the tests of a row: it runs them against the code in another process.
+
+What the code defined stands here as plain data and as `Remote` values, which pass each call on.
+The verdict is made here, where no code of the response ever runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import sys
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from planish.verifiers.isolated.confine import CannotConfine, confine
+from planish.verifiers.isolated.values import decode, encode
+
+Exchange = Callable[[dict[str, Any]], dict[str, Any]]
+"""Sends an operation to the process with the code and returns its reply."""
+
+
+class Unsupported(BaseException):
+    """The tests ask for what cannot pass between two processes; tests cannot catch it by habit."""
+
+
+class AnswerError(Exception):
+    """The code of the response raised what is no built-in exception."""
+
+
+class Remote:
+    """A value of the response's code that is no plain data: it may be used, not looked into.
+
+    Two of them are equal where they are the same: `==` of the response is not asked.
+    """
+
+    def __init__(self, exchange: Exchange, number: int) -> None:
+        self.__dict__.update(_exchange=exchange, _number=number)
+
+    def _do(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        def number_of(value: Any) -> int:
+            if not isinstance(value, Remote):
+                kind = type(value).__name__
+                raise Unsupported(f"a {kind} cannot be handed to the code of the response")
+            number: int = value.__dict__["_number"]
+            return number
+
+        exchange: Exchange = self.__dict__["_exchange"]
+        reply = exchange(
+            {
+                "operation": operation,
+                "target": ["ref", self.__dict__["_number"]],
+                "arguments": [encode(a, number_of) for a in arguments],
+                "named": {name: encode(a, number_of) for name, a in named.items()},
+            }
+        )
+        if "raised" in reply:
+            name, text = reply["raised"]
+            kind = getattr(builtins, str(name), None)
+            is_error = isinstance(kind, type) and issubclass(kind, Exception)
+            raise (kind if is_error and kind is not None else AnswerError)(str(text))
+
+        def named_by(number: int) -> Any:
+            return Remote(exchange, number)
+
+        for before, after in zip(arguments, reply["arguments"], strict=True):
+            copy = decode(after, named_by)
+            if isinstance(before, list) and isinstance(copy, list):
+                before[:] = copy
+            elif isinstance(before, (dict, set)) and type(copy) is type(before):
+                before.clear()
+                before.update(copy)
+        return decode(reply["result"], named_by)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it where it stands."""
+        return self._do("call", *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._do("get", name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._do("item", key)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._do("iter")
+        return iter(iterator) if isinstance(iterator, list) else iterator
+
+    def __next__(self) -> Any:
+        return self._do("next")
+
+    def __bool__(self) -> bool:
+        return bool(self._do("bool"))
+
+    def __len__(self) -> int:
+        return int(self._do("len"))
+
+    def __str__(self) -> str:
+        return str(self._do("text"))
+
+
+def run_tests(tests: str, names: dict[str, Any]) -> tuple[str, str]:
+    """Run the tests, their functions `test_...` and their classes of unittest.
+
+    Args:
+        tests: Python source.
+        names: what the response defined.
+
+    Returns:
+        (`passed`, `failed` or `unusable`, one line on why).
+    """
+    module = types.ModuleType("__main__")
+    # A response must not replace what the tests lean on.
+    module.__dict__.update((n, v) for n, v in names.items() if not hasattr(builtins, n))
+    sys.modules["__main__"] = module
+    try:
+        code = compile(tests, "<tests>", "exec")
+    except (SyntaxError, ValueError) as error:
+        return "unusable", f"tests must be Python, got {error}"
+    given = set(names)
+    sys.argv = ["tests"]
+    try:
+        try:
+            exec(code, module.__dict__)
+        except SystemExit as ended:
+            # What `unittest.main()` ends with; no exception of the response is a SystemExit here.
+            if ended.code:
+                return "failed", f"the tests ended with {ended.code!r}"
+        for name, value in list(module.__dict__.items()):
+            if name in given and isinstance(value, Remote):
+                continue
+            if name.startswith("test_") and callable(value):
+                value()
+        suite = unittest.defaultTestLoader.loadTestsFromModule(module)
+        result = unittest.TextTestRunner(io.StringIO()).run(suite)
+        if not result.wasSuccessful():
+            return "failed", "a test of unittest failed"
+    except Unsupported as error:
+        return "unusable", str(error)
+    except BaseException as error:
+        return "failed", f"{type(error).__name__}: {error}"[:300]
+    return "passed", ""
+
+
+def main() -> None:
+    """Confine this process, say ready, run the tests, give the verdict."""
+    scratch, cpu_seconds = sys.argv[2], int(sys.argv[3])
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    requests = os.fdopen(os.dup(0), encoding="ascii")
+    for descriptor in (0, 1, 2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+
+    def send(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    try:
+        confine(scratch, cpu_seconds)
+    except CannotConfine as error:
+        return send({"error": f"cannot confine: {error}"})
+    send({"outcome": "ready"})
+    request = json.loads(requests.readline())
+    num_calls = 0
+
+    def exchange(operation: dict[str, Any]) -> dict[str, Any]:
+        nonlocal num_calls
+        num_calls += 1
+        send({"ask": operation})
+        reply: dict[str, Any] = json.loads(requests.readline())
+        return reply
+
+    names = {
+        name: decode(data, lambda number: Remote(exchange, number))
+        for name, data in request["names"].items()
+    }
+    verdict, why = run_tests(request["tests"], names)
+    if verdict == "passed" and not num_calls:
+        verdict, why = "unusable", "the tests never use the code of the response"
+    return send({"verdict": verdict, "why": why})

@@ -1,0 +1,90 @@
+"""The JSON in a response held to a schema: the row's ground truth is the schema.
+
+Everything happens in a child process with the time limit of verifiers, since patterns in a schema
+may take forever. Nothing is fetched: a `$ref` to another place is an unusable ground truth.
+
+Source: JSON Schema, draft 2020-12 and those before it, as the library `jsonschema` checks them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from planish.verifiers.own import shared_verifier
+from planish.verifiers.verdict import Verdict, VerifierOptions
+
+MAX_RESPONSE_CHARS = 200_000
+"""How much of the end of a response is read."""
+MAX_STARTS = 1000
+"""Places at which a value is looked for in a response without a block."""
+
+_BLOCK = re.compile(r"```[a-zA-Z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
+
+
+def verify_json_schema(response: str, answer: str, options: VerifierOptions) -> Verdict:
+    """Right where the last JSON value of the response follows the schema `answer`."""
+    reference = "planish.verifiers.json_schema:follows_schema"
+    return shared_verifier(reference)(response, answer, options)
+
+
+def last_json(response: str) -> Any:
+    """Return the last JSON value of a response.
+
+    The last block between triple backticks that is one value counts; without one the whole text;
+    without that the last object or list that stands anywhere in it, in full.
+
+    Example:
+        >>> last_json('I think {"a": 1} or rather {"a": [2]}.')
+        {'a': [2]}
+
+    Raises:
+        ValueError: there is none. `NaN` and `Infinity` are no JSON.
+    """
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    decoder = json.JSONDecoder(parse_constant=refuse)
+    text = response[-MAX_RESPONSE_CHARS:]
+    for whole in (*reversed(_BLOCK.findall(text)), text):
+        try:
+            return decoder.decode(whole.strip())
+        except (ValueError, RecursionError):
+            continue
+    found: list[Any] = []
+    end = 0
+    for start in [match.start() for match in re.finditer(r"[{\[]", text)][-MAX_STARTS:]:
+        if start < end:
+            continue
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        found = [value]
+    if not found:
+        raise ValueError("no JSON in the response")
+    return found[0]
+
+
+def follows_schema(response: str, schema: str) -> bool:
+    """Check in a process of its own.
+
+    Raises:
+        ValueError: the schema is none.
+        jsonschema.SchemaError: the schema is none.
+    """
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    rules = json.loads(schema)
+    kind = validator_for(rules)
+    kind.check_schema(rules)
+    try:
+        value = last_json(response)
+    except ValueError:
+        return False
+    # An empty registry: without one the library would fetch what `$ref` names.
+    registry: Registry[Any] = Registry()
+    return bool(kind(rules, registry=registry).is_valid(value))

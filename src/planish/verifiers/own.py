@@ -1,0 +1,167 @@
+"""Verifiers that are functions of the user, each called in a child process of its own.
+
+A function `(response, answer) -> number from 0 to 1` is named by `package.module:function`, or by
+an entry point of the group `planish.verifiers`. It may hang, raise, print, fork or return
+nonsense: that costs the row, never the stage, until the caller's error rate is exceeded or it has
+hung too often in a row.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+
+from planish.base.errors import ConfigError, VerifierFailure
+from planish.verifiers.child_process import START_SECONDS, ChildProcess, python_module
+from planish.verifiers.verdict import Verdict, VerifierOptions, failed
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "planish.verifiers"
+"""Group of entry points: name -> `package.module:function`."""
+MAX_TIMEOUTS = 5
+"""After so many calls in a row without an answer the function is given up."""
+
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+
+
+def is_reference(name: str) -> bool:
+    """Tell whether a name reads `package.module:function`."""
+    return _REFERENCE.fullmatch(name) is not None
+
+
+@functools.cache
+def installed_verifiers() -> Mapping[str, str]:
+    """Return name -> `package.module:function` of the entry points of installed packages."""
+    return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
+
+
+class OwnVerifier:
+    """One function of the user and its child process; safe to use from several threads.
+
+    Args:
+        reference: `package.module:function`.
+        start_seconds: time that its import may take.
+        environment: variables of the child beside those that every child gets.
+
+    Attributes:
+        warnings: what it did that is allowed and yet a mistake: it printed, it forked.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        *,
+        start_seconds: float = START_SECONDS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.reference = reference
+        self._process = ChildProcess(
+            python_module("planish.verifiers.own_child", reference),
+            start_seconds=start_seconds,
+            environment=environment,
+        )
+        self._lock = threading.Lock()
+        self._num_timeouts = 0
+        self._logged: set[str] = set()
+        self.warnings: list[str] = []
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running child, or None."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Import the function unless the child runs.
+
+        Raises:
+            ConfigError: it cannot be called; the text says what to mend.
+        """
+        try:
+            self._process.start()
+        except OSError as error:
+            raise ConfigError(
+                f"verifier {self.reference!r} must be a function that can be called with "
+                f"(response, answer), got: {error}"
+            ) from None
+
+    def __call__(self, response: str, answer: str, options: VerifierOptions) -> Verdict:
+        """Score one response.
+
+        Raises:
+            ConfigError: the function cannot be called at all.
+            VerifierFailure: it has not answered `MAX_TIMEOUTS` times in a row.
+        """
+        with self._lock:
+            self.start()
+            seconds = options.timeout_seconds
+            request = {
+                "response": response,
+                "answer": answer,
+                "alarm_seconds": int(seconds) + 5,
+            }
+            try:
+                reply = self._process.ask(request, seconds)
+            except TimeoutError:
+                self._num_timeouts += 1
+                if self._num_timeouts < MAX_TIMEOUTS:
+                    return self._failed(f"did not answer within {seconds:g} s", timeout=True)
+                raise VerifierFailure(
+                    f"verifier {self.reference!r} must answer within {seconds:g} s, got no answer "
+                    f"to {MAX_TIMEOUTS} calls in a row; mend it, or raise "
+                    "`verifier_timeout_seconds` of the stage"
+                ) from None
+            except OSError as error:
+                self._num_timeouts = 0
+                return self._failed(f"did not survive a call: {error}")
+            self._num_timeouts = 0
+            if "printed" in reply:
+                self._warn(f"printed {reply['printed']!r}; what it prints is dropped")
+            if "forked" in reply:
+                # Copies that still run would add up.
+                self._process.close()
+                self._warn("forked; the copies are ended with the child after each such call")
+            if "error" in reply:
+                return self._failed(str(reply["error"]))
+            score = float(str(reply.get("score")))
+            return Verdict(accuracy=float(score == 1.0), score=score)
+
+    def close(self) -> None:
+        """End the child."""
+        self._process.close()
+
+    def _failed(self, reason: str, *, timeout: bool = False) -> Verdict:
+        self._log_once(reason)
+        return failed(timeout=timeout, reason=f"{self.reference} {reason}")
+
+    def _warn(self, what: str) -> None:
+        if self._log_once(what):
+            self.warnings.append(what)
+
+    def _log_once(self, what: str) -> bool:
+        """Log one line for each kind of thing; return whether it was the first of its kind."""
+        kind = what[:12]
+        is_first = kind not in self._logged
+        self._logged.add(kind)
+        if is_first:
+            logger.warning("verifier name=%s %s", self.reference, " ".join(what.split()))
+        return is_first
+
+
+_shared: dict[tuple[int, str], OwnVerifier] = {}
+"""The verifiers of this process, by process id: a fork must not share its parent's pipes."""
+
+
+def shared_verifier(reference: str) -> OwnVerifier:
+    """Return the verifier that all verifications of this process share."""
+    key = (os.getpid(), reference)
+    if key not in _shared:
+        _shared[key] = OwnVerifier(reference)
+        atexit.register(_shared[key].close)
+    return _shared[key]

@@ -1,0 +1,167 @@
+"""The child process of `planish.verifiers.own`: it holds one function of the user.
+
+`python -P -m planish.verifiers.own_child package.module:function` writes whether the function can
+be called at all, then answers each line `{"response": ..., "answer": ...}` with `{"score": ...}` or
+`{"error": ...}`. What the function prints is taken away from standard output, so that it cannot
+disturb the replies, and named in the reply.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import io
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+PRINTED_CHARS = 80
+"""How much of what a function prints is passed on."""
+
+Function = Callable[[str, str], Any]
+"""A user's function: (response, answer) -> a number from 0 to 1, if it keeps its promise."""
+
+
+class Printed(io.TextIOBase):
+    """Takes the place of standard output: keeps the first characters and drops the rest."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        """Keep the beginning of what is printed."""
+        self.text += text[: PRINTED_CHARS - len(self.text)]
+        return len(text)
+
+
+def load(reference: str) -> Function:
+    """Import a function by `package.module:function`.
+
+    Raises:
+        ValueError: what must be mended: the module, its import, the name or the signature.
+    """
+    name, _, attribute = reference.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except SystemExit as ended:
+        raise ValueError(
+            f"`{name}` must not end the program when it is imported, got SystemExit({ended.code!r})"
+            "; put what only a script does below `if __name__ == '__main__':`"
+        ) from None
+    except ModuleNotFoundError as error:
+        remedy = "install its package into this environment (image), or name its folder in"
+        raise ValueError(
+            f"`{name}` must be importable by {sys.executable}, got: {error}; {remedy} `PYTHONPATH`"
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"`{name}` must be importable, got {type(error).__name__}: {error}; mend the module"
+        ) from None
+    function: Function | None = getattr(module, attribute, None)
+    if function is None or not callable(function):
+        names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
+        close = difflib.get_close_matches(attribute, names, n=1)
+        seen = f"a {type(function).__name__}" if hasattr(module, attribute) else "no such name"
+        raise ValueError(
+            f"`{name}` must have a function `{attribute}`, got {seen}"
+            + (f"; did you mean {close[0]!r}?" if close else f"; it has {names[:8]}")
+        )
+    try:
+        inspect.signature(function).bind("", "")
+    except TypeError:
+        raise ValueError(
+            f"`{reference}` must take the two arguments (response, answer), got "
+            f"{attribute}{inspect.signature(function)}"
+        ) from None
+    except ValueError:
+        # Functions written in C may have no signature; the first call will tell.
+        pass
+    return function
+
+
+def score(function: Function, response: str, answer: str) -> float:
+    """Call a user's function and return its score.
+
+    Raises:
+        ValueError: it raised, or returned what is no number from 0 to 1.
+    """
+    try:
+        value = function(response, answer)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"raised {type(error).__name__}: {error}") from None
+    seen = f"{value!r:.80} of type {type(value).__name__}"
+    if not hasattr(type(value), "__float__"):
+        raise ValueError(f"must return a number from 0 to 1, got {seen}")
+    number = float(value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"must return a number from 0 to 1, got {seen}")
+    return number
+
+
+def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, Any]:
+    """Return the reply to one request line.
+
+    Args:
+        function: the user's.
+        request: JSON line with `response`, `answer` and `alarm_seconds`.
+        forked: gets an item when this process forks.
+    """
+    raw = json.loads(request)
+    reply: dict[str, Any] = {}
+    printed = Printed()
+    sys.stdout = sys.stderr = printed
+    # Ends this process when its parent has died in the middle of a request.
+    signal.alarm(int(raw["alarm_seconds"]))
+    try:
+        reply["score"] = score(function, raw["response"], raw["answer"])
+    except Exception as error:
+        reply["error"] = str(error)[:1000]
+    finally:
+        signal.alarm(0)
+    if printed.text:
+        reply["printed"] = printed.text
+    if forked:
+        reply["forked"] = True
+    return reply
+
+
+def main(reference: str) -> int:
+    """Load the function, say ready or why not, answer until the parent closes the pipe."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The function gets neither the requests nor the replies as its standard streams.
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    requests = os.fdopen(os.dup(0), encoding="ascii")
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    forked: list[bool] = []
+    os.register_at_fork(after_in_parent=lambda: forked.append(True))
+    own = os.getpid()
+    try:
+        function, told = load(reference), {"outcome": "ready"}
+    except ValueError as error:
+        function, told = None, {"error": str(error)}
+    if os.getpid() != own:
+        os._exit(0)
+    replies.write(json.dumps(told) + "\n")
+    replies.flush()
+    if function is None:
+        return 1
+    for request in requests:
+        forked.clear()
+        reply = reply_to(function, request, forked)
+        # A copy that comes back out of the function must not answer too.
+        if os.getpid() != own:
+            os._exit(0)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

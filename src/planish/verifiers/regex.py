@@ -1,0 +1,47 @@
+"""The whole response searched for a pattern: the row's ground truth is the pattern.
+
+The search runs in a child process, within a second: a hostile pattern, or a response that drives a
+careless one mad, costs the row and not the stage.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+
+from planish.verifiers.own import shared_verifier
+from planish.verifiers.verdict import Verdict, VerifierOptions
+
+SEARCH_SECONDS = 1.0
+"""Limit of one search."""
+MAX_RESPONSE_CHARS = 200_000
+"""How much of the end of a response is searched."""
+MEMORY_BYTES = 4 << 30
+"""Address space that the child may use."""
+
+
+def verify_regex(response: str, answer: str, options: VerifierOptions) -> Verdict:
+    """Right where the pattern `answer` is found anywhere in the response, as `re.search` does."""
+    return shared_verifier("planish.verifiers.regex:contains_pattern")(response, answer, options)
+
+
+def contains_pattern(response: str, pattern: str) -> bool:
+    """Search in a process of its own, which this limits.
+
+    Raises:
+        TimeoutError: the search took too long.
+        re.error: no pattern.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"the search took longer than {SEARCH_SECONDS:g} s")
+
+    # The search looks for signals on its way, so that an exception can leave it.
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SEARCH_SECONDS)
+    try:
+        return re.search(pattern, response[-MAX_RESPONSE_CHARS:]) is not None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)

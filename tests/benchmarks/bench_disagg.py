@@ -1,0 +1,40 @@
+"""The disaggregated engine, part by part.
+
+`law`: the time of an iteration with paced stages against the law of the ping-pong pipeline.
+`replicas`: two vLLM replicas that share an expert rank against one; only where vLLM is installed.
+`m2n`: frames between attention and expert ranks, point to point against a collective.
+
+    python -m tests.benchmarks.bench_disagg [--part law [--ratio 1]] [--part m2n] [--dry]
+    .venv-engines/bin/python -m tests.benchmarks.bench_disagg --part replicas
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from tests.benchmarks.disagg import law, m2n, replicas
+
+PARTS = ("law", "replicas", "m2n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="all when absent")
+    parser.add_argument("--ratio", choices=law.RATIOS, action="append", help="of `law`")
+    parser.add_argument("--iterations", type=int, default=law.ITERATIONS, help="of `law`")
+    parser.add_argument("--dry", action="store_true", help="short, on any machine, not written")
+    options = parser.parse_args()
+    for part in options.part or PARTS:
+        if part == "law":
+            law.run(dry=options.dry, ratios=options.ratio, iterations=options.iterations)
+        elif part == "m2n":
+            m2n.run(dry=options.dry)
+        elif options.part or find_spec("vllm"):
+            replicas.run(dry=options.dry)
+        else:
+            print("replicas: left out, vLLM is not installed here (`make test-engines` does)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What the engine `disagg` refuses, by name and before a token is sampled."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from planish.base.errors import ConfigError, EngineError
+from planish.engines.config import EngineConfig
+from planish.engines.disagg.engine import DisaggEngine
+from planish.engines.disagg.rank import open_transport
+from planish.engines.requests import ModelRef
+from tests.contract.engines.conftest import FAMILIES
+from tests.unit.engines.disagg.instances import MortalRank, ThreadRank, disagg
+from tests.unit.engines.tiny import qwen3_policy, request
+
+CONFIG = EngineConfig(name="disagg", expert_ranks=3)
+
+
+def test_a_dense_policy_is_refused():
+    engine = DisaggEngine(config=CONFIG)
+    with pytest.raises(EngineError, match="a model with experts is needed, got a dense one"):
+        engine.start(ModelRef(policy=qwen3_policy()))
+    assert engine.state == "failed"
+    assert engine.pids == {}
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused():
+    engine = DisaggEngine(config=CONFIG)
+    with pytest.raises(EngineError, match="must divide the 4 experts of a layer, got 3"):
+        engine.start(ModelRef(policy=qwen3_policy(**FAMILIES["experts"])))
+
+
+def test_more_micro_batches_than_rows_are_refused():
+    config = EngineConfig(name="disagg", attention_ranks=2, micro_batches=4)
+    with pytest.raises(ConfigError, match=r"each of the 8 micro-batches .* got 7 and 0"):
+        DisaggEngine(max_rows=7, config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["nobody", "somebody else"])
+def test_an_expert_address_where_no_expert_answers_fails_the_start_in_time(what):
+    """The address of the last rank is that of a closed port, or of a server of another protocol."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = other.getsockname()
+        if what == "nobody":
+            other.close()
+
+        def new_transport(settings):
+            transport, found = open_transport(settings)
+            return transport, address if settings.role == "expert" else found
+
+        config = EngineConfig(name="disagg")
+        engine = DisaggEngine(
+            max_rows=4,
+            config=config,
+            timeout_s=2.0,
+            launcher=lambda end: ThreadRank(end, new_transport=new_transport),
+        )
+        begin = time.monotonic()
+        # Both ranks miss the other one; who says so first is blamed for nothing.
+        with pytest.raises(EngineError, match=r"all ranks must start, got .*rank [01]"):
+            engine.start(ModelRef(policy=qwen3_policy(**FAMILIES["experts"])))
+    assert time.monotonic() - begin < 120.0
+    assert engine.pids == {}
+
+
+@pytest.mark.slow
+def test_a_loss_that_statistics_find_is_named_by_the_next_call():
+    """A shard asks for them while it samples, between two steps."""
+    ranks = []
+
+    def launcher(end):
+        ranks.append(MortalRank(end))
+        return ranks[-1]
+
+    policy = qwen3_policy(**FAMILIES["experts"])
+    with disagg(policy, 1, 2, launcher=launcher) as engine:
+        engine.submit([request(0, 20)])
+        engine.poll(0.0)
+        before = engine.stats()["ranks"]
+        assert (before[0]["queue"], before[0]["rows"]) == (1, 1)
+        assert sum(rank["rows"] for rank in before[1:]) == 2 * 2 * len(request(0).prompt_ids)
+        assert all(rank["busy_s"] > 0 and rank["wait_s"] >= 0 for rank in before)
+        ranks[2].is_dead = True
+        assert engine.stats()["state"] == "failed"
+        with pytest.raises(EngineError, match="got failed: the engine failed: rank 2 is lost"):
+            engine.poll(0.0)

@@ -1,0 +1,64 @@
+"""vLLM without experts: what it reads, what it refuses, and replicas that share expert ranks."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+
+import pytest
+
+from planish.base.errors import EngineError
+from planish.engines.config import EngineConfig
+from planish.engines.disagg.engine import DisaggEngine
+from planish.engines.requests import ModelRef
+from planish.models.experts import is_expert
+from tests.contract.engines.conftest import FAMILIES
+from tests.contract.engines.test_control import weights
+from tests.unit.engines.disagg.instances import ThreadRank
+from tests.unit.engines.tiny import qwen3_policy, reference_greedy, request
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM: `make test-engines`"),
+]
+
+
+def experts_policy(seed=0):
+    return qwen3_policy(seed, **FAMILIES["experts"])
+
+
+def start(policy, *, launcher=None, **settings):
+    """A started engine."""
+    options = {"launcher": launcher} if launcher else {}
+    config = EngineConfig(name="vllm_disagg", cache_bytes=16 << 20, **settings)
+    engine = DisaggEngine(max_rows=4, config=config, timeout_s=240, **options)
+    engine.start(ModelRef(policy=policy))
+    return engine
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(
+        EngineError, match="the engine 'vllm_disagg', got a model with experts is needed"
+    ):
+        start(qwen3_policy(), launcher=ThreadRank)
+
+
+def test_two_replicas_share_the_experts_and_give_the_tokens_of_the_plain_model():
+    """Real processes: two of vLLM, two of experts; each reads its own tensors and no others."""
+    policy = experts_policy()
+    named = weights(policy).names()
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in named.items()}
+    of_experts = sum(size for name, size in sizes.items() if is_expert(name))
+    others = sum(sizes.values()) - of_experts
+    requests = [request(row, 24, temperature=0.0) for row in range(4)]
+    with start(policy, attention_ranks=2, expert_ranks=2) as engine:
+        outputs = engine.generate(requests)
+        stats = engine.stats()
+    read = [rank["num_bytes"] for rank in stats["ranks"]]
+    assert read == [others, others, of_experts / 2, of_experts / 2]
+    for one, output in zip(requests, outputs, strict=True):
+        assert output.token_ids == reference_greedy(policy, one.prompt_ids, 24)
+    # Every prompt token and every new one but the last went through two experts of each layer.
+    tokens = sum(len(one.prompt_ids) + 23 for one in requests)
+    counts = [sum(layer) for layer in stats["expert_tokens"]]
+    assert counts == [2 * tokens] * len(counts)

@@ -1,0 +1,27 @@
+"""Ranks that are killed or stopped at random moments: a sample of `kill_ranks`."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.integration.kill_ranks import main, sweep
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    told = sweep("disagg", 1, seed, tmp_path, parts=("requests",), rehearse=False)
+    assert not told["failures"], told
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="every engine is installed here")
+def test_vllm_that_is_not_installed_is_named_with_what_provides_it(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--engine", "vllm_disagg"])
+    assert ended.value.code == 2
+    assert "make engines" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""`examples/own_reward`: the commands of its page, and its rows through curation and reward."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.demo import demo_parser
+from planish.records import layout
+from planish.records.io import read_set
+from planish.records.prompts import PromptSet
+from planish.run.stage import Context
+from planish.stages.curate.stage import make_prompts
+from planish.stages.prepare.checks import check_run
+from planish.stages.prepare.settings import build_config
+from planish.verifiers import verify_many
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = REPOSITORY / "examples/own_reward"
+pytestmark = pytest.mark.slow
+
+
+def commands():
+    """Return the lines of the first block of the page."""
+    page = (EXAMPLE / "README.md").read_text("utf-8")
+    return re.findall(r"```\n(.*?)```", page, re.DOTALL)[0].splitlines()
+
+
+def run(line):
+    """Run one line of the page with the variables that its first line sets."""
+    line = line.replace(".venv/bin/", f"{sys.executable} -m ")
+    return subprocess.run(
+        ["bash", "-c", f"{commands()[0]}\n{line}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_tests_of_the_package_pass():
+    done = run(commands()[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+
+
+def test_the_check_prints_what_the_page_shows():
+    done = run(commands()[2])
+    shown = re.findall(r"```\n(digit_reward.*?)\n```", (EXAMPLE / "README.md").read_text())[0]
+    assert done.returncode == 0, done.stderr
+    # The time of the slowest call is this machine's.
+    assert re.sub(r"\d+\.\d+ s", "", done.stdout.strip()) == re.sub(r"\d+\.\d+ s", "", shown)
+
+
+def test_the_package_is_found_by_its_entry_point_once_installed(tmp_path, monkeypatch):
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    install += ["--no-build-isolation", "--target", str(tmp_path), str(EXAMPLE)]
+    subprocess.run(install, check=True, timeout=300)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "planish", "verifier", "check", "digits"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "digits: keeps the contract" in done.stdout
+
+
+def test_its_rows_are_curated_and_judged_by_it(tmp_path, monkeypatch):
+    """The arguments of the page's demo, as far as prompts and verdicts go."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+    variables = dict(word.split("=", 1) for word in shlex.split(commands()[3])[2:])
+    asked = demo_parser().parse_args(
+        [
+            "--preset",
+            "dapo-tiny",
+            "--dataset",
+            variables["DATASET"],
+            *shlex.split(variables["ARGS"]),
+        ]
+    )
+    config = build_config(
+        preset=asked.preset,
+        config="",
+        overrides=asked.overrides,
+        model="",
+        dataset=asked.dataset,
+        seed=-1,
+    )
+    assert check_run(config, 1) == []
+    root = (tmp_path / "root").as_uri()
+    make_prompts(Context(root, "curate", 0, 0, config, "0" * 64, {}))
+    prompts = read_set(PromptSet, layout.prompts(root))
+    assert set(prompts.verifier) == {"digit_reward:digits"}
+    assert prompts.num_rows > 150
+    rows = [("digit_reward:digits", answer, answer) for answer in prompts.answer]
+    assert {verdict.score for verdict in verify_many(rows)} == {1.0}

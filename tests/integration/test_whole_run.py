@@ -1,0 +1,91 @@
+"""Whole runs end like an undisturbed one on a folder: on a bucket, and killed without warning."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from planish.__main__ import main
+from planish.records import RolloutSet, layout, read_set
+from planish.store.file import TEMPORARY
+from tests.integration import runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+KILLS = [
+    [("prepare", 0), ("rollout", 1), ("checkpoint", 1)],
+    [("curate", 0), ("reward", 1), ("evaluate", 0)],
+    [("sft", 0), ("train", 1), ("report", 0)],
+]
+"""For each run the stages in which it is killed, one after the other; in all every stage."""
+
+
+LEARNS = {"overrides": "sft.max_steps=240 sft.measure_every=240"}
+"""A cold start that is right now and then, so that the update has groups to learn from."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    root = (folder / "run").as_uri()
+    runs.run(root, folder / "log.txt", **LEARNS)
+    assert len(runs.digests(root)) >= 10
+    assert read_set(RolloutSet, layout.rollouts(root, 1, 0)).num_groups >= 4
+    return root
+
+
+@pytest.mark.server
+def test_a_run_on_s3_has_the_digests_of_the_run_on_files(
+    undisturbed: str, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = f"{s3_root}/team/run"
+    runs.run(root, tmp_path / "log.txt", **LEARNS)
+    digests = runs.digests(root)
+    assert digests == runs.digests(undisturbed)
+    kinds = {path.split("/")[0] for path in digests}
+    assert {"prompts", "iterations", "policies", "states", "evals"} <= kinds
+
+    place = layout.rollouts(root, 1, 1)
+    rollouts = read_set(RolloutSet, place)
+    assert rollouts == read_set(RolloutSet, layout.rollouts(undisturbed, 1, 1))
+    assert main(["show", root]) == 0
+    assert "policies/00001" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kills", KILLS, ids=lambda kills: "-".join(stage for stage, _ in kills))
+def test_killed_in_stage_after_stage_the_same_command_gives_equal_digests(
+    kills: list[tuple[str, int]], undisturbed: str, tmp_path: Path
+) -> None:
+    root = (tmp_path / "run").as_uri()
+    log = tmp_path / "log.txt"
+    pauses = []
+    for stage, iteration in kills:
+        process = runs.start(root, log, **LEARNS)
+        try:
+            if stage != "prepare":
+                runs.wait_for_stage(root, stage, iteration)
+            pauses.append(random.SystemRandom().uniform(0, 1.5))
+            time.sleep(pauses[-1])
+        finally:
+            runs.kill(process)
+    runs.run(root, log, **LEARNS)
+    assert runs.digests(root) == runs.digests(undisturbed), f"killed {pauses} s into {kills}"
+    assert not list(tmp_path.rglob(f"{TEMPORARY}*")), f"killed {pauses} s into {kills}"
+
+
+def test_the_next_attempt_of_a_train_task_that_got_lost_goes_on(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    """Stopped first: a process that cannot finish in its grace time, as on a node that is gone."""
+    root = (tmp_path / "run").as_uri()
+    log = tmp_path / "log.txt"
+    process = runs.start(root, log, **LEARNS)
+    runs.wait_for_stage(root, "train", 1)
+    runs.signal_task(process, "train", signal.SIGSTOP, signal.SIGKILL)
+    # The same run ends well: its retry made up for the attempt that got lost.
+    runs.finish(process, log)
+    assert runs.digests(root) == runs.digests(undisturbed)

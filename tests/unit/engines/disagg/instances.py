@@ -1,0 +1,119 @@
+"""Instances whose ranks are threads of the test: real messages and frames, no new process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import torch
+
+from planish.base.errors import PeerLost
+from planish.engines.config import EngineConfig
+from planish.engines.disagg.control import Channel
+from planish.engines.disagg.engine import DisaggEngine
+from planish.engines.disagg.rank import emulated, serve
+from planish.engines.requests import ModelRef
+from tests.unit.engines.disagg.m2n.local import LocalNetwork, LocalTransport
+from tests.unit.engines.tiny import family_policy
+
+FAMILIES = {
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "Mixtral": {"num_local_experts": 8, "sliding_window": None},
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+"""Tiny models with experts."""
+
+
+def moe_policy(family: str, seed: int = 0, **changes):
+    """A tiny policy of three layers in float64."""
+    sizes = {"num_experts_per_tok": 2, "num_hidden_layers": 3, **FAMILIES[family], **changes}
+    policy = family_policy(family, seed, **sizes)
+    policy.model.double()
+    policy.model.set_experts_implementation("eager")  # the grouped product knows no float64
+    return policy
+
+
+class ThreadRank:
+    """A rank in a thread."""
+
+    pid = os.getpid()
+
+    def __init__(self, end: socket.socket, **options) -> None:
+        self._channel = Channel(end.dup())
+        self._options = options
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            serve(self._channel, lambda: None, **self._options)
+        except PeerLost:
+            pass
+        finally:
+            self._channel.close()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        return 0
+
+    def kill(self) -> None:
+        """Leave the end to the thread, which sees that the coordinator has closed its own."""
+
+
+class MortalRank(ThreadRank):
+    """A rank in a thread that counts as dead once `is_dead` is set."""
+
+    is_dead = False
+
+    def poll(self):
+        return 9 if self.is_dead else super().poll()
+
+
+def local_ranks():
+    """Return a launcher of ranks whose frames are copies of memory."""
+    network = LocalNetwork()
+
+    def new_transport(settings):
+        transport = LocalTransport(settings.rank, settings.limits, network)
+        return emulated(transport, settings), ("", 0)
+
+    return lambda end: ThreadRank(end, new_transport=new_transport)
+
+
+def disagg(
+    policy, attention=1, expert=1, micro_batches=1, *, max_rows=8, launcher=ThreadRank, **options
+):
+    """Return a started engine; the settings of `[engine]` are taken out of the options."""
+    settings = {
+        name: options.pop(name)
+        for name in ("redundant_experts", "transport", "batch_tokens")
+        if name in options
+    }
+    config = EngineConfig(
+        name="disagg",
+        attention_ranks=attention,
+        expert_ranks=expert,
+        micro_batches=micro_batches,
+        **settings,
+    )
+    engine = DisaggEngine(max_rows=max_rows, config=config, launcher=launcher, **options)
+    engine.start(ModelRef(policy=policy))
+    return engine

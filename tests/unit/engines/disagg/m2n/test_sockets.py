@@ -1,0 +1,342 @@
+"""What only the transport over TCP does: it refuses strangers and notices peers that break."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from planish.base.errors import PeerLost, ProtocolError
+from planish.engines.disagg.m2n.buffers import payload_crc, payload_views
+from planish.engines.disagg.m2n.frames import FrameHeader, FrameKind, FrameLimits
+from planish.engines.disagg.m2n.handshake import Handshake, Lane
+from planish.engines.disagg.m2n.peers import Timeouts
+from planish.engines.disagg.m2n.sockets import SocketTransport
+from tests.unit.engines.disagg.m2n.ranks import (
+    LIMITS,
+    QUICK,
+    close_all,
+    connect,
+    counts_of,
+    header,
+    make,
+)
+
+SHORT = replace(QUICK, connect_s=1.0)
+
+
+@pytest.fixture
+def rank_1():
+    """A transport of rank 1 and connections of a rank 0 that the test speaks for by hand."""
+    transport = SocketTransport(1, LIMITS, token="t", timeouts=QUICK)
+    thread = threading.Thread(target=transport.connect, args=({0: ("", 0)},))
+    thread.start()
+    handshake = Handshake(0, LIMITS, "t", 20)
+    lanes = {lane: handshake.dial(1, lane, transport.address) for lane in Lane}
+    thread.join(20)
+    yield transport, lanes
+    transport.close()
+    for lane in lanes.values():
+        lane.close()
+
+
+def bytes_of(one: FrameHeader, rows: torch.Tensor) -> bytes:
+    views = payload_views(one, counts_of(len(rows)), rows)
+    one = replace(one, payload_crc=payload_crc(views))
+    return one.encode() + b"".join(views)
+
+
+def test_a_frame_spoken_by_hand_arrives(rank_1):
+    transport, lanes = rank_1
+    lanes[Lane.DATA].sendall(bytes_of(header(5), torch.ones(5, 4)))
+    (frame,) = transport.poll(20)
+    assert torch.equal(frame.rows, torch.ones(5, 4))
+
+
+def test_a_frame_may_come_byte_by_byte(rank_1):
+    transport, lanes = rank_1
+    for number in bytes_of(header(2), torch.ones(2, 4)):
+        lanes[Lane.DATA].sendall(bytes([number]))
+    (frame,) = transport.poll(20)
+    assert torch.equal(frame.rows, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 70, 100])
+def test_a_torn_stream_is_a_lost_peer(rank_1, length):
+    transport, lanes = rank_1
+    lanes[Lane.DATA].sendall(bytes_of(header(5), torch.ones(5, 4))[:length])
+    lanes[Lane.DATA].close()
+    if not length:
+        lanes[Lane.URGENT].close()
+    words = "closed its connection" + " within a frame" * (length > 0)
+    with pytest.raises(PeerLost, match=f"rank 0 is lost: {words}$"):
+        transport.poll(20)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda data: b"HTTP" + data[4:], "magic b'M2NF', got b'HTTP'"),
+        (
+            lambda data: data[:4] + b"\x09" + data[5:],
+            "protocol version of a frame must be 1, got 9",
+        ),
+        (lambda data: data[:40] + b"\x07" + data[41:], "CRC of a header"),
+        (lambda data: data[:-1] + b"\x07", "CRC of the payload"),
+        (
+            lambda data: bytes_of(header(5, source=3), torch.ones(5, 4)),
+            "must say so, got 3 to 1",
+        ),
+        (
+            lambda data: bytes_of(header(5, target=0), torch.ones(5, 4)),
+            "must say so, got 0 to 0",
+        ),
+        (
+            lambda data: bytes_of(header(5, released=1), torch.ones(5, 4)),
+            "must release the frames that it got",
+        ),
+        (lambda data: data + data, "must fill a free buffer"),
+        (lambda data: header(33).encode(), "num_rows=33 exceeds the capacity 32"),
+        (lambda data: header(5, micro_batch=4).encode(), "micro_batch=4 of 4"),
+    ],
+)
+def test_a_peer_that_breaks_the_protocol_is_refused_by_name(rank_1, spoil, what):
+    transport, lanes = rank_1
+    lanes[Lane.DATA].sendall(spoil(bytes_of(header(5), torch.ones(5, 4))))
+    if "free buffer" in what:
+        assert len(transport.poll(20)) == 1
+    with pytest.raises(ProtocolError, match=what) as error:
+        transport.poll(20)
+    assert list(error.value.per_rank) == [0]
+    with pytest.raises(PeerLost):
+        transport.send(header(0, source=1, target=0, kind=FrameKind.REPLY), counts_of(0), [])
+
+
+def test_a_peer_that_closes_one_lane_of_two_is_lost_in_time(rank_1):
+    transport, lanes = rank_1
+    transport.timeouts = replace(QUICK, heartbeat_s=0.2, dead_after_s=1.0)
+    lanes[Lane.DATA].close()
+    credit = replace(FrameHeader.control(0, 1, 0, 0), kind=FrameKind.CREDIT)
+    begin = time.monotonic()
+
+    def hear() -> None:
+        while time.monotonic() < begin + 20:
+            lanes[Lane.URGENT].sendall(credit.encode())
+            assert transport.poll(0.2) == []
+
+    with pytest.raises(PeerLost, match="rank 0 is lost: it was silent"):
+        hear()
+    assert time.monotonic() > begin + 0.9
+
+
+def test_a_reply_passes_rows_that_are_stuck(rank_1):
+    """The peer reads nothing on the lane of rows, so that they fill the kernel and wait."""
+    transport, lanes = rank_1
+    transport.close()
+    limits = FrameLimits(1, 4096, 4096, 3)
+    sender = SocketTransport(1, limits, token="t", timeouts=QUICK)
+    thread = threading.Thread(target=sender.connect, args=({0: ("", 0)},))
+    thread.start()
+    handshake = Handshake(0, limits, "t", 20)
+    lanes = {lane: handshake.dial(1, lane, sender.address) for lane in Lane}
+    thread.join(20)
+    rows = torch.randn(4096, 1024)
+    names = {"source": 1, "target": 0, "row_bytes": 4096}
+    stuck = sender.send(header(4096, **names), counts_of(4096), rows)
+    assert not stuck.is_done
+    with pytest.raises(PeerLost, match="did not take it within"):
+        stuck.wait(0.05)
+    reply = header(1, kind=FrameKind.REPLY, layer=1, **names)
+    assert sender.send(reply, counts_of(1), rows[:1]).is_done
+    lanes[Lane.URGENT].settimeout(20)
+    got = lanes[Lane.URGENT].recv(64, socket.MSG_WAITALL)
+    assert FrameHeader.decode(got, limits).kind is FrameKind.REPLY
+    assert not stuck.is_done
+    left = 64 + 12 + rows.nbytes
+    while left:
+        left -= len(lanes[Lane.DATA].recv(min(left, 1 << 20)))
+    stuck.wait(20)
+    assert stuck.is_done
+    sender.close()
+    for lane in lanes.values():
+        lane.close()
+
+
+def test_what_is_kept_leaves_before_the_transport_closes():
+    limits = FrameLimits(1, 4096, 4096, 3)
+    transports = make("sockets", 2, limits, replace(QUICK, close_s=20))
+    connect(transports, lambda rank: [1 - rank])
+    rows = torch.randn(4096, 1024)
+    transports[0].send(header(4096, row_bytes=4096), counts_of(4096), rows)
+    closing = threading.Thread(target=transports[0].close)
+    closing.start()
+    (frame,) = transports[1].poll(20)
+    assert torch.equal(frame.rows, rows)
+    closing.join(20)
+    transports[1].close()
+
+
+def test_idle_peers_live_by_their_heartbeats():
+    timeouts = Timeouts(heartbeat_s=0.2, dead_after_s=1.2)
+    transports = make("sockets", 2, LIMITS, timeouts)
+    connect(transports, lambda rank: [1 - rank])
+    assert transports[0].poll(2.0) == []
+    transports[0].send(header(1), counts_of(1), torch.ones(1, 4))
+    assert len(transports[1].poll(20)) == 1
+    close_all(transports)
+
+
+def hello_of(rank, token="t", target=1):
+    """Return the first bytes that a rank sends, taken from the wire."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        handshake = Handshake(rank, LIMITS, token, 0.3)
+
+        def dial():
+            with contextlib.suppress(PeerLost):
+                handshake.dial(target, Lane.DATA, listener.getsockname())
+
+        thread = threading.Thread(target=dial)
+        thread.start()
+        connection, _ = listener.accept()
+        with connection:
+            data = connection.recv(4096)
+            thread.join(20)
+    return data
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        lambda: b"GET / HTTP/1.1\r\nHost: a-service-that-someone-else-runs-on-this-port\r\n\r\n",
+        lambda: b"short",
+        lambda: hello_of(0, token="another instance"),
+        lambda: hello_of(0, target=3),
+        lambda: hello_of(5),
+        lambda: hello_of(0)[:4] + b"\x09" + hello_of(0)[5:],
+    ],
+)
+def test_strangers_are_refused_and_the_real_peer_still_comes(stranger):
+    transports = make("sockets", 2, LIMITS, replace(QUICK, connect_s=20))
+    told = stranger()
+    waiting = threading.Thread(target=transports[1].connect, args=({0: ("", 0)},))
+    waiting.start()
+    with socket.create_connection(transports[1].address, 20) as caller:
+        caller.sendall(told)
+        caller.shutdown(socket.SHUT_WR)
+        answer = caller.recv(64)
+        assert answer == b"" or answer[5] > 0
+    transports[0].connect({1: transports[1].address})
+    waiting.join(20)
+    transports[0].send(header(1), counts_of(1), torch.ones(1, 4))
+    assert len(transports[1].poll(20)) == 1
+    close_all(transports)
+
+
+def test_a_wrong_token_is_told_to_who_calls():
+    a = SocketTransport(0, LIMITS, token="old", timeouts=SHORT)
+    b = SocketTransport(1, LIMITS, token="new", timeouts=SHORT)
+    lost = []
+
+    def wait():
+        try:
+            b.connect({0: ("", 0)})
+        except PeerLost as error:
+            lost.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with pytest.raises(ProtocolError, match="refuses rank 0: its token differs"):
+        a.connect({1: b.address})
+    thread.join(20)
+    assert "its token differs" in lost[0]
+    close_all({0: a, 1: b})
+
+
+def test_an_address_of_something_else_is_named():
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = listener.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    a = SocketTransport(0, LIMITS, token="t", timeouts=SHORT)
+    with pytest.raises(ProtocolError, match="what answers is no rank, it says b'HTTP/1'"):
+        a.connect({1: listener.getsockname()})
+    thread.join(20)
+    listener.close()
+    a.close()
+
+
+def test_after_connecting_nobody_else_gets_in():
+    transports = make("sockets", 2)
+    connect(transports, lambda rank: [1 - rank])
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(transports[1].address, 5)
+    close_all(transports)
+
+
+CHILD = """
+import sys
+from planish.engines.disagg.m2n.sockets import SocketTransport
+from tests.unit.engines.disagg.m2n.ranks import LIMITS, counts_of, header
+import torch
+transport = SocketTransport(0, LIMITS, token="t")
+transport.connect({1: ("127.0.0.1", int(sys.argv[1]))})
+transport.send(header(1), counts_of(1), torch.ones(1, 4))
+transport.poll(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill", "words"), [(signal.SIGKILL, "closed its connection|reset"), (signal.SIGSTOP, "silent")]
+)
+def test_a_process_that_dies_or_hangs_is_lost_in_bounded_time(kill, words):
+    timeouts = Timeouts(heartbeat_s=1, dead_after_s=3)
+    transport = SocketTransport(1, LIMITS, token="t", timeouts=timeouts)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(transport.address[1])])
+    try:
+        transport.connect({0: ("", 0)})
+        assert len(transport.poll(60)) == 1
+        begin = time.monotonic()
+        os.kill(child.pid, kill)
+        with pytest.raises(PeerLost, match=words):
+            transport.poll(20)
+        assert time.monotonic() - begin < (2 if kill is signal.SIGKILL else 6)
+        with pytest.raises(PeerLost):
+            transport.send(header(0, source=1, target=0), counts_of(0), [])
+    finally:
+        child.kill()
+        child.wait()
+        transport.close()
+
+
+def test_ranks_find_each_other_by_the_address_of_the_machine():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Sends nothing: it only asks which address a route begins at.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network but itself")
+        host = probe.getsockname()[0]
+    a = SocketTransport(0, LIMITS, token="t", timeouts=QUICK)
+    b = SocketTransport(1, LIMITS, token="t", timeouts=QUICK, host="0.0.0.0")
+    waiting = threading.Thread(target=b.connect, args=({0: ("", 0)},))
+    waiting.start()
+    a.connect({1: (host, b.address[1])})
+    waiting.join(20)
+    a.send(header(1), counts_of(1), torch.ones(1, 4))
+    assert len(b.poll(20)) == 1
+    close_all({0: a, 1: b})

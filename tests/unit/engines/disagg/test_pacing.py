@@ -1,0 +1,38 @@
+"""Paced ranks over an emulated link: an iteration takes at least what the law says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from planish.engines.planner.law import iteration_seconds
+from tests.unit.engines.disagg.instances import disagg, local_ranks, moe_policy
+from tests.unit.engines.tiny import request
+
+
+@pytest.mark.parametrize(
+    ("stage_s", "link_s", "micro_batches"),
+    [((0.03, 0.01), 0.0, 3), ((0.01, 0.03), 0.005, 2), ((0.02, 0.02), 0.016, 4)],
+    ids=["attention", "experts", "even"],
+)
+def test_an_iteration_of_paced_ranks_is_no_faster_than_the_law(stage_s, link_s, micro_batches):
+    with disagg(
+        moe_policy("Qwen3Moe"),
+        1,
+        1,
+        micro_batches,
+        launcher=local_ranks(),
+        stage_s=stage_s,
+        link=(link_s, float("inf")),
+    ) as engine:
+        engine.submit([request(i, 5) for i in range(micro_batches)])
+        engine.poll(0.0)
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            engine.poll(0.0)
+            times.append(time.perf_counter() - begin)
+    law = iteration_seconds(*stage_s, link_s, micro_batches, 3)
+    # Ranks sleep at least as long as they are told; a machine that is busy takes longer.
+    assert law <= min(times) < 2 * law

@@ -1,0 +1,190 @@
+"""Times of stages: rooflines by hand, caches, sums over GPUs, and the network."""
+
+from __future__ import annotations
+
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.engines.planner.deployment import deploy
+from planish.engines.planner.gpus import GPUS, changed, find_gpus
+from planish.engines.planner.models import MODELS, MoeModel
+from planish.engines.planner.performance import (
+    Constants,
+    Measured,
+    Workload,
+    all_reduce,
+    attention_core,
+    attention_stage,
+    expert_stage,
+    matrices_roofline,
+    outside_stage,
+    rows_per_node,
+)
+
+FREE = Constants(
+    compute_efficiency=1.0,
+    memory_efficiency=1.0,
+    link_efficiency=1.0,
+    kernel_seconds=0.0,
+    link_seconds=0.0,
+    layer_seconds=0.0,
+    network_seconds=0.0,
+    half_rate_bytes=0.0,
+)
+"""Nothing but the data sheet."""
+MIXTRAL = MODELS["mixtral-8x22b"]
+
+
+def two_sides(model=MIXTRAL, gpus=("a800", "a800"), constants=FREE, workload=None, **sizes):
+    shape = {"tp_a": 1, "tp_e": 1, "n_a": 1, "n_e": model.num_experts, **sizes}
+    pair = (GPUS[gpus[0]], GPUS[gpus[1]])
+    return deploy(model, workload or Workload(), pair, constants, {}, **shape)
+
+
+def test_an_a100_needs_156_rows_to_compute_as_long_as_it_reads():
+    a100 = changed(find_gpus("a100"), ["a100.memory_rate=2e12"])[0]
+    line = matrices_roofline([(6144, 16384)], a100, FREE)
+    assert line.weights / line.compute == pytest.approx(156)
+    assert line.seconds(1) == line.seconds(156) < line.seconds(157)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("mixtral-8x22b", 624), ("dbrx", 624), ("scaled-moe", 1248)]
+)
+def test_experts_are_full_once_each_of_them_has_156_rows(name, rows):
+    model = MODELS[name]
+    a100 = changed(find_gpus("a100"), ["a100.memory_rate=2e12"])[0]
+    line = expert_stage(model, a100, 1, 1, FREE)
+    share = model.experts_per_token / model.num_experts
+    assert line.weights / (line.compute * share) == pytest.approx(rows)
+
+
+def test_expert_seconds_by_hand():
+    # 128 rows through 3 matrices of 6144 x 16384: computing is shorter than reading.
+    line = expert_stage(MIXTRAL, GPUS["a800"], 1, 1, Constants())
+    reading = 2 * 3 * 6144 * 16384 / (2039e9 * 0.8)
+    assert line.seconds(128) == pytest.approx(reading + 2 * 4e-6 + 8e-6)
+    computing = 2 * 500 * 3 * 6144 * 16384 / (312e12 * 0.7)
+    assert line.seconds(500) == pytest.approx(computing + 2 * 4e-6 + 8e-6)
+
+
+def test_several_experts_of_a_node_read_their_weights_and_share_kernels():
+    one, four = (expert_stage(MIXTRAL, GPUS["a800"], 1, n, Constants()) for n in (1, 4))
+    assert four.weights == 4 * one.weights
+    assert (four.compute, four.fixed) == (one.compute, one.fixed)
+
+
+def test_attention_seconds_by_hand():
+    line = attention_stage(MIXTRAL, GPUS["a800"], 2, 650, Constants())
+    matrices = 6144 * (6144 // 2 + 2 * 1024 // 2) + 6144 // 2 * 6144
+    cache = 100 * 650 * (4096 / 2) / (2039e9 * 0.8)
+    total = 2 * (1 / 2) * 2 * 100 * 6144 / (200e9 * 0.7) + 8e-6
+    computing = max(2 * 100 * matrices / (312e12 * 0.7), 2 * matrices / (2039e9 * 0.8))
+    assert line.seconds(100) == pytest.approx(computing + cache + total + 2 * 4e-6 + 4e-6 + 8e-6)
+
+
+def test_latent_attention_computes_longer_than_it_reads_on_a_slow_gpu():
+    model = MODELS["deepseek-v3"]
+    h20 = attention_core(model, GPUS["h20"], 1, 1.0, FREE)
+    assert h20 == pytest.approx(2 * 128 * (2 * 512 + 64) / 148e12)
+    assert attention_core(model, GPUS["h200"], 1, 1.0, FREE) == pytest.approx(
+        2 * 128 * 1088 / 989e12
+    )
+    # Grouped heads read longer than they compute.
+    assert attention_core(MIXTRAL, GPUS["h20"], 1, 1.0, FREE) == pytest.approx(4096 / 4096e9)
+
+
+def test_shared_experts_make_attention_longer_and_leave_the_experts():
+    model = MODELS["deepseek-v3"]
+    without = MoeModel(**{**vars(model), "shared_size": 0})
+    pair = [attention_stage(m, GPUS["h200"], 1, 650, FREE) for m in (model, without)]
+    extra = 2 * 3 * 7168 * 2048 / 989e12
+    assert pair[0].compute - pair[1].compute == pytest.approx(extra)
+    stages = [expert_stage(m, GPUS["h200"], 1, 1, FREE) for m in (model, without)]
+    assert stages[0] == stages[1]
+
+
+def test_dense_layers_and_logits_are_outside_of_the_pipeline():
+    model = MODELS["deepseek-v3"]
+    bare = MoeModel(**{**vars(model), "dense_layers": 0})
+    logits = outside_stage(bare, GPUS["h200"], 1, 650, FREE)
+    assert logits.weights == pytest.approx(2 * 7168 * 129280 / 4800e9)
+    dense = outside_stage(model, GPUS["h200"], 1, 650, FREE).weights - logits.weights
+    attention = sum(a * b for a, b in model.attention_matrices(1))
+    assert dense == pytest.approx(3 * 2 * (attention + 3 * 7168 * 18432) / 4800e9)
+
+
+def test_a_sum_over_one_gpu_is_free_and_over_nodes_uses_the_network():
+    a800 = GPUS["a800"]
+    assert all_reduce(6144, 1, a800, Constants()) == (0.0, 0.0)
+    inside, across = all_reduce(6144, 8, a800, FREE)[0], all_reduce(6144, 16, a800, FREE)[0]
+    assert inside == pytest.approx(2 * 7 / 8 * 2 * 6144 / 200e9)
+    assert across - inside == pytest.approx(2 * 1 / 2 * 2 * 6144 / 8 / 25e9)
+
+
+def test_messages_have_the_published_size():
+    # 128 rows of Mixtral over 2 GPUs: 196,608 bytes from each GPU to each expert node.
+    one = two_sides(tp_a=2)
+    assert 128 * one.network.attention_bytes / 8 == 196608
+    assert 128 * one.network.attention_bytes == 2 * 128 * 6144 * 2 / 2
+
+
+def test_what_attention_sends_is_what_experts_receive():
+    one = two_sides(n_a=3, tp_a=2, tp_e=4)
+    sent = one.network.attention_bytes * one.tp_a * one.n_a
+    received = one.network.expert_bytes * one.tp_e * one.n_e
+    assert sent == pytest.approx(received)
+    # Rows are kept: b_a n_a K = b_e E.
+    assert one.expert_rows * one.n_e == 3 * 2
+
+
+def test_the_slower_side_sets_the_seconds_of_the_network():
+    line = two_sides(gpus=("h20", "l40s"), n_a=8).network
+    assert line.seconds(100) == pytest.approx(100 * line.expert_bytes / 12.5e9)
+    slow = two_sides(constants=Constants()).network
+    assert slow.seconds(0) == pytest.approx(20e-6 + 128 * 1024 / 25e9)
+
+
+def test_imbalance_makes_the_busiest_expert_later_and_attention_not():
+    even, skewed = (two_sides(workload=Workload(imbalance=x), n_a=8) for x in (1.0, 1.5))
+    assert skewed.times(400).experts == pytest.approx(1.5 * even.times(400).experts)
+    assert skewed.times(400).attention == even.times(400).attention
+    assert skewed.times(400).network > even.times(400).network
+
+
+def test_local_sums_send_at_most_one_row_per_token_and_node():
+    qwen = MODELS["qwen3-30b"]
+    assert rows_per_node(qwen, 8, "exact") == 1.0
+    assert 0.5 < rows_per_node(qwen, 8, "local_sum") < 0.7
+    assert rows_per_node(qwen, 128, "local_sum") == pytest.approx(8 / 128)
+    assert rows_per_node(qwen, 1, "local_sum") == 1.0
+
+
+def test_memory_is_that_of_the_published_constraint():
+    one = two_sides(tp_a=2)
+    free = 2 * 80e9 * 0.9 - 2 * (MIXTRAL.attention_parameters + 2 * 32768 * 6144)
+    per_row = Workload().length * 229376
+    assert one.most_rows(3) == int(free / (3 * per_row))
+    assert one.most_rows(4) == int(free / (4 * per_row))
+
+
+def test_measured_points_are_met_and_prolonged():
+    line = Measured(rows=(16.0, 32.0, 64.0), measured=(1.0, 1.0, 2.0))
+    assert [line.seconds(x) for x in (1, 16, 48, 64, 96)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+    assert line.seconds_per_row() == 1 / 32
+    four = line.repeated(4)
+    assert four.seconds(4 * 48) == 4 * line.seconds(48)
+
+
+@pytest.mark.parametrize("names", ["h21", "", "a800,b200"])
+def test_an_unknown_gpu_is_refused(names):
+    with pytest.raises(ConfigError, match="a GPU must be one of l20, h800"):
+        find_gpus(names)
+
+
+@pytest.mark.parametrize(
+    "change", ["h100.price", "h100.price=x", "h100.cost=3", "x.price=3", "h100.price=-1", "price=3"]
+)
+def test_a_figure_that_can_not_be_is_refused(change):
+    with pytest.raises(ConfigError, match="positive number"):
+        changed(find_gpus("h100"), [change])

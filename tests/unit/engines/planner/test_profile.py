@@ -1,0 +1,186 @@
+"""Measured stages: the fit, the file, and plans that use it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from planish.__main__ import main
+from planish.engines.planner.documents import read_profile
+from planish.engines.planner.models import MODELS, find_model
+from planish.engines.planner.performance import Constants
+from planish.engines.planner.profile import attention_layer, cold, expert_layer, fit
+
+TINY = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    sizes = ["--rows", "2,4,8,16", "--tp", "1,2", "--length", "20", "--dtype", "float32"]
+    out = ["--out", str(folder / "profile.json"), "--device", "cpu", "--repeats", "5"]
+    assert main(["rollout", "profile", "--model", str(folder), *sizes, *out]) == 0
+    return folder
+
+
+def test_the_fit_finds_line_and_floor():
+    found = fit([1.0, 2.0, 4.0, 8.0, 16.0], [5.0, 5.0, 5.0, 9.0, 17.0])
+    assert (found.slope, found.offset, found.floor) == pytest.approx((1.0, 1.0, 5.0))
+    assert found.r2 == pytest.approx(1.0)
+
+
+def test_a_straight_line_has_its_floor_at_the_first_rows():
+    found = fit([1.0, 2.0, 3.0], [5.0, 7.0, 9.0])
+    assert (found.slope, found.offset, found.floor) == pytest.approx((2.0, 3.0, 5.0))
+
+
+def test_noise_lowers_the_share_that_is_explained():
+    assert fit([1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 1.0, 9.0, 2.0, 6.0]).r2 < 0.5
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3"])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_what_is_measured_has_the_shapes_of_the_planner(name, tp):
+    model = MODELS[name]
+    small = type(model)(**{**vars(model), "hidden_size": 16, "expert_size": 24})
+    device = torch.device("cpu")
+    shapes = (small, tp, 3, 5, device, torch.float32)
+    assert attention_layer(*shapes)().shape == (3, 16)
+    assert expert_layer(*shapes)().shape == (3, 16)
+
+
+def test_the_file_says_what_was_measured_and_how(measured):
+    document = json.loads((measured / "profile.json").read_text())
+    assert document["label"] == "measured-cpu"
+    found = {(one["stage"], one["tp"]) for one in document["stages"]}
+    assert found == {(stage, tp) for stage in ("attention", "experts") for tp in (1, 2)}
+    for one in document["stages"]:
+        assert one["rows"] == [2, 4, 8, 16]
+        assert all(seconds > 0 for seconds in one["seconds"])
+        assert one["r2"] <= 1
+    assert document["gpu"]["name"] == "cpu"
+    assert document["gpu"]["memory_rate"] > 1e8
+
+
+def test_a_plan_takes_the_measured_stages(measured, tmp_path):
+    # Noise must not decide: the times of the file are replaced by round ones.
+    document = json.loads((measured / "profile.json").read_text())
+    for one in document["stages"]:
+        one["seconds"] = [1.0, 1.0, 2.0, 4.0] if one["stage"] == "experts" else [3.0] * 4
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document))
+    gpus = ["--attention-gpus", "cpu", "--expert-gpus", "cpu", "--profile", str(path)]
+    shape = ["--tp-a", "1", "--tp-e", "1", "--replicas", "1", "--micro-batches", "3"]
+    load = ["--input", "10", "--output", "20", "--batch", "48", "--slo-ms", "inf"]
+    arguments = ["rollout", "plan", "--model", str(measured), *gpus, *shape, *load]
+    assert main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    made = json.loads((tmp_path / "plan.json").read_text())
+    # 16 rows on the replica; each of 8 experts has 4 of them.
+    assert made["plan"]["b_a"] == 16
+    assert made["times_s"]["attention"] == pytest.approx(3.0, rel=1e-3)
+    assert made["times_s"]["expert"] == pytest.approx(1.0, rel=1e-3)
+    assert made["per_watt"] is None
+    assert main(["rollout", "simulate", str(tmp_path / "plan.json"), "--requests", "30"]) == 0
+
+
+def test_weights_are_met_cold():
+    made = []
+
+    def build():
+        made.append([torch.zeros(1 << 20)])
+        return made[-1]
+
+    turn = cold(build)
+    # 4 MiB each: 64 of them exceed any cache.
+    assert [next(turn) is one for one in made] == [True] * 64
+    assert next(turn) is made[0]
+
+
+def test_another_length_is_corrected_by_the_cache(measured):
+    path, model = measured / "profile.json", find_model(str(measured))
+    slopes = [
+        read_profile(path, model, length, Constants())[1]["attention", "cpu", 1].slope
+        for length in (20, 40)
+    ]
+    assert slopes[0] == 0.0 < slopes[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": [{"stage": "experts", "tp": 1, "rows": [1], "seconds": [1]}]}, "rows must"),
+        ({"stages": [{"stage": "x", "tp": 1, "rows": [1, 2], "seconds": [1, 2]}]}, "no such stage"),
+        ({"stages": [{"stage": "experts", "tp": 1}]}, "KeyError"),
+        ({"gpu": {"name": "cpu"}}, "`memory_bytes` can not be None"),
+    ],
+)
+def test_a_damaged_profile_is_refused(measured, tmp_path, change, message, capsys):
+    document = json.loads((measured / "profile.json").read_text())
+    (tmp_path / "p.json").write_text(json.dumps({**document, **change}))
+    sides = ["--attention-gpus", "cpu", "--expert-gpus", "cpu"]
+    arguments = ["rollout", "plan", "--model", str(measured), *sides]
+    assert main([*arguments, "--profile", str(tmp_path / "p.json")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "must be a file of `planish rollout profile`" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "dbrx"], "must be of the model that is planned, dbrx"),
+        (["--objective", "watt"], "needs the watts of each GPU, got none for cpu"),
+        (["--attention-gpus", "b200"], "h200, cpu, got b200"),
+        (
+            ["--attention-gpus", "a800", "--expert-gpus", "h20"],
+            "a GPU that is tried, got one of cpu",
+        ),
+    ],
+)
+def test_a_profile_that_does_not_fit_the_question_is_refused(measured, arguments, message, capsys):
+    sides = ["--attention-gpus", "cpu", "--expert-gpus", "cpu"]
+    base = ["rollout", "plan", "--model", str(measured), *sides]
+    assert main([*base, "--profile", str(measured / "profile.json"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rows", "4"], "`--rows` must name at least 2"),
+        (["--tp", "3"], "`--tp` must divide"),
+        (["--out", "/no/such/p.json"], "`--out` must be a file"),
+    ],
+)
+def test_wrong_input_is_refused(measured, tmp_path, arguments, message, capsys):
+    base = ["rollout", "profile", "--model", str(measured), "--out", str(tmp_path / "p.json")]
+    rows = ["--rows", "1,2", "--length", "4", "--repeats", "1", "--device", "cpu"]
+    assert main([*base, *rows, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_an_accelerator_that_is_not_there_is_refused(measured, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "p.json"), "--device", "cuda"]
+    assert main(["rollout", "profile", "--model", str(measured), *out]) == 2
+    assert "needs an accelerator" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""`planish rollout plan` as people use it: tables, the document, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from planish.__main__ import main
+from planish.engines.planner.law import iteration_seconds
+from tests.unit.engines.planner.test_models import QWEN3
+
+BASE = ["rollout", "plan", "--model", "mixtral-8x22b", "--attention-gpus", "a800"]
+A800 = [*BASE, "--expert-gpus", "a800"]
+
+
+def document(tmp_path, *arguments):
+    path = tmp_path / "plan.json"
+    assert main([*arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_the_document_holds_what_is_promised(tmp_path):
+    made = document(tmp_path, *A800)
+    assert set(made["plan"]) >= {
+        *("attention_gpu", "expert_gpu", "tp_a", "tp_e", "n_a", "m", "b_a"),
+    }
+    times, plan = made["times_s"], made["plan"]
+    assert set(times) >= {"attention", "expert", "network", "total"}
+    law = iteration_seconds(times["attention"], times["expert"], times["network"], plan["m"], 56)
+    assert times["total"] == pytest.approx(law + plan["m"] * times["outside"])
+    assert made["tokens_per_s"] == pytest.approx(made["batch"] / times["total"])
+    assert made["per_gpu"] == pytest.approx(made["tokens_per_s"] / made["num_gpus"])
+    assert made["per_cost"] == pytest.approx(made["per_gpu"] / 2.26)
+    assert made["per_watt"] == pytest.approx(made["per_gpu"] / 400)
+    assert set(made["baseline"]) >= {"name", "gpu", "per_gpu", "per_cost", "per_watt"}
+    assert made["ratio"] == pytest.approx(made["per_gpu"] / made["baseline"]["per_gpu"])
+    # A plan is for the mean length of 650 tokens; the last has 730 before it.
+    assert 1.0 <= made["total_at_last_token_s"] / times["total"] < 1.1
+    assert made["limit"] in ("attention", "experts", "network", "memory", "slo")
+    assert made["flags"]["network_hidden"] is True
+    values = [one["per_gpu"] for one in made["all"]]
+    assert values == sorted(values, reverse=True)
+    assert made["all"][0]["plan"] == plan
+    assert len(values) + sum(made["rejected"].values()) == made["num_evaluated"]
+
+
+def test_the_table_names_the_plan_the_limit_and_public_results(capsys):
+    assert main(A800) == 0
+    shown = capsys.readouterr().out
+    assert "limit: experts" in shown
+    assert "ratio: 1.2" in shown
+    assert "2.2k tokens/s per H200" in shown
+    assert "gained 1.0 % of throughput" in shown
+
+
+def test_do_not_disaggregate_is_said_where_the_baseline_wins(tmp_path, capsys):
+    sides = ["--attention-gpus", "h100", "--expert-gpus", "h100"]
+    made = document(tmp_path, "rollout", "plan", "--model", "qwen3-30b", *sides)
+    assert made["ratio"] < 1
+    assert made["verdict"] == "do not disaggregate"
+    assert "do not disaggregate: the colocated baseline wins (0." in capsys.readouterr().out
+
+
+def test_the_sensitivity_says_what_each_figure_does(tmp_path):
+    rows = {
+        (r["figure"], round(r["factor"], 1)): r for r in document(tmp_path, *A800)["sensitivity"]
+    }
+    figures = {"compute_efficiency", "memory_efficiency", "half_rate_bytes", "length"}
+    assert set(rows) == {(f, x) for f in figures for x in (0.8, 1.2)} | {("imbalance", 1.5)}
+    low, high = (rows["compute_efficiency", x]["value"] for x in (0.8, 1.2))
+    assert rows["imbalance", 1.5]["value"] < low < high
+
+
+def test_a_gain_over_tensor_parallelism_alone_is_no_clear_gain(tmp_path):
+    made = document(tmp_path, *A800)
+    assert made["ratio"] > 1.1
+    assert made["strongest_colocated"]["form"] == "ep"
+    assert made["verdict"] == "no clear gain"
+
+
+def test_the_framework_baseline_changes_the_ratio_and_not_the_verdict(tmp_path):
+    ideal = document(tmp_path, *A800)
+    framework = document(tmp_path, *A800, "--baseline", "framework")
+    assert framework["baseline"]["name"] == "framework"
+    assert framework["ratio"] > 1.8 * ideal["ratio"]
+    assert framework["verdict"] == ideal["verdict"]
+
+
+def test_options_restrict_what_is_tried(tmp_path):
+    options = ["--tp-a", "2", "--tp-e", "1", "--micro-batches", "1,2", "--replicas", "2..3"]
+    made = document(tmp_path, *A800, *options, "--batch", "512", "--slo-ms", "inf")
+    plans = [one["plan"] for one in made["all"]]
+    assert {(p["tp_a"], p["tp_e"]) for p in plans} == {(2, 1)}
+    assert {p["m"] for p in plans} == {1, 2}
+    assert {p["n_a"] for p in plans} == {2, 3}
+    assert {one["batch"] for one in made["all"]} == {512}
+    assert made["slo_s"] is None
+
+
+def test_gpus_constants_and_baseline_can_be_changed(tmp_path):
+    sides = ["--attention-gpus", "h100", "--expert-gpus", "h100", "--objective", "cost"]
+    options = ["--gpu-data", "h100.price=4", "--constant", "compute_efficiency=0.5"]
+    base = ["rollout", "plan", "--model", "dbrx", *sides, *options]
+    made = document(tmp_path, *base, "--baseline-gpu", "a800")
+    assert made["per_cost"] == pytest.approx(made["per_gpu"] / 4)
+    assert made["constants"]["compute_efficiency"] == 0.5
+    assert made["baseline"]["gpu"] == "a800"
+    assert made["ratio"] == pytest.approx(made["per_cost"] / made["baseline"]["per_cost"])
+
+
+def test_a_config_file_is_planned(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    sides = ["--attention-gpus", "h20", "--expert-gpus", "h20", "--expert-nodes", "16"]
+    made = document(tmp_path, "rollout", "plan", "--model", str(tmp_path / "config.json"), *sides)
+    assert made["plan"]["n_e"] == 16
+    assert made["model"]["layers"] == 94
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*BASE, "--expert-gpus", "b300"], "a GPU must be one of"),
+        ([*BASE, "--expert-gpus", "h100", "--objective", "cost"], "needs the price"),
+        (
+            [*A800, "--objective", "cost", "--baseline-gpu", "h200"],
+            "the price of the baseline's GPU",
+        ),
+        ([*A800, "--slo-ms", "0.5"], "one row takes longer than the time between tokens (512x)"),
+        ([*A800, "--batch", "2"], "more micro-batches"),
+        ([*A800, "--expert-nodes", "3"], "must divide the 8 experts"),
+        ([*A800, "--imbalance", "0.5"], "`--imbalance` must be at least 1"),
+        ([*A800, "--input", "inf"], "must be finite"),
+        ([*A800, "--redundancy", "-1"], "`--redundancy` at least 0"),
+        ([*A800, "--constant", "luck=1"], "`--constant` must be"),
+        ([*A800, "--constant", "compute_efficiency=1.5"], "efficiencies in (0, 1]"),
+        ([*A800, "--json", "/no/such/folder/x.json"], "`--json` must be a file"),
+        (["rollout", "plan", "--model", "llama", *A800[4:]], "`--model` must be one of"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_to_do(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_dense_model_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 64}')
+    assert main(["rollout", "plan", "--model", str(tmp_path), *A800[4:]]) == 2
+    assert "must have routed experts, got a dense one ('qwen3'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--replicas", "0..3"], ["--micro-batches", "a"], ["--slo-ms", "-1"]),
+        *(["--tp-a", "4..2"], ["--batch", "1.5"], ["--slo-ms", "nan"], ["--objective", "speed"]),
+    ],
+)
+def test_a_wrong_option_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*A800, *option])
+    assert ended.value.code == 2
+    assert option[0] in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""Simulated runs of a plan, and `planish rollout simulate` as people use it."""
+
+from __future__ import annotations
+
+import json
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from planish.__main__ import main
+from planish.engines.planner.deployment import deploy
+from planish.engines.planner.documents import PlannedRun, read_plan
+from planish.engines.planner.gpus import GPUS
+from planish.engines.planner.models import MODELS, MoeModel
+from planish.engines.planner.performance import Constants, Workload
+from planish.engines.planner.simulate import DETECTION_SECONDS, Death, Disturbances, run
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    sides = ["--attention-gpus", "h20", "--expert-gpus", "l40s", "--objective", "cost"]
+    model = ["--model", "mixtral-8x22b", "--output", "20"]
+    assert main(["rollout", "plan", *model, *sides, "--json", str(path)]) == 0
+    return path
+
+
+def test_a_full_first_iteration_takes_what_was_planned(plan):
+    planned = read_plan(plan)
+    outcome = run(planned, planned.places, Disturbances())
+    # The plan is for the mean length, and counts the logits of each micro-batch.
+    assert outcome.iterations[0] == pytest.approx(planned.total, rel=0.03)
+    assert len(outcome.iterations) == 20
+    assert (outcome.finished, outcome.errors) == (planned.places, 0)
+    assert outcome.tokens == 20 * planned.places
+    # Attention takes longer as responses grow.
+    assert outcome.iterations == sorted(outcome.iterations)
+
+
+def test_every_request_gets_its_tokens_whatever_waits(plan):
+    planned = read_plan(plan)
+    spread = Disturbances(length_spread=0.5, jitter=0.1, seed=3)
+    outcome = run(planned, planned.places + 77, spread)
+    assert outcome.finished == planned.places + 77
+    assert outcome.tokens == pytest.approx(20 * outcome.finished, rel=0.05)
+    assert outcome.seconds == pytest.approx(sum(outcome.iterations))
+
+
+def test_equal_seeds_give_equal_runs(plan):
+    planned = read_plan(plan)
+    disturbed = [Disturbances(jitter=0.1, length_spread=0.4, seed=seed) for seed in (1, 1, 2)]
+    runs = [run(planned, 300, one).iterations for one in disturbed]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("disturbed", [Disturbances(jitter=0.3), Disturbances(imbalance=1.5)])
+def test_jitter_and_imbalance_make_iterations_longer(plan, disturbed):
+    planned = read_plan(plan)
+    plain = run(planned, planned.places, Disturbances()).seconds
+    assert run(planned, planned.places, disturbed).seconds > 1.05 * plain
+
+
+def test_a_dead_attention_rank_loses_its_requests_and_the_others_go_on(plan):
+    planned = read_plan(plan)
+    death = Death("attention", 1, 1.0)
+    outcome = run(planned, planned.places, Disturbances(deaths=(death,)))
+    share = planned.places // planned.deployment.n_a
+    assert (outcome.finished, outcome.errors) == (planned.places - share, share)
+    assert max(outcome.iterations) == pytest.approx(DETECTION_SECONDS, abs=0.2)
+    assert outcome.lost_tokens > 0
+    assert outcome.tokens == 20 * outcome.finished
+    assert not outcome.failed
+
+
+def test_the_last_attention_rank_leaves_nothing_running(plan):
+    planned = read_plan(plan)
+    ranks = range(planned.deployment.n_a)
+    deaths = tuple(Death("attention", rank, 0.5) for rank in ranks)
+    outcome = run(planned, planned.places + 5, Disturbances(deaths=deaths))
+    assert (outcome.finished, outcome.errors) == (0, planned.places + 5)
+
+
+def test_a_dead_expert_rank_ends_the_run_unless_its_experts_are_stored_twice(plan):
+    planned = read_plan(plan)
+    dead = Disturbances(deaths=(Death("experts", 3, 1.0),))
+    outcome = run(planned, planned.places, dead)
+    assert outcome.failed
+    assert (outcome.finished, outcome.errors) == (0, planned.places)
+    copied = type(planned)(**{**vars(planned), "workload": Workload(571, 20, redundancy=1.0)})
+    outcome = run(copied, planned.places, dead)
+    assert (outcome.finished, outcome.failed) == (planned.places, False)
+    # Seven nodes do the work of eight.
+    assert outcome.iterations[-1] > 1.02 * outcome.iterations[0]
+    assert outcome.pipeline.busy["experts"][3] < outcome.pipeline.busy["experts"][0]
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_on_sixty_layers_and_sixteen_ranks_take_seconds():
+    model = MoeModel(**{**vars(MODELS["mixtral-8x22b"]), "layers": 60})
+    pair = (GPUS["a800"], GPUS["a800"])
+    one = deploy(model, Workload(), pair, Constants(), {}, tp_a=2, tp_e=1, n_a=8, n_e=8)
+    planned = PlannedRun(one, Workload(), 3, 50, 0.1, 1.0, 1e-9, "disaggregate")
+    began = time.process_time()
+    outcome = run(planned, 1000, Disturbances(jitter=0.1, imbalance=1.2, length_spread=0.5))
+    assert outcome.finished == 1000
+    assert time.process_time() - began < 10.0
+
+
+def test_the_command_prints_shares_and_draws_a_timeline(plan, tmp_path, capsys):
+    files = ["--picture", str(tmp_path / "t.svg"), "--json", str(tmp_path / "s.json")]
+    arguments = ["rollout", "simulate", str(plan), "--requests", "300", "--jitter", "0.05"]
+    assert main([*arguments, *files]) == 0
+    shown = capsys.readouterr().out
+    assert "bubble" in shown
+    made = json.loads((tmp_path / "s.json").read_text())
+    assert made["label"] == "simulated"
+    assert made["finished"] == 300
+    for found in made["busy"].values():
+        assert 0 < found["least"] <= found["mean"] <= found["most"] <= 1
+    picture = ElementTree.parse(tmp_path / "t.svg").getroot()
+    names = [x.text for x in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"attention 0", "link to experts 0", "experts 7", "link back 7"} <= set(names)
+    spans = [x for x in picture.iter("{http://www.w3.org/2000/svg}title") if "layer 5" in x.text]
+    # Attention and experts of three micro-batches, and their links.
+    assert len(spans) == 3 * (2 * read_plan(plan).deployment.n_a + 2 * 8)
+
+
+def test_a_failed_run_is_said(plan, capsys):
+    assert main(["rollout", "simulate", str(plan), "--dead", "experts:0@0.2"]) == 0
+    assert "nobody else has its experts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dead", "router:0@1"], "`--dead` must be attention:"),
+        (["--dead", "experts:8@1"], "must name a rank of the plan, which has 8 of experts, got 8"),
+        (["--dead", "attention:0@x"], "`--dead` must be attention:"),
+        (["--jitter", "-1"], "`--jitter` and `--spread` must be from 0 to 2"),
+        (["--imbalance", "0.5"], "`--imbalance` must be at least 1"),
+        (["--json", "/no/such/x.json"], "must be a file that can be written"),
+    ],
+)
+def test_wrong_input_is_one_line(plan, options, message, capsys):
+    assert main(["rollout", "simulate", str(plan), "--requests", "10", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        *(("plan", "b_a", 1.5), ("plan", "m", 0), ("workload", "input_tokens", "x")),
+        *(("gpus", "h20", {}), ("model", "layers", True), ("constants", "luck", 1.0)),
+        ("workload", "output_tokens", None),
+    ],
+)
+def test_a_damaged_plan_is_refused(plan, tmp_path, part, name, value, capsys):
+    document = json.loads(plan.read_text())
+    document[part][name] = value
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert main(["rollout", "simulate", str(tmp_path / "p.json")]) == 2
+    assert "must be a file of `planish rollout plan --json`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"plan": 3, "constants": {}}'])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, content, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    assert main(["rollout", "simulate", str(path)]) == 2
+    assert "must be a file of `planish rollout plan --json`" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""What prepare finds when it opens data and model: everything wrong is told before a GPU is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+
+import pytest
+
+from planish.base.errors import ConfigError
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy, save_policy
+from planish.stages.prepare.inspect import inspect_sources
+
+TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspected") / "model"
+    policy = build_policy(TINY, seed=2)
+    save_policy(f"file://{folder}", policy, version=0, parents={}, attributes={})
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def model(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def inspect(dataset="", path="", *, engine="transformers", limit=64, **curate):
+    config = {
+        "curate": {"dataset": str(dataset), **curate},
+        "model": {"path": str(path)},
+        "engine": {"name": engine},
+        "rollout": {"max_prompt_tokens": limit},
+    }
+    return inspect_sources(config)
+
+
+def refused(*args, **options):
+    with pytest.raises(ConfigError) as caught:
+        inspect(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def jsonl(tmp_path, *rows):
+    path = tmp_path / "mine.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def sums(count, **more):
+    return [{"question": f"{n}+1=", "label": n + 1, **more} for n in range(count)]
+
+
+MAP = "prompt=question,answer=label"
+
+
+def test_data_and_model_are_told_in_a_short_table(tmp_path, model):
+    rows = [*sums(5, verifier="trace", system="be brief."), {"question": "?", "label": "1/2"}]
+    path = jsonl(tmp_path, *rows, {"question": "5+5="})
+    found = inspect(path, model, dataset_map=MAP, prompt_prefix="", prompt_suffix="")
+    table = dict(found.rows)
+    assert table["data"] == f"`{path}`, 7 rows"
+    assert table["- columns"] == (
+        "`question` text, `label` number 5, text 1, nothing 1, `verifier` text 5, nothing 2, "
+        "`system` text 5, nothing 2"
+    )
+    assert table["- no_answer"] == "1 rows (line 7)"
+    assert table["- verifiers"] == "`trace` 5, `math` 1"
+    assert table["- system message"] == "in 5 of 6 prompts"
+    assert table["- worked traces"] == "in 0 of 6 rows"
+    assert table["model"] == f"`{model}`, `Qwen3ForCausalLM`"
+    count = sum(p.numel() for p in build_policy(TINY, 2).model.parameters())
+    size = (model / "model.safetensors").stat().st_size
+    assert table["- size"] == f"{count:,} parameters, {size / 1024:.1f} KiB of BF16"
+    assert table["- tokenizer"] == f"{TINY.vocab_size} tokens, chat template, ends with `2`"
+    # <bos>, `be brief.` and `0+1=`
+    assert table["- prompts"] == "median 14 tokens, longest 14"
+    assert found.warnings == []
+
+
+def test_the_first_bad_rows_are_told_by_number_all_at_once(tmp_path):
+    path = jsonl(tmp_path, *sums(2), "{", "[1]", *sums(1), "")
+    message = refused(path, dataset_map=MAP)
+    assert "3 of 6 rows can not be read: line 3: not JSON" in message
+    assert "line 4: a row must be an object, got [1]" in message
+    found = inspect(path, dataset_map=MAP, skip_bad=True)
+    assert "3 of 6 rows can not be read" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "must hold at least one readable row"),
+        ([{"q": "1+1=", "a": "2"}], "must name columns of the data set, got prompt='question'"),
+        ([*sums(2), {"question": 7, "label": 8}], "line 3 (prompt_is_no_text)"),
+        ([*sums(2), {"question": "x", "label": [8]}], "line 3 (answer_is_no_text)"),
+        (sums(2, verifier="nonsense"), "got none in 2 rows (unknown_verifier 2)"),
+    ],
+)
+def test_data_that_nothing_can_be_learnt_from_is_refused(tmp_path, rows, words):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert words in refused(path, dataset_map=MAP)
+
+
+def test_characters_that_the_built_model_does_not_know_are_told(tmp_path):
+    path = jsonl(tmp_path, *[{"prompt": f"What is {n}?", "answer": n} for n in range(3)])
+    found = inspect(path, verifier="trace")
+    assert "3 of 3 prompts hold characters that the built model does not know" in found.warnings[0]
+    assert "['?', 'W']" in found.warnings[0]
+
+
+def test_prompts_longer_than_the_limit_are_told_and_refused_where_none_is_left(tmp_path, model):
+    rows = [{"prompt": "1" * n, "answer": 1, "verifier": "trace"} for n in (10, 30)]
+    path = jsonl(tmp_path, *rows)
+    found = inspect(path, model, limit=20)
+    assert "1 of 2 prompts have more than `rollout.max_prompt_tokens` (20)" in found.warnings[0]
+    assert "nothing would be left to sample" in refused(path, model, limit=5)
+
+
+def test_a_file_of_weights_that_was_cut_is_refused(model):
+    path = model / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-7])
+    message = refused(path=model)
+    assert f"must have the {len(data)} bytes that its header says, got {len(data) - 7}" in message
+    for cut in (data[:50], data[:4], struct.pack("<Q", 1 << 40) + data[8:], b"\0" * 40):
+        path.write_bytes(cut)
+        assert f"must be a whole safetensors file, got one of {len(cut)} bytes" in refused(
+            path=model
+        )
+    path.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"\x80")
+    assert "got only pickled weights ['pytorch_model.bin']" in refused(path=model)
+
+
+def test_files_that_an_index_names_must_be_there(model):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "got none of ['model-00001-of-00002.safetensors']" in refused(path=model)
+
+
+def test_a_tokenizer_without_a_template_is_refused(model):
+    (model / "chat_template.jinja").unlink()
+    assert "a tokenizer must have a chat template, got none" in refused(path=model)
+
+
+def change(model, **values):
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(model):
+    change(model, vocab_size=20)
+    message = refused(path=model)
+    assert f"must know each of the {TINY.vocab_size} tokens of its tokenizer" in message
+    assert f"must have 20 rows, `vocab_size` of config.json, got {TINY.vocab_size}" in message
+
+
+def test_an_architecture_that_trainer_or_engine_do_not_know_is_refused(model):
+    assert "whose version of vLLM does not" not in str(inspect(path=model, engine="vllm").warnings)
+    assert "takes models with experts of deepseek_v3, mixtral, qwen3_moe" in refused(
+        path=model, engine="disagg"
+    )
+    change(model, architectures=["OwnForCausalLM"])
+    message = refused(path=model, engine="vllm")
+    assert "`architectures` in config.json must name a model that this version" in message
+    assert "`engine.name` must serve OwnForCausalLM, got 'vllm'" in message
+
+
+def test_each_fault_of_data_and_model_is_told_together(tmp_path):
+    message = refused(tmp_path / "none.jsonl", tmp_path / "none")
+    assert "`curate.dataset` must be" in message
+    assert "`model.path` must be an existing folder" in message

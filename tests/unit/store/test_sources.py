@@ -1,0 +1,283 @@
+"""Addresses of data sets and models: what is refused, and what the real clients bring home."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import logging
+import os
+import ssl
+import subprocess
+import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from planish import store
+from planish.base.errors import ConfigError
+from planish.base.telemetry import LogFormatter
+from planish.store.sources import fetch_file, fetch_folder, open_folder, parse_source
+from tests.servers.hub import COMMIT, Hub
+
+DIGEST = "0" * 64
+TOKEN = "hf_" + "a" * 34
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name", ("hub", "org/name", "", "")),
+        ("hf://org/name", ("hub", "org/name", "", "")),
+        ("hf://org/name@v1", ("hub", "org/name", "", "v1")),
+        ("hf://org/name/a/b.jsonl@refs/pr/1", ("hub", "org/name", "a/b.jsonl", "refs/pr/1")),
+        ("hf://datasets/org/name@v1/b.parquet", ("hub", "org/name", "b.parquet", "v1")),
+        ("s3://bucket/a/b/", ("s3", "s3://bucket/a/b", "", "")),
+        (f"https://a.org/x?id=1#sha256={DIGEST}", ("https", "https://a.org/x?id=1", "", "")),
+        ("file:///data/a.jsonl", ("path", "/data/a.jsonl", "", "")),
+        ("../a.jsonl", ("path", "../a.jsonl", "", "")),
+        ("a.parquet", ("path", "a.parquet", "", "")),
+    ],
+)
+def test_each_form_of_an_address_is_read(text, expected):
+    source = parse_source(text, key="curate.dataset")
+    assert (source.kind, source.place, source.file, source.revision) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "hf://org", "hf://a/b@1/c@2", "s3://bucket", "s3://b/../c", "http://a.org/x", "ftp://a/b"],
+)
+def test_other_forms_are_refused_with_the_forms_there_are(text):
+    with pytest.raises(ConfigError, match=r"`curate\.dataset` must be a path, `owner/name`"):
+        parse_source(text, key="curate.dataset")
+
+
+def test_https_without_a_digest_is_refused():
+    for text in ("https://a.org/x.jsonl", "https://a.org/x.jsonl#sha256=12"):
+        with pytest.raises(ConfigError, match="must end with `#sha256="):
+            parse_source(text, key="curate.dataset")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://me:geheim@a.org/x#sha256={DIGEST}",
+        f"https://a.org/x?token=geheim#sha256={DIGEST}",
+        f"https://a.org/x?id=1&X-Amz-Signature=geheim#sha256={DIGEST}",
+        f"https://a.org/{TOKEN}/x#sha256={DIGEST}",
+    ],
+)
+def test_a_token_in_an_address_is_refused_and_shown_nowhere(text):
+    with pytest.raises(ConfigError, match="without user, token or signature") as caught:
+        parse_source(text, key="curate.dataset")
+    assert "geheim" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+    assert "***" in str(caught.value)
+    line = LogFormatter().format(logging.makeLogRecord({"msg": f"GET {text} failed"}))
+    assert "geheim" not in line
+    assert TOKEN not in line
+
+
+FETCH = """
+import json, sys
+from planish.base.errors import ConfigError, exit_code
+from planish.store.sources import fetch_file, fetch_folder, open_folder, parse_source
+from planish.stages.curate.records import read_hub
+found = {}
+def attempt(name, work):
+    try:
+        found[name] = work()
+    except ConfigError as error:
+        found[name] = [exit_code(error), str(error)]
+def source(text, key="curate.dataset"):
+    return parse_source(text, key=key)
+def rows(text, **options):
+    return list(read_hub(source(text), config="", split="train", revision="", **options))
+def model():
+    folder = open_folder(source("org/model", "model.path"), key="model.path", revision="main")
+    return [folder.name, dict(folder.sizes), folder.read("model.safetensors", 2, 5).decode()]
+attempt("rows", lambda: rows("org/sums"))
+attempt("stream", lambda: rows("hf://org/sums", streaming=True))
+attempt("file", lambda: fetch_file(source("hf://org/sums/train.jsonl@main"), key="curate.dataset")
+        .read_text())
+attempt("model", model)
+attempt("folder", lambda: sorted(p.name for p in fetch_folder(
+    source("org/model", "model.path"), key="model.path", patterns=("*.json",)).iterdir()))
+attempt("absent", lambda: rows("org/absent"))
+attempt("revision", lambda: rows("hf://org/sums@v9"))
+attempt("no_file", lambda: fetch_file(source("hf://org/sums/b.jsonl"), key="curate.dataset"))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A server in the form of the hub, and a function that fetches from it in another process."""
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
+    data, model = tmp_path / "hub/datasets/org/sums", tmp_path / "hub/models/org/model"
+    data.mkdir(parents=True)
+    model.mkdir(parents=True)
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"0123456789")
+    server = Hub(tmp_path / "hub")
+
+    def fetch(**environment):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        kept |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", FETCH], env=kept, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    yield server, rows, fetch
+    server.close()
+
+
+@pytest.mark.slow
+def test_the_real_clients_fetch_data_and_models_and_each_refusal_is_one_line(hub):
+    server, rows, fetch = hub
+    found, _ = fetch()
+    assert found["rows"] == found["stream"] == rows
+    assert [json.loads(line) for line in found["file"].splitlines()] == rows
+    sizes = {"config.json": 2, "model.safetensors": 10}
+    assert found["model"] == [f"org/model at {COMMIT[:12]}", sizes, "23456"]
+    assert found["folder"] == ["config.json"]
+    assert "there is no such data set, or it is private" in found["absent"][1]
+    assert "the revision 'v9' does not exist there" in found["revision"][1]
+    assert "it has no such file" in found["no_file"][1]
+    # offline, what has been fetched is still there
+    found, _ = fetch(HF_HUB_OFFLINE="1")
+    assert found["rows"] == found["stream"] == rows
+    assert "the hub can not be reached or failed, and the cache has no copy" in found["absent"][1]
+    server.token = TOKEN
+    found, logged = fetch(HF_TOKEN="hf_" + "b" * 34)
+    for name in ("rows", "stream", "model", "no_file"):
+        assert found[name][0] == 2, found[name]
+        assert "\n" not in found[name][1]
+        assert "log in" in found[name][1]
+    assert "b" * 34 not in json.dumps(found) + logged
+    assert fetch(HF_TOKEN=TOKEN)[0]["rows"] == rows
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    """A function that serves bytes over TLS and returns their address."""
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    from huggingface_hub.utils import close_session
+
+    close_session()
+    served = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            data = served.get(self.path)
+            self.send_response(200 if data is not None else 404)
+            self.end_headers()
+            self.wfile.write(data or b"")
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+
+    def serve(name, data, digest=""):
+        served[f"/{name}"] = data
+        digest = digest or hashlib.sha256(data).hexdigest()
+        return f"https://localhost:{server.server_address[1]}/{name}#sha256={digest}", served
+
+    yield serve
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    close_session()
+
+
+def test_a_file_of_a_web_server_is_fetched_once_and_checked(web):
+    address, served = web("data.jsonl", b'{"a": 1}\n')
+    source = parse_source(address, key="curate.dataset")
+    path = fetch_file(source, key="curate.dataset")
+    assert (path.name, path.read_bytes()) == ("data.jsonl", b'{"a": 1}\n')
+    served.clear()
+    assert fetch_file(source, key="curate.dataset") == path
+    other, _ = web("other.jsonl", b"changed", digest=DIGEST)
+    with pytest.raises(ConfigError, match=f"must have the sha256 {DIGEST}, got d67e"):
+        fetch_file(parse_source(other, key="curate.dataset"), key="curate.dataset")
+    place = address.partition("#")[0].replace("data", "gone")
+    gone = parse_source(f"{place}#sha256={DIGEST}", key="curate.dataset")
+    with pytest.raises(ConfigError, match="must be a file that its server gives"):
+        fetch_file(gone, key="curate.dataset")
+
+
+def packed(files, mode="w:gz"):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode=mode) as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return data.getvalue()
+
+
+def test_a_model_of_a_web_server_is_an_archive_of_one_folder(web, tmp_path):
+    files = {"my/config.json": b"{}", "my/../my/x.safetensors": b"w", "my/run.py": b"print()"}
+    address, _ = web("model.tar.gz", packed(files))
+    source = parse_source(address, key="model.path")
+    with pytest.raises(ConfigError, match="must be a tar archive of one folder"):
+        fetch_folder(source, key="model.path", patterns=("*.json", "*.safetensors"))
+    files["my/x.safetensors"] = files.pop("my/../my/x.safetensors")
+    source = parse_source(web("good.tar.gz", packed(files))[0], key="model.path")
+    folder = fetch_folder(source, key="model.path", patterns=("*.json", "*.safetensors"))
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
+        "config.json": b"{}",
+        "x.safetensors": b"w",
+    }
+    for data in (
+        b"no archive",
+        packed({"my/config.json": b"x" * 9000}, "w")[:5000],
+        gzip.compress(b"x"),
+    ):
+        source = parse_source(web("bad.tar", data)[0], key="model.path")
+        with pytest.raises(ConfigError, match="must be a tar archive"):
+            fetch_folder(source, key="model.path", patterns=("*.json",))
+
+
+@pytest.mark.server
+def test_files_and_folders_of_a_bucket_are_fetched_and_listed(s3_root):
+    for name, data in {"config.json": b"{}", "m.safetensors": b"0123", "sub/x.json": b""}.items():
+        store.write(f"{s3_root}/model/{name}", data)
+    source = parse_source(f"{s3_root}/model", key="model.path")
+    folder = open_folder(source, key="model.path")
+    assert dict(folder.sizes) == {"config.json": 2, "m.safetensors": 4}
+    assert folder.read("m.safetensors", 1, 2) == b"12"
+    fetched = fetch_folder(source, key="model.path", patterns=("*.json", "*.safetensors"))
+    assert sorted(p.name for p in fetched.iterdir()) == ["config.json", "m.safetensors"]
+    one = parse_source(f"{s3_root}/model/config.json", key="curate.dataset")
+    assert fetch_file(one, key="curate.dataset").read_bytes() == b"{}"
+    store.write(f"{s3_root}/model/config.json", b"[1]")
+    assert fetch_file(one, key="curate.dataset").read_bytes() == b"[1]"
+    for absent, fetch in ((f"{s3_root}/none", fetch_file), (f"{s3_root}/none", open_folder)):
+        with pytest.raises(ConfigError, match="got none"):
+            fetch(parse_source(absent, key="model.path"), key="model.path")
