@@ -107,7 +107,7 @@ golden: $(VENV)/.installed  ## rewrite the golden files; the diff is part of the
 compile: $(VENV)/.installed  ## compile the pipelines; CHECK=1 fails when the golden YAML differs
 	$(BIN)/python -m pipelines.compile $(if $(CHECK),--check) $(ARGS)
 
-images:  ## build the container images with docker (ARGS='--push REGISTRY' or '--load kind|k3s|minikube|containerd')
+images:  ## build the container images with docker, podman or buildah (ARGS='--push REGISTRY' or '--load kind|k3s|minikube|containerd')
 	$(PYTHON) images/build.py $(ARGS)
 
 clean:  ## remove what the other targets made

@@ -1,5 +1,16 @@
-# prepare, reward, next and report: no torch.
+# prepare, reward, next, report and resharding: opens data and models, without torch.
 ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE} AS build
+
+# A mirror of the package index; what it is called, and a password in it, stay out of the image.
+ARG PIP_INDEX_URL=""
+RUN python -m venv /opt/planish
+# Only what the package needs, so that a change of a test does not build the image again.
+COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
+COPY src /build/src
+RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check \
+      --constraint /build/constraints.txt "/build[curate,reward,pipelines]"
+
 FROM ${BASE}
 
 ARG VERSION=0.1.0
@@ -9,15 +20,12 @@ LABEL org.opencontainers.image.title="planish/core" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# Only what the package needs, so that a change of a test does not build the image again.
-COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
-COPY src /build/src
-RUN python -m pip install --no-cache-dir --disable-pip-version-check \
-      --constraint /build/constraints.txt "/build[reward,pipelines]" \
-    && rm -rf /build
+COPY --from=build /opt/planish /opt/planish
 
 # Pods run as a user without a home; GPU pods get their own writable HOME.
-ENV PYTHONUNBUFFERED=1 \
+# hadolint ignore=DL3064
+ENV PATH=/opt/planish/bin:${PATH} \
+    PYTHONUNBUFFERED=1 \
     HOME=/tmp \
     HF_HOME=/tmp/huggingface \
     TOKENIZERS_PARALLELISM=false
