@@ -10,11 +10,12 @@ import bisect
 import itertools
 import json
 import logging
+import operator
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -31,6 +32,8 @@ _BARE = re.compile(r"[^\s\"=\x00-\x1f]+")
 _ANSWER_SECONDS = 5.0
 """Seconds of silence after which the connection of a scraper is closed."""
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+REPLY_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Upper bounds of the buckets of `planish_rollout_rank_reply_seconds`."""
 
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -59,6 +62,10 @@ _COUNTERS = {
     "planish_checkpoint_retries_total": "Store requests of checkpoints repeated.",
     "planish_checkpoint_stragglers_total": "Ranks far slower than the median.",
     "planish_rollout_groups_total": "Groups judged by dynamic sampling.",
+    "planish_rollout_rank_frame_bytes_total": (
+        "Bytes between attention and expert ranks, as the attention rank sends and receives them."
+    ),
+    "planish_rollout_rank_frames_total": "Frames between attention and expert ranks.",
     "planish_rollout_rank_busy_seconds_total": "Seconds in which a rank of an engine computed.",
     "planish_rollout_rank_rows_total": (
         "Rows that a rank computed: tokens of attention, rows of all experts and layers of experts."
@@ -123,6 +130,9 @@ _HISTOGRAMS = {
     "planish_checkpoint_stall_seconds": "How long a save held up the training that called it.",
     "planish_records_read_seconds": "Reading a record set.",
     "planish_records_write_seconds": "Writing a record set.",
+    "planish_rollout_rank_reply_seconds": (
+        "From the last rows of a layer that an attention rank sends to the last reply for them."
+    ),
 }
 _LABELS: dict[str, tuple[str, ...]] = {
     "planish_checkpoint_bytes_total": ("op", "state"),
@@ -133,6 +143,11 @@ _LABELS: dict[str, tuple[str, ...]] = {
     "planish_records_read_seconds": ("schema",),
     "planish_records_write_seconds": ("schema",),
     "planish_rollout_groups_total": ("fate",),
+    **dict.fromkeys(
+        ("planish_rollout_rank_frame_bytes_total", "planish_rollout_rank_frames_total"),
+        ("kind", "rank"),
+    ),
+    "planish_rollout_rank_reply_seconds": ("rank",),
     **dict.fromkeys(
         (
             "planish_rollout_rank_bubble_ratio",
@@ -172,6 +187,10 @@ METRICS: tuple[DeclaredMetric, ...] = tuple(
 """Every metric of this program, sorted by name."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
+_BOUNDS = {
+    name: REPLY_SECONDS if name == "planish_rollout_rank_reply_seconds" else _SECONDS
+    for name in _HISTOGRAMS
+}
 
 
 @dataclass
@@ -179,7 +198,7 @@ class _Series:
     """The state of one metric under one set of label values."""
 
     total: float = 0.0
-    counts: list[int] = field(default_factory=lambda: [0] * (len(_SECONDS) + 1))
+    counts: list[int] = field(default_factory=list)
 
 
 _lock = threading.Lock()
@@ -216,14 +235,33 @@ def observe(name: str, seconds: float, **labels: str) -> None:
     with _lock:
         series = _find(name, "histogram", labels)
         series.total += seconds
-        series.counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+        series.counts[bisect.bisect_left(_BOUNDS[name], seconds)] += 1
+
+
+def observe_counts(name: str, counts: Sequence[int], seconds: float, **labels: str) -> None:
+    """Add durations that another process has sorted into the buckets of a histogram.
+
+    Args:
+        name: of `METRICS`.
+        counts: durations in each bucket, the last one above all bounds.
+        seconds: their sum.
+        **labels: of the metric.
+    """
+    with _lock:
+        series = _find(name, "histogram", labels)
+        series.total += seconds
+        series.counts[:] = map(operator.add, series.counts, counts)
 
 
 def _find(name: str, kind: str, labels: dict[str, str]) -> _Series:
     metric = _BY_NAME[name]
     assert metric.kind == kind, f"`{name}` is a {metric.kind}, not a {kind}"
     assert labels.keys() == set(metric.labels), f"`{name}` has the labels {metric.labels}"
-    return _series.setdefault((name, tuple(labels[n] for n in metric.labels)), _Series())
+    key = name, tuple(labels[n] for n in metric.labels)
+    if key not in _series:
+        buckets = len(_BOUNDS[name]) + 1 if kind == "histogram" else 0
+        _series[key] = _Series(counts=[0] * buckets)
+    return _series[key]
 
 
 @contextmanager
@@ -258,13 +296,13 @@ class _Collector:
             "gauge": core.GaugeMetricFamily,
             "histogram": core.HistogramMetricFamily,
         }
-        bounds = [*(str(bound) for bound in _SECONDS), "+Inf"]
         for metric in METRICS:
             family = kinds[metric.kind](metric.name, metric.help, labels=metric.labels)
             for (name, values), (total, counts) in state.items():
                 if name != metric.name:
                     continue
                 if metric.kind == "histogram":
+                    bounds = [*(str(bound) for bound in _BOUNDS[name]), "+Inf"]
                     sums = [float(n) for n in itertools.accumulate(counts)]
                     family.add_metric(values, list(zip(bounds, sums, strict=True)), total)
                 else:

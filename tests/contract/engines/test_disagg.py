@@ -84,6 +84,11 @@ def test_a_loss_that_statistics_find_is_named_by_the_next_call():
         assert (before[0]["queue"], before[0]["rows"]) == (1, 1)
         assert sum(rank["rows"] for rank in before[1:]) == 2 * 2 * len(request(0).prompt_ids)
         assert all(rank["busy_s"] > 0 and rank["wait_s"] >= 0 for rank in before)
+        traffic = before[0]["m2n"]
+        # The prompt and a step, two layers each, to two expert ranks and back.
+        assert traffic["num_frames"] == {"dispatch": 8, "reply": 8}
+        assert traffic["num_bytes"]["dispatch"] > traffic["num_bytes"]["reply"] > 0
+        assert (sum(traffic["reply_counts"]), traffic["reply_seconds"] > 0) == (4, True)
         ranks[2].is_dead = True
         assert engine.stats()["state"] == "failed"
         with pytest.raises(EngineError, match="got failed: the engine failed: rank 2 is lost"):

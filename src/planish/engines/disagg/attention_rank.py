@@ -187,6 +187,7 @@ class AttentionRank:
             "rows": sum(batch.counts["row_steps"] for batch in self._batches),
             "queue": sum(map(len, self._batches)),
             "seconds": self._exchange.seconds,
+            "m2n": self._exchange.traffic.plain(),
             "cache_bytes": sum(batch.cache.num_bytes() for batch in self._batches),
             "counts": {
                 name: sum(batch.counts[name] for batch in self._batches) for name in COUNTERS

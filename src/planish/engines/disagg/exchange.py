@@ -8,17 +8,26 @@ Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 
 from __future__ import annotations
 
+import bisect
 import time
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from planish.base.errors import EngineError, PeerLost, PlanishError, ProtocolError
+from planish.base.telemetry import REPLY_SECONDS
 from planish.engines.disagg.inbox import Inbox
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame, FrameHeader, FrameKind, Transport
+from planish.engines.disagg.m2n.frames import (
+    HEADER_BYTES,
+    Frame,
+    FrameHeader,
+    FrameKind,
+    Transport,
+)
 from planish.engines.disagg.packing import combine, route_and_pack
 from planish.engines.disagg.placement import ReplicaChooser
 from planish.engines.disagg.settings import RankSettings
@@ -32,6 +41,37 @@ class _Waiting:
     num_rows: dict[int, int]
     """Rows that each expert rank was sent."""
     frames: dict[int, Frame] = field(default_factory=dict)
+    sent_at: float = 0.0
+    """Monotonic seconds at which the last of the rows were sent."""
+
+
+@dataclass
+class Traffic:
+    """Frames to and from the experts so far."""
+
+    num_frames: Counter[str] = field(default_factory=Counter)
+    """By kind, `dispatch` or `reply`."""
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    """The same, with headers."""
+    reply_seconds: float = 0.0
+    """Sum over layers of the time from the last rows sent to the last reply."""
+    reply_counts: list[int] = field(default_factory=lambda: [0] * (len(REPLY_SECONDS) + 1))
+    """Layers by that time, in the buckets of `telemetry.REPLY_SECONDS`."""
+
+    def add(self, header: FrameHeader) -> None:
+        """Count a frame."""
+        kind = header.kind.name.lower()
+        self.num_frames[kind] += 1
+        self.num_bytes[kind] += HEADER_BYTES + header.payload_bytes
+
+    def plain(self) -> dict[str, Any]:
+        """Return all of it for a message."""
+        return {
+            "num_frames": dict(self.num_frames),
+            "num_bytes": dict(self.num_bytes),
+            "reply_seconds": self.reply_seconds,
+            "reply_counts": self.reply_counts,
+        }
 
 
 class TurnTaking(Protocol):
@@ -58,6 +98,7 @@ class ExpertExchange:
         self._is_prefill = False
         self.seconds = {"dispatch": 0.0, "combine": 0.0, "wait": 0.0}
         """Spent so far; `wait` is time in which no micro-batch could compute."""
+        self.traffic = Traffic()
         self._waiting: dict[int, _Waiting] = {}
         self._free_s = 0.0
 
@@ -122,7 +163,8 @@ class ExpertExchange:
                 is_prefill=self._is_prefill,
             )
             self.transport.send(header, local, rows)
-        self._free_s = time.monotonic()
+            self.traffic.add(header)
+        self._free_s = self._waiting[micro_batch].sent_at = time.monotonic()
         self.seconds["dispatch"] += self._free_s - begin
         self._turns.pause()
         begin = self._free_s = time.monotonic()
@@ -196,4 +238,9 @@ class ExpertExchange:
                 f"{header.source} for micro-batch {header.micro_batch}"
             )
         waiting.frames[header.source] = frame
+        self.traffic.add(header)
+        if len(waiting.frames) == len(waiting.num_rows):
+            spent = time.monotonic() - waiting.sent_at
+            self.traffic.reply_seconds += spent
+            self.traffic.reply_counts[bisect.bisect_left(REPLY_SECONDS, spent)] += 1
         return waiting

@@ -170,6 +170,7 @@ class VllmAttentionRank:
             "rows": stats["row_steps"],
             "queue": stats["running"],
             "seconds": self._exchange.seconds,
+            "m2n": self._exchange.traffic.plain(),
             "cache_bytes": 0,
             "counts": {name: stats[name] for name in COUNTERS},
         }

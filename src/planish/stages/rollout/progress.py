@@ -96,14 +96,10 @@ class SamplingProgress:
             telemetry.set_level("planish_rollout_expert_imbalance_ratio", stats["imbalance"])
         for facts in stats.get("ranks", ()):
             rank = {"rank": str(facts["rank"]), "role": facts["role"]}
+            number = rank["rank"]
             for name in ("busy_s", "wait_s", "rows"):
-                series = name.replace("_s", "_seconds")
-                before = self._shown.get((rank["rank"], name), 0)
-                # A rank that is lost keeps what it had.
-                telemetry.count(
-                    f"planish_rollout_rank_{series}_total", max(0, facts[name] - before), **rank
-                )
-                self._shown[rank["rank"], name] = facts[name]
+                series = f"planish_rollout_rank_{name.replace('_s', '_seconds')}_total"
+                telemetry.count(series, self._grown(number, name, facts[name]), **rank)
             bubble = 1.0 - facts["busy_s"] / max(stats["step_seconds"], 1e-9)
             telemetry.set_level("planish_rollout_rank_bubble_ratio", max(0.0, bubble), **rank)
             telemetry.set_level("planish_rollout_rank_queue", facts["queue"], **rank)
@@ -111,3 +107,29 @@ class SamplingProgress:
                 telemetry.set_level(
                     "planish_rollout_rank_cache_bytes", facts["cache_bytes"], **rank
                 )
+            if "m2n" not in facts:
+                continue
+            traffic = facts["m2n"]
+            for name, unit in (("num_bytes", "frame_bytes"), ("num_frames", "frames")):
+                for kind, value in traffic[name].items():
+                    telemetry.count(
+                        f"planish_rollout_rank_{unit}_total",
+                        self._grown(number, f"{kind} {unit}", value),
+                        kind=kind,
+                        rank=number,
+                    )
+            telemetry.observe_counts(
+                "planish_rollout_rank_reply_seconds",
+                [
+                    int(self._grown(number, f"bucket {bucket}", value))
+                    for bucket, value in enumerate(traffic["reply_counts"])
+                ],
+                self._grown(number, "reply_seconds", traffic["reply_seconds"]),
+                rank=number,
+            )
+
+    def _grown(self, rank: str, name: str, value: float) -> float:
+        """Return by how much a counter of a rank has grown; what a lost rank had stays shown."""
+        before = self._shown.get((rank, name), 0)
+        self._shown[rank, name] = value
+        return max(0, value - before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import pytest
+
 from pipelines.demo import sampling_line
 from planish.base import telemetry
 from planish.stages.rollout.progress import SamplingProgress
@@ -61,7 +63,14 @@ def test_a_log_without_sampling_gives_no_line():
 
 def rank_stats(busy, seconds, rows=10):
     """Counters of an attention rank that always computes, and of experts that do so long."""
+    traffic = {
+        "num_frames": {"dispatch": 2 * rows, "reply": 2 * rows},
+        "num_bytes": {"dispatch": 300 * rows, "reply": 200 * rows},
+        "reply_seconds": 0.002 * rows,
+        "reply_counts": [0, 0, 0, 0, 0, rows, *[0] * 8],
+    }
     attention = {"rank": 0, "role": "attention", "busy_s": seconds, "cache_bytes": 64, "queue": 3}
+    attention["m2n"] = traffic
     experts = [
         {"rank": 1 + number, "role": "expert", "busy_s": spent, "queue": 0}
         for number, spent in enumerate(busy)
@@ -71,9 +80,9 @@ def rank_stats(busy, seconds, rows=10):
 
 
 def test_ranks_show_what_they_have_done_since_the_last_look():
-    telemetry.forget("planish_rollout_rank_busy_seconds_total")
-    telemetry.forget("planish_rollout_rank_rows_total")
-    telemetry.forget("planish_rollout_rank_wait_seconds_total")
+    for metric in telemetry.METRICS:
+        if "_rank_" in metric.name:
+            telemetry.forget(metric.name)
     progress = SamplingProgress(64)
     progress.show_ranks(rank_stats([2.0, 3.0], 4.0))
     progress.show_ranks(rank_stats([2.5, 6.0], 8.0, rows=30))
@@ -97,11 +106,18 @@ def test_ranks_show_what_they_have_done_since_the_last_look():
     assert of("rank_queue", 0, "attention") == 3
     assert of("rank_cache_bytes", 0, "attention") == 64
     assert 'rank_cache_bytes{rank="1",role="expert"}' not in found
+    assert found['rank_frame_bytes_total{kind="dispatch",rank="0"}'] == 300 * 31
+    assert found['rank_frames_total{kind="reply",rank="0"}'] == 2 * 31
+    assert found['rank_reply_seconds_bucket{le="0.001",rank="0"}'] == 0
+    assert found['rank_reply_seconds_bucket{le="0.003",rank="0"}'] == 31
+    assert found['rank_reply_seconds_count{rank="0"}'] == 31
+    assert found['rank_reply_seconds_sum{rank="0"}'] == pytest.approx(0.002 * 31)
 
 
 def test_an_engine_without_ranks_is_asked_once_a_second_and_shows_nothing_of_them():
-    for name in [n for n in levels() if n.startswith("rank_")]:
-        telemetry.forget(f"planish_rollout_{name.partition('{')[0]}")
+    for metric in telemetry.METRICS:
+        if "_rank_" in metric.name:
+            telemetry.forget(metric.name)
     clock, asked = Clock(), []
     progress = SamplingProgress(64, clock=clock)
 
