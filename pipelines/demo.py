@@ -386,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return exit_code(error)
     except Terminated as stopped:
-        sys.stderr.write(f"{stopped}; the same command goes on where it was cut off\n")
+        sys.stderr.write(f"{stopped}; the same command resumes\n")
         raise
 
 

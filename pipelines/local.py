@@ -1,6 +1,6 @@
 """Run a pipeline on this machine through kfp's local runner; from the command line `post_train`.
 
-    python -m pipelines.local --root file:///tmp/run --preset dapo-tiny --iterations 2
+    python -m pipelines.local --root /tmp/run --preset dapo-tiny --iterations 2
 
 The log of the runner goes to standard output. The same call again resumes what was cut off.
 """
@@ -12,19 +12,20 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kfp import local
-
 from pipelines.monitor import monitor_of, monitor_options
-from pipelines.post_train import build_post_train, profile_named, with_data
+from planish import store
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
+from planish.records import layout
 from planish.run.chain import with_settings
 from planish.run.lock import acquire, current_holder
-from planish.run.signals import end_descendants, on_signal
-from planish.store import normal_uri
+from planish.run.signals import Terminated, end_descendants, on_signal
+from planish.store import normal_pin, normal_uri
+from planish.store.documents import read_json
 
 STOP_SECONDS = 25.0
 """A task that was asked to end gets so long, its stage and what clears up after it together."""
@@ -40,6 +41,8 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
     Raises:
         RuntimeError: a task failed; the exit task has run.
     """
+    from kfp import local
+
     # Artifacts here are Refs of a few bytes; the data lie where the stages put them.
     artifacts = tempfile.mkdtemp(prefix="planish-kfp-")
 
@@ -47,6 +50,9 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
         # kfp would go on with the tasks that wait, and with the exit task: nothing returns to it.
         end_descendants(STOP_SECONDS)
         shutil.rmtree(artifacts, ignore_errors=True)
+        stopped = Terminated(number, 128 + number)
+        sys.stderr.write(f"{stopped}; the same command resumes\n")
+        sys.stderr.flush()
         os._exit(128 + number)
 
     try:
@@ -63,9 +69,10 @@ def exit_status(run: Callable[..., None], arguments: Mapping[str, Any]) -> int:
     """Run with the arguments of a command line.
 
     Returns:
-        0 when every task succeeded, 1 when one failed, else the code of the error that kept the run
-        from its first task; the last line of the output tells the reason.
+        0 when every task succeeded, the code of the first stage that failed, or that of the error
+        that kept the run from its first task; the last line of the output tells the reason.
     """
+    began = time.time()
     # The runner warns that our image is not a bare Python image, once a task.
     warnings.filterwarnings("ignore", message="You may be attemping to run a task")
     try:
@@ -73,16 +80,35 @@ def exit_status(run: Callable[..., None], arguments: Mapping[str, Any]) -> int:
     except RuntimeError as error:
         # The log of a run that failed ends with the failed task.
         sys.stdout.write(f"{error}\n")
-        return EXIT_FAILED
+        return failed_code(arguments["root"], began)
     except PlanishError as error:
         sys.stdout.write(f"error: {error}\n")
         return exit_code(error)
     return 0
 
 
+def failed_code(root: str, since: float) -> int:
+    """Return the exit code of the first stage that failed after `since` (Unix seconds).
+
+    kfp tells no codes: the stages write them into their logs. 1 where none has, and the code of the
+    error where the store does not answer.
+    """
+    ended: list[tuple[float, int]] = []
+    try:
+        for uri in store.list_uris(layout.logs(normal_uri(root))):
+            entry = read_json(uri) if uri.endswith(".json") else {}
+            if entry.get("state") == "failed" and entry["start_seconds"] >= since:
+                ended.append((entry["start_seconds"] + entry["seconds"], entry["exit_code"]))
+    except PlanishError as error:
+        return exit_code(error)
+    return min(ended, default=(0.0, EXIT_FAILED))[1]
+
+
 def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = True) -> None:
     """Add the run parameters of `post_train` that mean something on one machine."""
-    parser.add_argument("--root", required=root_required, help="file:///... or s3://...")
+    parser.add_argument(
+        "--root", required=root_required, help="folder of the run: a path or s3://..."
+    )
     parser.add_argument("--preset", default="dapo-tiny")
     parser.add_argument("--config", default="", help="TOML file laid over the preset")
     parser.add_argument("--overrides", default="", help="section.key=value, separated by spaces")
@@ -91,7 +117,7 @@ def run_parameters(parser: argparse.ArgumentParser, *, root_required: bool = Tru
     parser.add_argument("--dataset", default="", help="file, hub id, s3://, https://; empty: tasks")
     parser.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume-from", default="", help="root of an earlier run to start from")
+    parser.add_argument("--resume-from", default="", help="root or pin of an earlier run")
     parser.add_argument("--chain-index", type=int, default=0)
     parser.add_argument("--allow-config-change", action="store_true")
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")
@@ -139,6 +165,8 @@ def run_local(
         RuntimeError: a task failed; the exit task has run.
         PlanishError: a count outside its limits, a root that cannot be or is in use.
     """
+    from pipelines.post_train import build_post_train, profile_named, with_data
+
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards, compact=compact)
     if skip_bad:
         parameters["overrides"] = f"{parameters['overrides']} curate.skip_bad=true".strip()
@@ -146,7 +174,7 @@ def run_local(
     parameters["chain"] = with_settings(
         "",
         index=chain_index,
-        resume_from=resume_from,
+        resume_from=resume_from and normal_pin(resume_from),
         allow_config_change=allow_config_change,
     )
     # Tasks run one after the other here: one that watched would hold up what it watches.

@@ -1,6 +1,6 @@
 """The pipeline that writes a checkpoint anew: prepare, reshard, verify; retention at the end.
 
-    python -m pipelines.reshard --root file:///tmp/reshard --source PIN --layout tp=4
+    python -m pipelines.reshard --root /tmp/reshard --source PIN --layout tp=4
 
 Any layout becomes any other: a state saved by FSDP ranks for tensor-parallel engines, or merged as
 a Hugging Face folder. The same call again finds what is finished and reads it back.
@@ -17,6 +17,7 @@ from components import checkpoint_retain, checkpoint_verify, reshard, reshard_pr
 from components.images import CPU_TINY, PROFILES, Profile, resolve_images
 from components.pod_settings import with_pod_settings
 from planish.base.errors import ConfigError
+from planish.store import normal_pin
 
 DESCRIPTION = """Write a checkpoint anew for another layout, and read it back.
 
@@ -113,6 +114,8 @@ def run_local(*, profile: str = "cpu-tiny", **parameters: Any) -> None:
 
     if profile not in PROFILES:
         raise ConfigError(f"a profile must be one of {sorted(PROFILES)}, got {profile!r}")
+    for name in ("root", "source", "target", "policy", "retain_folder"):
+        parameters[name] = parameters[name] and normal_pin(parameters[name])
     run_here(build_reshard(PROFILES[profile]), parameters)
 
 
@@ -121,14 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pipelines.local import exit_status  # who compiles loads nothing that only runs need
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--root", required=True, help="URI of this run")
-    parser.add_argument("--source", required=True, help="URI or pin of a checkpoint")
+    parser.add_argument("--root", required=True, help="URI or path of this run")
+    parser.add_argument("--source", required=True, help="URI, path or pin of a checkpoint")
     parser.add_argument("--layout", default="merged", help="merged, tp=4, fsdp=8,tp=2, ...")
-    parser.add_argument("--target", default="", help="URI of the result")
+    parser.add_argument("--target", default="", help="URI or path of the result")
     parser.add_argument("--parts", default="all", choices=("all", "model"))
     parser.add_argument("--role", default="", help="one role of several")
     parser.add_argument("--policy", default="", help="pin of a policy, for merged")
-    parser.add_argument("--retain-folder", default="", help="URI whose older checkpoints go")
+    parser.add_argument("--retain-folder", default="", help="folder whose older checkpoints go")
     parser.add_argument("--keep-last", type=int, default=0, help="checkpoints that stay there")
     parser.add_argument("--keep-every", type=int, default=0, help="multiples that stay too")
     parser.add_argument("--profile", default="cpu-tiny", help="name of a compiled profile")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     track = commands.add_parser(
         "track", help="write the curves of a run to TensorBoard, MLflow or Weights & Biases"
     )
-    track.add_argument("root", help="file:// or s3:// URI or local path of the run")
+    track.add_argument("root", help="URI or path of the run")
     track.add_argument(
         "--to",
         action="append",
@@ -123,6 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanishError as error:
         sys.stderr.write(f"planish: {' '.join(str(error).split())}\n")
         return exit_code(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("planish: interrupted; the same command resumes\n")
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader has seen enough; nothing more can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

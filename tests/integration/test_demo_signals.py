@@ -36,7 +36,7 @@ class Checkout:
     def start(self, *options: str, rollout_seconds: float = 0.0) -> subprocess.Popen[str]:
         environment = {
             **marks(self.mark),
-            "PYTHONPATH": str(self.modules),
+            "PYTHONPATH": f"{self.modules}:{REPOSITORY / 'src'}",
             "FAKE_ROLLOUT_SECONDS": str(rollout_seconds),
         }
         return subprocess.Popen(
@@ -71,16 +71,18 @@ def checkout(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_to_the_demo_alone_ends_all_of_it(checkout, number, code):
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
+)
+def test_a_signal_to_the_demo_alone_ends_all_of_it(checkout, number, code, told):
     process = checkout.start_at_rollout()
     sent = time.monotonic()
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert time.monotonic() - sent < 20
-    name = signal.Signals(number).name
-    assert errors == f"stopped by {name}; the same command goes on where it was cut off\n"
+    assert errors == f"{told}; the same command resumes\n"
     wait_until_none(checkout.mark, 1.0)
     assert read_events(checkout.root)[-1]["stage"] == "rollout"
 
@@ -88,15 +90,25 @@ def test_a_signal_to_the_demo_alone_ends_all_of_it(checkout, number, code):
 def test_a_signal_to_the_local_runner_alone_ends_its_stages_and_no_exit_task_runs(checkout):
     command = [sys.executable, "-m", "pipelines.local", "--root", checkout.root.as_uri()]
     environment = {**marks(checkout.mark), "FAKE_ROLLOUT_SECONDS": "600"}
-    environment |= {"PYTHONPATH": str(checkout.modules), "TMPDIR": str(checkout.mark)}
+    environment |= {
+        "PYTHONPATH": f"{checkout.modules}:{REPOSITORY / 'src'}",
+        "TMPDIR": str(checkout.mark),
+    }
     process = subprocess.Popen(
-        command, env=environment, cwd=checkout.folder, stdout=subprocess.DEVNULL
+        command,
+        env=environment,
+        cwd=checkout.folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     while not any(e["stage"] == "rollout" for e in read_events(checkout.root)):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.endswith("stopped by SIGTERM; the same command resumes\n")
     wait_until_none(checkout.mark, 1.0)
     assert read_events(checkout.root)[-1]["stage"] == "rollout"
     assert list(checkout.mark.glob("planish-kfp-*")) == []

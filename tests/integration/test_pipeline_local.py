@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import runs
 from tests.integration.fake_stages import read_events, write_fake_stages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,7 +38,10 @@ class Bench:
     def start(self, *, iterations=2, shards=2, rollout_seconds=0.0):
         command = [sys.executable, "-c", RUNNER, f"file://{self.root}"]
         command += [str(iterations), str(shards), str(self.artifacts)]
-        environment = {**os.environ, "PYTHONPATH": f"{self.modules}:{REPOSITORY}"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.modules}:{REPOSITORY / 'src'}:{REPOSITORY}",
+        }
         environment["FAKE_ROLLOUT_SECONDS"] = str(rollout_seconds)
         return subprocess.Popen(
             command,
@@ -52,7 +56,10 @@ class Bench:
     def run_command(self, *options):
         """Run the command line to the end; return as `run` does."""
         command = [sys.executable, "-m", "pipelines.local", "--root", f"file://{self.root}"]
-        environment = {**os.environ, "PYTHONPATH": f"{self.modules}:{REPOSITORY}"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.modules}:{REPOSITORY / 'src'}:{REPOSITORY}",
+        }
         done = subprocess.run(
             [*command, *options],
             env=environment,
@@ -194,3 +201,22 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next_one(bench):
     code, events, output = bench.run(iterations=2)
     assert code == 0, output[-3000:]
     assert order(events[before:])[-1] == ("report", 0)
+
+
+@pytest.mark.parametrize("program", ["pipelines.local", "pipelines.demo"])
+def test_a_run_ends_with_the_code_of_the_stage_that_failed_and_takes_a_path_as_root(
+    tmp_path, program
+):
+    command = [sys.executable, "-m", program, "--root", "runs/one", "--config", str(runs.TINY)]
+    done = subprocess.run(
+        [*command, "--overrides", "train.learning_rate=-1.0"],
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2, done.stdout[-3000:]
+    assert "`train.learning_rate`" in done.stdout
+    assert (tmp_path / "runs" / "one" / "logs").is_dir()

@@ -252,6 +252,8 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
 def parse_override(text: str) -> tuple[str, str, Any]:
     """Split `section.key=value`; the value is a TOML value, or else a plain string.
 
+    In a plain string backslash and `n` are a new line; a TOML string in single quotes keeps them.
+
     Example:
         >>> parse_override("train.learning_rate=1e-6")
         ('train', 'learning_rate', 1e-06)
@@ -265,7 +267,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     try:
         tables = _loads(f"v = {value}", path)
     except tomllib.TOMLDecodeError:
-        return section, key, value
+        return section, key, value.replace(r"\n", "\n")
     # More keys: text of several lines that looks like TOML.
     return section, key, tables["v"] if len(tables) == 1 else value
 

@@ -31,13 +31,16 @@ class Terminated(SystemExit):
     """A signal asked this process to end; its code becomes the exit code unless it is caught.
 
     Example:
-        >>> str(Terminated(signal.SIGTERM, 75)), Terminated(signal.SIGTERM, 75).code
-        ('stopped by SIGTERM', 75)
+        >>> str(Terminated(signal.SIGTERM, 75)), str(Terminated(signal.SIGINT, 130))
+        ('stopped by SIGTERM', 'interrupted')
     """
 
     def __init__(self, number: int, code: int) -> None:
         """Keep the exit code."""
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        is_keyboard = number == signal.SIGINT
+        super().__init__(
+            "interrupted" if is_keyboard else f"stopped by {signal.Signals(number).name}"
+        )
         self.code = code
 
 

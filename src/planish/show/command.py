@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 
 from rich.console import Console, RenderableType
 
@@ -20,7 +19,7 @@ from planish.show.sets import (
     parquet_tables,
     record_tables,
 )
-from planish.store import file_uri
+from planish.store import normal_uri
 
 _DOCUMENT_LIMIT_BYTES = 16 << 20
 
@@ -45,8 +44,7 @@ def show(text: str, console: Console, *, rows: int) -> None:
     digest = None
     if "#" in text:
         text, digest = parse_pin(text)
-    uri = text if "://" in text else file_uri(os.path.abspath(text))
-    for piece in tables_of(uri.rstrip("/"), digest, rows=rows):
+    for piece in tables_of(normal_uri(text), digest, rows=rows):
         console.print(piece)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-import os
 import re
 import threading
 import time
@@ -23,7 +22,7 @@ from planish.base.errors import PlanishError
 from planish.records import EvalReport, UpdateReport, layout, read_report
 from planish.run.signals import on_signal
 from planish.show.trackers import Point, Tracker, open_tracker
-from planish.store import file_uri, normal_uri
+from planish.store import normal_uri
 from planish.store.documents import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -216,8 +215,7 @@ def track(options: argparse.Namespace) -> str:
         ObjectMissing: no run has begun at the root, and none is waited for.
         PlanishError: a tracker was not reached; the same command goes on where it stopped.
     """
-    root = options.root
-    root = normal_uri(root if "://" in root else file_uri(os.path.abspath(root)))
+    root = normal_uri(options.root)
     reader = RunReader(root)
     if not options.follow:
         reader.config()

@@ -20,7 +20,7 @@ from typing import Any
 from planish import store
 from planish.base.errors import ConfigError
 from planish.records import layout
-from planish.store import file_uri, normal_uri
+from planish.store import normal_uri
 
 INSTALL = "pip install 'planish[trackers]'"
 _BATCH = 1000
@@ -95,8 +95,6 @@ class TensorBoard(Tracker):
         Raises:
             ConfigError: no store has such a URI.
         """
-        if place and "://" not in place:
-            place = file_uri(Path(place).absolute())
         self._folder = normal_uri(place or f"{layout.trackers(root)}/tensorboard")
         self._files = _package("tensorboard.summary.writer.event_file_writer")
         self._protocol = _package("tensorboard.compat.proto.event_pb2")

@@ -27,6 +27,8 @@ STORES: dict[str, str] = {
 """Scheme to `module:function`, imported on first use; see `planish.store.open_store`."""
 
 _FORBIDDEN_IN_URI = re.compile(r"[\x00-\x1f\x7f#\\]")
+_LIKE_A_URI = re.compile(r"[a-z0-9]+:/")
+"""Begins a URI that lacks a slash."""
 _PLAIN_IN_URI = "/:@!$&'()*+,;="
 """Characters of a path that its URI holds as they are, beside letters, digits and `_.-~`."""
 
@@ -366,15 +368,31 @@ def uri_of(place: str) -> str:
     return file_uri(place) if place.startswith("/") else place
 
 
-def normal_uri(uri: str) -> str:
+def normal_uri(place: str) -> str:
     """Return the one spelling of a store URI, without a slash at its end.
 
+    Args:
+        place: URI, or path of a file or folder of this machine, also from the working directory.
+
     Example:
-        >>> normal_uri("file:///a b/"), normal_uri("file:///a%20b"), normal_uri("s3://b/a b/")
-        ('file:///a%20b', 'file:///a%20b', 's3://b/a b')
+        >>> normal_uri("file:///a b/"), normal_uri("/a/../b c"), normal_uri("s3://b/a b/")
+        ('file:///a%20b', 'file:///b%20c', 's3://b/a b')
 
     Raises:
         StoreMisconfigured: the URI is malformed or its scheme unknown.
     """
-    address = parse_uri(uri)
-    return file_uri(f"/{address.key}") if address.scheme == "file" else uri.rstrip("/")
+    if place and "://" not in place and not _LIKE_A_URI.match(place):
+        place = file_uri(os.path.abspath(place))
+    address = parse_uri(place)
+    return file_uri(f"/{address.key}") if address.scheme == "file" else place.rstrip("/")
+
+
+def normal_pin(text: str) -> str:
+    """Return what `normal_uri` does of a place that a digest may follow, which stays.
+
+    Example:
+        >>> normal_pin("/runs/a b#sha256=00")
+        'file:///runs/a%20b#sha256=00'
+    """
+    place, mark, digest = text.partition("#")
+    return f"{normal_uri(place)}{mark}{digest}"

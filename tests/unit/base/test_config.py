@@ -45,6 +45,9 @@ def test_nothing_is_coerced_and_all_faults_are_told() -> None:
         ("--train.name=abc", "abc"),
         ("train.flag=false", False),
         ("train.names=['a', 'b']", ["a", "b"]),
+        (r"train.name=\nThink first.\n", "\nThink first.\n"),
+        (r'train.name="\nThink"', "\nThink"),
+        (r"train.name='\neq'", r"\neq"),
     ],
 )
 def test_overrides_are_toml_values_or_text(text: str, value: object) -> None:

@@ -53,7 +53,8 @@ def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(tmp_path: Path, n
     (log,) = (tmp_path / "logs").glob("*.json")
     entry = json.loads(log.read_text())
     assert (entry["state"], entry["exit_code"]) == ("failed", 75)
-    assert entry["error"] == f"stopped by {signal.Signals(number).name}"
+    told = {signal.SIGTERM: "stopped by SIGTERM", signal.SIGINT: "interrupted"}
+    assert entry["error"] == told[number]
     for pid in marked(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
@@ -90,3 +91,26 @@ def test_descendants_end_in_sessions_of_their_own_and_when_they_ignore_the_signa
     )
     assert done.stdout.split() == [str(-signal.SIGTERM)]
     wait_until_none(tmp_path, 2.0)
+
+
+def test_a_keyboard_interrupt_of_a_command_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\n"
+        "def reward(response, answer):\n"
+        "    pathlib.Path(__file__).with_name('begun').touch()\n"
+        "    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "planish", "verifier", "check", "slow:reward"]
+    process = subprocess.Popen(
+        [*command, "--timeout-seconds", "600"],
+        env={**marks(tmp_path), "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "planish: interrupted; the same command resumes\n")
+    wait_until_none(tmp_path, 1.0)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from planish import store
 from planish.base.errors import ConfigError
-from planish.store import file_uri, normal_uri, open_store, parse_uri
+from planish.store import file_uri, normal_pin, normal_uri, open_store, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,18 @@ def test_a_path_survives_its_uri_and_has_one_spelling(tmp_path, name):
     store.write(f"{uri}/sub/object", b"1")
     assert (folder / "sub" / "object").read_bytes() == b"1"
     assert store.list_uris(uri) == [f"{uri}/sub/object"]
+
+
+def test_a_path_is_a_place_wherever_it_is_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = file_uri(tmp_path)
+    assert normal_uri(f"{tmp_path}/x/") == normal_uri("x") == normal_uri("./a/../x") == f"{here}/x"
+    assert normal_uri("12:30 run#1") == f"{here}/12:30%20run%231"
+    pin = f"#sha256={'0' * 64}"
+    assert normal_pin(f"x{pin}") == f"{here}/x{pin}"
+    for text in ("", "s3:/bucket/x", "file:/tmp/x", "ftp://host/x"):
+        with pytest.raises(ConfigError, match="must begin with one of"):
+            normal_uri(text)
 
 
 def test_a_uri_lists_in_the_spelling_of_the_caller_and_what_it_lists_can_be_read(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from planish import checkpoint, store
-from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, ConfigError
+from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, CheckpointNotFound, ConfigError
 from planish.base.text import Table, bytes_text, rate_text, seconds_text
 from planish.checkpoint.cli.command import Ended, Lines, Progress
 from planish.checkpoint.commit.catalog import CatalogVerdict, Entry
@@ -24,14 +24,14 @@ from planish.checkpoint.format.metafile import Metadata
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.train_state import checkpoint_place
 from planish.records.manifest import manifest_uri, read_manifest
-from planish.store import file_uri
+from planish.store import normal_pin
 
 _MAX_ROWS = 10_000
 
 
 def ls(options: argparse.Namespace, _: Progress) -> Lines:
     """Yield a table of the checkpoints below a root."""
-    root = _uri(options.root)
+    root = normal_pin(options.root)
     entries = checkpoint.list_checkpoints(root)
     if options.json:
         yield _json([_facts(entry) for entry in entries])
@@ -52,10 +52,15 @@ def ls(options: argparse.Namespace, _: Progress) -> Lines:
 
 
 def latest(options: argparse.Namespace, _: Progress) -> Lines:
-    """Yield the pin of the newest checkpoint, for scripts; exit code 1 without one."""
-    newest = checkpoint.latest(_uri(options.root))
+    """Yield the pin of the newest checkpoint, for scripts.
+
+    Raises:
+        CheckpointNotFound: there is none.
+    """
+    root = normal_pin(options.root)
+    newest = checkpoint.latest(root)
     if newest is None:
-        raise Ended(EXIT_FAILED)
+        raise CheckpointNotFound(f"`{root}` must hold a committed checkpoint, but holds none")
     yield f"{newest.uri}#sha256={newest.commit.meta_sha256}"
 
 
@@ -118,7 +123,7 @@ def inspect(options: argparse.Namespace, _: Progress) -> Lines:
 
 def rm(options: argparse.Namespace, _: Progress) -> Lines:
     """Remove one checkpoint; without `--yes` only say so."""
-    place = _uri(options.path).partition("#")[0]
+    place = normal_pin(options.path).partition("#")[0]
     entry = checkpoint.info(place)
     what = f"`{entry.uri}`: step {entry.step}, {bytes_text(entry.commit.total_bytes)}"
     if not options.yes:
@@ -131,10 +136,10 @@ def rm(options: argparse.Namespace, _: Progress) -> Lines:
 def retain(options: argparse.Namespace, _: Progress) -> Lines:
     """Apply retention and yield a verdict for each checkpoint."""
     verdicts = checkpoint.retain(
-        _uri(options.root),
+        normal_pin(options.root),
         keep_last=options.keep_last,
         keep_every=options.keep_every,
-        pins=[int(pin) if pin.isdecimal() else _uri(pin) for pin in options.pin],
+        pins=[int(pin) if pin.isdecimal() else normal_pin(pin) for pin in options.pin],
         dry_run=options.dry_run,
     )
     yield _verdicts(verdicts, "checkpoint", dry_run=options.dry_run)
@@ -142,7 +147,7 @@ def retain(options: argparse.Namespace, _: Progress) -> Lines:
 
 def gc(options: argparse.Namespace, _: Progress) -> Lines:
     """Collect leftovers and yield a verdict for each attempt."""
-    root, grace_s = _uri(options.root), options.grace_seconds
+    root, grace_s = normal_pin(options.root), options.grace_seconds
     verdicts = checkpoint.gc(root, grace_s=grace_s, dry_run=options.dry_run)
     yield _verdicts(verdicts, "attempt or upload", dry_run=options.dry_run)
 
@@ -198,15 +203,15 @@ def export_hf(options: argparse.Namespace, progress: Progress) -> Lines:
     source, policy = options.source, ""
     if "#sha256=" in source:
         policy = source
-    elif source and store.exists(manifest_uri(_uri(source))):
-        policy = read_manifest(_uri(source)).ref(_uri(source)).pin()
+    elif source and store.exists(manifest_uri(normal_pin(source))):
+        policy = read_manifest(normal_pin(source)).ref(normal_pin(source)).pin()
     elif source and not Path(source).is_dir():
         raise ConfigError(
             f"`--source` must be a policy or a local folder with `config.json`, got {source!r}"
         )
     made = export(
         _checkpoint(options.path),
-        _uri(options.out),
+        normal_pin(options.out),
         policy=policy,
         folder=Path(source) if source and not policy else None,
         role=options.role,
@@ -226,7 +231,7 @@ def reshard(options: argparse.Namespace, progress: Progress) -> Lines:
         return
     made = rewrite(
         _checkpoint(options.path),
-        _uri(options.out),
+        normal_pin(options.out),
         layout,
         parts=options.parts,
         roles=[options.role] if options.role else [],
@@ -250,7 +255,7 @@ def report(options: argparse.Namespace, _: Progress) -> Lines:
     from planish.checkpoint.watch.monitor import read_timings
     from planish.checkpoint.watch.report import text_report
 
-    place = _uri(options.path)
+    place = normal_pin(options.path)
     timeline = read_timings(place, "load" if options.load else "save")
     yield text_report(timeline, title=place.partition("#")[0], rank=options.rank).rstrip("\n")
 
@@ -263,7 +268,7 @@ def import_dcp(options: argparse.Namespace, progress: Progress) -> Lines:
         progress("import", 0, 0)
         made = convert(
             options.folder,
-            _uri(options.out),
+            normal_pin(options.out),
             step=options.step,
             role=options.role,
             overwrite=options.overwrite,
@@ -299,16 +304,9 @@ def _dcp_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
-def _uri(text: str) -> str:
-    """Return a URI for what a user typed: local paths become `file://`, pins stay."""
-    place, mark, digest = text.partition("#")
-    uri = place if "://" in place else file_uri(Path(place).resolve())
-    return f"{uri.rstrip('/')}{mark}{digest}"
-
-
 def _checkpoint(text: str) -> str:
     """Return the URI or pin of a checkpoint for what a user typed, also for a train state's pin."""
-    return checkpoint_place(_uri(text))
+    return checkpoint_place(normal_pin(text))
 
 
 def _json(value: Any) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from planish import store
-from planish.base.config import load_preset, merge, parse_toml, resolve_config
+from planish.base.config import load_preset, load_toml, merge, parse_toml, resolve_config
 from planish.base.errors import ConfigError, ObjectMissing
 
 MODEL_KEY = ("model", "path")
@@ -19,6 +18,10 @@ DATASET_KEY = ("curate", "dataset")
 """Setting that the run parameter `dataset` stands for."""
 SEED_KEY = ("run", "seed")
 """Setting that the run parameter `seed` stands for."""
+
+_WORD = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\[\s'"\\]""", re.DOTALL)
+_TOML_VALUE = re.compile(r"""(?:--)?[\w-]+(?:\.[\w-]+)+=(?P<opening>[\[{"'])""")
 
 _PIN = re.compile(r"^(?P<place>.+)#sha256=(?P<digest>[0-9a-f]{64})$")
 
@@ -60,17 +63,59 @@ def _read(place: str) -> bytes:
 
 
 def split_overrides(text: str) -> list[str]:
-    """Split `a.b=1 c.d='x y'` as a shell would.
+    """Split `a.b=1 c.d='x y'` as a shell would, but keep the escapes of values.
+
+    A value in brackets, and one in quotes that holds a backslash, stay as TOML reads them. Outside
+    of those a backslash hides a space, a quote or a backslash, and stays before anything else.
+
+    Example:
+        >>> split_overrides("a.b='x y' a.c=[1, 2]")
+        ['a.b=x y', 'a.c=[1, 2]']
 
     Raises:
         ConfigError: a quote that is not closed.
     """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"`overrides` must be `section.key=value` separated by spaces, got {text!r} ({error})"
-        ) from None
+    words = []
+    rest = text.lstrip()
+    while rest:
+        end = _toml_end(rest)
+        if end:
+            words.append(rest[:end])
+        elif match := _WORD.match(rest):
+            end = match.end()
+            words.append(_QUOTED.sub(_unquote, match[0]))
+        else:
+            raise ConfigError(
+                "`overrides` must be `section.key=value` separated by spaces, got a quote or "
+                f"backslash that nothing closes: {rest!r:.200}"
+            )
+        rest = rest[end:].lstrip()
+    return words
+
+
+def _toml_end(text: str) -> int:
+    """Return where a first override ends whose value must stay TOML; 0 where there is none."""
+    match = _TOML_VALUE.match(text)
+    if match is None:
+        return 0
+    closing = {"[": "]", "{": "}"}.get(match["opening"], match["opening"])
+    start = match.end() - 1
+    for end in (m.end() for m in re.finditer(rf"{re.escape(closing)}(?=\s|$)", text)):
+        try:
+            load_toml(f"v = {text[start:end]}", name="overrides")
+        except ConfigError:
+            continue
+        return end if closing in "]}" or "\\" in text[start:end] else 0
+    return 0
+
+
+def _unquote(match: re.Match[str]) -> str:
+    quoted = match[0]
+    if quoted[0] == "'":
+        return quoted[1:-1]
+    if quoted[0] == '"':
+        return re.sub(r'\\(["\\])', r"\1", quoted[1:-1])
+    return quoted[1:]
 
 
 def build_config(

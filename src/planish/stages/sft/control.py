@@ -23,6 +23,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.prompts import PromptSet, TraceSet
 from planish.run.stage import read_run
 from planish.stages.sft.config import SftConfig
+from planish.store import normal_uri
 
 if TYPE_CHECKING:
     from planish.models.policy import Policy
@@ -117,7 +118,7 @@ def _learn(
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the control as one line of JSON."""
     parser = argparse.ArgumentParser(prog="planish.stages.sft.control", description=__doc__)
-    parser.add_argument("--root", required=True, help="URI of a run")
+    parser.add_argument("--root", required=True, help="URI or path of a run")
     parser.add_argument("--seconds", required=True, type=float, help="wall time of training")
     parser.add_argument("--policy-pin", default="", help="policy to start from")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     try:
         measured = measure_control(
-            arguments.root.rstrip("/"),
+            normal_uri(arguments.root),
             arguments.seconds,
             policy_pin=arguments.policy_pin,
             learning_rate=arguments.learning_rate,

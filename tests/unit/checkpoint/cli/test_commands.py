@@ -69,7 +69,11 @@ def test_ls_lists_committed_checkpoints_in_the_order_of_their_steps(run, states,
 
 def test_latest_prints_the_pin_alone(run, states, file_root):
     assert run("latest", file_root)[:2] == (0, f"{states[-1]}\n")
-    assert run("latest", f"{file_root}/nothing")[:2] == (1, "")
+    code, output, errors = run("latest", f"{file_root}/nothing")
+    assert (code, output) == (1, "")
+    assert errors == (
+        f"planish: `{file_root}/nothing` must hold a committed checkpoint, but holds none\n"
+    )
 
 
 def test_a_local_path_is_as_good_as_a_uri(run, states, file_root, monkeypatch):

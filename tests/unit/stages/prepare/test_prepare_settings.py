@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from planish import store
+from planish.base.config import parse_override
 from planish.base.errors import ConfigError
 from planish.stages.prepare.settings import (
     build_config,
@@ -106,8 +107,32 @@ def test_a_config_that_is_not_utf8_or_not_toml_is_refused(tmp_path):
 def test_overrides_split_like_a_shell_does():
     text = """a.b=1 a.c='x y' a.d="[1, 2]" """
     assert split_overrides(text) == ["a.b=1", "a.c=x y", "a.d=[1, 2]"]
-    with pytest.raises(ConfigError, match="No closing quotation"):
-        split_overrides("a.b='1")
+    assert split_overrides("""'a.b=x "y"' a.c=x\\ y\n"a.d=it's" """) == [
+        'a.b=x "y"',
+        "a.c=x y",
+        "a.d=it's",
+    ]
+    for text in ("a.b='1", 'a.b="1', "a.b=1\\"):
+        with pytest.raises(ConfigError, match="nothing closes"):
+            split_overrides(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"curate.prompt_suffix=\nAnswer:", "\nAnswer:"),
+        (r'curate.prompt_suffix="\nThink \"hard\"."', '\nThink "hard".'),
+        (r"'curate.prompt_suffix=\n two words'", "\n two words"),
+        (r"curate.prompt_suffix='\neq 0'", r"\neq 0"),
+        (r"curate.prompt_suffix=\d+", r"\d+"),
+        (r'model.stop_strings=["\n", "</s> ]", 3]', ["\n", "</s> ]", 3]),
+        (r'model.stop_strings="[1, 2]"', [1, 2]),
+    ],
+)
+def test_overrides_take_new_lines_lists_and_backslashes(text, value):
+    words = split_overrides(f"train.micro_batch=1 {text} run.seed=2")
+    assert [words[0], *words[2:]] == ["train.micro_batch=1", "run.seed=2"]
+    assert parse_override(words[1])[2] == value
 
 
 def test_a_list_can_be_overridden():
