@@ -26,3 +26,5 @@ class Inspection:
     """Messages of some prompts, as the policy will see them."""
     model_config: dict[str, object] = field(default_factory=dict)
     """Content of the model's config.json; empty for a model that is built."""
+    vocabulary: dict[str, int] = field(default_factory=dict)
+    """Tokens of the model's tokenizer and their ids; empty for a model that is built."""

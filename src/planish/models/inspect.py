@@ -55,17 +55,11 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
         source = parse_source(settings.path, key="model.path")
         folder = open_folder(source, key="model.path", revision=settings.revision)
         found.rows += weight_rows(folder, found)
-        with tempfile.TemporaryDirectory(prefix="planish-model-") as name:
-            local = folder.path or Path(name)
-            for file, size in folder.sizes.items():
-                if folder.path is None and file.endswith(_SMALL) and size <= MAX_SMALL_BYTES:
-                    (local / file).write_bytes(folder.read(file, 0, size))
-            tokenizer = load_tokenizer(
-                local, chat_template=settings.chat_template, stop_strings=settings.stop_strings
-            )
+        tokenizer = open_tokenizer(folder, settings)
     except ConfigError as error:
         found.faults.append(str(error))
         return
+    found.vocabulary = tokenizer.backend.get_vocab()
     known_tokens = vocabulary(found.model_config)
     if known_tokens < tokenizer.vocab_size:
         found.faults.append(
@@ -78,6 +72,26 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
     )
     limit = config.get("rollout", {}).get("max_prompt_tokens")
     measure_prompts(found, tokenizer, limit if isinstance(limit, int) else 0)
+
+
+def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
+    """Open the tokenizer of a model, whose small files alone are fetched.
+
+    Args:
+        folder: of the model.
+        settings: chat template where the model has none, and stop strings.
+
+    Raises:
+        ConfigError: no readable tokenizer, no end token or no chat template.
+    """
+    with tempfile.TemporaryDirectory(prefix="planish-model-") as name:
+        local = folder.path or Path(name)
+        for file, size in folder.sizes.items():
+            if folder.path is None and file.endswith(_SMALL) and size <= MAX_SMALL_BYTES:
+                (local / file).write_bytes(folder.read(file, 0, size))
+        return load_tokenizer(
+            local, chat_template=settings.chat_template, stop_strings=settings.stop_strings
+        )
 
 
 def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None:

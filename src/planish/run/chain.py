@@ -22,7 +22,8 @@ class Chain(Section):
     runs: int = Field(default=1, ge=1, lt=2**31)
     """Runs of the chain; the last task submits the next one up to this number."""
     resume_from: str = ""
-    """Root of another run whose newest policy and state start this one; empty for none."""
+    """Root of another run whose newest policy and state start this one, or the pin of an earlier
+    one of them; empty for none."""
     allow_config_change: bool = False
     """Go on when the root holds another configuration."""
     assume_autoscaling: bool = False

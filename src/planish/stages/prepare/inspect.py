@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.engines import APART
 from planish.engines.architectures import VLLM
+from planish.models.config import ModelConfig
 from planish.models.experts import FAMILIES, num_experts
-from planish.models.inspect import inspect_model
+from planish.models.inspect import inspect_model, open_tokenizer
+from planish.store.sources import open_folder, parse_source
 
 DATA_INSPECTOR = "planish.stages.curate.inspect:inspect_data"
 """`module:function` that opens the data; named as sections are: stages do not import each other."""
 
 
+def vocabulary_faults(found: Inspection, policy: str) -> list[str]:
+    """Return why a changed model cannot be meant for a run that goes on with `policy`."""
+    source = parse_source(policy.partition("#")[0], key="resume_from")
+    tokenizer = open_tokenizer(open_folder(source, key="resume_from"), ModelConfig())
+    ours = tokenizer.backend.get_vocab()
+    others = len(found.vocabulary.items() - ours.items())
+    if found.vocabulary == ours:
+        return []
+    return [
+        f"`model.path` must have the {len(ours)} tokens of the policy that the run goes on with, "
+        f"got {len(found.vocabulary)}, {others} of them others, than `{policy}` has; undo the "
+        "change, or begin a new root with the new model"
+    ]
+
+
 def inspect_sources(
-    config: Mapping[str, Mapping[str, Any]], *, with_model: bool = True
+    config: Mapping[str, Mapping[str, Any]], *, policy: str = "", changed: Sequence[str] = ()
 ) -> Inspection:
     """Open the data sets and the model of a configuration.
 
     Args:
         config: resolved tables.
-        with_model: false where the run goes on with a policy of its own.
+        policy: URI or pin of what the run goes on with; then the model is opened only if its
+            setting has changed, since the run would go on without it. Empty for a run that begins.
+        changed: settings that differ from those of the run, as `differences` writes them.
 
     Returns:
         What was found.
@@ -36,8 +55,15 @@ def inspect_sources(
     found = Inspection()
     module, _, function = DATA_INSPECTOR.partition(":")
     getattr(importlib.import_module(module), function)(config, found)
-    if with_model:
+    is_other = any(line.startswith("`model.path`:") for line in changed)
+    if not policy or (is_other and config.get("model", {}).get("path")):
         inspect_model(config, found)
+    if policy and found.vocabulary:
+        found.faults += vocabulary_faults(found, policy)
+        found.warnings.append(
+            "`model.path` has changed, but the run goes on with its own policy; choose a new root "
+            "to train the new model"
+        )
     names = found.model_config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     engine = str(config.get("engine", {}).get("name", "transformers"))

@@ -70,7 +70,8 @@ def render(plan: RunPlan) -> str:
     link = plan.link
     kind = "new run" if plan.is_new else "goes on with a run that is here"
     if plan.run.resumed_from and plan.is_new:
-        kind = f"new run from the newest policy of `{plan.run.resumed_from}`"
+        newest = "" if "#" in plan.run.resumed_from else "the newest policy of "
+        kind = f"new run from {newest}`{plan.run.resumed_from}`"
     elif link.offset and not plan.num_finished:
         kind = f"run {link.index} of a chain"
     rows = [

@@ -7,6 +7,7 @@ with: empty for the supervised start, else the newest of another root or of the 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ from planish.store.documents import write_json
 logger = logging.getLogger(__name__)
 
 Config = Mapping[str, Mapping[str, Any]]
+
+_PINNED = re.compile(r".+#sha256=[0-9a-f]{64}")
+_FOLDERS = ("policies", "states")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class RunFile:
     code_version: str
     """Version of the package that wrote it."""
     resumed_from: str
-    """Root of the run that this one began from; empty for none."""
+    """Root of the run that this one began from, or the pin in it; empty for none."""
     origin: StartPins
     """Where the root began."""
     initial: StartPins
@@ -125,7 +129,8 @@ def open_run_file(
     Args:
         root: URI of the run.
         config: resolved configuration.
-        resume_from: root of another run to start from; empty, or this root, for none.
+        resume_from: root of another run to start from, or the pin of one of its policies or train
+            states; empty, or this root, for none.
         allow_config_change: go on with another configuration.
 
     Returns:
@@ -155,8 +160,9 @@ def open_run_file(
 
 
 def _start_of_other(
-    other: str, config: Config, allow_config_change: bool
+    place: str, config: Config, allow_config_change: bool
 ) -> tuple[StartPins, list[str]]:
+    other = resumed_root(place)
     theirs = read_run_file(other)
     if theirs is None:
         raise ConfigError(
@@ -164,6 +170,8 @@ def _start_of_other(
             "exist; correct the URI"
         )
     changed = check_same_config(theirs, config, root=other, allow_config_change=allow_config_change)
+    if place != other:
+        return _start_at(other, place), changed
     newest = newest_version(other)
     if newest is not None:
         return start_after(other, newest), changed
@@ -175,15 +183,65 @@ def _start_of_other(
     )
 
 
+def resumed_root(place: str) -> str:
+    """Return the root of the run that `resume_from` names.
+
+    Example:
+        >>> resumed_root(f"s3://runs/a/policies/00003#sha256={'0' * 64}")
+        's3://runs/a'
+
+    Raises:
+        ConfigError: neither a root nor the pin of a policy or a train state.
+    """
+    if "#" not in place:
+        return place.rstrip("/")
+    root, folder, name = [*place.rpartition("#")[0].rsplit("/", 2), "", ""][:3]
+    if not _PINNED.match(place) or folder not in _FOLDERS or not name:
+        raise ConfigError(
+            "`resume_from` must be the root of a run, or the pin of one of its policies or train "
+            f"states (`<root>/policies/00003#sha256=<digest>`), got {place!r:.300}; the report of "
+            "that run lists them"
+        )
+    return root
+
+
+def _start_at(root: str, pin: str) -> StartPins:
+    """Return the pins of an earlier policy and its state, of which `pin` is one.
+
+    Raises:
+        ConfigError: nothing with that digest, or no policy was exported from the state.
+    """
+    uri, digest = parse_pin(pin)
+    try:
+        pinned = read_manifest(uri, sha256=digest)
+        if f"{root}/policies/" in uri:
+            return start_after(root, int(uri.rpartition("/")[2]))
+        for version in sorted(_versions(root), reverse=True):
+            policy = layout.policy(root, version)
+            manifest = read_manifest(policy)
+            if pinned.sha256 in manifest.parents.values():
+                return StartPins(f"{policy}#sha256={manifest.sha256}", pin)
+    except (ObjectMissing, RecordError, ValueError) as error:
+        raise ConfigError(f"`resume_from` must name what is there, got {error}") from None
+    raise ConfigError(
+        f"`resume_from` must be a train state that a policy was exported from, got {pin!r}; pin "
+        f"a policy of `{root}` instead"
+    )
+
+
 def newest_version(root: str) -> int | None:
     """Return the newest finished policy version of a root; None when there is none."""
+    return max(_versions(root), default=None)
+
+
+def _versions(root: str) -> list[int]:
     folder = layout.policy(root, 0).rpartition("/")[0]
     versions = []
     for uri in store.list_uris(folder):
         parts = uri[len(folder) + 1 :].split("/")
         if len(parts) == 2 and parts[1] == "manifest.json" and parts[0].isdecimal():
             versions.append(int(parts[0]))
-    return max(versions, default=None)
+    return versions
 
 
 def start_after(root: str, version: int) -> StartPins:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from planish.base.config import config_sha256
 from planish.base.errors import ConfigError
 from planish.checkpoint.train_state import read_state_info
+from planish.records import layout
 from planish.records.reference import find_reference
 from planish.run.avoid import avoided, node_affinity
 from planish.run.chain import parse_chain
@@ -33,6 +34,7 @@ from planish.stages.prepare.run_file import (
     StartPins,
     newest_version,
     open_run_file,
+    resumed_root,
     start_after,
     write_run_file,
 )
@@ -186,7 +188,7 @@ def nodes_to_avoid(root: str, resume_from: str, limit: int) -> list[str]:
         return []
     nodes = avoided(root)
     if resume_from:
-        nodes = [*nodes, *avoided(resume_from.rstrip("/"))]
+        nodes = [*nodes, *avoided(resumed_root(resume_from))]
     nodes = sorted(nodes, key=lambda node: node.seconds)
     names = list(dict.fromkeys(node.name for node in nodes))
     if len(names) > limit:
@@ -238,9 +240,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         run_file = replace(run_file, initial=start_after(root, link.offset))
     check_reference(config, run_file.initial)
     newest = newest_version(root)
-    # A run that has a policy goes on with it and never opens the model again.
-    begins = newest is None and not run_file.initial.policy
-    found = inspect_sources(config, with_model=begins)
+    policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
+    found = inspect_sources(config, policy=policy, changed=changed)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = RunPlan(

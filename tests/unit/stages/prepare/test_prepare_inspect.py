@@ -179,3 +179,25 @@ def test_each_fault_of_data_and_model_is_told_together(tmp_path):
     message = refused(tmp_path / "none.jsonl", tmp_path / "none")
     assert "`curate.dataset` must be" in message
     assert "`model.path` must be an existing folder" in message
+
+
+def test_a_changed_model_whose_tokens_are_not_those_of_the_run_is_refused(tmp_path, original):
+    policy = f"{tmp_path.as_uri()}/policies/00001"
+    build = build_policy(TINY, seed=2)
+    ref = save_policy(policy, build, version=1, parents={}, attributes={})
+    other = build_policy(ModelConfig(**{**TINY.model_dump(), "alphabet": "0123456789=?"}), seed=2)
+    folder = tmp_path / "other"
+    save_policy(folder.as_uri(), other, version=0, parents={}, attributes={})
+
+    def go_on(path, changed=("`model.path`: '' -> 'new'",)):
+        config = {"curate": {}, "model": {"path": str(path)}, "engine": {}, "rollout": {}}
+        return inspect_sources(config, policy=ref.pin(), changed=changed)
+
+    with pytest.raises(ConfigError) as caught:
+        go_on(folder)
+    count = other.tokenizer.vocab_size
+    assert f"must have the {build.tokenizer.vocab_size} tokens" in str(caught.value)
+    assert f"got {count}, " in str(caught.value)
+    assert "begin a new root" in str(caught.value)
+    assert "goes on with its own policy" in go_on(original).warnings[-1]
+    assert go_on(folder, changed=()).rows == go_on("").rows

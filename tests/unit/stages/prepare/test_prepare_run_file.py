@@ -94,6 +94,37 @@ def test_a_run_can_start_from_the_newest_policy_of_another(tmp_path):
     assert begin(new)[0] == run
 
 
+def test_a_run_can_start_from_any_earlier_policy_or_state_of_another(tmp_path):
+    old = f"file://{tmp_path}/old"
+    begin(old)
+    states = [add_state(old, step) for step in (16, 32)]
+    first = add_policy(old, 1, states[0])
+    add_policy(old, 2, states[1])
+    for name, pin in (("a", first.pin()), ("b", states[0].pin())):
+        run, _, is_new = begin(f"file://{tmp_path}/{name}", resume_from=pin)
+        assert (is_new, run.resumed_from) == (True, pin)
+        assert run.initial == run.origin == StartPins(first.pin(), states[0].pin())
+        assert begin(f"file://{tmp_path}/{name}", resume_from=pin)[0] == run
+
+
+def test_a_pin_to_resume_from_that_names_nothing_is_refused(tmp_path):
+    old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
+    begin(old)
+    alone = add_state(old, 16)
+    digest = f"#sha256={'0' * 64}"
+    for pin, words in (
+        (f"{old}/policies/00001{digest}", "must name what is there"),
+        (f"{alone.uri}{digest}", "must name what is there"),
+        (alone.pin(), "a policy was exported from"),
+        (f"{old}/iterations/00001/rollouts/00{digest}", "or the pin of one of its policies"),
+        (f"{alone.uri}#sha256=12", "or the pin of one of its policies"),
+        (f"{old}/policies/{digest}", "or the pin of one of its policies"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            begin(new, resume_from=pin)
+    assert read_run_file(new) is None
+
+
 def test_a_supervised_start_of_another_run_has_no_state(tmp_path):
     old, new = f"file://{tmp_path}/old", f"file://{tmp_path}/new"
     begin(old)
