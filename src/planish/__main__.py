@@ -22,6 +22,7 @@ from planish.checkpoint.cli import command as checkpoint_cli
 from planish.engines.planner import cli as rollout_cli
 from planish.minder.cli import BAD_INPUT
 from planish.minder.cli import command as minder_cli
+from planish.stages.prepare import command as prepare_cli
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--name", default="", metavar="NAME", help="of the run there (default: end of its root)"
     )
     commands.add_parser("doctor", help="say which extras, devices and servers are present")
+    prepare_cli.add_commands(commands)
     checkpoint = commands.add_parser(
         "checkpoint", help="look at, check, convert and clear up states"
     )
@@ -87,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error."""
     top = parser()
     options, unknown = top.parse_known_args(arguments)
-    if unknown:
+    if unknown and "overrides" in options and not any(word.startswith("-") for word in unknown):
+        # argparse takes what follows an option for no part of a list that began before it.
+        options.overrides += unknown
+    elif unknown:
         message = f"unrecognized arguments: {' '.join(unknown)}"
         if options.command != "minder":
             top.error(message)
@@ -111,10 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             console.print(track(options))
             return 0
-        if options.command == "checkpoint":
-            return _print_pieces(checkpoint_cli.run, options, console)
-        if options.command == "rollout":
-            return _print_pieces(rollout_cli.run, options, console)
+        if options.command in _IN_PIECES:
+            return _print_pieces(_IN_PIECES[options.command], options, console)
         if options.command == "minder":
             with _Bar(bytes_=False) as bar:
                 return minder_cli.run(options, bar.show)
@@ -131,6 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough; nothing more can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+_IN_PIECES: dict[str, Callable[..., checkpoint_cli.Lines]] = {
+    "checkpoint": checkpoint_cli.run,
+    "config": prepare_cli.show_config,
+    "rollout": rollout_cli.run,
+}
+"""Commands that yield what to print, and may take long."""
 
 
 def _print_pieces(

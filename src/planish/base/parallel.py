@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from planish.base.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -68,12 +70,29 @@ SINGLE = Ranks(0, 1)
 
 
 def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
-    """Return the device of a rank; `auto` takes an accelerator where there is one."""
+    """Return the device of a rank; `auto` takes an accelerator where there is one.
+
+    Raises:
+        ConfigError: an accelerator is asked for and this process sees none.
+    """
     import torch
 
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError(
+            "`device` must be 'auto' or 'cpu' where a process sees no accelerator, got 'cuda'; "
+            "give the pod or machine a GPU and its driver, and a torch with CUDA (`planish doctor`)"
+        )
+    return torch.device("cuda", rank % count)
+
+
+def num_devices(name: DeviceName) -> int:
+    """Return how many accelerators `pick_device` chooses from, 1 for the CPU."""
+    import torch
+
+    return 1 if pick_device(name).type == "cpu" else torch.cuda.device_count()
 
 
 def local_rank() -> int:

@@ -75,8 +75,8 @@ class RolloutConfig(Section):
     choice of each layer, beside the rollouts. For models with experts."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
-    device: str = "cpu"
-    """Torch device of the engine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; `auto` takes an accelerator where there is one."""
     threads: int = Field(default=1, ge=1)
     """Torch threads of the process."""
 

@@ -80,6 +80,7 @@ class RolloutJob:
         """Open the engine for the length of a `with` block."""
         import torch
 
+        from planish.base.parallel import pick_device
         from planish.engines import open_engine
         from planish.engines.config import EngineConfig
         from planish.engines.requests import ModelRef
@@ -92,7 +93,11 @@ class RolloutJob:
         uri, digest = parse_pin(self.policy_pin)
         tokenizer = load_tokenizer(fetch_files(uri, sha256=digest))
         begin = time.monotonic()
-        options: dict[str, Any] = {"max_rows": config.max_rows, "device": config.device}
+        options: dict[str, Any] = {
+            "max_rows": config.max_rows,
+            "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
+            "device": str(pick_device(config.device)),
+        }
         options |= {"routing": True} if config.keep_routing else {}
         settings = self.context.section(EngineConfig, "engine")
         with open_engine(settings, ModelRef(pin=self.policy_pin), **options) as engine:

@@ -16,8 +16,9 @@ class TrainConfig(Section):
 
     trainer: str = "fsdp2"
     """Key in the table of trainers."""
-    num_processes: int = Field(default=1, ge=1)
-    """Training processes on this machine; above 1 they are started under torchrun."""
+    num_processes: int = Field(default=0, ge=0)
+    """Training processes on this machine; above 1 they are started under torchrun. 0 is one for
+    each accelerator that the stage sees, and one on the CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
     num_threads: int = Field(default=1, ge=1)

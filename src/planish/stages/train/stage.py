@@ -17,6 +17,7 @@ import numpy as np
 
 from planish.base import errors, telemetry
 from planish.base.errors import ConfigError, PeerLost, PlanishError
+from planish.base.parallel import num_devices
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
@@ -102,12 +103,12 @@ def train(job: TrainJob) -> Outcome:
     if done is not None:
         report = read_report(UpdateReport, layout.update(job.root, job.iteration))
         result = JobResult(done, report.scalars)
-    elif job.train.num_processes == 1:
+    elif (processes := job.train.num_processes or num_devices(job.train.device)) == 1:
         from planish.stages.train.worker import train_iteration
 
         result = train_iteration(job)
     else:
-        result = launch(job)
+        result = launch(job, processes)
     return Outcome(
         refs={"state": result.state},
         metrics=result.metrics,
@@ -137,8 +138,8 @@ def _next_step(job: TrainJob) -> int:
     return int(info.get("step", 0)) + max(1, steps)
 
 
-def launch(job: TrainJob) -> JobResult:
-    """Run a job in `train.num_processes` processes.
+def launch(job: TrainJob, processes: int) -> JobResult:
+    """Run a job in several processes of this machine.
 
     Raises:
         PlanishError: the error of the first rank that wrote one.
@@ -149,11 +150,11 @@ def launch(job: TrainJob) -> JobResult:
         (folder / "job.json").write_text(job.to_json(), "utf-8")
         result = folder / "result.json"
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        line += ["--nproc-per-node", str(job.train.num_processes)]
+        line += ["--nproc-per-node", str(processes)]
         line += ["-m", "planish.stages.train.worker", str(folder / "job.json"), str(result)]
         # Only the ranks get ahead; this process waits for them.
         telemetry.forget("planish_stage_progress_timestamp_seconds")
-        logger.info("launching processes=%d", job.train.num_processes)
+        logger.info("launching processes=%d", processes)
         with subprocess.Popen(line) as process:
             try:
                 code = process.wait()

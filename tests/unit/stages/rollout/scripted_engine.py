@@ -50,7 +50,9 @@ class ScriptedEngine(BaseEngine):
     token = staticmethod(scripted_token)
     """Seed and position to a token."""
 
-    def __init__(self, *, max_rows: int, device: str, config: EngineConfig) -> None:
+    def __init__(
+        self, *, max_rows: int, device: str, config: EngineConfig, max_model_len: int = 0
+    ) -> None:
         super().__init__()
         self.max_rows = max_rows
         self.rows: list[tuple[Request, Output]] = []
