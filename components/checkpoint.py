@@ -17,7 +17,16 @@ def checkpoint(
     state: dsl.Input[dsl.Model],
     policy: dsl.Output[dsl.Model],
 ) -> NamedTuple("Exported", [("policy_pin", str)]):  # type: ignore[valid-type]
-    """Export the train state as a Hugging Face folder. Reads train-state/2, writes policy/1."""
+    """Export the train state as a Hugging Face folder. Reads train-state/2, writes policy/1.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        number: 1, 2, ... in this run.
+        offset: Iterations of the chain before this run.
+        policy_pin: URI and digest of the policy before this iteration.
+        state: Ref of the train state.
+    """
     from planish.stages.export.stage import run
 
     return run(

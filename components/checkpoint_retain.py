@@ -14,7 +14,15 @@ def checkpoint_retain(
     status: dsl.PipelineTaskFinalStatus,
     retention: dsl.Output[dsl.Markdown],
 ) -> None:
-    """Keep the newest checkpoints below a folder, after success only; clear up leftovers."""
+    """Keep the newest checkpoints below a folder, after success only; clear up leftovers.
+
+    Args:
+        root: URI of the run.
+        folder: URI below which checkpoints lie; empty for none.
+        keep_last: Checkpoints that stay; 0 removes none.
+        keep_every: Multiples of this step stay as well; 0 for no such rule.
+        status: How the run ended.
+    """
     from planish.stages.reshard.retain import run
 
     run(

@@ -12,7 +12,13 @@ def checkpoint_verify(
     checkpoint: dsl.Input[dsl.Model],
     verification: dsl.Output[dsl.Markdown],
 ) -> None:
-    """Check every block of a checkpoint or policy, and every tensor against its source."""
+    """Check every block of a checkpoint or policy, and every tensor against its source.
+
+    Args:
+        root: URI of the run.
+        source_pin: URI and digest of the checkpoint that it was made from.
+        checkpoint: Ref of the checkpoint or policy to check.
+    """
     from planish.stages.reshard.verify import run
 
     run(

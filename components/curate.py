@@ -15,6 +15,10 @@ def curate(
     """Read sources, clean, deduplicate, filter and split them; writes prompts/1.
 
     Where pass rates are measured, the engine of the run samples them.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
     """
     from planish.stages.curate.stage import run
 

@@ -14,7 +14,14 @@ def evaluate(
     evaluation: dsl.Output[dsl.Dataset],
     evaluation_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Measure the policy before and after on held-out prompts. Writes eval/1."""
+    """Measure the policy before and after on held-out prompts. Writes eval/1.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        baseline_pin: URI and digest of the policy to compare with.
+        policy_pin: URI and digest of the newest policy.
+    """
     from planish.stages.evaluate.stage import run
 
     run(

@@ -20,7 +20,18 @@ def monitor_check(
     monitor_result: dsl.Output[dsl.Artifact],
     monitor_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Checked", [("faulty_machine", str)]):  # type: ignore[valid-type]
-    """Look for a faulty machine in Prometheus or in a recorded trace. A fault does not fail it."""
+    """Look for a faulty machine in Prometheus or in a recorded trace. A fault does not fail it.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        number: 1, 2, ... in this run.
+        offset: Iterations of the chain before this run.
+        settings: URI of the monitor's TOML; empty for what is built in.
+        trace: URI of a recorded trace; empty for Prometheus.
+        job: Job that is watched; empty for this run.
+        watch_seconds: How long to look; 0 for one look.
+    """
     from planish.stages.monitor_check.stage import run
 
     return run(

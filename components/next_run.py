@@ -12,7 +12,14 @@ def next_run(
     chain_index: int,
     chain: str,
 ) -> None:
-    """Submit run chain_index + 1 on the same root, once, until `runs` of chain or the stop file."""
+    """Submit run chain_index + 1 on the same root, once, until `runs` of chain or the stop file.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        chain_index: Place of this run in its chain, from 0.
+        chain: JSON of the chain; see the run parameter.
+    """
     from planish.stages.next_run.stage import run
 
     run(

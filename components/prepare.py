@@ -26,7 +26,22 @@ def prepare(
     "Prepared",
     [("config_sha256", str), ("offset", int), ("chain_index", int), ("node_affinity", dict)],
 ):
-    """Check configuration, store, lock and cluster; write run.json; say what will happen."""
+    """Check configuration, store, lock and cluster; write run.json; say what will happen.
+
+    Args:
+        root: URI of the run.
+        preset: Name of a shipped configuration.
+        config: URI of a TOML file laid over it.
+        overrides: `section.key=value`, separated by spaces.
+        model: Model to start from; empty for the configured one.
+        dataset: Data to train on; empty for the configured one.
+        seed: Seed; -1 for the configured one.
+        chain: JSON of the chain; see the run parameter.
+        num_iterations: Iterations of this run.
+        num_shards: Rollout shards of an iteration.
+        requests: JSON of what the pods ask for.
+        max_avoided_nodes: Nodes at most that pods keep away from.
+    """
     from planish.stages.prepare.stage import run
 
     return run(

@@ -13,7 +13,13 @@ def report(
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """Write the report of the run from its root, whatever the state of the run."""
+    """Write the report of the run from its root, whatever the state of the run.
+
+    Args:
+        root: URI of the run.
+        max_restarts: How often a failed run starts again without a faulty machine.
+        status: How the run ended.
+    """
     from planish.stages.report.stage import run
 
     run(

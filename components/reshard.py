@@ -16,7 +16,12 @@ def reshard(
 ) -> NamedTuple(  # type: ignore[valid-type]
     "Resharded", [("source_pin", str), ("result_pin", str)]
 ):
-    """Write the state of the run for other ranks, or merged as a Hugging Face folder."""
+    """Write the state of the run for other ranks, or merged as a Hugging Face folder.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+    """
     from planish.stages.reshard.reshard import run
 
     return run(root=root, config_sha256=config_sha256, result=result, report=reshard_report)

@@ -16,7 +16,16 @@ def reward(
     rewards: dsl.Output[dsl.Dataset],
     reward_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Score the rollouts of all shards. Reads rollouts/1, writes rewards/1. CPU only."""
+    """Score the rollouts of all shards. Reads rollouts/1, writes rewards/1. CPU only.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        number: 1, 2, ... in this run.
+        offset: Iterations of the chain before this run.
+        num_shards: Rollout shards of an iteration.
+        policy_pin: URI and digest of the policy before this iteration.
+    """
     from planish.stages.reward.stage import run
 
     run(

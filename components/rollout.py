@@ -19,7 +19,19 @@ def rollout(
     rollouts: dsl.Output[dsl.Dataset],
     rollout_metrics: dsl.Output[dsl.Metrics],
 ) -> None:
-    """Sample responses for every num_tasks-th shard of the batch in turn. Writes rollouts/1."""
+    """Sample responses for every num_tasks-th shard of the batch in turn. Writes rollouts/1.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        number: 1, 2, ... in this run.
+        offset: Iterations of the chain before this run.
+        shard: This task, from 0.
+        num_tasks: Rollout tasks of the iteration.
+        num_shards: Rollout shards of an iteration.
+        policy_pin: URI and digest of the policy before this iteration.
+        state_pin: URI and digest of the train state before it; empty before the first update.
+    """
     from planish.run.rollouts import run
 
     run(

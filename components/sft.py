@@ -17,7 +17,13 @@ def sft(
 ) -> NamedTuple(  # type: ignore[valid-type]
     "Start", [("policy_pin", str), ("state_pin", str)]
 ):
-    """Give the policy that the first iteration starts from. Writes policy/1."""
+    """Give the policy that the first iteration starts from. Writes policy/1.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        prompts: Ref of the training prompts.
+    """
     from planish.stages.sft.stage import run
 
     return run(

@@ -20,7 +20,18 @@ def train(
     train_state: dsl.Output[dsl.Model],
     train_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Trained", [("state_pin", str)]):  # type: ignore[valid-type]
-    """Update the policy on one iteration's rollouts. Writes train-state/2 and update/1."""
+    """Update the policy on one iteration's rollouts. Writes train-state/2 and update/1.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        number: 1, 2, ... in this run.
+        offset: Iterations of the chain before this run.
+        num_shards: Rollout shards of an iteration.
+        policy_pin: URI and digest of the policy before this iteration.
+        state_pin: URI and digest of the train state before it; empty before the first update.
+        rewards: Ref of the rewards.
+    """
     from planish.stages.train.stage import run
 
     return run(

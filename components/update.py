@@ -19,7 +19,17 @@ def update(
     train_state: dsl.Output[dsl.Model],
     train_metrics: dsl.Output[dsl.Metrics],
 ) -> NamedTuple("Updated", [("policy_pin", str), ("state_pin", str)]):  # type: ignore[valid-type]
-    """Run the stages reward, train and checkpoint in turn; each writes what it always writes."""
+    """Run the stages reward, train and checkpoint in turn; each writes what it always writes.
+
+    Args:
+        root: URI of the run.
+        config_sha256: Digest of the configuration in run.json.
+        number: 1, 2, ... in this run.
+        offset: Iterations of the chain before this run.
+        num_shards: Rollout shards of an iteration.
+        policy_pin: URI and digest of the policy before this iteration.
+        state_pin: URI and digest of the train state before it; empty before the first update.
+    """
     from planish.run.update import run
 
     return run(

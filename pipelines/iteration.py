@@ -59,6 +59,17 @@ def build_iteration(
         state_pin: str,
         node_affinity: dict[str, Any],
     ) -> Pins:
+        """Sample, reward, train and export.
+
+        Args:
+            root: URI of the run.
+            config_sha256: Digest of the configuration in run.json.
+            number: 1, 2, ... in this run.
+            offset: Iterations of the chain before this run.
+            policy_pin: URI and digest of the policy before this iteration.
+            state_pin: URI and digest of the train state before it; empty before the first update.
+            node_affinity: Nodes that pods keep away from; empty for none.
+        """
         in_pod = partial(
             with_pod_settings,
             profile=profile,

@@ -49,6 +49,16 @@ def source(name):
     return next(node for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
+@pytest.mark.parametrize("name", sorted(STAGES))
+def test_every_input_of_a_component_says_what_it_is(name):
+    inputs = {
+        key: value.description
+        for key, value in (spec(name).inputs or {}).items()
+        if value.type != "system.Status@0.0.1" and key != "status"
+    }
+    assert [key for key, text in inputs.items() if not (text or "").strip()] == []
+
+
 def call_of(function):
     call = next(n for n in ast.walk(function) if isinstance(n, ast.Call) and _is_run(n))
     return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
