@@ -81,7 +81,7 @@ check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a fe
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
 
 servers: $(VENV)/.installed  ## build or install the test servers below .cache
-	tests/servers/build.sh minio mc etcd kubernetes lws
+	tests/servers/build.sh minio mc etcd kubernetes expression lws
 	tests/servers/python.sh $(BIN)/uv mlflow
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them

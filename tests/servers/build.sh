@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the servers that tests start, from pinned Go modules into .cache/bin.
-#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes] [lws]      (default: minio)
+#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes] [expression] [lws]      (default: minio)
 # A server that is there in the pinned version is not built again. Of lws only its definition of the
 # resource is taken: .cache/bin/lws.yaml.
 set -euo pipefail

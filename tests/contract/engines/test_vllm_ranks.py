@@ -49,8 +49,9 @@ def test_one_rank_reads_new_weights_from_a_bucket_and_the_other_gets_them(minio,
     # No earlier run has left these files on the machine.
     marked = {"run": secrets.token_hex(8)}
     # A folder beside a server's others is a bucket; this environment has no other client.
-    (minio.data / "weights").mkdir()
-    ref = save_policy("s3://weights/p", second, version=1, parents={}, attributes=marked)
+    bucket = f"weights-{marked['run']}"
+    (minio.data / bucket).mkdir()
+    ref = save_policy(f"s3://{bucket}/p", second, version=1, parents={}, attributes=marked)
     proxy = FaultyProxy(minio.endpoint, lambda number: "")
     monkeypatch.setenv("MINIO_ENDPOINT", proxy.endpoint)
     with VllmEngine(max_rows=4, config=CONFIG) as engine:

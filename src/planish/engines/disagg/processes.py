@@ -195,7 +195,8 @@ class Processes:
                 rank.heard_s = rank.asked_s = now
             code = rank.process.poll()
             if code is not None:
-                self.kill(number, f"ended with exit code {code}")
+                if not self.read(number):
+                    self.kill(number, f"ended with exit code {code}")
             elif rank.has_spoken and now - rank.heard_s > DEAD_S:
                 self.kill(number, f"gave no sign of life for {DEAD_S:g} s")
             elif rank.has_spoken and now - max(rank.heard_s, rank.asked_s) > PING_S:
@@ -223,29 +224,35 @@ class Processes:
         answers.lost.update(self._lost)
         self._lost = {}
 
-    def read(self, number: int) -> None:
-        """Take what a rank has sent, without waiting."""
+    def read(self, number: int) -> bool:
+        """Take what a rank has sent, without waiting; return whether there was a message."""
         rank = self._ranks.get(number)
         if rank is None:
-            return
+            return False
         try:
             rank.channel.read()
         except (PeerLost, ProtocolError) as error:
-            self.kill(number, str(error))
-            return
+            code = rank.process.poll()
+            self.kill(number, str(error) if code is None else f"ended with exit code {code}")
+            return False
         rank.heard_s, rank.has_spoken = time.monotonic(), True
+        is_message = False
         while (message := rank.channel.pop()) is not None:
+            is_message = True
             if message.get("re") is not None:
                 rank.answers[message["re"]] = message
             else:
                 self._reported.append({**message, "rank": number})
+        return is_message
 
     def kill(self, number: int, reason: str) -> None:
         """End a rank by force; the next `gather` tells that it is lost."""
         rank = self._ranks.pop(number, None)
         if rank is None:
             return
-        self._lost[number] = reason
+        # What it has said itself, such as why it could not start, tells more than its end.
+        told = [answer["fault"] for answer in rank.answers.values() if "fault" in answer]
+        self._lost[number] = "; ".join([*told, reason])
         rank.channel.close()
         rank.process.kill()
         rank.process.wait()

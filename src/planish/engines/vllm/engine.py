@@ -182,6 +182,7 @@ class VllmEngine(BaseEngine):
         try:
             from vllm import EngineArgs
             from vllm.config import WeightTransferConfig
+            from vllm.envs import disable_envs_cache
             from vllm.platforms import current_platform
             from vllm.v1.engine.llm_engine import LLMEngine
         except ImportError as error:
@@ -199,8 +200,10 @@ class VllmEngine(BaseEngine):
         if is_cpu:
             _refuse_on_cpu(settings, model_config, routing=self._routing)
             if settings.tensor_parallel > 1:
-                # vLLM would give each rank a NUMA node of its own, which few machines have.
+                # vLLM would give each rank a NUMA node of its own, which few machines have. An
+                # engine that was here before has made it keep what the environment said then.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                disable_envs_cache()
         logger.info(
             "vllm device=%s ranks=%s experts_by_rank=%s quantization=%s sleep=%s routing=%s "
             "head_sizes=%s",
