@@ -69,6 +69,7 @@ FACTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("grad_norm", "grad norm", "{:.2f}"),
     ),
     "evaluate": (
+        ("accuracy", "avg@n", "{:.3f}"),
         ("accuracy_before", "avg@n before", "{:.3f}"),
         ("accuracy_after", "after", "{:.3f}"),
     ),

@@ -133,6 +133,11 @@ def policy(root: str, version: int) -> str:
     return f"{root}/policies/{version:05d}"
 
 
+def best_policy(root: str) -> str:
+    """Pin of the policy with the highest accuracy on the held-out prompts (`best-policy/1`)."""
+    return f"{root}/policies/best.json"
+
+
 def evaluation(root: str, version: int) -> str:
     """Evaluation of one policy version (`eval/1` and its rollouts)."""
     return f"{root}/evals/{version:05d}"

@@ -1,18 +1,24 @@
-"""Reports: single JSON files of scalars, written by train and evaluate."""
+"""Reports: single JSON files of scalars, by train and evaluate; the pin of the best policy."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from planish import store
-from planish.base.errors import RecordError
+from planish.base.errors import ObjectMissing, RecordError
+from planish.records import layout
+from planish.records.manifest import read_manifest
+from planish.records.refs import is_pin
+from planish.store.documents import read_json, write_json
 
 _LIMIT_BYTES = 256 << 20
+_EVALUATION = re.compile(r"/evals/(\d{1,9})/report\.json")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Scalars = dict[str, float]
@@ -61,6 +67,27 @@ class EvalReport:
 
 
 ReportT = TypeVar("ReportT", UpdateReport, EvalReport)
+
+
+@dataclass(frozen=True)
+class BestPolicy:
+    """Which policy of a run has the highest accuracy on the held-out prompts.
+
+    Example:
+        >>> BestPolicy("file:///r/policies/00004#sha256=" + "0" * 64, 4, 0.5, (0, 4, 8)).evaluated
+        (0, 4, 8)
+    """
+
+    SCHEMA: ClassVar[str] = "best-policy/1"
+
+    pin: str
+    """`<uri>#sha256=<digest>`."""
+    policy_version: int
+    """Of equal accuracies the earlier version."""
+    accuracy: float
+    """avg@n over all held-out prompts."""
+    evaluated: tuple[int, ...]
+    """Versions that were compared, in order."""
 
 
 def report_bytes(report: UpdateReport | EvalReport) -> bytes:
@@ -161,3 +188,62 @@ def _scalars(raw: Any, name: str) -> Scalars:
             raise RecordError(f"`{name}`: `{key}` must be a number, got {value!r:.80}")
         scalars[key] = float(number)
     return scalars
+
+
+def pin_best(root: str, like: EvalReport) -> BestPolicy | None:
+    """Write which policy of a run is the best of those that were evaluated like `like`.
+
+    It follows from the reports alone: a task that is tried again writes the same bytes.
+
+    Args:
+        root: URI of the run.
+        like: others count when they have its prompts and conditions, and when the policy that they
+            measured still lies under the root.
+
+    Returns:
+        None, and nothing is written, where no policy of this root was evaluated so.
+    """
+    accuracies: dict[int, float] = {}
+    pins: dict[int, str] = {}
+    for uri in store.list_uris(f"{root}/evals/"):
+        if not (match := _EVALUATION.fullmatch(uri.removeprefix(root))):
+            continue
+        version, report = int(match[1]), read_report(EvalReport, uri)
+        parents = report.attributes.get("parents", {})
+        is_alike = parents.get("prompts") == like.attributes["parents"]["prompts"]
+        if not is_alike or report.attributes.get("conditions") != like.attributes["conditions"]:
+            continue
+        try:
+            manifest = read_manifest(layout.policy(root, version))
+        except ObjectMissing:
+            continue
+        if manifest.sha256 == parents["policy"]:
+            accuracies[version] = report.scalars["accuracy"]
+            pins[version] = manifest.ref(layout.policy(root, version)).pin()
+    if not accuracies:
+        return None
+    version = max(accuracies, key=lambda version: (accuracies[version], -version))
+    best = BestPolicy(pins[version], version, accuracies[version], tuple(sorted(accuracies)))
+    write_json(layout.best_policy(root), {"schema": BestPolicy.SCHEMA, **vars(best)})
+    return best
+
+
+def read_best(root: str) -> BestPolicy:
+    """Read which policy of a run is the best.
+
+    Raises:
+        ObjectMissing: no policy has been evaluated.
+        RecordError: another document lies there.
+    """
+    uri = layout.best_policy(root)
+    raw: Any = read_json(uri)
+    if not isinstance(raw, dict) or raw.get("schema") != BestPolicy.SCHEMA:
+        raise RecordError(f"`{uri}` must be of schema {BestPolicy.SCHEMA}, got {raw!r:.200}")
+    names = ("pin", "policy_version", "accuracy", "evaluated")
+    pin, version, accuracy, evaluated = map(raw.get, names)
+    versions = [version, *evaluated] if isinstance(evaluated, list) else []
+    are_numbers = bool(versions) and all(type(number) is int for number in versions)
+    is_pinned = isinstance(pin, str) and is_pin(pin)
+    if not are_numbers or not is_pinned or type(accuracy) is not float:
+        raise RecordError(f"`{uri}` must name a policy by its pin, got {raw!r:.200}")
+    return BestPolicy(str(pin), versions[0], accuracy, tuple(versions[1:]))

@@ -20,6 +20,7 @@ STAGES = {
     "train": "planish.stages.train.stage",
     "checkpoint": "planish.stages.export.stage",
     "evaluate": "planish.stages.evaluate.stage",
+    "evaluate_iteration": "planish.stages.evaluate.iteration",
     "next": "planish.stages.next_run.stage",
     "report": "planish.stages.report.stage",
     "monitor_check": "planish.stages.monitor_check.stage",

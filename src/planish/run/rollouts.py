@@ -1,4 +1,7 @@
-"""The rollout shards of one task: with fewer tasks than shards, each runs several in turn."""
+"""The rollout shards of one task: with fewer tasks than shards, each runs several in turn.
+
+The first task of an iteration also evaluates the policy, where the configuration asks for it.
+"""
 
 from __future__ import annotations
 
@@ -49,4 +52,12 @@ def run(
             state_pin=state_pin,
             rollouts=rollouts,
             metrics=metrics,
+        )
+    if shard == 0:
+        stage_run("evaluate_iteration")(
+            root=root,
+            config_sha256=config_sha256,
+            number=number,
+            offset=offset,
+            policy_pin=policy_pin,
         )

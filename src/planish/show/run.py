@@ -16,6 +16,7 @@ from rich.text import Text
 from planish import store
 from planish.base.errors import PlanishError, RecordError
 from planish.records import EvalReport, UpdateReport, layout, read_manifest, read_report
+from planish.records.reports import read_best
 from planish.records.rewards import nothing_learnt
 from planish.show.text import cell, table
 from planish.store.documents import read_json
@@ -95,6 +96,15 @@ def _other_tables(root: str, names: list[str]) -> list[RenderableType]:
                 fields = ("iteration", "stage", "shard", "state", "seconds", "already_done")
                 tasks.append([*(entry.get(f, "-") for f in fields), entry.get("error") or ""])
     columns = ("iteration", "stage", "shard", "state", "seconds", "already done", "error")
+    if layout.best_policy(root) in names:
+        best = read_best(root)
+        compared = ", ".join(map(str, best.evaluated))
+        evaluations.append(
+            [
+                "policies/best.json",
+                f"accuracy {best.accuracy:.4g}, best of the policies {compared}: {best.pin}",
+            ]
+        )
     tables = [
         ("policies and states", ("folder", "schema", "attributes"), sets, 100),
         ("evaluations", ("file", "scalars"), evaluations, 300),

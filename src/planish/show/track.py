@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +124,9 @@ class RunReader:
         self.has_ended = report is not None and report["state"] == "done"
         self.has_failed = any(e["state"] == "failed" for e in entries.values())
         sources = []
-        evaluated = time.time()
         for uri, entry in entries.items():
             end = float(entry["start_seconds"]) + float(entry.get("seconds", 0.0))
             key = f"{uri.removeprefix(self.root)} {entry['start_seconds']:.3f}"
-            if entry["stage"] == "evaluate" and entry["state"] == "done":
-                evaluated = end
             if entry["state"] == "running" or entry["stage"] in WITHOUT_CURVES:
                 continue
             if entry["stage"] == "train" and entry["state"] == "done":
@@ -138,10 +135,22 @@ class RunReader:
             elif not entry.get("metrics") or entry.get("already_done"):
                 continue
             sources.append(Source(self.root, key, uri, end, entry))
-        for uri in store.list_uris(f"{self.root}/evals/"):
-            if _EVALUATION.search(uri):
-                sources.append(Source(self.root, uri.removeprefix(self.root), uri, evaluated, {}))
+        sources += self.evaluations(entries.values())
         return sorted(sources, key=lambda source: source.seconds)
+
+    def evaluations(self, entries: Iterable[Mapping[str, Any]]) -> Iterator[Source]:
+        """Return the evaluations, each with the end of the task that made it where that is told."""
+        ends: dict[float, float] = {}
+        for entry in entries:
+            if entry["stage"] == "evaluate" and entry["state"] == "done":
+                # The task at the end of a run measures what no iteration has.
+                version = entry.get("metrics", {}).get("policy_version", -1)
+                ends[version] = float(entry["start_seconds"]) + float(entry.get("seconds", 0.0))
+        last = ends.get(-1, time.time())
+        for uri in store.list_uris(f"{self.root}/evals/"):
+            if match := _EVALUATION.search(uri):
+                key, end = uri.removeprefix(self.root), ends.get(int(match[1]), last)
+                yield Source(self.root, key, uri, end, {})
 
 
 class Follower:

@@ -165,6 +165,10 @@ def run_root(store_root):
     write_files(layout.policy(store_root, 1), "policy/1", {"a": b"1"}, parents={}, attributes=facts)
     write_report(f"{layout.evaluation(store_root, 1)}/report.json", EvalReport({"accuracy": 0.5}))
     store.write(f"{layout.evaluation(store_root, 1)}/notes.json", b"{}")
+    pin = f"{layout.policy(store_root, 1)}#sha256={'0' * 64}"
+    best = {"schema": "best-policy/1", "pin": pin, "policy_version": 1}
+    best |= {"accuracy": 0.5, "evaluated": [0, 1]}
+    store.write(layout.best_policy(store_root), json.dumps(best).encode())
     entry = {"iteration": 2, "stage": "train", "shard": 0, "state": "failed", "error": "[red]boom"}
     store.write(layout.stage_log(store_root, "train", 2, 0), json.dumps(entry).encode())
     return store_root
@@ -182,6 +186,9 @@ def test_a_run_root_shows_iterations_policies_evaluations_and_stages(run_root):
     ]
     assert lines_with(output, "policies/00001")[0][1:] == ["policy/1", '{"policy_version": 1}']
     assert lines_with(output, "accuracy 0.5")[0][0] == "evals/00001/report.json"
+    best = lines_with(output, "best of the policies 0, 1: ")[0]
+    assert best[0] == "policies/best.json"
+    assert best[1].endswith(f"policies/00001#sha256={'0' * 64}")
     assert lines_with(output, "boom")[0] == ["2", "train", "0", "failed", "-", "-", "[red]boom"]
 
 

@@ -127,6 +127,23 @@ def test_every_value_of_every_record_is_written_once(root):
     assert same(curves(other.points), EXPECTED)
 
 
+def test_each_evaluation_has_the_time_of_the_task_that_made_it(root):
+    for version in (0, 1, 2):
+        report = EvalReport({"accuracy": 0.25 * version}, {}, {})
+        write_report(f"{layout.evaluation(root, version)}/report.json", report)
+    for iteration in (1, 2):
+        log(root, "evaluate", iteration, start=10.0 * iteration, policy_version=iteration - 1.0)
+    log(root, "evaluate", 0, start=90.0, accuracy_after=0.5)
+    memory = Memory()
+    Follower(RunReader(root), "memory", memory).advance()
+    points = [point for point in memory.points if point.name == "evaluate/accuracy"]
+    assert points == [
+        Point("evaluate/accuracy", 0, 0.0, 12.0),
+        Point("evaluate/accuracy", 1, 0.25, 22.0),
+        Point("evaluate/accuracy", 2, 0.5, 92.0),
+    ]
+
+
 def test_a_tracker_that_was_down_gets_everything_later(root):
     memory = Memory()
     memory.is_down = True

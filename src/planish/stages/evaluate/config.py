@@ -15,6 +15,9 @@ from planish.base.config import Section
 class EvaluateConfig(Section):
     """How accuracy on held-out prompts is measured."""
 
+    every: int = Field(default=0, ge=0)
+    """Also measure each policy whose version is a multiple of this, in the first rollout task of
+    the iteration that starts from it; 0 measures only before and after a run."""
     num_samples: int = Field(default=32, ge=1, le=999)
     """Responses to each prompt, n. DAPO, section 4.1: 32."""
     temperature: float = Field(default=1.0, gt=0.0)

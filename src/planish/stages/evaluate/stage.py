@@ -1,8 +1,9 @@
-"""The evaluate stage: sample, verify and score the policies before and after a run."""
+"""The evaluate stage: sample, verify and score the policies before, during and after a run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,14 @@ from planish.records import layout
 from planish.records.io import fetch_files, finished, read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import Ref, Scalar, parse_pin
-from planish.records.reports import EvalReport, Scalars, read_report, write_report
+from planish.records.reports import (
+    BestPolicy,
+    EvalReport,
+    Scalars,
+    pin_best,
+    read_report,
+    write_report,
+)
 from planish.records.rollouts import RolloutSet
 from planish.run.stage import Artifact, Context, Outcome, execute
 from planish.stages.evaluate.config import EvaluateConfig
@@ -21,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 MARKS = "marks"
 """Attribute of a report: `Judged.marks` of its sampled rollouts."""
+CONDITIONS = {
+    *("accept_integral_decimals", "max_prompts", "max_response_tokens", "num_samples"),
+    *("temperature", "top_p"),
+}
+"""Settings that two policies must share for their scores to be compared."""
 SAMPLED, GREEDY = "rollouts", "temperature-0"
 """Folders below an evaluation: its sampled and its greedy rollouts."""
 
@@ -53,6 +66,29 @@ def run(
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What an evaluation of several policies found."""
+
+    refs: list[Ref]
+    """One of each report, in the order of the policies."""
+    reports: list[EvalReport]
+    """The reports themselves."""
+    best: BestPolicy | None
+    """Of all policies of the run so far; None where only one of another root was measured."""
+    already_done: bool
+    """Nothing had to be computed."""
+
+    def of_best(self) -> Scalars:
+        """Return the version and the accuracy of the best policy."""
+        if self.best is None:
+            return {}
+        return {
+            "best_accuracy": self.best.accuracy,
+            "best_policy_version": float(self.best.policy_version),
+        }
+
+
+@dataclass(frozen=True)
 class _Task:
     """One policy on one set of prompts."""
 
@@ -66,7 +102,22 @@ class _Task:
 
 
 def evaluate(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
-    """Evaluate both policies unless an earlier attempt has.
+    """Evaluate both policies unless an earlier attempt has."""
+    measured = measure(context, (baseline_pin, policy_pin))
+    scores = compare(measured.reports[0], measured.reports[-1])
+    return Outcome(
+        refs={"evaluation": measured.refs[-1]},
+        metrics=scores | measured.of_best(),
+        already_done=measured.already_done,
+    )
+
+
+def measure(context: Context, pins: Iterable[str]) -> Measured:
+    """Evaluate policies unless an earlier attempt has, and pin the best of the run.
+
+    Args:
+        context: of the task.
+        pins: of the policies; equal ones are evaluated once.
 
     Raises:
         RecordError: there is no held-out prompt.
@@ -86,7 +137,7 @@ def evaluate(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
     reports: list[EvalReport] = []
     refs: list[Ref] = []
     fresh = False
-    for pin in dict.fromkeys((baseline_pin, policy_pin)):
+    for pin in dict.fromkeys(pins):
         uri, sha256 = parse_pin(pin)
         version = int(read_manifest(uri, sha256=sha256).attributes["policy_version"])
         # A policy of another root would share a folder with an own one of the same version.
@@ -98,8 +149,8 @@ def evaluate(context: Context, baseline_pin: str, policy_pin: str) -> Outcome:
         fresh = fresh or is_new
         refs.append(ref)
         reports.append(report)
-    scores = compare(reports[0], reports[-1])
-    return Outcome(refs={"evaluation": refs[-1]}, metrics=scores, already_done=not fresh)
+    best = pin_best(context.root, reports[-1])
+    return Measured(refs, reports, best, already_done=not fresh)
 
 
 def compare(before: EvalReport, after: EvalReport) -> Scalars:
@@ -128,6 +179,7 @@ def _evaluate(task: _Task) -> tuple[Ref, EvalReport, bool]:
     """Return the Ref and the report of one policy, and whether it had to be computed."""
     uri = f"{task.folder}/report.json"
     attributes = {
+        "conditions": task.config.model_dump(include=CONDITIONS),
         "config_sha256": task.context.config_sha256,
         "parents": task.parents,
         "policy_version": task.version,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.base.errors import PlanishError
+from planish.records.reports import BestPolicy
 from planish.run.avoid import AvoidedNode
 
 WEIGHT = "num_generated_groups"
@@ -180,6 +181,8 @@ class ReportFacts:
     """Iteration to the scalars of its update."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """By policy version."""
+    best: BestPolicy | None = None
+    """The best policy so far; None where none of this run was evaluated."""
     policies: list[Saved] = field(default_factory=list)
     """Finished exports by version."""
     states: list[Saved] = field(default_factory=list)
@@ -245,7 +248,9 @@ class ReportFacts:
     @property
     def rise_error(self) -> float | None:
         """Standard error of the rise of accuracy, as the evaluate stage measured it."""
-        measured = [task.metrics for task in self.tasks if task.stage == "evaluate"]
+        measured = [
+            task.metrics for task in self.tasks if task.stage == "evaluate" and not task.iteration
+        ]
         return measured[-1].get("accuracy_rise_standard_error") if measured else None
 
     @property

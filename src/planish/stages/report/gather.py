@@ -16,7 +16,7 @@ from planish import store
 from planish.base.errors import AccessRefused, ObjectMissing, PlanishError, StoreUnavailable
 from planish.records import layout
 from planish.records.io import read_manifest
-from planish.records.reports import EvalReport, UpdateReport, read_report
+from planish.records.reports import EvalReport, UpdateReport, read_best, read_report
 from planish.run.avoid import avoided
 from planish.stages.report.facts import Evaluation, MachineAlert, ReportFacts, Saved, TaskLog
 from planish.stages.report.samples import sample_comparisons
@@ -96,6 +96,8 @@ def gather(root: str, state: str = "") -> ReportFacts:
     facts.tasks = _tasks(reader)
     _read_updates(reader, facts)
     facts.evaluations = _evaluations(reader)
+    if facts.evaluations and store.exists(layout.best_policy(reader.root)):
+        facts.best = reader.attempt("the best policy", partial(read_best, reader.root), None)
     facts.policies = _saved(reader, "policy", layout.policy(reader.root, 0))
     facts.states = _saved(reader, "state", layout.state(reader.root, 0))
     report = layout.curation_report(reader.root)

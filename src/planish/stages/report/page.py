@@ -10,8 +10,8 @@ from typing import Any
 
 from planish.records.rewards import nothing_learnt
 from planish.stages.report import tables
-from planish.stages.report.facts import CANCELLED, Evaluation, ReportFacts, SampleComparison
-from planish.stages.report.figures.charts import Chart, Mark
+from planish.stages.report.facts import CANCELLED, ReportFacts, SampleComparison
+from planish.stages.report.figures.charts import Chart
 from planish.stages.report.figures.run_charts import all_charts
 from planish.stages.report.tables import ScoreChange, ScoreTable, change_of
 from planish.stages.report.words import number, one_line, percent, seconds, visible
@@ -127,8 +127,6 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
     failure = _failure(facts, failed_task, error_message)
     saved, more = tables.saved_rows(facts)
     config = tables.config_tables(facts.config)
-    first = facts.iterations[0] - 1 if facts.iterations else 0
-    last = facts.iterations[-1] if facts.iterations else 0
     missing = [one_line(item) for item in facts.missing]
     if len(missing) > MAX_LISTED:
         missing[MAX_LISTED:] = [f"and {len(missing) - MAX_LISTED} more"]
@@ -149,12 +147,8 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
             for task in facts.tasks
             if task.stage == "reward" and (told := nothing_learnt(task.metrics))
         ][-MAX_LISTED:],
-        charts=all_charts(
-            facts,
-            _mark("held-out, before", facts.before, first),
-            _mark("held-out, after", facts.after, last),
-        ),
-        scores=tables.score_tables(facts.evaluations),
+        charts=all_charts(facts),
+        scores=tables.score_tables(facts.evaluations, facts.best),
         evaluation_lead=_evaluation_lead(facts),
         alerts=_alerts(facts),
         avoided=[
@@ -209,6 +203,9 @@ def _cards(facts: ReportFacts) -> list[Card]:
             name = max(passes, key=lambda name: (len(name), name))
             old, new = before.scalars[name], after.scalars[name]
             cards.append(_score_card(name, old, new, "prompts solved at least once"))
+    if facts.best is not None and len(facts.best.evaluated) > 2:
+        note = f"avg@n {percent(facts.best.accuracy, decimals=1)}, of {len(facts.best.evaluated)}"
+        cards.append(Card("Best policy", f"{facts.best.policy_version}", f"{note} evaluated"))
     last = f"the last is number {facts.iterations[-1]}" if facts.iterations else "none finished"
     cards.append(Card("Iterations", f"{len(facts.updates)}", last))
     total, busy = "unknown", ""
@@ -241,12 +238,6 @@ def _score_card(
         change=change_of(before, after, noise=noise),
         is_big=True,
     )
-
-
-def _mark(label: str, evaluation: Evaluation | None, iteration: int) -> Mark | None:
-    if evaluation is None or evaluation.accuracy is None:
-        return None
-    return Mark(label, "orange", iteration, evaluation.accuracy, evaluation.error or 0.0)
 
 
 def _evaluation_lead(facts: ReportFacts) -> str:

@@ -140,6 +140,7 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
         "seconds_by_stage": facts.stage_seconds,
         "num_tokens": facts.num_tokens,
         "failed_tasks": [{"task": task.name, "error": task.error} for task in facts.failed],
+        "best_policy": facts.best.pin if facts.best else None,
         "last_policy": facts.last_policy.pin if facts.last_policy else None,
         "last_state": facts.last_state.pin if facts.last_state else None,
         "num_alerts": len(facts.alerts),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planish.records.reports import BestPolicy
 from planish.stages.report.facts import Evaluation, ReportFacts
 from planish.stages.report.words import number, one_line
 
@@ -16,6 +17,8 @@ MAX_STEPS = 30
 """Steps of curation shown."""
 MAX_SAVED = 24
 """Policies and states listed; the newest are kept."""
+NEWEST_SCORES = 4
+"""Evaluations with a column, beside the first and the best one."""
 _ERROR = "_standard_error"
 _SHARES = ("accuracy", "pass@", "cons@", "greedy", "invalid", "truncated", "refused")
 _LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_errors")
@@ -119,12 +122,28 @@ def label_of(name: str, scalars: Mapping[str, float]) -> str:
     return _LABELS.get(name, one_line(name.replace("_", " "), limit=60))
 
 
-def score_tables(evaluations: Sequence[Evaluation]) -> list[ScoreTable]:
-    """Return the table over all prompts and the table per source; none without evaluations."""
+def score_tables(
+    evaluations: Sequence[Evaluation], best: BestPolicy | None = None
+) -> list[ScoreTable]:
+    """Return the table over all prompts and the table per source; none without evaluations.
+
+    Of many evaluations the first, the best and the newest have a column.
+    """
     if not evaluations:
         return []
+    best_version = best.policy_version if best else None
+    newest = len(evaluations) - NEWEST_SCORES
+    evaluations = [
+        evaluation
+        for place, evaluation in enumerate(evaluations)
+        if not 0 < place < newest or evaluation.version == best_version
+    ]
     has_change = len(evaluations) > 1
-    heads = [f"policy {evaluation.version}" for evaluation in evaluations]
+    heads = [
+        f"policy {evaluation.version}"
+        + (" (best)" if len(evaluations) > 2 and evaluation.version == best_version else "")
+        for evaluation in evaluations
+    ]
     if has_change:
         heads[0] += " (before)"
         heads[-1] += " (after)"
@@ -181,12 +200,16 @@ def _per_source(
 
 
 def saved_rows(facts: ReportFacts) -> tuple[list[dict[str, str]], str]:
-    """Return the newest policies and states with their digests, and what was left out."""
-    kept = [*facts.policies[-MAX_SAVED // 2 :], *facts.states[-MAX_SAVED // 2 :]]
+    """Return the best and the newest policies and states with digests, and what was left out."""
+    best = facts.best.policy_version if facts.best else None
+    older, newest = facts.policies[: -MAX_SAVED // 2], facts.policies[-MAX_SAVED // 2 :]
+    kept = [*(policy for policy in older if policy.number == best), *newest]
+    kept += facts.states[-MAX_SAVED // 2 :]
     labels = {"policy": "policy", "state": "state, step"}
     rows = [
         {
-            "label": f"{labels[item.kind]} {item.number}",
+            "label": f"{labels[item.kind]} {item.number}"
+            + (", best" if item.kind == "policy" and item.number == best else ""),
             "place": item.uri.removeprefix(facts.root).lstrip("/"),
             "sha256": item.sha256,
         }

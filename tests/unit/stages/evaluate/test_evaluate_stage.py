@@ -7,13 +7,17 @@ import json
 import numpy as np
 import pytest
 
+from planish import store
+from planish.base.errors import RecordError
 from planish.models.policy import build_policy, save_policy
 from planish.records import layout
 from planish.records.io import read_manifest, read_set, write_set
 from planish.records.prompts import PromptSet
 from planish.records.refs import Ref
-from planish.records.reports import EvalReport, read_report
+from planish.records.reports import BestPolicy, EvalReport, read_best, read_report, write_report
 from planish.records.rollouts import RolloutSet
+from planish.run.stage import mark_stopped
+from planish.stages.evaluate import iteration
 from planish.stages.evaluate.stage import compare, run
 from planish.verifiers import verify
 from tests.unit.tiny_run import artifact, make_run, sums, tiny_model, write_data
@@ -177,3 +181,128 @@ def test_a_single_sample_a_prompt_tells_no_error_of_the_rise(file_root, tmp_path
     _, metrics = evaluate(file_root, tmp_path, digest, *pins)
     assert "accuracy_rise" in metrics
     assert "accuracy_rise_standard_error" not in metrics
+
+
+def accuracy_is(root, version, value):
+    """Write another accuracy into the report of a version."""
+    uri = f"{layout.evaluation(root, version)}/report.json"
+    report = read_report(EvalReport, uri)
+    report.scalars["accuracy"] = value
+    write_report(uri, report)
+
+
+def test_the_best_policy_is_pinned_and_of_equals_the_earlier(file_root, tmp_path, ready):
+    pins = [save_version(file_root, version, seed=version) for version in range(4)]
+    _, metrics = evaluate(file_root, tmp_path, ready, pins[0], pins[3])
+    accuracies = [
+        read_report(EvalReport, f"{layout.evaluation(file_root, v)}/report.json").scalars[
+            "accuracy"
+        ]
+        for v in (0, 3)
+    ]
+    first = read_best(file_root)
+    assert first.evaluated == (0, 3)
+    assert first.accuracy == max(accuracies) == metrics["best_accuracy"]
+    assert metrics["best_policy_version"] == first.policy_version
+    for version, value in ((0, 0.25), (3, 0.5)):
+        accuracy_is(file_root, version, value)
+    evaluate(file_root, tmp_path, ready, pins[1], pins[1])
+    accuracy_is(file_root, 1, 0.5)
+    evaluate(file_root, tmp_path, ready, pins[1], pins[1])
+    assert read_best(file_root) == BestPolicy(pins[1], 1, 0.5, (0, 1, 3))
+
+
+def test_a_task_that_is_tried_again_pins_the_same_bytes(file_root, tmp_path, ready):
+    pins = [save_version(file_root, version, seed=version) for version in range(2)]
+    evaluate(file_root, tmp_path, ready, *pins)
+    written = store.read(layout.best_policy(file_root))
+    evaluate(file_root, tmp_path, ready, *pins)
+    assert store.read(layout.best_policy(file_root)) == written
+    store.delete(layout.best_policy(file_root))
+    evaluate(file_root, tmp_path, ready, *pins)
+    assert store.read(layout.best_policy(file_root)) == written
+
+
+def test_only_policies_that_were_measured_alike_and_still_lie_there_compete(
+    file_root, tmp_path, ready
+):
+    pins = [save_version(file_root, version, seed=version) for version in range(4)]
+    for version in (1, 2, 3):
+        evaluate(file_root, tmp_path, ready, pins[version], pins[version])
+    # Version 1 was measured with other samples, the policy 2 was written again.
+    uri = f"{layout.evaluation(file_root, 1)}/report.json"
+    report = read_report(EvalReport, uri)
+    report.attributes["conditions"]["top_p"] = 0.5
+    write_report(uri, report)
+    save_version(file_root, 2, seed=9)
+    evaluate(file_root, tmp_path, ready, pins[3], pins[3])
+    assert read_best(file_root).evaluated == (3,)
+
+
+def test_a_policy_of_another_root_alone_is_not_pinned(file_root, tmp_path, ready):
+    foreign = save_version(f"file://{tmp_path}/other", 2, seed=1)
+    _, metrics = evaluate(file_root, tmp_path, ready, foreign, foreign)
+    assert not store.exists(layout.best_policy(file_root))
+    assert "best_policy_version" not in metrics
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[]",
+        b'{"schema": "best-policy/2"}',
+        b'{"schema": "best-policy/1", "pin": "x", "policy_version": 1, "accuracy": 0.5, '
+        b'"evaluated": [1]}',
+        b'{"schema": "best-policy/1", "pin": "file:///r#sha256=%s", "policy_version": true, '
+        b'"accuracy": 0.5, "evaluated": [1]}' % (b"0" * 64),
+    ],
+)
+def test_another_document_in_place_of_the_pin_is_refused(file_root, raw):
+    store.write(layout.best_policy(file_root), raw)
+    with pytest.raises(RecordError, match=r"policies/best.json` must"):
+        read_best(file_root)
+
+
+def measure_before(root, digest, number, pin):
+    iteration.run(root=root, config_sha256=digest, number=number, offset=0, policy_pin=pin)
+
+
+def test_inside_iterations_every_second_policy_is_measured(file_root, tmp_path):
+    write_data(file_root)
+    digest = make_run(file_root, evaluate={"every": 2})
+    pins = [save_version(file_root, version, seed=version) for version in range(4)]
+    for number, pin in enumerate(pins, start=1):
+        measure_before(file_root, digest, number, pin)
+    evaluations = {p.name for p in (tmp_path / "root" / "evals").iterdir()}
+    assert evaluations == {"00000", "00002"}
+    assert read_best(file_root).evaluated == (0, 2)
+    logs = sorted(p.name for p in (tmp_path / "root" / "logs").glob("*.json"))
+    assert logs == ["00001-evaluate-00.json", "00003-evaluate-00.json"]
+    entry = json.loads((tmp_path / "root" / "logs" / logs[1]).read_text())
+    report = read_report(EvalReport, f"{layout.evaluation(file_root, 2)}/report.json")
+    assert entry["metrics"]["policy_version"] == 2.0
+    assert entry["metrics"]["accuracy"] == report.scalars["accuracy"]
+    written = store.read(f"{layout.evaluation(file_root, 2)}/report.json")
+    # The stage at the end takes what is there, and gives the same digests.
+    ref, _ = evaluate(file_root, tmp_path, digest, pins[0], pins[2])
+    assert store.read(ref.uri) == written
+    last = json.loads((tmp_path / "root" / "logs" / "00000-evaluate-00.json").read_text())
+    assert last["already_done"] is True
+
+
+def test_without_a_turn_or_after_a_stop_nothing_is_measured(file_root, tmp_path, ready):
+    pin = save_version(file_root, 0, seed=1)
+    measure_before(file_root, ready, 1, pin)
+    digest = make_run(file_root, evaluate={"every": 1})
+    store.write(layout.stop_file(file_root), b"{}")
+    assert mark_stopped(file_root, 1)
+    measure_before(file_root, digest, 1, pin)
+    assert not (tmp_path / "root" / "evals").exists()
+    assert not list((tmp_path / "root").glob("logs/*"))
+
+
+def test_another_configuration_ends_with_code_2(file_root, ready, caplog):
+    with pytest.raises(SystemExit) as ended:
+        measure_before(file_root, "0" * 64, 1, save_version(file_root, 0, seed=1))
+    assert ended.value.code == 2
+    assert "must hold the configuration" in caplog.text

@@ -22,7 +22,7 @@ CRITIC = [
 
 
 def _charts(root):
-    return {chart.title: chart for chart in all_charts(gather(root), None, None)}
+    return {chart.title: chart for chart in all_charts(gather(root))}
 
 
 def _tips(chart):

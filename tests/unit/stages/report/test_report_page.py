@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from planish.records.reports import BestPolicy
 from planish.stages.report.facts import (
     Evaluation,
     MachineAlert,
@@ -233,6 +234,27 @@ def test_fewer_unreadable_answers_are_better():
     rows = {row.label: row.change for row in score_tables(evaluations)[0].rows}
     change = rows["responses without a readable answer"]
     assert (change.text, change.is_better) == ("-5.0 points", True)
+
+
+def test_evaluations_on_the_way_are_drawn_and_the_best_is_named(healthy_facts):
+    first, last = healthy_facts.evaluations
+    between = [Evaluation(n, {"accuracy": 0.3 + 0.01 * (n == 2)}, {}) for n in range(1, 8)]
+    pin = f"{healthy_facts.root}/policies/00002#sha256={'0' * 64}"
+    best = BestPolicy(pin, 2, 0.31, tuple(range(9)))
+    facts = replace(healthy_facts, evaluations=[first, *between, last], best=best)
+    html, markdown = pages(facts)
+    text = Elements(html).text
+    assert all(f"held-out, policy {n}: " in html for n in range(1, 8))
+    assert "held-out prompts before, during and after" in text
+    assert "31.0 %, of 9 evaluated" in text
+    columns = score_tables(facts.evaluations, best)[0].columns
+    assert columns == [
+        *("score", "policy 0 (before)", "policy 2 (best)"),
+        *("policy 5", "policy 6", "policy 7", "policy 8 (after)", "change"),
+    ]
+    assert all(column in text and column in markdown for column in columns)
+    assert "policy 2, best" in text
+    assert as_summary(facts)["best_policy"] == pin
 
 
 def test_one_evaluation_has_no_change_column():

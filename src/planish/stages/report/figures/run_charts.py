@@ -50,19 +50,14 @@ STAGE_COLORS: dict[str, str] = {
 """Stage to colour; stages outside iterations may share one with each other."""
 
 
-def all_charts(facts: ReportFacts, before: Mark | None, after: Mark | None) -> list[Chart]:
-    """Draw every chart whose numbers exist, in the order of the page.
-
-    Args:
-        facts: the run.
-        before: held-out accuracy of the starting policy.
-        after: held-out accuracy of the final policy.
-    """
+def all_charts(facts: ReportFacts) -> list[Chart]:
+    """Draw every chart whose numbers exist, in the order of the page."""
+    marks = held_out(facts)
     keeps_all = facts.config.get("rollout", {}).get("dynamic_sampling") is False
-    marks = [mark for mark in (before, after) if mark is not None]
     hint = "Every group trains, whatever its accuracy." if keeps_all else ACCURACY.hint
     if marks:
-        hint = f"Diamonds: held-out prompts before and after, +- 1 standard error. {hint}"
+        when = "before, during and after" if len(marks) > 2 else "before and after"
+        hint = f"Diamonds: held-out prompts {when}, +- 1 standard error. {hint}"
     sections = (facts.config.get(name, {}) for name in ("rollout", "reward"))
     limits = [section.get("max_response_tokens") for section in sections]
     reward, entropy, *others = (draw(facts, panel) for panel in PANELS)
@@ -81,6 +76,21 @@ def all_charts(facts: ReportFacts, before: Mark | None, after: Mark | None) -> l
     # Two columns: an odd count would leave a hole before the timeline.
     times = stage_times(facts, is_wide=len(drawn) % 2 == 0)
     return drawn + [chart for chart in (times, task_timeline(facts)) if chart is not None]
+
+
+def held_out(facts: ReportFacts) -> list[Mark]:
+    """Return the accuracies of evaluated policies, the first and last at the ends of the run."""
+    first = facts.iterations[0] - 1 if facts.iterations else 0
+    last = facts.iterations[-1] if facts.iterations else 0
+    places = {id(facts.after): ("after", last), id(facts.before): ("before", first)}
+    marks = []
+    for evaluation in facts.evaluations:
+        if evaluation.accuracy is None:
+            continue
+        name, x = places.get(id(evaluation), (f"policy {evaluation.version}", evaluation.version))
+        error = evaluation.error or 0.0
+        marks.append(Mark(f"held-out, {name}", "orange", x, evaluation.accuracy, error))
+    return marks
 
 
 def series(facts: ReportFacts, sources: Sequence[SeriesSource]) -> dict[int, float]:

@@ -1,0 +1,55 @@
+"""Measure the policy that an iteration starts from, where `evaluate.every` asks for it.
+
+It is no task of its own: the first rollout task runs it behind its shards, where the image, the
+accelerator and the engine of the evaluation are there already.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from planish.base.config import parse_section
+from planish.base.errors import PlanishError, exit_code
+from planish.run.stage import Context, Outcome, execute, is_stopped, load_run
+from planish.stages.evaluate.config import EvaluateConfig
+from planish.stages.evaluate.stage import measure
+
+logger = logging.getLogger(__name__)
+
+
+def run(root: str, config_sha256: str, number: int, offset: int, policy_pin: str) -> None:
+    """Measure the policy before an iteration on the held-out prompts, if its turn has come.
+
+    Args:
+        root: URI of the run.
+        config_sha256: digest of the run's configuration.
+        number: iteration within this run, from 1.
+        offset: iterations before this run.
+        policy_pin: pinned URI of the policy that the iteration starts from.
+    """
+    root, iteration = root.rstrip("/"), offset + number
+    try:
+        tables = load_run(root, config_sha256)["config"]
+        config = parse_section(EvaluateConfig, tables.get("evaluate", {}), section="evaluate")
+        # The policy before iteration i has version i - 1.
+        is_due = config.every and (iteration - 1) % config.every == 0
+        if not is_due or is_stopped(root, iteration):
+            return
+    except PlanishError as error:
+        logger.error("failed stage=evaluate iteration=%d error=%s", iteration, error)
+        raise SystemExit(exit_code(error)) from None
+
+    def work(context: Context) -> Outcome:
+        measured = measure(context, [policy_pin])
+        facts = measured.refs[0].attributes
+        metrics = {name: float(value) for name, value in facts.items()} | measured.of_best()
+        return Outcome(metrics=metrics, already_done=measured.already_done)
+
+    execute(
+        "evaluate",
+        work,
+        root=root,
+        config_sha256=config_sha256,
+        iteration=iteration,
+        outputs={},
+    )
