@@ -22,6 +22,7 @@ from planish.checkpoint.cli import command as checkpoint_cli
 from planish.engines.planner import cli as rollout_cli
 from planish.minder.cli import BAD_INPUT
 from planish.minder.cli import command as minder_cli
+from planish.stages.export import publish as export_cli
 from planish.stages.prepare import command as prepare_cli
 
 
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     track.add_argument(
         "--name", default="", metavar="NAME", help="of the run there (default: end of its root)"
     )
+    export_cli.add_commands(commands)
     commands.add_parser("doctor", help="say which extras, devices and servers are present")
     prepare_cli.add_commands(commands)
     checkpoint = commands.add_parser(
@@ -139,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 _IN_PIECES: dict[str, Callable[..., checkpoint_cli.Lines]] = {
     "checkpoint": checkpoint_cli.run,
     "config": prepare_cli.show_config,
+    "export": export_cli.run,
     "rollout": rollout_cli.run,
 }
 """Commands that yield what to print, and may take long."""

@@ -337,10 +337,11 @@ def open_folder(source: Source, *, key: str, revision: str = "") -> SourceFolder
     if source.kind != "hub":
         return local_folder(fetch_folder(source, key=key, patterns=("*",)), source.place)
     import huggingface_hub
+    from huggingface_hub import constants
 
     revision = source.revision or revision
     try:
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             path = huggingface_hub.snapshot_download(source.place, revision=revision or None)
             return local_folder(Path(path), source.place)
         info: Any = huggingface_hub.HfApi().model_info(
