@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 
 import pytest
 
@@ -185,18 +184,3 @@ def test_a_model_that_the_planner_knows_not_needs_its_architecture(tmp_path, cap
     assert "or name the model's `--architecture`" in capsys.readouterr().err
     code, document = launch(plan, "--architecture", "Qwen3MoeForCausalLM")
     assert (code, document["architecture"]) == (0, "Qwen3MoeForCausalLM")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM: `make test-engines`")
-def test_vllm_knows_every_option(make_plan):
-    """With a later release than the plug-in's: its options are at least still those."""
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    options = ["--ffn-machines", "f0", "--attention-machines", "a0,a1"]
-    parser = make_arg_parser(FlexibleArgumentParser())
-    for one in launch(make_plan(12, 4), *options)[1]["launches"]:
-        parsed = parser.parse_args(one["argv"][2:])
-        assert parsed.enable_dbo
-        assert parsed.additional_config["afd"]["role"] == one["role"]
