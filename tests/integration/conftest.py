@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ __all__ = ["stacks_without_sources"]
 def packages_of_an_image():
     """Let what a test starts find the packages of an image; see `stage_path/sitecustomize.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "stage_path"))
+        # Before what is there: a work tree beside the installed one is tested with its own code.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "stage_path"), prepend=os.pathsep)
         yield
 
 

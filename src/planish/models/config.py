@@ -30,6 +30,15 @@ class ModelConfig(Section):
     export of the policy names them in its generation_config.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights as saved and as rollout engines run them."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of low-rank adapters (LoRA), which are trained in place of the weights; 0 trains all
+    weights. Policies are exported with the adapters merged into their weights."""
+    lora_alpha: float = Field(default=32.0, gt=0.0)
+    """What the adapters add counts `lora_alpha / lora_rank` times (32 as in TRL); only with
+    `lora_rank`."""
+    lora_target_modules: list[str] = Field(default_factory=list)
+    """Linear layers of each decoder layer that get adapters, such as `q_proj`; empty is all of
+    them but those of routed experts; only with `lora_rank`."""
     num_layers: int = Field(default=2, ge=1)
     """Decoder layers."""
     hidden_size: int = Field(default=64, ge=1)
@@ -81,7 +90,8 @@ class ModelConfig(Section):
 
     def _off(self) -> list[str]:
         dense = () if self.num_experts else ("experts_per_token", "expert_intermediate_size")
-        return [*dense, *(() if self.stop_strings else ("stop_strings",))]
+        whole = () if self.lora_rank else ("lora_rank", "lora_alpha", "lora_target_modules")
+        return [*dense, *whole, *(() if self.stop_strings else ("stop_strings",))]
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:

@@ -17,8 +17,15 @@ from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.base.text import bytes_text, code_span
+from planish.models.adapters import (
+    ADAPTER_FILE,
+    adapter_folder_fault,
+    configured,
+    find_layers,
+    num_trained,
+)
 from planish.models.config import ModelConfig
-from planish.models.headers import architecture_fault, read_headers, vocabulary
+from planish.models.headers import Tensors, architecture_fault, read_headers, vocabulary
 from planish.models.tokens import Tokenizer, load_tokenizer
 from planish.store.sources import SourceFolder, open_folder, parse_source
 
@@ -41,6 +48,7 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
     if not settings.path:
         layers, width = settings.num_layers, settings.hidden_size
         found.rows.append(("model", f"from scratch, {layers} layers of {width}"))
+        add_adapter_row(settings, built_tensors(settings), found)
         known = set(settings.alphabet)
         texts = ["".join(m["content"] for m in messages) for messages in found.prompts]
         strange = [text for text in texts if not known.issuperset(text)]
@@ -54,7 +62,10 @@ def inspect_model(config: Mapping[str, Mapping[str, Any]], found: Inspection) ->
     try:
         source = parse_source(settings.path, key="model.path")
         folder = open_folder(source, key="model.path", revision=settings.revision)
-        found.rows += weight_rows(folder, found)
+        rows, tensors = weight_rows(folder, found)
+        found.rows += rows
+        if tensors:
+            add_adapter_row(settings, tensors, found)
         tokenizer = open_tokenizer(folder, settings)
     except ConfigError as error:
         found.faults.append(str(error))
@@ -94,6 +105,65 @@ def open_tokenizer(folder: SourceFolder, settings: ModelConfig) -> Tokenizer:
         )
 
 
+def add_adapter_row(settings: ModelConfig, tensors: Tensors, found: Inspection) -> None:
+    """Add how many parameters of the policy adapters train, where there are any.
+
+    Args:
+        settings: of the adapters.
+        tensors: of the model, as in a folder.
+        found: gets a row, or the fault of layers that the model has not.
+    """
+    adapters = configured(settings)
+    if adapters is None:
+        return
+    try:
+        shapes = {name: shape for name, (_, shape) in tensors.items()}
+        layers = find_layers(shapes, adapters.target_modules)
+    except ConfigError as error:
+        found.faults.append(str(error))
+        return
+    names = sorted({layer.rpartition(".")[2] for layer in layers})
+    trained = num_trained(layers, adapters.rank)
+    total = trained + sum(math.prod(shape) for _, shape in tensors.values())
+    found.rows.append(
+        (
+            "- adapters",
+            f"rank {adapters.rank}, alpha {adapters.alpha:g}, on "
+            f"{', '.join(code_span(name) for name in names)}: {trained:,} of {total:,} parameters "
+            f"are trained ({100 * trained / total:.2g} %)",
+        )
+    )
+
+
+def built_tensors(settings: ModelConfig) -> Tensors:
+    """Return the tensors of the policy that is built from scratch, in a folder.
+
+    Example:
+        >>> tensors = built_tensors(ModelConfig(num_layers=1, hidden_size=64))
+        >>> tensors["model.layers.0.mlp.down_proj.weight"]
+        ('F32', (64, 192))
+    """
+    width, head = settings.hidden_size, settings.head_dim
+    shapes = {"model.embed_tokens": (settings.vocab_size, width), "model.norm": (width,)}
+    for number in range(settings.num_layers):
+        layer = f"model.layers.{number}"
+        shapes |= {f"{layer}.{name}_layernorm": (width,) for name in ("input", "post_attention")}
+        for name, heads in (("q", settings.num_heads), ("k", settings.num_kv_heads)):
+            shapes[f"{layer}.self_attn.{name}_proj"] = (heads * head, width)
+            shapes[f"{layer}.self_attn.{name}_norm"] = (head,)
+        shapes[f"{layer}.self_attn.v_proj"] = (settings.num_kv_heads * head, width)
+        shapes[f"{layer}.self_attn.o_proj"] = (width, settings.num_heads * head)
+        blocks = [(f"{layer}.mlp", settings.intermediate_size)]
+        if settings.num_experts:
+            shapes[f"{layer}.mlp.gate"] = (settings.num_experts, width)
+            inner = settings.expert_intermediate_size
+            blocks = [(f"{layer}.mlp.experts.{n}", inner) for n in range(settings.num_experts)]
+        for block, inner in blocks:
+            shapes |= {f"{block}.{name}_proj": (inner, width) for name in ("gate", "up")}
+            shapes[f"{block}.down_proj"] = (width, inner)
+    return {f"{name}.weight": ("F32", shape) for name, shape in shapes.items()}
+
+
 def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None:
     """Add how long the prompts are under the model's chat template.
 
@@ -124,8 +194,8 @@ def measure_prompts(found: Inspection, tokenizer: Tokenizer, limit: int) -> None
         found.warnings.append(f"{line}; they are left out")
 
 
-def weight_rows(folder: SourceFolder, found: Inspection) -> list[tuple[str, str]]:
-    """Return what model it is and how large; sets `found.model_config`.
+def weight_rows(folder: SourceFolder, found: Inspection) -> tuple[list[tuple[str, str]], Tensors]:
+    """Return what model it is and how large, and its tensors; sets `found.model_config`.
 
     Args:
         folder: of the model.
@@ -134,6 +204,8 @@ def weight_rows(folder: SourceFolder, found: Inspection) -> list[tuple[str, str]
     Raises:
         ConfigError: no config.json, or one that is no JSON object.
     """
+    if ADAPTER_FILE in folder.sizes:
+        raise ConfigError(adapter_folder_fault(folder.name))
     if "config.json" not in folder.sizes:
         raise ConfigError(
             f"a model folder must hold config.json, got none in {folder.name!r}; give the folder "
@@ -163,7 +235,8 @@ def weight_rows(folder: SourceFolder, found: Inspection) -> list[tuple[str, str]
                 f"`{name}` must have {known} rows, `vocab_size` of config.json, got {shape[0]}; "
                 "save model and configuration together"
             )
-    return [
+    rows = [
         ("model", f"{code_span(folder.name)}, {code_span(str((names or ['?'])[0]))}"),
         ("- size", f"{parameters:,} parameters, {bytes_text(weights)} of {types or 'nothing'}"),
     ]
+    return rows, tensors

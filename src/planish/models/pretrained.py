@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from planish.base.errors import ConfigError
+from planish.models.adapters import ADAPTER_FILE, adapter_folder_fault
 from planish.models.policy import Policy, load_model, read_model_config
 from planish.models.tokens import load_tokenizer
 from planish.store.sources import fetch_folder, parse_source
@@ -64,11 +65,13 @@ def find_folder(path: str, *, revision: str = "main", key: str = "model.path") -
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder without configuration or without safetensors weights.
+    """Refuse a folder without configuration or without safetensors weights, and one of adapters.
 
     Raises:
         ConfigError: names what is missing, or the pickled weights that are there instead.
     """
+    if (folder / ADAPTER_FILE).exists():
+        raise ConfigError(adapter_folder_fault(str(folder)))
     read_model_config(folder)
     if any(folder.glob("*.safetensors")):
         return

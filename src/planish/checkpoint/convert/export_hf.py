@@ -1,5 +1,7 @@
 """The model of a checkpoint written as a Hugging Face folder, tensor by tensor, by plain bytes.
 
+Low-rank adapters are merged into their weights, so that any engine loads the result.
+
 Imports neither torch nor transformers, so that the stage that calls it starts at once. In memory
 are at most the largest tensor and a few buffers of 16 MiB; files are written on local disk first.
 """
@@ -25,6 +27,7 @@ from planish.base.errors import (
     RecordError,
 )
 from planish.checkpoint.convert.hf_names import Form, Sources, weights_of
+from planish.checkpoint.convert.merged import read_weights
 from planish.checkpoint.convert.numbers import cast
 from planish.checkpoint.format.items import ITEM_BYTES
 from planish.checkpoint.format.safetensors_file import header_bytes, parse_header
@@ -232,11 +235,11 @@ def _write(
             stream.write(encode_header({name: forms[name] for name in names}))
             # Small tensors are read together.
             for group in batches(names, lambda name: sources[name].form.nbytes, GROUP_BYTES):
-                arrays = reader.read_many([sources[name].slice for name in group])
+                weights = read_weights(reader, [sources[name] for name in group])
                 for name in group:
                     # Taken out of the list, so that a written tensor is not kept.
-                    array = arrays.pop(0).reshape(-1)
-                    types = sources[name].form.dtype, forms[name].dtype
+                    array, stored = weights.pop(0)
+                    types = stored, forms[name].dtype
                     step = CHUNK_BYTES // array.dtype.itemsize
                     for start in range(0, len(array), step):
                         part = cast(array[start : start + step], *types)

@@ -2,7 +2,8 @@
 
 A weight is one stored tensor, or boxes of one: Megatron keeps queries, keys and values of a group
 next to each other, gate and up projection in one matrix, all layers in one tensor and a padded
-vocabulary. All of that is a choice of boxes; no arithmetic and no torch.
+vocabulary. All of that is a choice of boxes; no arithmetic and no torch. Beside a weight may lie
+low-rank adapters, whose product is to be added to it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planish.base.errors import LayoutMismatch
-from planish.checkpoint.format.geometry import Box
+from planish.checkpoint.format.geometry import Box, whole
 from planish.checkpoint.format.items import ITEM_BYTES, TensorSpec
 from planish.checkpoint.load.reader import Opened
 from planish.checkpoint.load.slices import Slice
+from planish.models.adapters import DOWN, SCALE, UP, is_adapter
 from planish.models.experts import disk_tensors
 
 
@@ -40,12 +42,25 @@ class Form:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
+class AdapterPart(NamedTuple):
+    """What is added to a weight: scale x up x down."""
+
+    down: Slice
+    """[rank, columns]"""
+    up: Slice
+    """[rows, rank]"""
+    scale: Slice
+    """[]"""
+
+
 class WeightPart(NamedTuple):
     """What a weight is made of."""
 
     slice: Slice
     form: Form
     """Stored type, and the shape of the weight."""
+    adapter: AdapterPart | None = None
+    """None for weights without one."""
 
 
 Sources = dict[str, WeightPart]
@@ -97,9 +112,12 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
     if not config or not any(name.startswith(_MEGATRON) for name in tensors):
         return {
             part.name: WeightPart(
-                Slice(spec, (Box(part.start, part.extent),)), Form(spec.dtype, part.shape)
+                Slice(spec, (Box(part.start, part.extent),)),
+                Form(spec.dtype, part.shape),
+                adapter_of(name, tensors),
             )
             for name, spec in tensors.items()
+            if not is_adapter(name)
             for part in disk_tensors(name, spec.shape, config)
         }
     weights: Sources = {}
@@ -116,6 +134,28 @@ def weights_of(opened: Opened, role: str, config: Mapping[str, Any]) -> Sources:
             "export without `config.json` and rename the weights yourself"
         )
     return weights
+
+
+def adapter_of(name: str, tensors: Mapping[str, TensorSpec]) -> AdapterPart | None:
+    """Return the adapter of a weight.
+
+    Raises:
+        LayoutMismatch: a part of it is missing, or the parts do not fit the weight.
+    """
+    layer = name.removesuffix(".weight")
+    names = [f"{layer}.{DOWN}.weight", f"{layer}.{UP}.weight", SCALE]
+    if layer == name or tensors.keys().isdisjoint(names[:2]):
+        return None
+    specs = [tensors.get(part) for part in names]
+    shapes = [None if spec is None else list(spec.shape) for spec in specs]
+    down, rows_and_columns = shapes[0], list(tensors[name].shape)
+    rank = down[0] if down else 0
+    if shapes != [[rank, *rows_and_columns[1:]], [*rows_and_columns[:1], rank], []]:
+        raise LayoutMismatch(
+            f"`{name}` {rows_and_columns} must have an adapter of {names}, got the shapes {shapes};"
+            " export a state as the trainer saved it"
+        )
+    return AdapterPart(*(Slice(spec, (whole(spec.shape),)) for spec in specs if spec is not None))
 
 
 def _weights(

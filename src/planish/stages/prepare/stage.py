@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from planish.base.config import config_sha256
+from planish.base.config import config_sha256, parse_section
 from planish.base.errors import ConfigError
 from planish.checkpoint.train_state import read_state_info
+from planish.models.adapters import check_same, configured
+from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.reference import find_reference
 from planish.run.avoid import avoided, node_affinity
@@ -177,6 +179,21 @@ def check_reference(config: Config, start: StartPins) -> None:
         )
 
 
+def check_adapters(config: Config, state: str) -> None:
+    """Compare the configured adapters with those of the train state that the run goes on from.
+
+    Args:
+        config: resolved configuration.
+        state: pin of the state; empty for none.
+
+    Raises:
+        ConfigError: others than the state has.
+    """
+    if state:
+        settings = parse_section(ModelConfig, config.get("model", {}), section="model")
+        check_same(read_state_info(state), configured(settings), pin=state)
+
+
 def nodes_to_avoid(root: str, resume_from: str, limit: int) -> list[str]:
     """Return the nodes named first, on this root and on the one that this run starts from."""
     if limit < 0:
@@ -240,6 +257,9 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         run_file = replace(run_file, initial=start_after(root, link.offset))
     check_reference(config, run_file.initial)
     newest = newest_version(root)
+    if changed:
+        start = start_after(root, newest) if newest else run_file.initial
+        check_adapters(config, start.state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
     write_run_file(root, run_file)

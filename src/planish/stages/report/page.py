@@ -123,6 +123,7 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         ("seed", facts.config.get("run", {}).get("seed")),
         ("code", facts.run.get("code_version")),
         ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
+        *trained_parameters(facts),
     ]
     failure = _failure(facts, failed_task, error_message)
     saved, more = tables.saved_rows(facts)
@@ -172,6 +173,19 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
         missing=missing,
         began=_utc(min((t.start_seconds for t in facts.tasks if t.start_seconds), default=0.0)),
     )
+
+
+def trained_parameters(facts: ReportFacts) -> list[tuple[str, str]]:
+    """Return how many parameters adapters train, of all; nothing where all weights are trained."""
+    scalars = facts.updates[facts.iterations[-1]] if facts.iterations else {}
+    rows = []
+    for label, kind in (("trained parameters", ""), ("of the critic", "critic_")):
+        trained = scalars.get(f"num_trained_{kind}parameters")
+        total = scalars.get(f"num_{kind}parameters")
+        if trained is not None and total:
+            share = percent(trained / total, decimals=2)
+            rows.append((label, f"{trained:,.0f} of {total:,.0f} ({share})"))
+    return rows
 
 
 def _utc(second: float) -> str:

@@ -15,6 +15,7 @@ from planish.base.text import bytes_text
 from planish.checkpoint.convert.diff import Diff, diff
 from planish.checkpoint.convert.export_hf import CONFIG, parse_config
 from planish.checkpoint.convert.hf_names import WeightPart, weights_of
+from planish.checkpoint.convert.merged import read_weights
 from planish.checkpoint.convert.numbers import cast
 from planish.checkpoint.format.items import ITEM_BYTES, quoted_name
 from planish.checkpoint.format.safetensors_file import StoredEntry, header_bytes, parse_header
@@ -231,13 +232,13 @@ def _compare(
         findings.faults.append(f"`{name}` is {list(entry.shape)}, the source has {seen}")
         return
     size = ITEM_BYTES[entry.dtype]
-    (raw,) = reader.read_many([part.slice])
-    step = WINDOW_BYTES // max(size, ITEM_BYTES[part.form.dtype])
+    ((raw, stored),) = read_weights(reader, [part])
+    step = WINDOW_BYTES // max(size, ITEM_BYTES[stored])
     differing = 0
     for start in range(0, len(raw), step):
         some = raw[start : start + step]
         data = store.read(place, entry.start + start * size, len(some) * size)
-        wanted = np.ascontiguousarray(cast(some, part.form.dtype, entry.dtype)).view(RAW[size])
+        wanted = np.ascontiguousarray(cast(some, stored, entry.dtype)).view(RAW[size])
         differing += int(np.count_nonzero(np.frombuffer(data, RAW[size]) != wanted.reshape(-1)))
     if differing:
         findings.faults.append(f"`{name}` differs in {differing} elements")

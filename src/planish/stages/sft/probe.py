@@ -13,6 +13,7 @@ from planish.engines.measure import generate_rollouts, judge
 from planish.engines.requests import ModelRef, Sampling
 from planish.engines.weights import DictWeights
 from planish.models.experts import on_disk
+from planish.models.lora import merged_weights
 from planish.models.policy import Policy
 from planish.records.prompts import PromptSet
 from planish.stages.sft.config import SftConfig
@@ -73,7 +74,7 @@ class Probe:
         model_config = model.config.to_dict()
         # A policy folder holds a head that is tied to the embedding once.
         left_out = {"lm_head.weight"} if model_config.get("tie_word_embeddings") else set()
-        tensors = {n: t.detach() for n, t in model.state_dict().items() if n not in left_out}
+        tensors = {n: t for n, t in merged_weights(model).items() if n not in left_out}
         self._engine.update_weights(DictWeights(on_disk(tensors, model_config)), self._count)
         sampling = Sampling(
             max_new_tokens=self._config.max_response_tokens,

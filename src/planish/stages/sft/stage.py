@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from planish.base.errors import ConfigError
+from planish.models.adapters import configured
 from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set
@@ -156,6 +157,7 @@ def _train(
     """Train until the target or the cap; return steps, loss and accuracy."""
     from planish.base.parallel import pick_device
     from planish.engines.config import EngineConfig
+    from planish.models.lora import add_adapters, merge_adapters
     from planish.models.policy import DTYPES
     from planish.stages.sft.probe import Probe
     from planish.stages.sft.traces import encode_traces, probe_rows
@@ -178,9 +180,15 @@ def _train(
         max_tokens=limit,
     )
     policy.model.float().to(pick_device(config.device))
-    dtype = DTYPES[context.section(ModelConfig, "model").dtype]
+    model_config = context.section(ModelConfig, "model")
+    dtype = DTYPES[model_config.dtype]
     engine = context.section(EngineConfig, "engine")
+    # Random weights have nothing to keep: a model that is built learns with all of them.
+    adapters = configured(model_config) if model_config.path else None
     with Probe(policy, config, engine, run_seed=context.seed, dtype=dtype) as probe:
+        if adapters is not None:
+            add_adapters(policy.model, adapters, seed=(context.seed,))
+        sizes = [p.numel() for p in policy.model.parameters() if p.requires_grad]
         numbers = train_until(
             policy,
             encoded,
@@ -188,6 +196,9 @@ def _train(
             seed=context.seed,
             measure=lambda: probe.accuracy(probes, num_samples=config.probe_samples),
         )
+        if adapters is not None:
+            merge_adapters(policy.model)
+            numbers["num_trained_parameters"] = float(sum(sizes))
     return {
         **numbers,
         "num_traces": float(len(encoded.tokens)),

@@ -19,6 +19,7 @@ from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError, LayoutMismatch
 from planish.base.parallel import Ranks
 from planish.checkpoint import train_state as checkpoint
+from planish.models.adapters import KEY, Adapters, check_same, is_adapter
 from planish.models.critic import (
     Critic,
     blank_critic,
@@ -28,6 +29,7 @@ from planish.models.critic import (
     random_critic,
 )
 from planish.models.logprobs import TokenScorer, ValueScorer
+from planish.models.lora import add_adapters
 from planish.models.policy import load_policy
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.sharded_model import ShardedModel, Tally
@@ -56,9 +58,11 @@ class Fsdp2Trainer:
         device: torch.device,
         critic: CriticConfig | None = None,
         critic_shape: Mapping[str, Any] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Load the policy in float32, build its critic, shard both and build their optimizers."""
         self.config = config
+        self.adapters = adapters
         self.ranks = ranks
         self.device = device
         self.temperature = temperature
@@ -75,18 +79,33 @@ class Fsdp2Trainer:
             made = blank_critic(critic_shape) if critic_shape else build_critic(critic, model, seed)
             # sharding gives the classes of modules other names
             self._critic_shape = describe_critic(made)
+            if adapters is not None:
+                add_adapters(made, adapters, seed=(seed, 1))
+                made.head.requires_grad_(True)
             self.critic = ShardedModel(
                 ValueScorer(made), made, made.body, **shared, exact=made.head
             )
             if critic.init == "state" and not critic_shape:
-                state = {"critic": self.critic.weights()}
-                checkpoint.load(critic.path, state, ranks=ranks, strict=False)
+                self.take_critic(critic.path)
+        if adapters is not None:
+            add_adapters(model, adapters, seed=(seed, 0))
         body = getattr(model, model.base_model_prefix)
         self.policy = ShardedModel(TokenScorer(model), model, body, **shared)
+
+    def take_critic(self, pin: str) -> None:
+        """Load the weights of another run's critic; adapters begin anew on one without them."""
+        assert self.critic is not None
+        weights, info = self.critic.weights(), checkpoint.read_state_info(pin)
+        if KEY in info:
+            check_same(info, self.adapters, pin=pin)
+        else:
+            weights = {name: t for name, t in weights.items() if not is_adapter(name)}
+        checkpoint.load(pin, {"critic": weights}, ranks=self.ranks, strict=False)
 
     def load(self, pin: str) -> None:
         """Replace weights, moments and, under the same layout, random states."""
         info = checkpoint.read_state_info(pin)
+        check_same(info, self.adapters, pin=pin)
         state = self.state()
         if (info["num_ranks"], info["device"]) != (self.ranks.size, self.device.type):
             # Streams of other ranks are of no use here; those of this start stay.
@@ -215,6 +234,17 @@ class Fsdp2Trainer:
             state["critic"] = self.critic.weights()
             state["critic_optimizer"] = self.critic.moments()
         return state
+
+    def sizes(self) -> dict[str, float]:
+        """Return parameters and trained ones of both models; empty where all are trained."""
+        sizes = {}
+        for name, model in (("", self.policy), ("critic_", self.critic)):
+            if model is not None and self.adapters is not None:
+                for kind, held in (("", model.parameters), ("trained_", model.trained)):
+                    sizes[f"num_{kind}{name}parameters"] = float(
+                        sum(parameter.numel() for parameter in held.values())
+                    )
+        return sizes
 
     def critic_shape(self) -> dict[str, Any]:
         """Return what the critic is built from before its weights are loaded; empty without one."""

@@ -16,6 +16,8 @@ from planish.algorithms import build_algorithm
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, RecordError
 from planish.checkpoint.train_state import STATE_SCHEMA, read_state_info
+from planish.models.adapters import Adapters, configured
+from planish.models.config import ModelConfig
 from planish.records import layout
 from planish.records.io import finished, read_manifest, read_set
 from planish.records.manifest import Manifest
@@ -80,6 +82,11 @@ class TrainJob:
     def critic(self) -> CriticConfig:
         """Configuration of the critic, for algorithms with one."""
         return parse_section(CriticConfig, self.config.get("critic", {}), section="critic")
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """What is trained in place of all weights."""
+        return configured(parse_section(ModelConfig, self.config.get("model", {}), section="model"))
 
     @property
     def temperature(self) -> float:

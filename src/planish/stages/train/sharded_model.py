@@ -1,8 +1,9 @@
 """One model in training: parameters, gradients and moments sharded over data-parallel ranks.
 
-Policy and critic are one instance each. With one rank the model stays as it is, since sharding over
-one rank is the identity. Gradients are summed over ranks and micro-batches; losses divide by counts
-of the whole optimizer step.
+Policy and critic are one instance each. Parameters that need no gradient, those beside adapters,
+are saved and computed with, but never trained. With one rank the model stays as it is, since
+sharding over one rank is the identity. Gradients are summed over ranks and micro-batches; losses
+divide by counts of the whole optimizer step.
 
 Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and optimizer).
 """
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
 from planish.base.parallel import Ranks, data_mesh
+from planish.models.lora import plain_name
 from planish.stages.train.batching import (
     Rows,
     gather_rows,
@@ -74,7 +76,10 @@ class ShardedModel:
         self.scorer = scorer.to(device)
         if ranks.size > 1:
             self._shard(body, exact)
-        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self.parameters: dict[str, Tensor] = {
+            plain_name(name): parameter for name, parameter in model.named_parameters()
+        }
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         saved = set(model.state_dict())
         self.buffers = {name: x for name, x in model.named_buffers() if name in saved}
         self.optimizer = None if is_frozen else self._build_optimizer()
@@ -82,7 +87,7 @@ class ShardedModel:
     def _build_optimizer(self) -> torch.optim.AdamW:
         config = self.config
         optimizer = torch.optim.AdamW(
-            list(self.parameters.values()),
+            list(self.trained.values()),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
@@ -90,7 +95,7 @@ class ShardedModel:
             fused=True,
         )
         # Moments exist from the start, so that a load always finds tensors to fill.
-        for parameter in self.parameters.values():
+        for parameter in self.trained.values():
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=self.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -195,7 +200,7 @@ class ShardedModel:
             tally.add(output)
         metrics = tally.result(self.ranks)
         clipped: Any = torch.nn.utils.clip_grad_norm_(
-            list(self.parameters.values()), self.config.grad_clip or math.inf
+            list(self.trained.values()), self.config.grad_clip or math.inf
         )
         norm = float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
         metrics |= {"grad_norm": norm, "skipped": 0.0 if math.isfinite(norm) else 1.0}
@@ -241,7 +246,7 @@ class ShardedModel:
         assert self.optimizer is not None, "a frozen model has no moments"
         return {
             f"{name}.{key}": value
-            for name, parameter in self.parameters.items()
+            for name, parameter in self.trained.items()
             for key, value in self.optimizer.state[parameter].items()
         }
 
@@ -250,6 +255,7 @@ class ShardedModel:
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self.parameters.clear()
+        self.trained.clear()
         del self.scorer
 
 

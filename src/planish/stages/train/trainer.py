@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError
 from planish.base.parallel import Ranks
+from planish.models.adapters import Adapters
 from planish.stages.train.config import CriticConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Trainer(Protocol):
         Raises:
             LayoutMismatch: saved with another model, or without the critic that is needed; nothing
                 has been changed.
+            ConfigError: saved with other adapters.
         """
 
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -97,6 +99,9 @@ class Trainer(Protocol):
     def critic_shape(self) -> dict[str, Any]:
         """Return as JSON what the critic's frame is built from; empty without one."""
 
+    def sizes(self) -> dict[str, float]:
+        """Return counts of all and of trained parameters; empty where all are trained."""
+
     def close(self) -> None:
         """Free what the trainer holds."""
 
@@ -111,6 +116,7 @@ def open_trainer(
     device: torch.device,
     critic: CriticConfig | None = None,
     critic_shape: Mapping[str, Any] | None = None,
+    adapters: Adapters | None = None,
 ) -> Trainer:
     """Build the trainer that `config.trainer` names, with the weights of a policy.
 
@@ -124,9 +130,10 @@ def open_trainer(
         critic: how to build a critic; None for algorithms without one.
         critic_shape: of the critic in a train state that is loaded next: only its frame is built,
             and what `critic` names is not read again. Empty or None builds by `critic`.
+        adapters: what is trained in place of the weights of both models; None trains them.
 
     Raises:
-        ConfigError: no such trainer, or no such critic.
+        ConfigError: no such trainer, no such critic, or no layer for the adapters.
     """
     if config.trainer not in TRAINERS:
         raise ConfigError(
@@ -143,5 +150,6 @@ def open_trainer(
         device=device,
         critic=critic,
         critic_shape=critic_shape,
+        adapters=adapters,
     )
     return trainer

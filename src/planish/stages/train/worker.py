@@ -18,6 +18,7 @@ from planish.algorithms import build_algorithm
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
 from planish.checkpoint import train_state as checkpoint
+from planish.models.adapters import KEY
 from planish.records import layout
 from planish.records.io import write_set
 from planish.records.reference import KEY as REFERENCE
@@ -30,7 +31,7 @@ from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
 from planish.stages.train.job import JobResult, TrainJob, read_inputs, relative_pin
 from planish.stages.train.progress import Progress
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 
@@ -59,6 +60,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         device=device,
         critic=job.critic if algorithm.needs_values else None,
         critic_shape=info.get("critic") if algorithm.needs_values else None,
+        adapters=job.adapters,
     )
     if job.state_pin:
         trainer.load(job.state_pin)
@@ -84,6 +86,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         reference_pin=job.reference_pin,
     )
     seconds = time.perf_counter() - started
+    scalars = result.scalars | trainer.sizes()
     attributes: dict[str, str | int] = {
         "config_sha256": job.config_sha256,
         "iteration": job.iteration,
@@ -102,11 +105,9 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
             stream = replace(stream, values=_write(job, layout.values, values))
         if result.waiting is not None and result.waiting.num_rows:
             stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
-        report = UpdateReport(result.scalars, result.minibatches, attributes)
+        report = UpdateReport(scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    extra = _extra(job, result, stream, ranks, device.type)
-    if shape := trainer.critic_shape():
-        extra["critic"] = shape
+    extra = _extra(job, trainer, result, stream, ranks, device.type)
     state = checkpoint.save(
         layout.state(job.root, result.progress.step),
         {**trainer.state(), "extra": extra},
@@ -115,13 +116,14 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         ranks=ranks,
     )
     trainer.close()
-    speed = result.scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
-    metrics = {**result.scalars, "update_seconds": seconds, "tokens_per_second": speed}
+    speed = scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
+    metrics = {**scalars, "update_seconds": seconds, "tokens_per_second": speed}
     return JobResult(state, metrics)
 
 
 def _extra(
     job: TrainJob,
+    trainer: Trainer,
     result: UpdateResult,
     stream: StreamState,
     ranks: Ranks,
@@ -130,8 +132,11 @@ def _extra(
     """Return the JSON part of the train state; that of the first rank is written."""
     # A run without a penalty passes the name of the reference on to one that has it again.
     pin = job.reference_pin or named_reference(job.state_pin, job.info)
+    shape = trainer.critic_shape()
     return {
         **({REFERENCE: relative_pin(job, *parse_pin(pin))} if pin else {}),
+        **({"critic": shape} if shape else {}),
+        **({KEY: job.adapters.to_json()} if job.adapters else {}),
         **result.progress.to_json(),
         "data": stream.to_data(),
         "policy_version": job.iteration,

@@ -10,7 +10,10 @@ import pytest
 
 from planish.base.errors import ConfigError
 from planish.models.config import ModelConfig
+from planish.models.experts import on_disk
+from planish.models.inspect import built_tensors
 from planish.models.policy import build_policy, save_policy
+from planish.models.pretrained import load_pretrained
 from planish.stages.prepare.inspect import inspect_sources
 
 TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8, dtype="bfloat16")
@@ -83,6 +86,42 @@ def test_data_and_model_are_told_in_a_short_table(tmp_path, model):
     # <bos>, `be brief.` and `0+1=`
     assert table["- prompts"] == "median 14 tokens, longest 14"
     assert found.warnings == []
+
+
+def test_parameters_that_adapters_train_are_told_against_all(tmp_path, model):
+    path = jsonl(tmp_path, *[{"prompt": "1+1=", "answer": 2, "verifier": "trace"}] * 2)
+    count = sum(p.numel() for p in build_policy(TINY, 2).model.parameters())
+    config = {"curate": {"dataset": str(path)}}
+    adapters = {"lora_rank": 2, "lora_target_modules": ["q_proj", "down_proj"]}
+    for settings in ({"path": str(model)}, TINY.model_dump()):
+        found = inspect_sources({**config, "model": {**settings, **adapters}})
+        # Two heads of eight from sixteen, and sixteen from twenty-four.
+        trained = 2 * (16 + 16) + 2 * (16 + 24)
+        assert dict(found.rows)["- adapters"] == (
+            f"rank 2, alpha 32, on `down_proj`, `q_proj`: {trained} of {count + trained:,} "
+            f"parameters are trained ({100 * trained / (count + trained):.2g} %)"
+        )
+        adapters["lora_target_modules"][0] = "c_attn"
+        with pytest.raises(ConfigError, match=r"linear layers .*got \['c_attn'\]"):
+            inspect_sources({**config, "model": {**settings, **adapters}})
+        adapters["lora_target_modules"][0] = "q_proj"
+
+
+def test_a_built_model_has_the_tensors_that_are_counted_for_it():
+    for changes in ({}, {"num_experts": 4}):
+        settings = ModelConfig(num_layers=2, **changes)
+        model = build_policy(settings, 0).model
+        tensors = on_disk(dict(model.named_parameters()), model.config.to_dict())
+        made = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        assert {n: shape for n, (_, shape) in built_tensors(settings).items()} == made
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path, model):
+    (model / "adapter_config.json").write_text("{}")
+    path = jsonl(tmp_path, {"prompt": "1+1=", "answer": 2, "verifier": "trace"})
+    assert "merge them into their model" in refused(path, model)
+    with pytest.raises(ConfigError, match=r"got adapters \(`adapter_config.json`\)"):
+        load_pretrained(str(model))
 
 
 def test_the_first_bad_rows_are_told_by_number_all_at_once(tmp_path):

@@ -23,14 +23,16 @@ def a_policy(root, version, parents):
     return write_files(uri, "policy/1", files, parents=parents, attributes={})
 
 
-def finish(root, *, names_reference=True):
+def finish(root, *, names_reference=True, **facts):
     """Leave what the two iterations of a first run do."""
     first = a_policy(root, 0, {})
     name = {"reference": first.pin().removeprefix(f"{root}/")} if names_reference else {}
     state = checkpoint.save(
-        layout.state(root, 2), {"model": {"w": torch.zeros(1)}, "extra": {"step": 2, **name}},
-        parents={}, attributes={"step": 2},
-    )  # fmt: skip
+        layout.state(root, 2),
+        {"model": {"w": torch.zeros(1)}, "extra": {"step": 2, **name, **facts}},
+        parents={},
+        attributes={"step": 2},
+    )
     a_policy(root, 2, {"state": state.manifest_sha256})
     return first
 
@@ -64,6 +66,20 @@ def test_a_penalty_that_comes_later_needs_a_pinned_reference(file_root):
     late["overrides"] += f" train.reference_policy={first.pin()}"
     summary = prepare(file_root, wish(**late)).documents["summary"]
     assert f"| penalty | 0.04 x KL to `{first.pin()}` |" in summary
+
+
+def test_adapters_are_those_of_the_state_that_a_run_goes_on_from(file_root):
+    rank = f"{SMALL} model.lora_rank="
+    prepare(file_root, wish(overrides=f"{rank}4"))
+    lora = {"rank": 4, "alpha": 32.0, "target_modules": []}
+    finish(file_root, lora=lora)
+    prepare(file_root, wish(overrides=f"{rank}4", index=1))
+    for place, more in ((file_root, {"index": 1}), ("fork", {"resume_from": file_root})):
+        root = place if place == file_root else f"{file_root}/{place}"
+        for number, words in ((8, "rank 8"), (0, "all weights")):
+            changed = wish(overrides=f"{rank}{number}", allow_config_change=True, **more)
+            with pytest.raises(ConfigError, match=f"rank 4, alpha.*got {words}.*undo the change"):
+                prepare(root, changed)
 
 
 def test_a_pinned_reference_must_be_there_before_the_first_iteration(file_root):

@@ -100,6 +100,24 @@ def test_trained_model_can_be_trained_on_by_force(file_root, tmp_path):
     assert not torch.equal(policy.model.model.norm.weight, given.model.model.norm.weight)
 
 
+def test_adapters_change_linear_layers_alone_and_are_merged(file_root, tmp_path):
+    folder = tmp_path / "given"
+    given = build_policy(tiny_model(), seed=5)
+    save_policy(f"file://{folder}", given, version=9, parents={}, attributes={})
+    prompts = write_data(file_root)
+    model = {"path": str(folder), "lora_rank": 2, "lora_target_modules": ["q_proj", "up_proj"]}
+    digest = make_run(file_root, model=model, sft={"force": True})
+    result, _, metrics = start(file_root, tmp_path, digest, prompts)
+    after, before = load_policy(result.policy_pin).model.state_dict(), given.model.state_dict()
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(after[name], before[name])}
+    adapted = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"}
+    assert changed == adapted
+    for name in adapted:
+        assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4) == 2
+    assert metrics["num_trained_parameters"] == sum(2 * sum(before[n].shape) for n in adapted)
+
+
 def test_missing_model_ends_with_the_code_of_a_wrong_configuration(file_root, tmp_path, caplog):
     prompts = write_data(file_root)
     digest = make_run(file_root, model={"path": str(tmp_path / "none")})

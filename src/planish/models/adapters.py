@@ -1,0 +1,165 @@
+"""Which layers of a model get low-rank adapters (LoRA), and what a train state says of them.
+
+A linear layer of weight W [rows, columns] computes with W + alpha / rank * B A, where A is
+[rank, columns] and B [rows, rank]; A and B are trained and W stays. Imports no torch, so that
+`prepare` can look before a GPU is asked for; `planish.models.lora` builds them.
+
+Source: LoRA, arXiv 2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from planish.base.errors import ConfigError
+from planish.models.config import ModelConfig
+from planish.models.experts import is_expert
+
+KEY = "lora"
+"""Key of the settings in the JSON part of a train state; it has none where all weights train."""
+DOWN, UP, SCALE = "lora_A", "lora_B", "lora_scale"
+"""Names of tensors: `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, A and B above, beside
+`<layer>.weight`; and once for a model `alpha / rank`."""
+
+ADAPTER_FILE = "adapter_config.json"
+"""File of a folder that holds adapters of peft."""
+
+_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\..+")
+
+
+class Adapters(NamedTuple):
+    """Size and place of adapters.
+
+    Example:
+        >>> Adapters(8, 32.0, ("q_proj",)).scale
+        4.0
+    """
+
+    rank: int
+    """Columns of B; above 0."""
+    alpha: float
+    """Numerator of the scale."""
+    target_modules: tuple[str, ...]
+    """Last parts of the names of layers; none is every linear layer but those of experts."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON."""
+        return {**self._asdict(), "target_modules": list(self.target_modules)}
+
+
+def configured(config: ModelConfig) -> Adapters | None:
+    """Return the adapters that a configuration asks for; None where all weights are trained."""
+    if not config.lora_rank:
+        return None
+    targets = tuple(sorted(set(config.lora_target_modules)))
+    return Adapters(config.lora_rank, config.lora_alpha, targets)
+
+
+def find_layers(
+    shapes: Mapping[str, Sequence[int]], wanted: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """Return the layers that get adapters, with rows and columns of their weights.
+
+    Args:
+        shapes: tensor name to shape, of linear layers and experts; names as in memory or on disk.
+        wanted: as `Adapters.target_modules`.
+
+    Raises:
+        ConfigError: a name is that of no linear layer, or of experts.
+
+    Example:
+        >>> shapes = {"model.layers.0.self_attn.q_proj.weight": (4, 2), "lm_head.weight": (9, 2)}
+        >>> find_layers(shapes, [])
+        {'model.layers.0.self_attn.q_proj': (4, 2)}
+    """
+    layers: dict[str, tuple[int, int]] = {}
+    of_experts: set[str] = set()
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if _LAYER.fullmatch(layer) is None:
+            continue
+        if is_expert(name) or ".experts." in name:
+            of_experts.add(layer.rpartition(".")[2])
+        # A router is no linear layer of transformers.
+        elif len(shape) == 2 and layer != name and not layer.endswith(".gate"):
+            layers[layer] = (shape[0], shape[1])
+    known = {layer.rpartition(".")[2] for layer in layers}
+    absent = sorted(set(wanted) - known)
+    if absent or not known:
+        experts = sorted(of_experts.intersection(absent))
+        what = f"{experts} of routed experts, which take no adapters" if experts else f"{absent}"
+        raise ConfigError(
+            "`model.lora_target_modules` must name linear layers of the model's decoder layers, "
+            f"which has {sorted(known)}, got {what}"
+            + ("; name some of these" if known else "; set `model.lora_rank = 0` for this model")
+        )
+    return {
+        layer: shape
+        for layer, shape in layers.items()
+        if not wanted or layer.rpartition(".")[2] in wanted
+    }
+
+
+def adapter_folder_fault(folder: str) -> str:
+    """Return what is wrong with a model folder that holds `ADAPTER_FILE`.
+
+    transformers would put the adapters on top of its weights, which are not those of the policy.
+    """
+    return (
+        f"a model folder must hold a whole model, got adapters (`{ADAPTER_FILE}`) in {folder!r}; "
+        "merge them into their model: `merge_and_unload` of peft, then `save_pretrained`"
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a tensor of a train state belongs to adapters.
+
+    Example:
+        >>> is_adapter("layers.0.q_proj.lora_A.weight"), is_adapter("layers.0.q_proj.weight")
+        (True, False)
+    """
+    return not {DOWN, UP, SCALE}.isdisjoint(name.split("."))
+
+
+def num_trained(layers: Mapping[str, tuple[int, int]], rank: int) -> int:
+    """Return the parameters of all adapters.
+
+    Example:
+        >>> num_trained({"model.layers.0.self_attn.q_proj": (4, 2)}, 8)
+        48
+    """
+    return sum(rank * (rows + columns) for rows, columns in layers.values())
+
+
+def check_same(info: Mapping[str, Any], adapters: Adapters | None, *, pin: str) -> None:
+    """Refuse a train state whose adapters are others than those of the configuration.
+
+    Args:
+        info: JSON part of the state.
+        adapters: of the configuration.
+        pin: of the state.
+
+    Raises:
+        ConfigError: rank, alpha or layers differ, or one of them has no adapters.
+    """
+    held, wanted = info.get(KEY), adapters.to_json() if adapters else None
+    if held == wanted:
+        return
+    raise ConfigError(
+        "`model.lora_rank`, `lora_alpha` and `lora_target_modules` must be those of the train "
+        f"state that is loaded, {_words(held)} in {pin!r}, got {_words(wanted)}; undo the change, "
+        "or start a new root from the policy alone (`model=<policy folder>`)"
+    )
+
+
+def _words(settings: Any) -> str:
+    if not isinstance(settings, dict):
+        return "all weights"
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

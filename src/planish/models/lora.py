@@ -1,0 +1,91 @@
+"""Low-rank adapters in a model of transformers: put in, named, and merged into its weights.
+
+The layers are those of peft; what is trained, saved and exported is decided by their callers.
+
+Source: LoRA, arXiv 2106.09685, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planish.models.adapters import SCALE, Adapters, find_layers, is_adapter
+
+_NAME = "default"
+"""What peft calls the only adapter of a layer."""
+
+
+def add_adapters(model: nn.Module, adapters: Adapters, *, seed: Sequence[int]) -> None:
+    """Put adapters into a model, in place: the function that it computes is still the same.
+
+    Nothing else needs gradients afterwards. A is drawn, B is 0.
+
+    Args:
+        model: causal LM or critic on CPU.
+        adapters: rank, scale and layers.
+        seed: of A; equal on all ranks. The global random state is left as it was.
+
+    Raises:
+        ConfigError: the model has no such layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if name in linear or ".experts." in name
+    }
+    layers = find_layers(shapes, adapters.target_modules)
+    config = LoraConfig(
+        r=adapters.rank, lora_alpha=adapters.alpha, target_modules=sorted(layers), lora_dropout=0.0
+    )
+    stream = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(stream[0]))
+        inject_adapter_in_model(config, model, _NAME)
+    model.register_buffer(SCALE, torch.tensor(adapters.scale))
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter as checkpoints and policies have it, without peft's wrappers.
+
+    Example:
+        >>> plain_name("layers.0.q_proj.base_layer.weight")
+        'layers.0.q_proj.weight'
+        >>> plain_name("layers.0.q_proj.lora_A.default.weight")
+        'layers.0.q_proj.lora_A.weight'
+    """
+    return name.replace(".base_layer.", ".").replace(f".{_NAME}.", ".")
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model by their plain names, adapters added to the weights.
+
+    Weights without adapters are not copied.
+    """
+    tensors = {plain_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        delta: Any = getattr(module, "get_delta_weight", None)
+        if delta is not None:
+            weight = f"{name}.weight"
+            with torch.no_grad():
+                tensors[weight] = tensors[weight] + delta(_NAME)
+    return {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters of a model to its weights, in place, and take them out of it."""
+    for name, module in list(model.named_modules()):
+        layer: Any = module
+        if hasattr(layer, "get_delta_weight"):
+            layer.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    delattr(model, SCALE)
+    model.requires_grad_(True)
