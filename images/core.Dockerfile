@@ -2,13 +2,14 @@
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 
-# A mirror of the package index; what it is called, and a password in it, stay out of the image.
+# A mirror of the package index, and one more; their names and passwords stay out of the image.
 ARG PIP_INDEX_URL=""
+ARG PIP_EXTRA_INDEX_URL=""
 RUN python -m venv /opt/planish
 # Only what the package needs, so that a change of a test does not build the image again.
 COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
 COPY src /build/src
-RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check \
+RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check --use-pep517 \
       --constraint /build/constraints.txt "/build[curate,reward,pipelines]"
 
 FROM ${BASE}
