@@ -112,6 +112,10 @@ _STAGES = {
             note("evaluate", root=root, baseline_pin=baseline_pin, policy_pin=policy_pin)
             write(evaluation)
     """,
+    "evaluate/iteration": """
+        def run(*, root, config_sha256, number, offset, policy_pin):
+            note("evaluate-iteration", root=root, iteration=offset + number, policy_pin=policy_pin)
+    """,
     "monitor_check": """
         from collections import namedtuple
         Checked = namedtuple("Checked", "faulty_machine")
@@ -147,11 +151,12 @@ def write_fake_stages(folder: Path) -> Path:
     (package / "stages").mkdir()
     (package / "stages" / "__init__.py").write_text("")
     for stage, body in _STAGES.items():
-        folder_of_stage = package / "stages" / stage
-        folder_of_stage.mkdir()
+        name, _, module = stage.partition("/")
+        folder_of_stage = package / "stages" / name
+        folder_of_stage.mkdir(exist_ok=True)
         (folder_of_stage / "__init__.py").write_text("")
         head = "import json, os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
-        (folder_of_stage / "stage.py").write_text(head + textwrap.dedent(body))
+        (folder_of_stage / f"{module or 'stage'}.py").write_text(head + textwrap.dedent(body))
     return folder
 
 

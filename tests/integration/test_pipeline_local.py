@@ -87,7 +87,8 @@ def bench(tmp_path):
 
 
 def order(events):
-    return [(e["stage"], e["iteration"]) for e in events if e["stage"] != "rollout-end"]
+    inside = {"rollout-end", "evaluate-iteration"}
+    return [(e["stage"], e["iteration"]) for e in events if e["stage"] not in inside]
 
 
 def test_all_stages_run_in_order_and_hand_on_their_pins(bench):
@@ -107,6 +108,12 @@ def test_all_stages_run_in_order_and_hand_on_their_pins(bench):
         if e["stage"] == "rollout"
     ]
     assert pins == [("policy-2", "", 1, 2)] * 2 + [("policy-3", "state-3", 2, 2)] * 2
+    # The first rollout task offers each policy to the evaluation, which looks whether it is due.
+    offered = [e for e in events if e["stage"] == "evaluate-iteration"]
+    assert [(e["iteration"], e["policy_pin"]) for e in offered] == [
+        (3, "policy-2"),
+        (4, "policy-3"),
+    ]
     evaluated = next(e for e in events if e["stage"] == "evaluate")
     assert (evaluated["baseline_pin"], evaluated["policy_pin"]) == ("policy-2", "policy-4")
     prepared = events[0]

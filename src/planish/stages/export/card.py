@@ -91,6 +91,11 @@ def model_card(
         "verifier": str(data.get("verifier", "")),
         "preset": str(run.get("preset", "")) or "none",
         "algorithm": algorithm,
+        **(
+            {"low-rank adapters": f"rank {rank}, merged"}
+            if (rank := model.get("lora_rank"))
+            else {}
+        ),
         "seed": str(config.get("run", {}).get("seed", "")),
         "iterations before this policy": str(version),
         "policy": f"sha256 {manifest.sha256} of manifest.json",

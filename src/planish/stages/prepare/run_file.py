@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import planish
@@ -55,6 +55,8 @@ class RunFile:
     """Where the root began."""
     initial: StartPins
     """Where the present run of the chain begins."""
+    preset: str = ""
+    """What the settings started from; empty for none."""
 
     @property
     def sha256(self) -> str:
@@ -70,6 +72,7 @@ class RunFile:
             "resumed_from": self.resumed_from,
             "origin": vars(self.origin),
             "initial": vars(self.initial),
+            "preset": self.preset,
         }
 
 
@@ -95,6 +98,7 @@ def read_run_file(root: str) -> RunFile | None:
             resumed_from=str(raw["resumed_from"]),
             origin=origin,
             initial=initial,
+            preset=str(raw.get("preset", "")),
         )
     except (KeyError, TypeError, RecordError) as error:
         raise ConfigError(
@@ -155,8 +159,8 @@ def open_run_file(
         )
     changed = check_same_config(before, config, root=root, allow_config_change=allow_config_change)
     code_version = planish.__version__ if changed else before.code_version
-    origin = before.origin
-    return RunFile(config, code_version, before.resumed_from, origin, origin), changed, False
+    run = replace(before, config=config, code_version=code_version, initial=before.origin)
+    return run, changed, False
 
 
 def _start_of_other(

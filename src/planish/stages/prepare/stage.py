@@ -251,6 +251,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         resume_from=chain.resume_from,
         allow_config_change=chain.allow_config_change,
     )
+    run_file = replace(run_file, preset=wish.preset or run_file.preset)
     away_from = nodes_to_avoid(root, chain.resume_from, wish.max_avoided_nodes)
     link = find_link(root, chain.index, wish.num_iterations)
     if link.offset:

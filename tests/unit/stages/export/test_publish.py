@@ -23,7 +23,7 @@ from tests.servers.hub import Hub
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 CONFIG = {
-    "model": {"path": "org/base", "revision": ""},
+    "model": {"path": "org/base", "revision": "", "lora_rank": 8},
     "curate": {"dataset": "/secret/place/mine.jsonl", "verifier": "integer"},
     "algorithm": {"name": "dapo"},
     "run": {"seed": 7},
@@ -83,6 +83,7 @@ def test_the_best_policy_is_a_folder_with_a_card(root, tmp_path, capsys):
         "| base model | `org/base` |",
         "| data | `mine.jsonl` |",
         "| preset | `dapo-tiny` |",
+        "| low-rank adapters | `rank 8, merged` |",
         f"| policy | `sha256 {read_manifest(uri).sha256} of manifest.json` |",
         f"| train state | `{4:064d}` |",
         "16 prompts, 8 samples each, temperature 1.0, top-p 0.7, at most tokens 48.",

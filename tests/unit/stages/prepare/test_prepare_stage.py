@@ -67,6 +67,7 @@ def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     document = json.loads(store.read(layout.run_file(file_root)))
     assert values == (document["config_sha256"], 0, 0, {})
     assert document["config"]["run"]["seed"] == 3
+    assert document["preset"] == "dapo-tiny"
     assert "| kind | new run |" in summary
     assert "| iterations | 1 to 2 (0 already finished) |" in summary
     assert "| batch | 8 prompts x 8 = 64 rollouts an iteration |" in summary
