@@ -116,6 +116,11 @@ class Profile:
     """Environment of every task."""
 
     @property
+    def iteration_limit_seconds(self) -> int:
+        """Sum of the deadlines of one iteration: one that lasts longer has stalled or repeats."""
+        return sum(self.stages[stage].timeout_seconds for stage in ITERATION_STAGES)
+
+    @property
     def num_rollout_tasks(self) -> int:
         """Rollout tasks of an iteration in a cluster."""
         return self.parallelism or self.num_shards
@@ -129,6 +134,9 @@ class Profile:
     cache_claim: str = ""
     """Persistent volume claim for models and data sets; empty: each pod fetches its own."""
 
+
+ITERATION_STAGES = ("rollout", "reward", "train", "checkpoint")
+"""Stages of one iteration, which follow each other."""
 
 METRICS_PORT = 9464
 """TCP port at which the scrape configuration in `monitoring/` looks for the tasks of a run."""

@@ -9,7 +9,14 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-from components.images import FETCHING_STAGES, GPU, GPU_NODE_LABEL, STAGE_IMAGES, Profile
+from components.images import (
+    FETCHING_STAGES,
+    GPU,
+    GPU_NODE_LABEL,
+    ITERATION_STAGES,
+    STAGE_IMAGES,
+    Profile,
+)
 
 STAGE_LABEL = "planish/stage"
 
@@ -39,6 +46,9 @@ RANKS_ENV: dict[str, str] = {"ranks_token": "PLANISH_RANKS_TOKEN"}
 
 SAMPLING_STAGES = ("rollout", "evaluate")
 """Stages whose engine may have its ranks in pods of their own (`engine.peers`)."""
+
+ITERATION_LIMIT = "PLANISH_ITERATION_LIMIT_SECONDS"
+"""Tells the alert on stalled iterations how long one may last under the profile."""
 
 SCRATCH = "/scratch"
 
@@ -89,6 +99,8 @@ def with_pod_settings(
     task.set_memory_limit(resources.memory)
     for name, value in profile.env.items():
         task.set_env_variable(name, value)
+    if stage in ITERATION_STAGES:
+        task.set_env_variable(ITERATION_LIMIT, str(profile.iteration_limit_seconds))
     for name, path in FIELD_ENV.items():
         kubernetes.use_field_path_as_env(task, env_name=name, field_path=path)
     kubernetes.use_secret_as_env(

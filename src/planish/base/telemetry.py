@@ -115,6 +115,7 @@ _GAUGES = {
     "planish_rollout_tokens_per_second": "Response tokens sampled per second since the start.",
     "planish_stage_info": "Always 1; says what this process works on.",
     "planish_stage_iteration": "Iteration of the task; 0 outside iterations.",
+    "planish_stage_iteration_limit_seconds": "How long an iteration may last before it is stalled.",
     "planish_stage_progress_timestamp_seconds": "Unix time at which this process last got ahead.",
     "planish_stage_start_timestamp_seconds": "Unix time at which the task began.",
     "planish_train_entropy": "Mean entropy of the policy per token, in nats.",

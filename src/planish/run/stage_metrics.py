@@ -24,6 +24,11 @@ PORT_VARIABLE = "PLANISH_METRICS_PORT"
 LAST_SCRAPE_VARIABLE = "PLANISH_METRICS_LAST_SCRAPE_SECONDS"
 """How long a finished task waits for its last numbers to be scraped."""
 
+ITERATION_LIMIT_VARIABLE = "PLANISH_ITERATION_LIMIT_SECONDS"
+"""How long an iteration may last under the timeouts of its profile."""
+
+ITERATION_LIMIT_SECONDS = 7200.0
+MAX_LIMIT_SECONDS = 366 * 86400
 NUM_PORTS = 16
 LAST_SCRAPE_SECONDS = 20.0
 
@@ -80,6 +85,8 @@ class StageMetrics:
         now = time.time()
         telemetry.set_level("planish_stage_info", 1, stage=self._stage, rank=str(self._rank or 0))
         telemetry.set_level("planish_stage_iteration", self._iteration)
+        limit = _number(ITERATION_LIMIT_VARIABLE, ITERATION_LIMIT_SECONDS, most=MAX_LIMIT_SECONDS)
+        telemetry.set_level("planish_stage_iteration_limit_seconds", limit)
         telemetry.set_level("planish_stage_start_timestamp_seconds", now)
         telemetry.count("planish_stage_nonfinite_total", 0)
         telemetry.mark_progress()
@@ -133,15 +140,15 @@ class StageMetrics:
         self._server.close()
 
 
-def _number(variable: str, default: float) -> float:
+def _number(variable: str, default: float, *, most: int = 65535) -> float:
     text = os.environ.get(variable, "")
     try:
         value = float(text or default)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= 65535:
+    if not 0 <= value <= most:
         raise ConfigError(
-            f"`{variable}` must be a number from 0 to 65535, got {text!r}; set it for the task, "
+            f"`{variable}` must be a number from 0 to {most}, got {text!r}; set it for the task, "
             "or leave it out"
         )
     return value

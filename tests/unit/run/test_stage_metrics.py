@@ -37,6 +37,7 @@ def test_nothing_listens_unless_a_port_is_set():
 def test_a_task_shows_what_it_is_and_when_it_got_ahead(monkeypatch):
     port = free_port()
     monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    monkeypatch.setenv("PLANISH_ITERATION_LIMIT_SECONDS", "158400")
     begun = time.time()
     with StageMetrics("rollout", 7) as shown:
         shown.open()
@@ -46,6 +47,7 @@ def test_a_task_shows_what_it_is_and_when_it_got_ahead(monkeypatch):
         later = scrape(port)
     assert found['planish_stage_info{rank="0",stage="rollout"}'] == 1
     assert found["planish_stage_iteration"] == 7
+    assert found["planish_stage_iteration_limit_seconds"] == 158400
     assert begun <= found["planish_stage_start_timestamp_seconds"] <= time.time()
     name = "planish_stage_progress_timestamp_seconds"
     assert later[name] >= found[name] + 0.02
