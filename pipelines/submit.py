@@ -3,6 +3,7 @@
     python -m pipelines.submit run s3://bucket/run --profile gpu-1x8 -p preset=dapo-paper
     python -m pipelines.submit schedule s3://bucket/run --cron "0 0 2 * * *"
     python -m pipelines.submit wait RUN_ID
+    python -m pipelines.submit status RUN_ID
     python -m pipelines.submit cleanup RUN_ID
     python -m pipelines.submit stop s3://bucket/run
     python -m pipelines.submit avoid s3://bucket/run NODE
@@ -14,6 +15,7 @@ wants the namespace of a profile (--namespace).
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from components.images import PROFILES, Profile
+from components.images import PROFILES, Profile, resolve_images
 from components.pod_settings import STAGE_LABEL
 from pipelines.compile import compile_text, parse_images
 from pipelines.compiled import PARAMETERS
@@ -31,9 +33,10 @@ from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import DEFAULT_PRESET, profile_named, with_data
 from planish.base.config import parse_override
-from planish.base.errors import ConfigError
+from planish.base.errors import EXIT_FAILED, EXIT_TRANSIENT, ConfigError
 from planish.run.chain import FIRST_UNFINISHED, parse_chain, with_settings
 from planish.run.kubeflow import description, title
+from planish.store import normal_uri
 
 RUN_LABEL = "pipeline/runid"
 """Label that Kubeflow puts on every pod of a run, and we on every job of one."""
@@ -87,7 +90,10 @@ def check_root(root: str) -> str:
         ValueError: a folder of this machine, which no pod sees.
     """
     if "://" not in root:
-        raise ValueError(f"the root must be a URI like s3://bucket/prefix, got {root!r}")
+        raise ValueError(
+            f"the root must be a URI like s3://bucket/prefix, got {root!r}; pods see no folder of "
+            "this machine"
+        )
     return root.rstrip("/")
 
 
@@ -280,7 +286,7 @@ def stop(root: str, *, undo: bool = False) -> list[str]:
     from planish import store
     from planish.records import layout
 
-    root = check_root(root)
+    root = normal_uri(root)
     uri = layout.stop_file(root)
     if not undo:
         store.write(uri, json.dumps({"reason": "operator"}).encode())
@@ -308,7 +314,7 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     from planish.records import layout
     from planish.run import avoid as nodes
 
-    root = check_root(root)
+    root = normal_uri(root)
     uri = layout.avoided_node(root, node)
     if not undo:
         return [uri] if nodes.avoid(root, nodes.AvoidedNode(node, "operator")) else []
@@ -350,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
     start.add_argument("--hub-secret", default="", help="secret with the hub's token")
     start.add_argument("--cache-claim", default="", help="volume claim for models and data")
+    start.add_argument("--dry-run", action="store_true", help="compile, ask nobody, print as JSON")
     monitor_options(start, on_cluster=True)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", parents=[start], help="start one run")
@@ -359,6 +366,8 @@ def _parser() -> argparse.ArgumentParser:
     waiting = commands.add_parser("wait", parents=[server], help="wait for the end of a run")
     waiting.add_argument("run_id")
     waiting.add_argument("--timeout-seconds", type=int, default=24 * 3600)
+    asking = commands.add_parser("status", parents=[server], help="print the state of a run")
+    asking.add_argument("run_id")
     cleaning = commands.add_parser("cleanup", parents=[server], help="end a run, delete its jobs")
     cleaning.add_argument("run_id")
     stopping = commands.add_parser("stop", help="end a run after the iteration in progress")
@@ -404,8 +413,12 @@ def _start(arguments: argparse.Namespace) -> str:
         "experiment": arguments.experiment or default_experiment(root),
         "service_account": arguments.service_account,
     }
-    server = _connect(arguments)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.dry_run:
+            size = write_package(Path(folder), profile, images, monitor).stat().st_size
+            told = {"profile": profile.name, "parameters": parameters, "pipeline_bytes": size}
+            return json.dumps({**options, **told, "images": resolve_images(images)}, indent=1)
+        server = _connect(arguments)
         package = write_package(Path(folder), profile, images, monitor)
         options["namespace"] = arguments.namespace if server.is_multi_user else ""
         if arguments.command == "run":
@@ -432,7 +445,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif arguments.command == "wait":
             client = _server(arguments).client
             state = wait(client, arguments.run_id, timeout_seconds=arguments.timeout_seconds)
-            lines, code = [state], 0 if state == SUCCEEDED else 1
+            lines, code = [state], 0 if state == SUCCEEDED else EXIT_FAILED
+        elif arguments.command == "status":
+            lines = [str(_server(arguments).client.get_run(arguments.run_id).state)]
         elif arguments.command == "cleanup":
             from kubernetes import client as kubernetes_client
             from kubernetes import config
@@ -450,7 +465,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     except ConnectionError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
+        return EXIT_TRANSIENT
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; the same command resumes\n")
+        return 128 + signal.SIGINT
     for line in lines:
         sys.stdout.write(f"{line}\n")
     return code

@@ -64,7 +64,7 @@ def test_a_token_says_who_asks(server, tmp_path):
     assert server.tokens == {"Bearer abc.def"}
 
 
-@pytest.mark.parametrize("command", ["run", "wait", "cleanup"])
+@pytest.mark.parametrize("command", ["run", "wait", "status", "cleanup"])
 def test_where_nothing_answers_one_line_says_what_to_type(command, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     words = {"run": ["s3://b/r", *ONE]}.get(command, ["some-run"])
@@ -76,7 +76,7 @@ def test_where_nothing_answers_one_line_says_what_to_type(command, tmp_path):
         cwd=REPOSITORY,
         env={"PATH": "/usr/bin", "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""},
     )
-    assert done.returncode == 2
+    assert done.returncode == 75
     (line,) = done.stderr.splitlines()
     assert f"must answer at {url}, got" in line
     assert "refused" in line
@@ -85,7 +85,7 @@ def test_where_nothing_answers_one_line_says_what_to_type(command, tmp_path):
 
 def test_a_server_that_is_no_kubeflow_is_said_so_at_once(server, capsys, monkeypatch):
     monkeypatch.setattr(server, "_get", lambda handler: server._answer(handler, 503, {"a": 1}))
-    assert submit.main(["wait", "some-run", "--host", server.url]) == 2
+    assert submit.main(["wait", "some-run", "--host", server.url]) == 75
     (line,) = capsys.readouterr().err.splitlines()
     assert f"must answer at {server.url}, got" in line
     assert "port-forward" in line

@@ -190,6 +190,17 @@ def test_the_command_line_starts_a_run(server, capsys):
     assert "mirror/core:1" in json.dumps(body["pipeline_spec"])
 
 
+def test_a_dry_run_asks_nobody_and_says_what_would_be_submitted(capsys):
+    options = ["--profile", "cpu-tiny", "--iterations", "1", "--host", "http://127.0.0.1:1"]
+    options += ["-p", "preset=grpo-tiny", "--image", "core=mirror/core:1"]
+    assert submit.main(["run", "s3://bucket/run/", *options, "--dry-run"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == {"preset": "grpo-tiny", "root": "s3://bucket/run"}
+    assert (told["name"], told["experiment"]) == ("run grpo-tiny #0", "bucket")
+    assert told["images"]["core"] == "mirror/core:1"
+    assert told["pipeline_bytes"] > 10_000
+
+
 def body_id(server):
     return next(iter(server.objects["runs"]))
 
@@ -198,6 +209,7 @@ def test_the_command_line_schedules_and_waits(server, capsys):
     options = ["--host", server.url, "--profile", "cpu-tiny", "--iterations", "1"]
     assert submit.main(["schedule", "s3://b/r", *options, "--cron", "0 0 2 * * *"]) == 0
     run = server.add_run(display_name="x")
+    assert submit.main(["status", run["run_id"], "--host", server.url]) == 0
     assert submit.main(["wait", run["run_id"], "--host", server.url]) == 0
     server.states = ["FAILED"]
     assert submit.main(["wait", run["run_id"], "--host", server.url]) == 1
@@ -249,7 +261,9 @@ def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
     assert avoided(file_root) == []
 
 
-@pytest.mark.parametrize("words", [["avoid", "file:///r", "a/b"], ["avoid", "folder", "node-3"]])
+@pytest.mark.parametrize(
+    "words", [["avoid", "file:///r", "a/b"], ["avoid", "s3:/folder", "node-3"]]
+)
 def test_a_node_or_a_root_that_can_not_be_is_refused(words):
     with pytest.raises(SystemExit) as caught:
         submit.main(words)
