@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from planish import store
+from planish.checkpoint import train_state
+from planish.models.policy import load_policy
 from planish.records import layout
-from planish.records.io import fetch_files
+from planish.records.io import fetch_files, read_manifest
 from tests.integration.own_model import make_model
+from tests.integration.test_train_stage import all_tensors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -54,6 +57,11 @@ def run_pipeline(root, model, dataset, iterations, overrides="", **environment):
     )
 
 
+def pin_of(root, version):
+    uri = layout.policy(root, version)
+    return read_manifest(uri).ref(uri).pin()
+
+
 def check_export(root, version, family):
     """Open the exported policy with transformers alone and compare its form with the model's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,6 +75,32 @@ def check_export(root, version, family):
         [{"role": "system", "content": "Be brief."}], tokenize=False
     )
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+def check_adapters(root):
+    """Compare the export after three iterations with the base and the adapters of the state."""
+    from transformers import AutoModelForCausalLM
+
+    check_export(root, 3, "Qwen2")
+    state = train_state.latest(root)
+    tensors = all_tensors(state.pin())
+    plain, merged = (load_policy(pin_of(root, k)).model.state_dict() for k in (0, 3))
+    moved = 0
+    for name, weight in plain.items():
+        layer = f"model.{name.removesuffix('.weight')}"
+        wanted = weight.float()
+        if f"{layer}.lora_A.weight" in tensors:
+            up, down = tensors[f"{layer}.lora_B.weight"], tensors[f"{layer}.lora_A.weight"]
+            wanted = wanted + 8.0 * (up @ down)
+            moved += not torch.equal(merged[name], weight)
+        assert torch.equal(merged[name], wanted.bfloat16()), name
+    assert moved == 14
+    # transformers alone computes with the folder what the trained policy computes.
+    opened = AutoModelForCausalLM.from_pretrained(fetch_files(layout.policy(root, 3)))
+    ids = torch.arange(4, 12)[None]
+    assert torch.equal(opened(ids).logits, load_policy(pin_of(root, 3)).model(ids).logits)
+    page = store.read(f"{layout.report(root)}/report.html").decode()
+    assert "trained parameters" in page
 
 
 @pytest.mark.slow
@@ -86,6 +120,23 @@ def test_a_model_and_rows_in_folders_are_trained_and_exported(file_root, tmp_pat
     assert "| - system message | in 24 of 24 prompts |" in done.stdout
     assert "cold start skipped: `model.path` gives a trained model" in done.stdout
     check_export(file_root, 2, family)
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_by_adapters_and_exported_whole(file_root, tmp_path):
+    model = make_model("Qwen2", tmp_path / "model")
+    done = run_pipeline(
+        file_root,
+        str(model),
+        str(write_rows(tmp_path / "mine.jsonl")),
+        3,
+        # Random text has a vowel now and then, so that there is something to learn.
+        "curate.verifier=regex curate.answer_pattern=(a|e|i|o|u) rollout.group_size=4 "
+        "train.learning_rate=1e-2 train.warmup_iterations=0 model.lora_rank=4",
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "| - adapters | rank 4, alpha 32, on `down_proj`, `gate_proj`, `k_proj`" in done.stdout
+    check_adapters(file_root)
 
 
 @pytest.mark.slow

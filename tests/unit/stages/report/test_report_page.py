@@ -289,3 +289,14 @@ def test_the_distance_from_a_reference_is_drawn_for_runs_with_a_penalty_only():
     html = pages(facts)[0]
     assert "Distance from the reference" in html
     assert "estimated KL (nats per token)" in html
+
+
+def test_trained_parameters_are_told_against_all_where_adapters_are_trained():
+    sizes = {"num_parameters": 502_830_976.0, "num_trained_parameters": 8_798_208.0}
+    critic = {"num_critic_parameters": 400_000.0, "num_trained_critic_parameters": 4_000.0}
+    facts = ReportFacts(root="file:///r", updates={1: {}, 2: {**sizes, **critic}})
+    html, markdown = pages(facts)
+    for page in (html, markdown):
+        assert "8,798,208 of 502,830,976 (1.75 %)" in page
+        assert "4,000 of 400,000 (1.00 %)" in page
+    assert "trained parameters" not in pages(ReportFacts(root="file:///r", updates={1: {}}))[0]
