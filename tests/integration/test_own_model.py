@@ -93,7 +93,8 @@ def check_adapters(root):
             up, down = tensors[f"{layer}.lora_B.weight"], tensors[f"{layer}.lora_A.weight"]
             wanted = wanted + 8.0 * (up @ down)
             moved += not torch.equal(merged[name], weight)
-        assert torch.equal(merged[name], wanted.bfloat16()), name
+        # bfloat16 keeps eight bits of the sum.
+        torch.testing.assert_close(merged[name].float(), wanted, rtol=2**-8, atol=1e-6)
     assert moved == 14
     # transformers alone computes with the folder what the trained policy computes.
     opened = AutoModelForCausalLM.from_pretrained(fetch_files(layout.policy(root, 3)))
