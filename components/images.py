@@ -40,6 +40,9 @@ STAGE_IMAGES: dict[str, str] = {
 FETCHING_STAGES = ("prepare", "curate", "sft", "train")
 """Stages that open models or data sets from outside the run root."""
 
+MODEL_STAGES = ("curate", "sft", "rollout", "train", "evaluate")
+"""Stages that run a model."""
+
 RESHARD_STAGES = ("reshard_prepare", "reshard", "checkpoint_verify", "checkpoint_retain")
 """Stages of the pipeline `reshard`; all others are those of `post-train`."""
 
@@ -131,6 +134,8 @@ class Profile:
     hub_secret: str = "planish-hub"
     """Name of the secret whose key `token` opens private models and data sets of the hub; it need
     not exist."""
+    gpu_memory_gb: int = 80
+    """Memory of one GPU in 10**9 bytes; what does not fit is refused before a pod asks for it."""
     cache_claim: str = ""
     """Persistent volume claim for models and data sets; empty: each pod fetches its own."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from kfp import dsl, kubernetes
 
 from components import curate, evaluate, next_run, prepare, report, sft
-from components.images import CPU_TINY, GPU, PROFILES, Profile, resolve_images
+from components.images import CPU_TINY, GPU, MODEL_STAGES, PROFILES, Profile, resolve_images
 from components.pod_settings import WEBHOOK_ENV, with_pod_settings
 from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES
 from pipelines.iteration import build_iteration
@@ -54,6 +54,11 @@ def check_profile(profile: Profile) -> None:
             f"`parallelism` must be 0 (all shards) to `num_shards` ({profile.num_shards}), got "
             f"{profile.parallelism}; a loop cannot run more tasks than it has"
         )
+    if not 1 <= profile.gpu_memory_gb <= 10_000:
+        faults.append(
+            f"`gpu_memory_gb` must be 1 to 10000, got {profile.gpu_memory_gb}; it is the memory of "
+            "one GPU in 10**9 bytes"
+        )
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", profile.name):
         faults.append(
             f"a profile name must match [a-z0-9-], got {profile.name!r}; it becomes part of the "
@@ -73,6 +78,7 @@ def profile_named(
     hub_secret: str = "",
     cache_claim: str = "",
     compact: bool = False,
+    gpu_memory_gb: int = 0,
 ) -> Profile:
     """Return a profile of the table, with its counts, secrets and claim replaced where given.
 
@@ -96,6 +102,7 @@ def profile_named(
         hub_secret=hub_secret or profile.hub_secret,
         cache_claim=cache_claim or profile.cache_claim,
         compact=compact or profile.compact,
+        gpu_memory_gb=gpu_memory_gb or profile.gpu_memory_gb,
     )
     check_profile(profile)
     return profile
@@ -128,7 +135,8 @@ def largest_requests(profile: Profile) -> str:
     """Return, as JSON, what the cluster must be able to hold; the prepare stage checks it.
 
     `pod` is the largest request of a single pod by resource; `total` is the largest sum of pods
-    that run at the same time (a fan-out of rollout shards or one pod).
+    that run at the same time (a fan-out of rollout shards or one pod); `stages` are GPUs and memory
+    of each pod that runs a model, and `gpu_bytes` is the memory of one GPU.
     """
     pod: dict[str, str] = {}
     total: dict[str, str] = {}
@@ -142,7 +150,13 @@ def largest_requests(profile: Profile) -> str:
             if together > _amount(total.get(name, "0")):
                 is_cpu = name == "cpu"
                 total[name] = f"{round(together * 1000)}m" if is_cpu else str(int(together))
-    return json.dumps({"pod": pod, "total": total}, sort_keys=True)
+    stages = {
+        stage: {"gpus": profile.stages[stage].gpus, "memory": profile.stages[stage].memory}
+        for stage in MODEL_STAGES
+    }
+    gpu_bytes = profile.gpu_memory_gb * 10**9
+    found = {"pod": pod, "total": total, "stages": stages, "gpu_bytes": gpu_bytes}
+    return json.dumps(found, sort_keys=True)
 
 
 _UNITS = {"m": 1e-3, "": 1.0, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}

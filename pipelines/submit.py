@@ -1,6 +1,6 @@
 """Start, schedule, watch, stop and clean up runs on a cluster.
 
-    python -m pipelines.submit run s3://bucket/run --profile gpu-1x8 -p preset=dapo-paper
+    python -m pipelines.submit run s3://bucket/run --profile gpu-1x8 -p preset=dapo-qwen2.5-7b
     python -m pipelines.submit schedule s3://bucket/run --cron "0 0 2 * * *"
     python -m pipelines.submit wait RUN_ID
     python -m pipelines.submit status RUN_ID
@@ -31,11 +31,14 @@ from pipelines.compiled import PARAMETERS
 from pipelines.connect import KFP_NAMESPACE, Kubeflow, connect
 from pipelines.lint import lint
 from pipelines.monitor import Monitor, monitor_of, monitor_options
-from pipelines.post_train import DEFAULT_PRESET, profile_named, with_data
+from pipelines.post_train import DEFAULT_PRESET, largest_requests, profile_named, with_data
 from planish.base.config import parse_override
-from planish.base.errors import EXIT_FAILED, EXIT_TRANSIENT, ConfigError
+from planish.base.errors import EXIT_FAILED, EXIT_TRANSIENT, ConfigError, PlanishError
 from planish.run.chain import FIRST_UNFINISHED, parse_chain, with_settings
 from planish.run.kubeflow import description, title
+from planish.stages.prepare.cluster import PodRequests
+from planish.stages.prepare.devices import demands, device_faults, device_warnings, find_shape
+from planish.stages.prepare.settings import build_config
 from planish.store import normal_uri
 
 RUN_LABEL = "pipeline/runid"
@@ -95,6 +98,36 @@ def check_root(root: str) -> str:
             "this machine"
         )
     return root.rstrip("/")
+
+
+def check_settings(parameters: Mapping[str, Any], profile: Profile) -> list[str]:
+    """Refuse settings that the pods of a profile can not carry; return what to be warned of.
+
+    Raises:
+        ConfigError: a fault of the settings, devices that the pods do not have, or a model that
+            does not fit in them.
+    """
+    keys = ("preset", "config", "overrides", "model", "dataset", "seed")
+    start = {**dict.fromkeys(keys, ""), "preset": DEFAULT_PRESET, "seed": -1}
+    given = {key: parameters.get(key, start[key]) for key in keys}
+    requests = PodRequests.parse(largest_requests(profile))
+    try:
+        config = build_config(**given)
+    except (PlanishError, OSError) as error:
+        if "://" not in given["config"]:
+            raise
+        return [f"only `prepare` will check the settings: {error}"]
+    if faults := device_faults(config, requests):
+        raise ConfigError("; ".join(faults))
+    warnings = device_warnings(config, requests)
+    try:
+        shape = find_shape(config)
+    except (PlanishError, OSError) as error:
+        # The model may lie where pods can read and this machine can not.
+        return [*warnings, f"only `prepare` will count the memory of the model: {error}"]
+    if faults := [each.fault for each in demands(config, shape, requests) if each.fault]:
+        raise ConfigError("; ".join(faults))
+    return warnings
 
 
 def write_package(
@@ -357,6 +390,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--hub-secret", default="", help="secret with the hub's token")
     start.add_argument("--cache-claim", default="", help="volume claim for models and data")
     start.add_argument("--dry-run", action="store_true", help="compile, ask nobody, print as JSON")
+    start.add_argument("--gpu-memory", type=int, default=0, metavar="GB", help="of one GPU, 80")
     monitor_options(start, on_cluster=True)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", parents=[start], help="start one run")
@@ -405,7 +439,10 @@ def _start(arguments: argparse.Namespace) -> str:
         store_secret=arguments.store_secret,
         hub_secret=arguments.hub_secret,
         cache_claim=arguments.cache_claim,
+        gpu_memory_gb=arguments.gpu_memory,
     )
+    for line in check_settings(parameters, profile):
+        sys.stderr.write(f"warning: {line}\n")
     images = parse_images(arguments.image)
     monitor = monitor_of(arguments.monitor, max_restarts=arguments.max_restarts)
     options = {

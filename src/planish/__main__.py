@@ -140,8 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _IN_PIECES: dict[str, Callable[..., checkpoint_cli.Lines]] = {
     "checkpoint": checkpoint_cli.run,
-    "config": prepare_cli.show_config,
+    "config": prepare_cli.run,
     "export": export_cli.run,
+    "plan": prepare_cli.run,
     "rollout": rollout_cli.run,
 }
 """Commands that yield what to print, and may take long."""

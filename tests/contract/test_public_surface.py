@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golden.write_configuration import PAGE, page
+from tests.golden.write_configuration import PAGE, PODS, page, profiles
 from tests.golden.write_surface import FOLDER, SURFACES
 
 
@@ -19,3 +19,7 @@ def test_there_is_no_other_file_of_the_surface():
 
 def test_the_page_of_all_settings_is_the_one_on_file():
     assert page().splitlines() == PAGE.read_text("utf-8").splitlines()
+
+
+def test_the_package_knows_the_pods_of_each_profile():
+    assert profiles() == PODS.read_text("utf-8")

@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the classes: `python -m tests.golden.write_configuration`."""
+"""Writes docs/configuration.md from the classes, and what pods ask for from the profiles.
+
+python -m tests.golden.write_configuration
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from components.images import PROFILES
+from pipelines.post_train import largest_requests
 from planish.algorithms import ALGORITHMS
 from planish.base.config import SECTIONS, Section, section_class
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+PODS = Path(__file__).parents[2] / "src/planish/stages/prepare/profiles.json"
 
 HEAD = """\
 # Every setting
@@ -101,5 +107,12 @@ def default(field: FieldInfo) -> str:
     return f"`{shown}`"
 
 
+def profiles() -> str:
+    """Return what the pods of each profile ask for, as JSON for those who have only the package."""
+    found = {name: json.loads(largest_requests(PROFILES[name])) for name in sorted(PROFILES)}
+    return json.dumps(found, indent=2) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    PODS.write_text(profiles())

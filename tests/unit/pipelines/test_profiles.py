@@ -63,10 +63,11 @@ def test_a_long_stage_is_still_retried():
 
 
 def test_requests_of_the_tiny_profile_are_one_large_pod_or_two_rollouts():
-    assert json.loads(largest_requests(CPU_TINY)) == {
-        "pod": {"cpu": "100m", "memory": "2Gi"},
-        "total": {"cpu": "200m", "memory": str(4 * 2**30)},
-    }
+    found = json.loads(largest_requests(CPU_TINY))
+    assert found["pod"] == {"cpu": "100m", "memory": "2Gi"}
+    assert found["total"] == {"cpu": "200m", "memory": str(4 * 2**30)}
+    assert set(found["stages"]) == {"curate", "sft", "rollout", "train", "evaluate"}
+    assert found["stages"]["train"] == {"gpus": 0, "memory": "2Gi"}
 
 
 def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
@@ -75,6 +76,11 @@ def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
     assert found["total"]["nvidia.com/gpu"] == "32"
     assert found["total"]["cpu"] == f"{32 * 12 * 1000}m"
     assert found["total"]["memory"] == str(32 * 160 * 2**30)
+    assert found["stages"]["train"] == {"gpus": 8, "memory": "1200Gi"}
+    assert found["stages"]["rollout"] == {"gpus": 1, "memory": "160Gi"}
+    assert found["gpu_bytes"] == 80 * 10**9
+    larger = json.loads(largest_requests(profile_named("gpu-1x8", gpu_memory_gb=141)))
+    assert larger["gpu_bytes"] == 141 * 10**9
 
 
 def test_an_amount_that_kubernetes_does_not_know_is_refused():

@@ -9,6 +9,7 @@ from pipelines import submit
 from pipelines.connect import connect
 from pipelines.post_train import profile_named
 from planish import store
+from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.stage import is_stopped, mark_stopped
@@ -169,6 +170,46 @@ def test_wrong_parameters_are_told_at_once():
         submit.parse_parameters(["sed=1", "seed=1.5", "chain.allow_config_change=yes", "preset"])
     for words in ("got 'sed=1'", "valid boolean, got 'yes'", "got 'preset'"):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("profile", "pairs", "words"),
+    [
+        ("gpu-1x8", ["overrides=rollout.device=cpu"], "`rollout.device` must be 'auto' or 'cuda'"),
+        ("gpu-4x8", ["overrides=train.num_processes=1"], "must be 0 or 8 in a pod of 8 GPUs"),
+        ("cpu-tiny", ["preset=dapo-qwen2.5-7b"], "fit in the 1.5 GiB that the host memory leaves"),
+        ("cpu-tiny", ["model=Qwen/Qwen2.5-7B"], "fit in the 1.5 GiB that the host memory leaves"),
+        ("gpu-1x8", ["preset=dapo-paper"], "`train` must fit in the 68.5 GiB that each of 8 GPUs"),
+        ("gpu-1x8", ["overrides=train.lerning_rate=1"], "did you mean `learning_rate`"),
+        ("gpu-1x8", ["config=/absent.toml"], "`config` must be the URI or path of a TOML file"),
+    ],
+)
+def test_settings_that_the_pods_can_not_carry_are_refused_at_once(profile, pairs, words, capsys):
+    """No server is asked: there is none at the address."""
+    options = ["--host", "http://127.0.0.1:9", "--profile", profile]
+    options += [word for pair in pairs for word in ("-p", pair)]
+    with pytest.raises(SystemExit) as caught:
+        submit.main(["run", "s3://b/r", *options])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_this_machine_can_not_see_is_left_to_prepare():
+    gpus = profile_named("gpu-1x8")
+    sized = {"preset": "dapo-qwen2.5-7b"}
+    assert submit.check_settings(sized, gpus) == []
+    assert submit.check_settings({**sized, "model": "Qwen/Qwen2.5-14B"}, gpus) == []
+    (line,) = submit.check_settings({**sized, "model": "/cache/mine"}, gpus)
+    assert line.startswith("only `prepare` will count the memory of the model: ")
+    (line,) = submit.check_settings({**sized, "config": "file:///absent/mine.toml"}, gpus)
+    assert line.startswith("only `prepare` will check the settings: ")
+    (line,) = submit.check_settings({"preset": "dapo-tiny", "model": "Qwen/Qwen2.5-0.5B"}, gpus)
+    assert "bfloat16" in line
+    larger = profile_named("gpu-1x8", gpu_memory_gb=250)
+    big = {"preset": "dapo-qwen2.5-7b", "model": "Qwen/Qwen2.5-32B"}
+    assert submit.check_settings(big, larger) == []
+    with pytest.raises(ConfigError, match="take a smaller model"):
+        submit.check_settings(big, gpus)
 
 
 def test_the_command_line_starts_a_run(server, capsys):

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,6 +173,25 @@ def amount(quantity: str) -> float:
 
 
 @dataclass(frozen=True)
+class Pod:
+    """What one pod of a stage gets."""
+
+    gpus: int
+    """GPUs; 0 computes on the CPU."""
+    memory: str
+    """Limit of the host memory, as Kubernetes writes it."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Limit of the host memory."""
+        return int(amount(self.memory))
+
+    def __str__(self) -> str:
+        """Return `a pod of 8 GPUs`."""
+        return f"a pod of {self.gpus or 'no'} GPU{'s' * (self.gpus != 1)}"
+
+
+@dataclass(frozen=True)
 class PodRequests:
     """What the pipeline was compiled with."""
 
@@ -180,6 +199,10 @@ class PodRequests:
     """Largest request of one pod by resource."""
     total: Mapping[str, str]
     """Largest sum of requests of pods that run at the same time."""
+    stages: Mapping[str, Pod] = field(default_factory=dict)
+    """The pod of each stage that runs a model."""
+    gpu_bytes: int = 80 * 10**9
+    """Memory of one GPU."""
 
     @classmethod
     def parse(cls, text: str) -> PodRequests:
@@ -190,13 +213,16 @@ class PodRequests:
         """
         try:
             raw: Any = json.loads(text or '{"pod": {}, "total": {}}')
-            parsed = cls(dict(raw["pod"]), dict(raw["total"]))
-        except (KeyError, TypeError, ValueError) as error:
+            stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
+            gpu_bytes = int(raw.get("gpu_bytes", cls.gpu_bytes))
+            parsed = cls(dict(raw["pod"]), dict(raw["total"]), stages, gpu_bytes)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"`requests` must be JSON with pod and total, got {text!r} ({error}); the "
                 "compiled pipeline sets it"
             ) from None
-        for value in (*parsed.pod.values(), *parsed.total.values()):
+        memory = (pod.memory for pod in stages.values())
+        for value in (*parsed.pod.values(), *parsed.total.values(), *memory):
             amount(value)
         return parsed
 

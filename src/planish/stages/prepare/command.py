@@ -1,6 +1,6 @@
-"""The command `planish config show`: what a run would have as settings.
+"""The commands `planish config show` and `planish plan`: settings of a run, and what they need.
 
-It yields plain tables and lines, which the caller prints.
+They yield plain tables and lines, which the caller prints.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from planish.base.text import Table
@@ -27,6 +28,17 @@ def add_commands(commands: Any) -> None:
     show = actions.add_parser("show", help="preset or file with overrides and defaults, as TOML")
     _add_settings(show)
 
+    plan = commands.add_parser(
+        "plan", help="count the memory of each GPU, and refuse what does not fit"
+    )
+    _add_settings(plan)
+    plan.add_argument(
+        "--profile", default="gpu-1x8", help="pods of the run (default gpu-1x8), as for submission"
+    )
+    plan.add_argument(
+        "--gpu-memory", type=float, default=0.0, metavar="GB", help="of one GPU (default 80)"
+    )
+
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="name of a preset, or path or URI of a TOML file")
@@ -34,6 +46,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="OVERRIDE", help="section.key=value, such as run.seed=1"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace, _: Progress) -> Lines:
+    """Do what the parsed options ask for, and yield what to print.
+
+    Raises:
+        PlanishError: a fault of the settings, or a plan that does not fit.
+    """
+    yield from (show_config if options.command == "config" else show_plan)(options)
 
 
 def resolved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -74,7 +95,7 @@ def toml_text(config: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def show_config(options: argparse.Namespace, _: Progress) -> Lines:
+def show_config(options: argparse.Namespace) -> Lines:
     """Yield every setting of a run, defaults and overrides included.
 
     Raises:
@@ -82,3 +103,50 @@ def show_config(options: argparse.Namespace, _: Progress) -> Lines:
     """
     config = resolved(options)
     yield json.dumps(config, indent=2) if options.json else toml_text(config)
+
+
+def show_plan(options: argparse.Namespace) -> Lines:
+    """Yield what each device of train, rollout and evaluation must hold.
+
+    Raises:
+        ConfigError: something does not fit, after all of it has been told.
+        StoreUnavailable: the model lies in a store that does not answer.
+    """
+    from planish.base.errors import ConfigError
+    from planish.base.text import bytes_text
+    from planish.stages.prepare import devices
+
+    config = resolved(options)
+    requests = devices.profile_requests(options.profile)
+    if options.gpu_memory:
+        if not 1 <= options.gpu_memory <= 10_000:
+            raise ConfigError(
+                f"`--gpu-memory` must be 1 to 10000 GB, got {options.gpu_memory:g}; 80 is usual"
+            )
+        requests = replace(requests, gpu_bytes=int(options.gpu_memory * 10**9))
+    shape = devices.find_shape(config)
+    found = devices.demands(config, shape, requests)
+    faults = devices.device_faults(config, requests)
+    faults += [demand.fault for demand in found if demand.fault]
+    warnings = devices.device_warnings(config, requests)
+    if options.json:
+        document = {
+            "profile": options.profile,
+            "gpu_bytes": requests.gpu_bytes,
+            "model": {**asdict(shape), "parameters": shape.parameters},
+            "demands": [demand.document() for demand in found],
+            "faults": faults,
+            "warnings": warnings,
+        }
+        yield json.dumps(document, indent=2)
+    else:
+        name = config["model"]["path"] or "a model from scratch"
+        yield f"{name}: {shape.parameters:,} parameters, {options.profile}"
+        for demand in found:
+            rows = [[part.name, bytes_text(part.num_bytes), part.how] for part in demand.parts]
+            room, total = bytes_text(demand.room_bytes), bytes_text(demand.num_bytes)
+            rows.append(["all", total, f"of {room}: {'too much' if demand.fault else 'fits'}"])
+            yield Table(f"{demand.stage}, {demand.device}", ("what", "bytes", "how"), rows)
+        yield from (f"warning: {line}" for line in warnings)
+    if faults:
+        raise ConfigError("; ".join(faults))

@@ -29,6 +29,12 @@ from planish.stages.prepare.cluster import (
     check_cluster,
     inside_cluster,
 )
+from planish.stages.prepare.devices import (
+    device_faults,
+    device_warnings,
+    memory_rows,
+    this_machine,
+)
 from planish.stages.prepare.inspect import inspect_sources
 from planish.stages.prepare.plan import RunPlan, render
 from planish.stages.prepare.run_file import (
@@ -237,11 +243,12 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
     config = wish.configuration()
-    findings = Findings()
+    findings, requests = Findings(), this_machine()
     if api is not None:
         requests = PodRequests.parse(wish.requests)
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
+    faults += device_faults(config, requests)
     if faults:
         raise ConfigError("; ".join(faults))
     lock = acquire(root, me, alive=liveness(api))
@@ -263,6 +270,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         check_adapters(config, start.state)
     policy = run_file.initial.policy if newest is None else layout.policy(root, newest)
     found = inspect_sources(config, policy=policy, changed=changed)
+    memory = memory_rows(config, found.model_config, requests)
     write_run_file(root, run_file)
     record_link(root, link)
     plan = RunPlan(
@@ -273,8 +281,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         is_new=is_new,
         newest_version=newest,
         changed=changed,
-        opened=found.rows,
-        warnings=[*findings.warnings, *found.warnings],
+        opened=[*found.rows, *memory],
+        warnings=[*findings.warnings, *found.warnings, *device_warnings(config, requests)],
         away_from=away_from,
     )
     text = render(plan)

@@ -178,6 +178,29 @@ def test_a_cluster_that_is_too_small_ends_the_run(file_root):
     assert "## Warnings" in outcome.documents["summary"]
 
 
+def test_settings_that_do_not_fit_the_pods_end_the_run_before_it_begins(file_root):
+    def asked(gpus):
+        stages = {name: {"gpus": gpus, "memory": "64Mi"} for name in ("train", "rollout")}
+        return json.dumps({"pod": {}, "total": {}, "stages": stages})
+
+    cpu = f"{SMALL} rollout.device=cpu train.num_processes=2"
+    with pytest.raises(ConfigError) as caught:
+        prepare(file_root, wish(requests=asked(1), overrides=cpu), api=FakeCluster())
+    assert "`rollout.device` must be 'auto' or 'cuda' in a pod of 1 GPU" in str(caught.value)
+    assert "`train.num_processes` must be 0 or 1 in a pod of 1 GPU, got 2" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"`train` must fit in the .* the host memory leaves"):
+        prepare(file_root, wish(requests=asked(0)), api=FakeCluster())
+    assert not store.exists(layout.run_file(file_root))
+
+
+def test_the_plan_says_what_each_stage_holds(file_root):
+    stages = {name: {"gpus": 8, "memory": "64Gi"} for name in ("train", "rollout")}
+    requests = json.dumps({"pod": {}, "total": {}, "stages": stages})
+    text = prepare(file_root, wish(requests=requests), api=FakeCluster()).documents["summary"]
+    assert "| - train on each of 8 GPUs | " in text
+    assert "| - rollout on each of 8 GPUs | 57." in text
+
+
 def test_the_cluster_tells_whether_the_run_of_a_lock_lives(file_root):
     alive = liveness(FakeCluster())
     assert alive(Holder("cluster", run_id="alive")) is True

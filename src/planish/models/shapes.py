@@ -1,0 +1,221 @@
+"""Sizes of a decoder from its config.json, or by the name of a known one; imports no torch.
+
+Norms, biases and routers are counted where their family has them, so that parameters are exact for
+the families of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planish.base.errors import ConfigError
+from planish.models.config import ModelConfig
+from planish.models.experts import num_experts
+
+MAX_SIZE = 10_000_000
+"""Of any number in a config.json."""
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral")
+"""`model_type` of config.json whose parameters are counted to the last one."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory depends on.
+
+    Example:
+        >>> f"{known_shape('Qwen/Qwen2.5-7B').parameters:,}"
+        '7,615,616,512'
+    """
+
+    layers: int
+    """Decoder layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the feed-forward layer, or of one expert."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads."""
+    head_dim: int
+    """Width of one head."""
+    vocab_size: int
+    """Rows of the embedding."""
+    tied_embeddings: bool
+    """The LM head is the input embedding."""
+    max_model_tokens: int
+    """Longest prompt plus response, tokens."""
+    num_experts: int = 0
+    """Routed experts of each layer; 0 for a dense model."""
+    experts_per_token: int = 1
+    """Experts that compute a token; 1 for a dense model."""
+    has_qkv_bias: bool = False
+    """Queries, keys and values have a bias, as in Qwen2."""
+    has_qk_norm: bool = False
+    """Queries and keys are normalised for each head, as in Qwen3."""
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer."""
+        width, rows = self.hidden_size, self.q_size + 2 * self.kv_size
+        attention = width * rows + self.q_size * width
+        attention += rows * self.has_qkv_bias + 2 * self.head_dim * self.has_qk_norm
+        experts = max(1, self.num_experts)
+        router = width * self.num_experts
+        return attention + 3 * width * self.intermediate_size * experts + router + 2 * width
+
+    @property
+    def adapter_rows(self) -> int:
+        """Inputs and outputs of all matrices of a layer: parameters of its adapters of rank 1."""
+        heads = 2 * self.q_size + 2 * self.kv_size + 4 * self.hidden_size
+        experts = max(1, self.num_experts)
+        return heads + 3 * experts * (self.hidden_size + self.intermediate_size)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding, and of the LM head where it is another matrix."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the causal language model."""
+        return self.body_parameters + (0 if self.tied_embeddings else self.embedding_parameters)
+
+    @property
+    def body_parameters(self) -> int:
+        """Parameters without an LM head of its own: what a critic copies."""
+        return self.embedding_parameters + self.layers * self.layer_parameters + self.hidden_size
+
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Return the bytes of the keys and values of one token, over all layers."""
+        return 2 * self.layers * self.kv_size * bytes_per_number
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the sizes that a config.json tells.
+
+    Args:
+        config: content of the file.
+
+    Raises:
+        ConfigError: latent attention, layers of several kinds, or a size that is missing or no
+            positive whole number.
+    """
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, dict) else config
+
+    def size(*keys: str, default: int = 0) -> int:
+        found = next((config[key] for key in keys if config.get(key) is not None), default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= MAX_SIZE:
+            raise ConfigError(
+                f"config.json must have a whole number of 1 to {MAX_SIZE} as "
+                f"{' or '.join(f'`{key}`' for key in keys)}, got {found!r:.100}; correct the file"
+            )
+        return found
+
+    family = str(config.get("model_type", ""))
+    mixed = [
+        k for k in ("kv_lora_rank", "first_k_dense_replace", "mlp_only_layers") if config.get(k)
+    ]
+    if mixed:
+        raise ConfigError(
+            "memory is planned for models whose layers are alike and keep keys and values, got "
+            f"`{mixed[0]}` in the config.json of a {family!r} model; measure it with a short run"
+        )
+    width, heads = size("hidden_size"), size("num_attention_heads")
+    has_experts = bool(num_experts(config))
+    keys = ("moe_intermediate_size",) if has_experts and config.get("moe_intermediate_size") else ()
+    return ModelShape(
+        layers=size("num_hidden_layers"),
+        hidden_size=width,
+        intermediate_size=size(*keys, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=max(1, width // heads)),
+        vocab_size=size("vocab_size"),
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        max_model_tokens=size("max_position_embeddings", default=1 << 20),
+        num_experts=num_experts(config),
+        experts_per_token=size("num_experts_per_tok") if has_experts else 1,
+        has_qkv_bias=family.startswith("qwen2") or bool(config.get("attention_bias")),
+        has_qk_norm=family.startswith("qwen3"),
+    )
+
+
+def built_shape(config: ModelConfig) -> ModelShape:
+    """Return the sizes of a model that is built from scratch."""
+    return ModelShape(
+        layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=(
+            config.expert_intermediate_size if config.num_experts else config.intermediate_size
+        ),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        tied_embeddings=True,
+        max_model_tokens=config.max_model_tokens,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token if config.num_experts else 1,
+        has_qk_norm=True,
+    )
+
+
+_QWEN2_5: dict[str, tuple[int, int, int, int, int, int]] = {
+    # layers, hidden size, intermediate size, heads, key and value heads, vocabulary
+    "0.5b": (24, 896, 4864, 14, 2, 151936),
+    "1.5b": (28, 1536, 8960, 12, 2, 151936),
+    "3b": (36, 2048, 11008, 16, 2, 151936),
+    "7b": (28, 3584, 18944, 28, 4, 152064),
+    "14b": (48, 5120, 13824, 40, 8, 152064),
+    "32b": (64, 5120, 27648, 40, 8, 152064),
+    "72b": (80, 8192, 29568, 64, 8, 152064),
+}
+_QWEN2_5_NAME = re.compile(
+    r"(?:.*/)?qwen2\.5(?:-(?:math|coder))?-(?P<size>[\d.]+b)(?:-instruct)?(?:@.*)?", re.IGNORECASE
+)
+_TIED = ("0.5b", "1.5b", "3b")
+_CONTEXT = 32_768
+"""Tokens that every general model of Qwen2.5 can read; some read more."""
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """Return the sizes of a model of the Qwen2.5 family by its name; None for any other.
+
+    Args:
+        name: address of a model, as `model.path`.
+
+    Source: Qwen2.5 technical report, arXiv 2412.15115, table 1, and the config.json of the models.
+    """
+    found = _QWEN2_5_NAME.fullmatch(name.rstrip("/"))
+    size = found["size"].lower() if found else ""
+    if size not in _QWEN2_5:
+        return None
+    layers, width, feed_forward, heads, kv_heads, vocabulary = _QWEN2_5[size]
+    return ModelShape(
+        layers=layers,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        vocab_size=vocabulary,
+        tied_embeddings=size in _TIED,
+        max_model_tokens=_CONTEXT,
+        has_qkv_bias=True,
+    )

@@ -1,0 +1,297 @@
+"""Whether the settings fit the pods of a profile: devices, processes, and memory of each device."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from planish.base.config import nearest, parse_section
+from planish.base.errors import ConfigError
+from planish.base.text import bytes_text
+from planish.engines import APART
+from planish.models.config import ModelConfig
+from planish.models.shapes import ModelShape, built_shape, known_shape, shape_of
+from planish.stages.prepare.cluster import Pod, PodRequests
+from planish.stages.prepare.memory import (
+    Part,
+    engine_parts,
+    host_bytes,
+    opening_bytes,
+    train_parts,
+)
+from planish.store.sources import open_folder, parse_source
+
+Config = Mapping[str, Mapping[str, Any]]
+
+USABLE = 0.92
+"""Of a GPU's memory; CUDA, NCCL, kernels and holes between tensors take the rest."""
+PROGRAM_BYTES = 1 << 29
+"""Of host memory that a process with torch takes before it holds a model."""
+
+HOST = "the host memory"
+
+DEVICES = {
+    "curate": "curate.pass_rate_device",
+    "sft": "sft.device",
+    "rollout": "rollout.device",
+    "train": "train.device",
+    "evaluate": "evaluate.device",
+}
+"""Stage to the setting that says where it computes."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one device of a stage must hold."""
+
+    stage: str
+    """`train`, `rollout` or `evaluate`."""
+    device: str
+    """What holds it, in words: `each of 8 GPUs`."""
+    parts: tuple[Part, ...]
+    """What adds up."""
+    room_bytes: int
+    """What may be used of the device."""
+    remedy: str
+    """What to change where it does not fit."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def fault(self) -> str:
+        """Why it does not fit, "" where it does."""
+        if self.num_bytes <= self.room_bytes:
+            return ""
+        largest = max(self.parts, key=lambda part: part.num_bytes)
+        return (
+            f"`{self.stage}` must fit in the {bytes_text(self.room_bytes)} that {self.device} "
+            f"leaves for it, got {bytes_text(self.num_bytes)}, of which "
+            f"{bytes_text(largest.num_bytes)} are {largest.name}; {self.remedy}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "stage": self.stage,
+            "device": self.device,
+            "parts": [vars(part) for part in self.parts],
+            "num_bytes": self.num_bytes,
+            "room_bytes": self.room_bytes,
+            "fits": not self.fault,
+        }
+
+
+def profile_requests(name: str) -> PodRequests:
+    """Return what the pods of a profile ask for.
+
+    Raises:
+        ConfigError: no such profile.
+    """
+    text = (resources.files("planish") / "stages/prepare/profiles.json").read_text("utf-8")
+    profiles = json.loads(text)
+    if name not in profiles:
+        raise ConfigError(
+            f"a profile must be one of {sorted(profiles)}, got {name!r}{nearest(name, profiles)}"
+        )
+    return PodRequests.parse(json.dumps(profiles[name]))
+
+
+def this_machine() -> PodRequests:
+    """Return the memory of this machine for every stage; nothing is known of one with GPUs."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return PodRequests({}, {})
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return PodRequests({}, {}, dict.fromkeys(DEVICES, Pod(0, str(size))))
+
+
+def find_shape(config: Config) -> ModelShape:
+    """Return the sizes of the configured model: by its name, or from its config.json.
+
+    Raises:
+        ConfigError: there is no config.json, or none whose memory can be counted.
+        StoreUnavailable: the store does not answer.
+    """
+    settings = parse_section(ModelConfig, config["model"], section="model")
+    if not settings.path:
+        return built_shape(settings)
+    known = None if (Path(settings.path) / "config.json").is_file() else known_shape(settings.path)
+    if known:
+        return known
+    source = parse_source(settings.path, key="model.path")
+    folder = open_folder(source, key="model.path", revision=settings.revision)
+    if "config.json" not in folder.sizes:
+        raise ConfigError(
+            f"a model folder must hold config.json, got none in {folder.name!r}; give the folder "
+            "that `save_pretrained` wrote"
+        )
+    try:
+        raw = json.loads(folder.read("config.json", 0, folder.sizes["config.json"]))
+        return shape_of(raw)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"config.json of {folder.name!r} must hold the sizes of a model, got {error}"
+        ) from None
+
+
+def device_faults(config: Config, requests: PodRequests) -> list[str]:
+    """Return where settings ask for other devices than the pods have."""
+    faults = []
+    for stage, path in DEVICES.items():
+        pod = requests.stages.get(stage)
+        section, _, key = path.partition(".")
+        seen = config.get(section, {}).get(key, "auto")
+        if pod is None or seen == "auto" or (seen == "cuda") == bool(pod.gpus):
+            continue
+        faults.append(
+            f"`{path}` must be 'auto' or {'cuda' if pod.gpus else 'cpu'!r} in {pod}, got "
+            f"{seen!r}; change it, or take another profile"
+        )
+    pod = requests.stages.get("train")
+    processes = config["train"]["num_processes"]
+    if pod and pod.gpus and processes not in (0, pod.gpus):
+        faults.append(
+            f"`train.num_processes` must be 0 or {pod.gpus} in {pod}, got {processes}; 0 is one "
+            "for each GPU"
+        )
+    engine = config["engine"]
+    ranks = engine.get("tensor_parallel", 1)
+    for stage in ("rollout", "evaluate"):
+        pod = requests.stages.get(stage)
+        if pod and pod.gpus and ranks > pod.gpus:
+            faults.append(
+                f"`engine.tensor_parallel` must be at most the GPUs of a pod of `{stage}` "
+                f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
+            )
+    return faults
+
+
+def device_warnings(config: Config, requests: PodRequests) -> list[str]:
+    """Return settings that work but waste the GPUs of the pods."""
+    pod = requests.stages.get("train")
+    if (
+        pod
+        and pod.gpus
+        and config["model"]["path"]
+        and config["train"]["compute_dtype"] == "float32"
+    ):
+        return [
+            "`train.compute_dtype` is float32: GPUs multiply several times as fast in bfloat16, "
+            "and the master weights stay float32"
+        ]
+    return []
+
+
+def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[Demand]:
+    """Return what each stage of an iteration and the evaluation needs of a device.
+
+    Args:
+        config: resolved tables.
+        shape: of the model.
+        requests: the pods; a stage without one is left out, and so are engines whose attention and
+            experts are apart.
+    """
+    found = []
+    if pod := requests.stages.get("train"):
+        found += train_demands(config, shape, pod, requests.gpu_bytes)
+    if config["engine"].get("name", "transformers") in APART:
+        return found
+    remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
+    for stage in ("rollout", "evaluate"):
+        pod = requests.stages.get(stage)
+        if pod is None:
+            continue
+        engine = config["engine"]
+        room = int(USABLE * requests.gpu_bytes) if pod.gpus else pod.memory_bytes - PROGRAM_BYTES
+        is_vllm = engine.get("name") == "vllm"
+        if is_vllm and pod.gpus:
+            room = int(engine.get("memory_share", 0.85) * requests.gpu_bytes)
+        parts = engine_parts(config, shape, stage, requests.gpu_bytes, on_cpu=not pod.gpus)
+        more = f"lower `{stage}.max_rows` or `{stage}.max_response_tokens`, {remedy}"
+        if is_vllm:
+            more = f"raise `engine.memory_share`, lower `{stage}.max_response_tokens`, {remedy}"
+        device = f"each of {pod.gpus} GPUs" if pod.gpus > 1 else "a GPU" if pod.gpus else HOST
+        found.append(Demand(stage, device, tuple(parts), room, more))
+    return found
+
+
+def memory_rows(
+    config: Config, model_config: Mapping[str, Any], requests: PodRequests
+) -> list[tuple[str, str]]:
+    """Return what each stage needs of a device: (what, value in Markdown).
+
+    Args:
+        config: resolved tables.
+        model_config: content of the model's config.json; empty where it was not opened.
+        requests: the pods.
+
+    Raises:
+        ConfigError: a stage does not fit.
+    """
+    if config["model"]["path"] and not model_config:
+        return []
+    try:
+        shape = shape_of(model_config) if config["model"]["path"] else find_shape(config)
+    except ConfigError as error:
+        return [("memory", f"not counted: {error}")]
+    found = demands(config, shape, requests)
+    if faults := [demand.fault for demand in found if demand.fault]:
+        raise ConfigError("; ".join(faults))
+    return [
+        (
+            f"- {each.stage} on {each.device}",
+            f"{bytes_text(each.num_bytes)} of {bytes_text(each.room_bytes)} at most",
+        )
+        for each in found
+    ]
+
+
+def train_demands(config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int) -> list[Demand]:
+    """Return what a step needs of a device, and what opening the models needs.
+
+    Args:
+        config: resolved tables.
+        shape: of the model.
+        pod: of the stage.
+        gpu_bytes: memory of one GPU.
+    """
+    train = config["train"]
+    ranks = train["num_processes"] or max(1, pod.gpus)
+    smaller = "lower `train.tokens_per_microbatch` and `rollout.max_response_tokens`"
+    if not train["activation_checkpointing"]:
+        smaller = f"set `train.activation_checkpointing=true`, {smaller}"
+    remedy = f"{smaller}, or take a smaller model or a profile with more memory"
+    parts = train_parts(config, shape, ranks)
+    if not pod.gpus:
+        room = pod.memory_bytes - ranks * PROGRAM_BYTES
+        total = tuple(
+            Part(part.name, part.num_bytes * ranks, part.how + f" x {ranks}" * (ranks > 1))
+            for part in parts
+        )
+        return [Demand("train", HOST, total, room, remedy)]
+    room = int(USABLE * gpu_bytes)
+    device = f"each of {pod.gpus} GPUs"
+    whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
+    opened = Part(
+        "a model in float32 before it is shared, beside what is",
+        opening_bytes(config, shape, ranks),
+        "while models are opened, one after the other",
+    )
+    host = Part(
+        "models in float32 on their way to the GPUs",
+        host_bytes(config, shape, ranks),
+        f"{ranks} processes x 4 B x parameters",
+    )
+    room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES
+    return [
+        Demand("train", device, tuple(parts), room, remedy),
+        Demand("train", device, (opened,), room, whole),
+        Demand("train", HOST, (host,), room_on_host, whole),
+    ]

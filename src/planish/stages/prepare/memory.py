@@ -1,0 +1,268 @@
+"""Bytes that training and rollout take of one device, from the settings and the model's sizes.
+
+Everything is counted for the largest micro-batch that the settings allow. What kernels, NCCL and
+the allocator keep for themselves is not counted: a part of each GPU is left for it.
+
+Source: ZeRO, arXiv 1910.02054, section 3.1 (16 bytes of state a parameter in mixed precision, here
+with float32 gradients); Korthikanti et al., arXiv 2205.05198, section 4 (activations of a layer by
+counting what its operations keep for the backward pass, and recomputation from the layer's input),
+counted anew for grouped heads, gated feed-forward layers, root-mean-square norms in float32 and
+attention that keeps no scores (FlashAttention-2, arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planish.models.shapes import ModelShape
+
+Config = Mapping[str, Mapping[str, Any]]
+
+LOGIT_CHUNK = 4096
+"""Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
+LOGIT_BYTES = 16
+"""Of each of these logits: scaled logits, log-probabilities, and two copies for the entropy."""
+BATCH_TOKENS = 8192
+"""Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open."""
+SAMPLER_BYTES = 24
+"""Of each logit of vLLM's sampler: float32 logits and log-probabilities, sorted with indices."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that takes memory of a device."""
+
+    name: str
+    """What it is."""
+    num_bytes: int
+    """On one device."""
+    how: str
+    """How it is counted."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of numbers in a forward pass."""
+
+    product: int
+    """Inputs and results of matrix products."""
+    stream: int
+    """Residual stream."""
+    casts: int
+    """1 where each product makes a copy of its input in its own type, else 0."""
+
+    @classmethod
+    def of(cls, compute_dtype: str, ranks: int) -> Precision:
+        """Return those of the trainer: sharded models compute in bfloat16, one rank by autocast."""
+        if compute_dtype == "float32":
+            return cls(4, 4, 0)
+        return cls(2, 2, 0) if ranks > 1 else cls(2, 4, 1)
+
+
+def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
+    """Return the bytes of a token that one layer keeps for its backward pass.
+
+    Args:
+        shape: of the model.
+        precision: of the forward pass.
+
+    Example:
+        >>> kept_by_layer(known_shape("Qwen2.5-7B"), Precision.of("bfloat16", 8)) // 1024
+        221
+    """
+    width, heads = shape.hidden_size, shape.q_size + shape.kv_size
+    wide, stream = precision.product, precision.stream
+    # Both norms keep their input in float32, its normalised form and a scale; their results are the
+    # inputs of products. Autocast makes a copy for each product, kept in place of the result.
+    norms = 2 * ((4 + stream) * width + 4)
+    inputs = (5 * wide * precision.casts or 2 * wide) * width
+    # Rotated queries, keys, values, what was read, and a number a head to redo the softmax.
+    attention = 2 * wide * heads + 4 * shape.num_heads
+    if shape.has_qk_norm:
+        attention += (4 + wide) * heads + 4 * (shape.num_heads + shape.num_kv_heads)
+    # Gate, activated gate, up, and their product.
+    feed_forward = 4 * wide * shape.intermediate_size * shape.experts_per_token
+    return norms + inputs + attention + feed_forward
+
+
+def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[Part]:
+    """Return what one training process holds at the busiest moment of a step.
+
+    Args:
+        config: resolved tables.
+        shape: of the policy; a critic is taken to have the same sizes.
+        ranks: training processes that share parameters, gradients and moments.
+    """
+    train, rollout = config["train"], config["rollout"]
+    precision = Precision.of(train["compute_dtype"], ranks)
+    policy = shape.parameters
+    # Only algorithms with a critic have a decay of its target.
+    critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
+    whose = "policy and critic" if critic else "policy"
+    trained, largest = policy + critic, max(policy, critic)
+    if rank := config["model"].get("lora_rank", 0):
+        # Adapters on every matrix of every layer, the most that there can be.
+        largest = rank * shape.layers * shape.adapter_rows
+        trained = largest * (2 if critic else 1)
+    longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    tokens = max(train["tokens_per_microbatch"], longest)
+    shared = f" / {ranks} ranks" if ranks > 1 else ""
+    of = f"{policy + critic:,} parameters of {whose}"
+    parts = [
+        Part("weights, float32 masters", 4 * (policy + critic) // ranks, f"4 B x {of}{shared}"),
+        Part("AdamW moments, float32", 8 * trained // ranks, f"8 B x {trained:,}{shared}"),
+        Part(
+            "gradients, float32",
+            4 * largest // ranks,
+            f"4 B x {largest:,}{shared}" + ", one model at a time" * bool(critic),
+        ),
+    ]
+    layer = kept_by_layer(shape, precision)
+    if train["activation_checkpointing"]:
+        each = precision.stream * shape.hidden_size
+        how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, their inputs"
+    else:
+        each = layer
+        how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, no checkpointing"
+    parts.append(Part("activations kept", tokens * shape.layers * each, how))
+    moments = [
+        logits_moment(shape, precision, ranks, min(tokens, LOGIT_CHUNK)),
+        layer_moment(shape, precision, ranks, 0 if each == layer else tokens * layer, tokens),
+    ]
+    parts.append(max(moments, key=lambda part: part.num_bytes))
+    return parts
+
+
+def _outer(shape: ModelShape) -> int:
+    """Return the parameters outside of layers: embedding, LM head, norm."""
+    return shape.parameters - shape.layers * shape.layer_parameters
+
+
+def logits_moment(shape: ModelShape, precision: Precision, ranks: int, chunk: int) -> Part:
+    """Return what the LM head takes while it scores a chunk of tokens.
+
+    Args:
+        shape: of the policy.
+        precision: of the forward pass.
+        ranks: training processes.
+        chunk: tokens that are scored at once.
+    """
+    logits = LOGIT_BYTES * chunk * shape.vocab_size
+    how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {LOGIT_BYTES} B"
+    copies = 0
+    if ranks > 1:
+        copies = precision.product * _outer(shape)
+        how += ", gathered embedding and head"
+    elif precision.casts:
+        # Autocast keeps its copies of the weights until the forward pass ends.
+        copies = precision.product * (
+            shape.layers * shape.layer_parameters + shape.embedding_parameters
+        )
+        how += ", bfloat16 copies of the weights"
+    return Part("busiest moment: LM head", logits + copies, how)
+
+
+def layer_moment(
+    shape: ModelShape, precision: Precision, ranks: int, again: int, tokens: int
+) -> Part:
+    """Return what the backward pass of one layer takes.
+
+    Args:
+        shape: of the policy.
+        precision: of the forward pass.
+        ranks: training processes.
+        again: bytes that the layer's second forward pass keeps; 0 without checkpointing.
+        tokens: of a micro-batch.
+    """
+    wide = precision.product
+    # Gradients of two results of the feed-forward layer, and of the stream before and after.
+    feed_forward = 2 * wide * shape.intermediate_size * shape.experts_per_token
+    flow = tokens * (feed_forward + 2 * precision.stream * shape.hidden_size)
+    how = f"one layer of {tokens:,} tokens{' again' if again else ''} and its gradients"
+    copies = 0
+    if ranks > 1:
+        # Two layers gathered, a third in the buffer it arrives in, gradients in both types.
+        copies = (4 * wide + 8) * shape.layer_parameters
+        copies += wide * (_outer(shape) + shape.embedding_parameters)
+        how += ", weights gathered"
+    elif precision.casts:
+        checkpointed = 1 if again else shape.layers
+        copies = wide * (checkpointed * shape.layer_parameters + shape.embedding_parameters)
+        how += ", bfloat16 copies of its weights"
+    return Part("busiest moment: a layer", again + flow + copies, how)
+
+
+def opening_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
+    """Return what a training process holds while a model is opened: whole, before it is shared.
+
+    The critic comes first, then the policy, and a reference beside both.
+    """
+    critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
+    if ranks == 1:
+        return 12 * (shape.parameters + critic)
+    reference = shape.parameters if config["algorithm"].get("kl_coefficient") else 0
+    held = 12 * (critic + (shape.parameters if reference else 0)) // ranks
+    return held + 4 * shape.parameters
+
+
+def host_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
+    """Return the host memory of a training pod while every rank opens its models in float32."""
+    critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
+    return 4 * (shape.parameters + critic) * ranks
+
+
+def engine_parts(
+    config: Config, shape: ModelShape, section: str, room_bytes: int, *, on_cpu: bool
+) -> list[Part]:
+    """Return what the engine takes of one device; the cache is the last part.
+
+    Args:
+        config: resolved tables.
+        shape: of the policy.
+        section: `rollout` or `evaluate`.
+        room_bytes: memory of the device.
+        on_cpu: the device is the machine's own memory.
+    """
+    engine, settings = config.get("engine", {}), config[section]
+    name, ranks = engine.get("name", "transformers"), engine.get("tensor_parallel", 1)
+    wide = 2 if config["model"]["dtype"] == "bfloat16" else 4
+    in_type = 1 if engine.get("quantization") == "fp8" else wide
+    shared = f" / {ranks} ranks" if ranks > 1 else ""
+    rows, cached = settings["max_rows"], shape.kv_bytes_per_token(wide) // ranks
+    prompt = config["rollout"]["max_prompt_tokens"]
+    longest = prompt + settings["max_response_tokens"]
+    limit = min(longest, shape.max_model_tokens)
+    weights = in_type * shape.parameters // ranks
+    parts = [Part("weights", weights, f"{in_type} B x {shape.parameters:,} parameters{shared}")]
+    if not name.startswith("vllm"):
+        parts.append(
+            Part(
+                "logits of a step",
+                LOGIT_BYTES * rows * shape.vocab_size,
+                f"{rows} rows x {shape.vocab_size:,} logits x {LOGIT_BYTES} B",
+            )
+        )
+        how = f"{rows} rows x {limit:,} tokens x {cached:,} B"
+        return [*parts, Part("keys and values", rows * limit * cached, how)]
+    at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS
+    forward = 8 * shape.hidden_size + 6 * shape.intermediate_size * shape.experts_per_token
+    parts.append(
+        Part(
+            "forward pass and sampler",
+            at_once * forward * wide // 2 + SAMPLER_BYTES * rows * shape.vocab_size,
+            f"{at_once:,} tokens x {forward:,} B and {rows} rows x {shape.vocab_size:,} logits x "
+            f"{SAMPLER_BYTES} B",
+        )
+    )
+    # An evaluation has no limit of its own for prompts: vLLM must hold the longest context.
+    least = cached * (limit if section == "rollout" else shape.max_model_tokens)
+    share = engine.get("memory_share", 0.85)
+    left = int(share * room_bytes) - sum(part.num_bytes for part in parts)
+    cache = engine.get("cache_bytes", 0) or (1 << 30 if on_cpu else max(left, least))
+    how = (
+        f"{cache // cached:,} tokens x {cached:,} B, room for {cache / cached / limit:.1f} of the "
+    )
+    how += f"longest responses at once (`{section}.max_rows` = {rows})"
+    return [*parts, Part("keys and values", max(cache, least), how)]

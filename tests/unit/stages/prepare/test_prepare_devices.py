@@ -1,0 +1,189 @@
+"""Settings against the pods of a profile."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from planish.__main__ import main
+from planish.base.config import preset_names
+from planish.base.errors import ConfigError
+from planish.stages.prepare.cluster import PodRequests
+from planish.stages.prepare.devices import (
+    demands,
+    device_faults,
+    device_warnings,
+    find_shape,
+    memory_rows,
+    profile_requests,
+    this_machine,
+)
+from planish.stages.prepare.settings import build_config
+
+GPUS = "gpu-1x8"
+
+
+def configured(preset, overrides=""):
+    return build_config(
+        preset=preset, config="", overrides=overrides, model="", dataset="", seed=-1
+    )
+
+
+def judged(preset, profile=GPUS, overrides=""):
+    """Return the faults of devices, and the demands that do not fit."""
+    config, requests = configured(preset, overrides), profile_requests(profile)
+    found = demands(config, find_shape(config), requests)
+    return device_faults(config, requests), [each.fault for each in found if each.fault]
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if "qwen" in name])
+def test_the_presets_for_eight_gpus_fit_and_waste_nothing(preset):
+    assert judged(preset) == ([], [])
+    assert device_warnings(configured(preset), profile_requests(GPUS)) == []
+    train, *others = demands(
+        configured(preset), find_shape(configured(preset)), profile_requests(GPUS)
+    )
+    assert train.device == "each of 8 GPUs"
+    assert {each.stage for each in others} == {"train", "rollout", "evaluate"}
+    told = judged(preset, "cpu-tiny")[1]
+    assert "`train` must fit in the 1.5 GiB that the host memory leaves for it" in told[0]
+
+
+def test_what_training_holds_is_what_zero_says_of_it():
+    """Sixteen bytes a parameter, shared by eight GPUs; a critic adds twelve."""
+    config, requests = configured("vapo-qwen2.5-7b"), profile_requests(GPUS)
+    shape = find_shape(config)
+    parts = demands(config, shape, requests)[0].parts
+    policy, critic = shape.parameters, shape.parameters - 152_064 * 3584
+    assert parts[0].num_bytes + parts[1].num_bytes == 12 * (policy + critic) // 8
+    assert parts[2].num_bytes == 4 * policy // 8
+    assert parts[3].num_bytes == 24_576 * 28 * 3584 * 2
+
+
+def test_the_engine_says_how_many_tokens_its_cache_holds():
+    config = configured("dapo-qwen2.5-7b")
+    rollout = demands(config, find_shape(config), profile_requests(GPUS))[3]
+    weights, forward, cache = rollout.parts
+    assert weights.num_bytes == 2 * 7_615_616_512
+    # 28 layers x 4 heads x 128 numbers x keys and values x 2 bytes
+    assert cache.num_bytes // 57_344 == (
+        (68 * 10**9 - weights.num_bytes - forward.num_bytes) // 57_344
+    )
+    assert "883,587 tokens x 57,344 B, room for 86.3 of the longest responses" in cache.how
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("rollout.device=cpu", "`rollout.device` must be 'auto' or 'cuda' in a pod of 1 GPU, got"),
+        ("train.device=cpu", "`train.device` must be 'auto' or 'cuda' in a pod of 8 GPUs, got"),
+        ("evaluate.device=cpu", "`evaluate.device` must be"),
+        ("sft.device=cpu", "`sft.device` must be"),
+        ("curate.pass_rate_device=cpu", "`curate.pass_rate_device` must be"),
+        ("train.num_processes=1", "must be 0 or 8 in a pod of 8 GPUs, got 1; 0 is one for each"),
+        ("engine.tensor_parallel=2", "at most the GPUs of a pod of `rollout` (1), got 2"),
+    ],
+)
+def test_settings_of_a_cpu_are_refused_in_a_pod_with_gpus(overrides, told):
+    assert told in "; ".join(judged("dapo-qwen2.5-0.5b", overrides=overrides)[0])
+    assert judged("dapo-qwen2.5-0.5b", overrides="train.num_processes=8") == ([], [])
+
+
+def test_an_accelerator_is_refused_in_a_pod_without_one():
+    faults, _ = judged("dapo-tiny", "cpu-tiny", "rollout.device=cuda")
+    assert faults == [
+        "`rollout.device` must be 'auto' or 'cpu' in a pod of no GPUs, got 'cuda'; change it, or "
+        "take another profile"
+    ]
+    for preset in (name for name in preset_names() if name.endswith("-tiny")):
+        assert judged(preset, "cpu-tiny") == judged(preset, GPUS) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "told"),
+    [
+        (
+            "dapo-qwen2.5-7b",
+            "train.activation_checkpointing=false",
+            "are activations kept; set `train.activation_checkpointing=true`, lower",
+        ),
+        ("dapo-qwen2.5-7b", "model.path=Qwen/Qwen2.5-32B", "a GPU can not hold in float32"),
+        ("dapo-qwen2.5-7b", "model.path=Qwen/Qwen2.5-72B", "`rollout` must fit in the 63.3 GiB"),
+        ("dapo-qwen2.5-7b", "engine.memory_share=0.2", "raise `engine.memory_share`, lower"),
+        ("dapo-paper", "", "are keys and values; lower `rollout.max_rows`"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_change(preset, overrides, told):
+    assert told in "; ".join(judged(preset, overrides=overrides)[1])
+
+
+def test_float32_on_gpus_is_a_warning():
+    config = configured("dapo-qwen2.5-0.5b", "train.compute_dtype=float32")
+    assert "in bfloat16" in device_warnings(config, profile_requests(GPUS))[0]
+    assert device_warnings(config, profile_requests("cpu-tiny")) == []
+
+
+def test_a_folder_says_its_sizes_itself(tmp_path):
+    folder = tmp_path / "Qwen2.5-7B"
+    transformers.Qwen2Config(num_hidden_layers=3).save_pretrained(folder)
+    config = configured("dapo-qwen2.5-7b", f"model.path={folder}")
+    assert find_shape(config).layers == 3
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold the sizes of a model, got"):
+        find_shape(config)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match="must hold config"):
+        find_shape(configured("dapo-qwen2.5-7b", f"model.path={tmp_path}"))
+
+
+def test_a_model_whose_memory_is_unknown_is_told_and_not_refused():
+    config, requests = configured("dapo-qwen2.5-7b"), profile_requests(GPUS)
+    assert memory_rows(config, {}, requests) == []
+    strange = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
+    ((what, told),) = memory_rows(config, strange, requests)
+    assert (what, told[:13]) == ("memory", "not counted: ")
+    shape = {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28}
+    shape |= {"num_hidden_layers": 280, "intermediate_size": 18944, "vocab_size": 152064}
+    with pytest.raises(ConfigError, match="a GPU can not hold in float32"):
+        memory_rows(config, shape, requests)
+
+
+def test_this_machine_is_the_pod_of_a_local_run(monkeypatch):
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    requests = this_machine()
+    assert requests.stages["train"].memory_bytes > 1 << 28
+    with pytest.raises(ConfigError, match="that the host memory leaves for it"):
+        memory_rows(configured("dapo-tiny", "model.hidden_size=1000000"), {}, requests)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    assert this_machine().stages == {}
+
+
+def test_pods_that_are_none_are_refused():
+    for stages in ({"train": {"gpus": 1}}, {"train": {"gpus": 1, "memory": "8GB"}}):
+        with pytest.raises(ConfigError) as caught:
+            PodRequests.parse(json.dumps({"pod": {}, "total": {}, "stages": stages}))
+        assert re.search("got '8GB'|missing 1 required .* 'memory'", str(caught.value))
+    with pytest.raises(ConfigError, match="did you mean `gpu-4x8`"):
+        profile_requests("gpu-2x8")
+
+
+def test_the_command_tells_all_and_ends_with_2_where_something_does_not_fit(capsys):
+    assert main(["plan", "dapo-qwen2.5-0.5b", "--profile", GPUS]) == 0
+    shown = capsys.readouterr().out
+    assert "Qwen/Qwen2.5-0.5B-Instruct: 494,032,768 parameters, gpu-1x8" in shown
+    assert "of 68.5 GiB: fits" in shown
+    assert main(["plan", "dapo-qwen2.5-7b", "--gpu-memory", "24", "run.seed=1", "--json"]) == 2
+    told = capsys.readouterr()
+    document = json.loads(told.out)
+    assert document["gpu_bytes"] == 24 * 10**9
+    fits = [(each["stage"], each["fits"]) for each in document["demands"]]
+    assert fits == [
+        *(("train", fit) for fit in (False, False, True)),
+        *(("rollout", True), ("evaluate", True)),
+    ]
+    assert told.err.startswith("planish: `train` must fit in the 20.6 GiB")
+    for words in (["--gpu-memory", "0.5"], ["--profile", "gpu-9x9"], ["model.path=/absent"]):
+        assert main(["plan", "dapo-qwen2.5-7b", *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

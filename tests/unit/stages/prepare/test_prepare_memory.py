@@ -1,0 +1,212 @@
+"""Bytes that are counted before a run, against those of real models on the CPU."""
+
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from planish.algorithms.base import LossOutput
+from planish.base.config import load_preset, merge, parse_section, resolve_config
+from planish.base.errors import ConfigError
+from planish.base.parallel import SINGLE
+from planish.models.config import ModelConfig
+from planish.models.logprobs import TOKENS_PER_CHUNK, TokenScorer
+from planish.models.policy import build_policy
+from planish.models.shapes import built_shape, known_shape, shape_of
+from planish.stages.prepare import memory
+from planish.stages.prepare.memory import Precision, kept_by_layer, train_parts
+from planish.stages.train.config import TrainConfig
+from planish.stages.train.sharded_model import ShardedModel
+from tests.unit.algorithms.batches import make_batch
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def model_config(family, **changes):
+    return getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Qwen2", {}),
+        ("Qwen3", {}),
+        ("Llama", {}),
+        ("Mistral", {}),
+        ("Qwen3Moe", {**EXPERTS, "num_experts": 4}),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_the_parameters_of_each_family_are_counted_to_the_last_one(family, more, tied):
+    config = model_config(family, tie_word_embeddings=tied, **more)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    shape = shape_of(config.to_dict())
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    body = getattr(model, model.base_model_prefix)
+    assert shape.body_parameters == sum(p.numel() for p in body.parameters())
+    assert shape.layer_parameters == sum(p.numel() for p in body.layers[0].parameters())
+
+
+def test_the_parameters_of_known_models_are_the_published_ones():
+    published = {
+        "Qwen/Qwen2.5-0.5B": 494_032_768,
+        "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+        "hf://Qwen/Qwen2.5-3B@main": 3_085_938_688,
+        "Qwen/Qwen2.5-Math-7B-Instruct": 7_615_616_512,
+        "/models/qwen2.5-coder-14b": 14_770_033_664,
+        "Qwen/Qwen2.5-32B": 32_763_876_352,
+        "Qwen/Qwen2.5-72B": 72_706_203_648,
+    }
+    for name, parameters in published.items():
+        assert known_shape(name).parameters == parameters
+    for name in ("Qwen/Qwen3-8B", "Qwen/Qwen2.5-9B", "Qwen/Qwen2.5-VL-7B-Instruct", ""):
+        assert known_shape(name) is None
+
+
+def test_a_built_model_has_the_sizes_of_its_settings():
+    config = ModelConfig(num_layers=3)
+    model = build_policy(config, 0).model
+    shape = built_shape(config)
+    assert shape == shape_of(model.config.to_dict())
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "wide"}, "`hidden_size`, got 'wide'; correct"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers`, got 0"),
+        ({"vocab_size": True}, "`vocab_size`, got True"),
+        ({"kv_lora_rank": 512}, "got `kv_lora_rank` in the config.json of a 'qwen2' model"),
+    ],
+)
+def test_a_file_whose_memory_cannot_be_planned_is_told(change, words):
+    with pytest.raises(ConfigError, match=words):
+        shape_of({**model_config("Qwen2").to_dict(), **change})
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 8)])
+def test_a_layer_keeps_the_bytes_that_are_counted(family, dtype, ranks):
+    """The difference between two layers and one is what one layer keeps."""
+    tokens, kept = 256, []
+    for layers in (1, 2):
+        config = model_config(family, num_hidden_layers=layers)
+        model = getattr(transformers, f"{family}Model")(config).eval()
+        # Sharded models get bfloat16 weights, one rank computes by autocast.
+        model = model.to(torch.bfloat16) if ranks > 1 else model
+        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved = {}
+
+        def keep(tensor, known=known, saved=saved):
+            # The copies of weights that autocast makes are no activations.
+            is_weight = tensor.ndim == 2 and tokens not in tensor.shape
+            if not is_weight and tensor.untyped_storage().data_ptr() not in known:
+                saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        half = dtype == "bfloat16" and ranks == 1
+        ids = torch.zeros((1, tokens), dtype=torch.int64)
+        with saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", enabled=half):
+            model(input_ids=ids, use_cache=False)
+        kept.append(sum(x.untyped_storage().nbytes() for x in saved.values()))
+    counted = kept_by_layer(shape_of(config.to_dict()), Precision.of(dtype, ranks))
+    assert (kept[1] - kept[0]) / tokens == counted
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that operations have made and that still live."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.keys = {x.untyped_storage()._cdata for x in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.keys:
+            return
+        self.keys.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone():
+            self.now -= size
+            self.keys.discard(key)
+
+        weakref.finalize(storage, gone)
+
+
+def test_the_chunk_of_logits_is_that_of_the_trainer():
+    assert memory.LOGIT_CHUNK == TOKENS_PER_CHUNK
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(("vocabulary", "busiest"), [(96, "a layer"), (8192, "LM head")])
+def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpointing, dtype):
+    """The trainer's own step: its second micro-batch is as large as the first, with gradients."""
+    config = resolve_config(
+        merge(
+            load_preset("dapo-tiny"),
+            overrides=[
+                f"train.compute_dtype={dtype}",
+                f"train.activation_checkpointing={str(checkpointing).lower()}",
+                "train.tokens_per_microbatch=2048",
+            ],
+        )
+    )
+    torch.manual_seed(0)
+    hf = model_config("Qwen2", vocab_size=vocabulary, num_hidden_layers=4, tie_word_embeddings=True)
+    model = transformers.Qwen2ForCausalLM(hf).eval()
+    # Accelerators compute by the modules of transformers, which a size of 0 leaves in charge here.
+    model.model.layers[0].self_attn.sliding_window = 1 << 20
+    trainer = ShardedModel(
+        TokenScorer(model),
+        model,
+        model.model,
+        config=parse_section(TrainConfig, config["train"], section="train"),
+        ranks=SINGLE,
+        device=torch.device("cpu"),
+    )
+    mask = torch.ones((16, 256), dtype=torch.bool)
+    mask[:, 0] = False
+    batch = make_batch(mask)
+
+    def score(micro, select):
+        return trainer.scorer(micro.input_ids, None, select, 1.0)
+
+    def loss(chosen, entropies, micro):
+        return LossOutput(chosen.sum())
+
+    state = [*trainer.parameters.values(), *trainer.moments().values()]
+    with Live(*state) as live:
+        trainer.step(batch, mask, score, loss, learning_rate=1e-6)
+    parts = {part.name: part.num_bytes for part in train_parts(config, shape_of(hf.to_dict()), 1)}
+    held = parts.pop("weights, float32 masters") + parts.pop("AdamW moments, float32")
+    assert held == pytest.approx(sum(x.untyped_storage().nbytes() for x in state), rel=0.01)
+    assert list(parts)[-1] == f"busiest moment: {busiest}"
+    assert sum(parts.values()) == pytest.approx(live.peak, rel=0.15)
