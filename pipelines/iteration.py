@@ -94,13 +94,12 @@ def build_iteration(
             in_pod(exported, "checkpoint")
             before_training = [rewarded]
         if monitor is not None:
-            watch_seconds = profile.stages["train"].timeout_seconds if monitor.watches else 0
             checked = monitor_check(
                 **of_iteration,
                 settings=monitor.settings,
                 trace=monitor.trace,
                 job="",
-                watch_seconds=watch_seconds,
+                watch_seconds=profile.stages["train"].timeout_seconds if monitor.watches else 0,
             )
             in_pod(checked, "monitor_check").after(*before_training)
         return Pins(
