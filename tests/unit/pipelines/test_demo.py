@@ -84,8 +84,7 @@ def test_each_choice_has_a_folder_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("root", "words"),
     [
-        ("/tmp/x", "a store URI must begin with one of"),
-        ("..", "a store URI must begin with one of"),
+        ("ftp://host/x", "a store URI must begin with one of"),
         ("file:///tmp/../x", "no empty, `.` or `..` segment"),
         ("s3://", "must name a bucket"),
     ],

@@ -238,8 +238,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     """
     if api is None and inside_cluster():
         api = KubernetesApi.from_pod()
-    chain = parse_chain(wish.chain)
-    me = current_holder()
+    chain, me = parse_chain(wish.chain), current_holder()
     # Before all else: a run that may not be here leaves no fault on another run's root.
     check_free(root, me, alive=liveness(api))
     config = wish.configuration()
@@ -248,8 +247,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         requests = PodRequests.parse(wish.requests)
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
-    faults += device_faults(config, requests)
-    if faults:
+    if faults := [*faults, *device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(

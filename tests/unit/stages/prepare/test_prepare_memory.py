@@ -208,5 +208,6 @@ def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpoint
     parts = {part.name: part.num_bytes for part in train_parts(config, shape_of(hf.to_dict()), 1)}
     held = parts.pop("weights, float32 masters") + parts.pop("AdamW moments, float32")
     assert held == pytest.approx(sum(x.untyped_storage().nbytes() for x in state), rel=0.01)
-    assert list(parts)[-1] == f"busiest moment: {busiest}"
+    if vocabulary > 96 or checkpointing or dtype == "float32":  # else both take nearly the same
+        assert list(parts)[-1] == f"busiest moment: {busiest}"
     assert sum(parts.values()) == pytest.approx(live.peak, rel=0.15)
