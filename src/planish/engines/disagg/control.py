@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import select
 import selectors
 import socket
 import threading
@@ -46,6 +47,8 @@ class Channel:
         """Take over a connected socket; a peer that reads nothing for the time-out is lost."""
         self._socket = end
         self._socket.settimeout(send_timeout_s)
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self._messages: deque[Message] = deque()
@@ -95,6 +98,9 @@ class Channel:
             PeerLost: the other end is closed.
             ProtocolError: not a message.
         """
+        # With a time-out `recv` waits for data whatever its flags say.
+        if not self._poll.poll(0):
+            return
         try:
             data = self._socket.recv(_READ, socket.MSG_DONTWAIT)
         except BlockingIOError:
