@@ -18,7 +18,7 @@ from planish.models.config import ModelConfig
 from planish.models.shapes import ModelShape, built_shape, known_shape, shape_of
 from planish.stages.prepare.cluster import Pod, PodRequests
 from planish.stages.prepare.memory import (
-    Part,
+    MemoryPart,
     engine_parts,
     host_bytes,
     opening_bytes,
@@ -53,7 +53,7 @@ class Demand:
     """`train`, `rollout` or `evaluate`."""
     device: str
     """What holds it, in words: `each of 8 GPUs`."""
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     """What adds up."""
     room_bytes: int
     """What may be used of the device."""
@@ -272,19 +272,19 @@ def train_demands(config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int) -
     if not pod.gpus:
         room = pod.memory_bytes - ranks * PROGRAM_BYTES
         total = tuple(
-            Part(part.name, part.num_bytes * ranks, part.how + f" x {ranks}" * (ranks > 1))
+            MemoryPart(part.name, part.num_bytes * ranks, part.how + f" x {ranks}" * (ranks > 1))
             for part in parts
         )
         return [Demand("train", HOST, total, room, remedy)]
     room = int(USABLE * gpu_bytes)
     device = f"each of {pod.gpus} GPUs"
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
-    opened = Part(
+    opened = MemoryPart(
         "a model in float32 before it is shared, beside what is",
         opening_bytes(config, shape, ranks),
         "while models are opened, one after the other",
     )
-    host = Part(
+    host = MemoryPart(
         "models in float32 on their way to the GPUs",
         host_bytes(config, shape, ranks),
         f"{ranks} processes x 4 B x parameters",

@@ -31,7 +31,7 @@ SAMPLER_BYTES = 24
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One thing that takes memory of a device."""
 
     name: str
@@ -87,7 +87,7 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
     return norms + inputs + attention + feed_forward
 
 
-def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[Part]:
+def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[MemoryPart]:
     """Return what one training process holds at the busiest moment of a step.
 
     Args:
@@ -111,9 +111,11 @@ def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[Part]:
     shared = f" / {ranks} ranks" if ranks > 1 else ""
     of = f"{policy + critic:,} parameters of {whose}"
     parts = [
-        Part("weights, float32 masters", 4 * (policy + critic) // ranks, f"4 B x {of}{shared}"),
-        Part("AdamW moments, float32", 8 * trained // ranks, f"8 B x {trained:,}{shared}"),
-        Part(
+        MemoryPart(
+            "weights, float32 masters", 4 * (policy + critic) // ranks, f"4 B x {of}{shared}"
+        ),
+        MemoryPart("AdamW moments, float32", 8 * trained // ranks, f"8 B x {trained:,}{shared}"),
+        MemoryPart(
             "gradients, float32",
             4 * largest // ranks,
             f"4 B x {largest:,}{shared}" + ", one model at a time" * bool(critic),
@@ -126,7 +128,7 @@ def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[Part]:
     else:
         each = layer
         how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, no checkpointing"
-    parts.append(Part("activations kept", tokens * shape.layers * each, how))
+    parts.append(MemoryPart("activations kept", tokens * shape.layers * each, how))
     moments = [
         logits_moment(shape, precision, ranks, min(tokens, LOGIT_CHUNK)),
         layer_moment(shape, precision, ranks, 0 if each == layer else tokens * layer, tokens),
@@ -140,7 +142,7 @@ def _outer(shape: ModelShape) -> int:
     return shape.parameters - shape.layers * shape.layer_parameters
 
 
-def logits_moment(shape: ModelShape, precision: Precision, ranks: int, chunk: int) -> Part:
+def logits_moment(shape: ModelShape, precision: Precision, ranks: int, chunk: int) -> MemoryPart:
     """Return what the LM head takes while it scores a chunk of tokens.
 
     Args:
@@ -161,12 +163,12 @@ def logits_moment(shape: ModelShape, precision: Precision, ranks: int, chunk: in
             shape.layers * shape.layer_parameters + shape.embedding_parameters
         )
         how += ", bfloat16 copies of the weights"
-    return Part("busiest moment: LM head", logits + copies, how)
+    return MemoryPart("busiest moment: LM head", logits + copies, how)
 
 
 def layer_moment(
     shape: ModelShape, precision: Precision, ranks: int, again: int, tokens: int
-) -> Part:
+) -> MemoryPart:
     """Return what the backward pass of one layer takes.
 
     Args:
@@ -191,7 +193,7 @@ def layer_moment(
         checkpointed = 1 if again else shape.layers
         copies = wide * (checkpointed * shape.layer_parameters + shape.embedding_parameters)
         how += ", bfloat16 copies of its weights"
-    return Part("busiest moment: a layer", again + flow + copies, how)
+    return MemoryPart("busiest moment: a layer", again + flow + copies, how)
 
 
 def opening_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
@@ -215,7 +217,7 @@ def host_bytes(config: Config, shape: ModelShape, ranks: int) -> int:
 
 def engine_parts(
     config: Config, shape: ModelShape, section: str, room_bytes: int, *, on_cpu: bool
-) -> list[Part]:
+) -> list[MemoryPart]:
     """Return what the engine takes of one device; the cache is the last part.
 
     Args:
@@ -235,21 +237,23 @@ def engine_parts(
     longest = prompt + settings["max_response_tokens"]
     limit = min(longest, shape.max_model_tokens)
     weights = in_type * shape.parameters // ranks
-    parts = [Part("weights", weights, f"{in_type} B x {shape.parameters:,} parameters{shared}")]
+    parts = [
+        MemoryPart("weights", weights, f"{in_type} B x {shape.parameters:,} parameters{shared}")
+    ]
     if not name.startswith("vllm"):
         parts.append(
-            Part(
+            MemoryPart(
                 "logits of a step",
                 LOGIT_BYTES * rows * shape.vocab_size,
                 f"{rows} rows x {shape.vocab_size:,} logits x {LOGIT_BYTES} B",
             )
         )
         how = f"{rows} rows x {limit:,} tokens x {cached:,} B"
-        return [*parts, Part("keys and values", rows * limit * cached, how)]
+        return [*parts, MemoryPart("keys and values", rows * limit * cached, how)]
     at_once = engine.get("batch_tokens", 0) or BATCH_TOKENS
     forward = 8 * shape.hidden_size + 6 * shape.intermediate_size * shape.experts_per_token
     parts.append(
-        Part(
+        MemoryPart(
             "forward pass and sampler",
             at_once * forward * wide // 2 + SAMPLER_BYTES * rows * shape.vocab_size,
             f"{at_once:,} tokens x {forward:,} B and {rows} rows x {shape.vocab_size:,} logits x "
@@ -265,4 +269,4 @@ def engine_parts(
         f"{cache // cached:,} tokens x {cached:,} B, room for {cache / cached / limit:.1f} of the "
     )
     how += f"longest responses at once (`{section}.max_rows` = {rows})"
-    return [*parts, Part("keys and values", max(cache, least), how)]
+    return [*parts, MemoryPart("keys and values", max(cache, least), how)]
