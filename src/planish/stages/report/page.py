@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -120,6 +120,8 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
     header = [
         ("preset", facts.run.get("preset")),
         ("algorithm", facts.config.get("algorithm", {}).get("name")),
+        ("model", _model_of(facts.config)),
+        ("data", _data_of(facts.config)),
         ("seed", facts.config.get("run", {}).get("seed")),
         ("code", facts.run.get("code_version")),
         ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
@@ -186,6 +188,19 @@ def trained_parameters(facts: ReportFacts) -> list[tuple[str, str]]:
             share = percent(trained / total, decimals=2)
             rows.append((label, f"{trained:,.0f} of {total:,.0f} ({share})"))
     return rows
+
+
+def _model_of(config: Mapping[str, Any]) -> str:
+    model = config.get("model", {})
+    if model.get("path") or not model:
+        return str(model.get("path", ""))
+    return f"from scratch, {model.get('num_layers')} layers of {model.get('hidden_size')}"
+
+
+def _data_of(config: Mapping[str, Any]) -> str:
+    curate = config.get("curate", {})
+    task = curate.get("task", "")
+    return str(curate.get("dataset") or (f"generated {task}" if task else ""))
 
 
 def _utc(second: float) -> str:

@@ -40,7 +40,12 @@ def render_html(page: Page) -> str:
     ):
         kept: dict[str, Any] = {**vars(page), **{name: [] for name in drop}}
         kept["charts"] = [
-            {**vars(chart), "svg": Markup(chart.svg), "narrow": Markup(chart.narrow)}
+            {
+                **vars(chart),
+                "svg": Markup(chart.svg),
+                "narrow": Markup(chart.narrow),
+                "values": chart.values(),
+            }
             for chart in kept["charts"]
         ]
         kept["curation"] = _safe_markdown(str(kept["curation"] or ""))

@@ -86,8 +86,10 @@ def change_of(before: float, after: float, *, noise: float = 0.0) -> ScoreChange
     """
     difference = after - before
     is_clear = abs(difference) > noise
+    # The difference of what is printed: 21.0 and 42.8 give 21.8, whatever the digits after them.
+    points = round(100 * after, 1) - round(100 * before, 1)
     return ScoreChange(
-        f"{100 * difference:+.1f} points", is_clear and difference > 0, is_clear and difference < 0
+        f"{points:+.1f} points", is_clear and difference > 0, is_clear and difference < 0
     )
 
 
@@ -106,13 +108,19 @@ def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) ->
     if name not in first or name not in last:
         return None
     if not name.startswith(_SHARES):
-        rise = last[name] - first[name]
+        rise = round(last[name] - first[name], _decimals(number(last[name])))
         return ScoreChange(f"+{number(rise)}" if rise > 0 else number(rise), False, False)
     noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
     change = change_of(first[name], last[name], noise=noise)
     if name.startswith(_LESS_IS_BETTER):
         return ScoreChange(change.text, change.is_worse, change.is_better)
     return change
+
+
+def _decimals(text: str) -> int:
+    """Return the decimals that a value is printed with; at least one, since zeros are dropped."""
+    plain = text.replace(",", "").lstrip("-")
+    return max(1, len(plain.partition(".")[2])) if plain.replace(".", "").isdigit() else 6
 
 
 def label_of(name: str, scalars: Mapping[str, float]) -> str:
@@ -240,16 +248,15 @@ def funnel(curation: str) -> list[dict[str, Any]]:
     The table of the report has the columns filter, unit, in, out, dropped.
     """
     steps = [match.groups() for line in curation.splitlines() if (match := _STEP.match(line))]
-    largest: dict[str, int] = {}
-    for _, unit, num_in, _, _ in steps:
-        largest[unit] = max(largest.get(unit, 1), int(num_in))
+    # One scale for all: a step that counts something else is as long as its number says.
+    largest = max((int(num_out) for _, _, _, num_out, _ in steps[:MAX_STEPS]), default=1) or 1
     return [
         {
             "label": one_line(name, limit=60),
             "unit": one_line(unit, limit=20),
             "count": f"{int(num_out):,}",
             "lost": f"-{int(dropped):,}" if int(dropped) else "",
-            "width": f"{100 * min(1.0, int(num_out) / largest[unit]):.2f}",
+            "width": f"{100 * int(num_out) / largest:.2f}",
         }
         for name, unit, _, num_out, dropped in steps[:MAX_STEPS]
     ]

@@ -102,6 +102,19 @@ def test_bars_stack_to_the_values_given():
     ]
 
 
+def test_only_iterations_that_were_run_are_named_below_bars():
+    svg = stacked_bars("g", [1, 2], [BarPart("kept", "blue", [1, 2])], y_label="s")
+    assert [text for text in _text(svg) if text in "01234"][:2] == ["1", "2"]
+    assert "3" not in _text(svg)
+
+
+def test_times_are_marked_at_whole_minutes():
+    svg = stacked_bars("t", [1], [BarPart("a", "blue", [700])], y_label="s", unit="seconds")
+    assert {"0 s", "5 min", "10 min"} <= set(_text(svg))
+    svg = timeline("t", ["train"], [Span("train", "teal", 0, 100_000, "t")])
+    assert {"0 s", "4 h", "8 h", "24 h"} <= set(_text(svg))
+
+
 def test_many_bars_are_averaged_over_neighbours():
     svg = stacked_bars("g", range(1, 121), [BarPart("kept", "blue", [0, 1] * 60)], y_label="s")
     tips = _tips(svg)

@@ -81,7 +81,7 @@ def test_every_chart_is_there_with_a_line_on_how_to_read_it(healthy_pages):
         "Clip fractions", "Distance per update", "Gradient norm", "Engine against trainer",
         "Time per stage", "Timeline", "All held-out prompts",
     ]  # fmt: skip
-    assert html.count("<svg") == 12
+    assert html.count("<svg") == 22
     assert html.count('class="hint"') >= 11
 
 
@@ -217,13 +217,38 @@ def test_a_page_that_would_be_too_large_loses_its_samples_first():
     html, _ = pages(facts)
     assert len(html.encode()) < MAX_BYTES
     assert "Sample rollouts" not in html
-    assert html.count("<svg") == 1
+    assert html.count("<svg") == 2
 
 
 def test_a_change_smaller_than_its_noise_is_not_judged():
     assert change_of(0.30, 0.31, noise=0.02).is_better is False
     assert change_of(0.30, 0.35, noise=0.02).is_better is True
     assert change_of(0.30, 0.25, noise=0.02).is_worse is True
+
+
+def test_a_change_is_the_difference_of_what_is_printed():
+    assert change_of(0.21049, 0.42751).text == "+21.8 points"  # 21.0 % -> 42.8 %
+    lengths = [Evaluation(i, {"response_length_mean": n}, {}) for i, n in ((0, 23.97), (1, 24.012))]
+    (row,) = score_tables(lengths)[0].rows
+    assert (row.cells, row.change.text) == (["23.97", "24.01"], "+0.04")
+
+
+def test_the_header_names_model_and_data():
+    config = {"model": {"path": "org/name"}, "curate": {"dataset": "s3://b/mine.jsonl"}}
+    html, _ = pages(ReportFacts("file:///r", run={"config": config}))
+    assert "model <b>org/name</b>" in html
+    assert "data <b>s3://b/mine.jsonl</b>" in html
+    config = {"model": {"path": "", "num_layers": 2, "hidden_size": 64}, "curate": {"task": "sums"}}
+    html, _ = pages(ReportFacts("file:///r", run={"config": config}))
+    assert "model <b>from scratch, 2 layers of 64</b>" in html
+    assert "data <b>generated sums</b>" in html
+
+
+def test_the_values_of_a_chart_stand_below_it():
+    facts = ReportFacts("file:///r", updates={1: {"entropy": 1.25}, 2: {"entropy": 0.5}})
+    html, _ = pages(facts)
+    values = html.partition('<details class="values">')[2].partition("</details>")[0]
+    assert [values.count(text) for text in (">iteration<", ">1.25<", ">0.5<")] == [1, 1, 1]
 
 
 def test_fewer_unreadable_answers_are_better():
@@ -268,7 +293,7 @@ def test_the_funnel_is_read_from_the_curation_report():
     assert [step["label"] for step in steps][:2] == ["readable lines", "worked steps"]
     assert steps[3] == {
         "label": "exact duplicates", "unit": "steps", "count": "5,011", "lost": "-12,379",
-        "width": "21.13",
+        "width": "21.96",
     }  # fmt: skip
     assert funnel("no table") == []
 

@@ -6,13 +6,22 @@ gets many points, so that a run of a thousand iterations gives a page of the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import unescape
 from typing import Any, Literal
 
 import numpy as np
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    MultipleLocator,
+    NullLocator,
+)
 
 from planish.stages.report.figures.canvas import PALETTE, Canvas, canvas
 from planish.stages.report.words import number, percent, seconds
@@ -26,6 +35,13 @@ MAX_BARS = 60
 
 MAX_SPANS = 600
 """A timeline with more bars joins neighbours."""
+
+NARROW = 380
+"""Width in CSS pixels of a chart for a telephone, whose text is then as large as that of the page.
+"""
+
+_VALUE = re.compile(r"(?P<label>.+), iteration (?P<at>[\d.]+): (?P<value>.+)")
+_ROUND_SECONDS = (10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
 
 Unit = Literal["number", "percent", "seconds"]
 _NICE_STEPS = [1, 2, 2.5, 5, 10]
@@ -47,7 +63,26 @@ class Chart:
     is_wide: bool = False
     """Takes both columns."""
     narrow: str = ""
-    """The same for a narrow window, where a wide chart would be too small to read."""
+    """The same for a narrow window, where the other would be too small to read."""
+
+    def values(self) -> tuple[list[str], list[list[str]]]:
+        """Return what the tool tips say as a table: its heads, and a row for each iteration.
+
+        A chart with too many points for tool tips has no rows.
+        """
+        tips = [
+            _VALUE.fullmatch(unescape(tip)) for tip in re.findall("<title>(.*?)</title>", self.svg)
+        ]
+        found: dict[float, dict[str, str]] = {}
+        for tip in tips:
+            if tip:
+                found.setdefault(float(tip["at"]), {})[tip["label"]] = tip["value"]
+        labels = list(dict.fromkeys(label for row in found.values() for label in row))
+        rows = [
+            [f"{at:g}", *(row.get(label, "") for label in labels)]
+            for at, row in sorted(found.items())
+        ]
+        return ["iteration", *labels], rows
 
 
 @dataclass(frozen=True)
@@ -245,7 +280,8 @@ def _finish(
     else:
         low = 0.0 if from_zero else low
         axes.set_ylim(low, high if high > low else low + 1)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=3, steps=_NICE_STEPS))
+        locator: Locator = MaxNLocator(nbins=5, min_n_ticks=3, steps=_NICE_STEPS)
+        axes.yaxis.set_major_locator(_times(high, 5) if unit == "seconds" else locator)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _FORMATS[unit](value)))
     axes.text(
         -50 / axes.bbox.width, 1 + 14 / axes.bbox.height, y_label,
@@ -253,11 +289,21 @@ def _finish(
     )  # fmt: skip
 
 
-def _iteration_axis(axes: Any, first: float, last: float) -> None:
-    pad = max(0.35, (last - first) * 0.03)
+def _times(end: float, most: int) -> Locator:
+    """Return ticks at whole minutes and hours; at most so many up to `end` seconds."""
+    if end < 30:
+        return MaxNLocator(nbins=most, steps=_NICE_STEPS)
+    steps = (*_ROUND_SECONDS, *(86400 * 2**n for n in range(40)))
+    return MultipleLocator(next(step for step in steps if end / step <= most))
+
+
+def _iteration_axis(axes: Any, first: float, last: float, *, room: float = 0.0) -> None:
+    pad = max(0.35, (last - first) * 0.03) + room
     axes.set_xlim(first - pad, last + pad)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:.0f}" if first <= value <= last else "")
+    )
     axes.set_xlabel("iteration", labelpad=4)
 
 
@@ -290,7 +336,7 @@ def stacked_bars(
         _finish(page, y_label, unit, from_zero=True)
         # Few bars would be as broad as the page.
         room = bar / 2 + max(0.0, 5 - len(at)) * 0.5 * stride
-        _iteration_axis(page.axes, float(at.min()) - room, float(at.max()) + room)
+        _iteration_axis(page.axes, float(at.min()), float(at.max()), room=room)
     return page.svg
 
 
@@ -326,7 +372,7 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
         axes.set_xlim(0, end)
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x")
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=width // 140))
+        axes.xaxis.set_major_locator(_times(end, width // 120))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
         axes.set_xlabel("time since the run began", labelpad=4)
     return page.svg

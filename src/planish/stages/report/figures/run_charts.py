@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from planish.stages.report.facts import ReportFacts, TaskLog
 from planish.stages.report.figures.charts import (
+    NARROW,
     Band,
     BarPart,
     Chart,
@@ -162,17 +163,21 @@ def draw(
     if not lines and not marks:
         return None
     bands = pretraining(facts)
-    svg = line_chart(
-        panel.title,
-        lines,
-        y_label=panel.y_label,
-        unit=panel.unit,
-        limit=(f"limit {limit:,}", float(limit)) if limit else None,
-        marks=marks,
-        from_zero=panel.from_zero,
-        is_log=panel.is_log,
-        floor=panel.floor,
-        bands=bands,
+    svg, narrow = (
+        line_chart(
+            name,
+            lines,
+            y_label=panel.y_label,
+            unit=panel.unit,
+            limit=(f"limit {limit:,}", float(limit)) if limit else None,
+            marks=marks,
+            from_zero=panel.from_zero,
+            is_log=panel.is_log,
+            floor=panel.floor,
+            bands=bands,
+            width=width,
+        )
+        for name, width in ((panel.title, 540), (f"{panel.title}, narrow", NARROW))
     )
     keys = [
         (line.label, line.color, "dash" if line.is_secondary else "line")
@@ -181,7 +186,7 @@ def draw(
     ]
     keys += [(label, "line", "box") for label in dict.fromkeys(band.label for band in bands)]
     keys += [("held out", marks[0].color, "mark")] if marks else []
-    return Chart(panel.title, svg, hint or panel.hint, tuple(keys))
+    return Chart(panel.title, svg, hint or panel.hint, tuple(keys), narrow=narrow)
 
 
 def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
@@ -199,8 +204,11 @@ def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
         for label, color, values in fates
         if values
     ]
-    svg = stacked_bars(
-        "Groups", iterations, parts, y_label="share of sampled groups", unit="percent"
+    svg, narrow = (
+        stacked_bars(
+            name, iterations, parts, y_label="share of sampled groups", unit="percent", width=width
+        )
+        for name, width in (("Groups", 540), ("Groups, narrow", NARROW))
     )
     title = "Groups kept by dynamic sampling"
     hint = (
@@ -213,7 +221,8 @@ def _groups(facts: ReportFacts, *, keeps_all: bool) -> Chart | None:
             "Nothing is filtered, every group trains. Where advantages compare the responses of a "
             "group they are 0 in those that are all right or all wrong; those of a critic are not."
         )
-    return Chart(title, svg, hint, tuple((part.label, part.color, "box") for part in parts))
+    keys = tuple((part.label, part.color, "box") for part in parts)
+    return Chart(title, svg, hint, keys, narrow=narrow)
 
 
 def _window_charts(facts: ReportFacts) -> list[Chart | None]:
@@ -254,7 +263,7 @@ def stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
         )
         for name, width in (
             ("Time per stage", 1124 if is_wide else 540),
-            ("Time per stage, narrow", 540),
+            ("Time per stage, narrow", NARROW),
         )
     )
     hint = (
@@ -262,7 +271,7 @@ def stage_times(facts: ReportFacts, *, is_wide: bool) -> Chart | None:
         "A bar that grows with response length is healthy, a sudden one is a slow machine."
     )
     keys = tuple((part.label, part.color, "box") for part in parts)
-    return Chart("Time per stage", svg, hint, keys, is_wide, narrow if is_wide else "")
+    return Chart("Time per stage", svg, hint, keys, is_wide, narrow)
 
 
 def _stage_order(names: set[str]) -> list[str]:
@@ -289,7 +298,7 @@ def task_timeline(facts: ReportFacts) -> Chart | None:
         "the scheduler; rollout rows that overlap are shards that run in parallel."
     )
     svg = timeline("Timeline", [*rows], spans)
-    narrow = timeline("Timeline, narrow", [*rows], spans, width=540)
+    narrow = timeline("Timeline, narrow", [*rows], spans, width=NARROW)
     return Chart("Timeline", svg, hint, is_wide=True, narrow=narrow)
 
 
