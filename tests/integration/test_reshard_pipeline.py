@@ -117,7 +117,7 @@ def test_the_same_run_again_computes_nothing(file_root):
     assert open_state(f"{file_root}/run/fsdp-2").commit == first
     assert logs(f"{file_root}/run")["reshard"]["already_done"] is True
     code, output = run(f"{file_root}/run", pin, "fsdp=4")
-    assert code == 1
+    assert code == 2
     assert "must hold this same wish" in output
 
 
