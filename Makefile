@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines engines coverage check servers bench studies golden compile images tools clean
+.PHONY: help demo test test-engines engines coverage check servers bench studies golden compile images images-test tools clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -109,6 +109,10 @@ compile: $(VENV)/.installed  ## compile the pipelines; CHECK=1 fails when the go
 
 images:  ## build the container images with docker, podman or buildah (ARGS='--push REGISTRY' or '--load kind|k3s|minikube|containerd')
 	$(PYTHON) images/build.py $(ARGS)
+
+images-test: $(VENV)/.installed servers  ## build images with buildah, as root, and run a tiny run with each stage in its own
+	@tests/servers/debian.sh buildah=buildah mmdebstrap=mmdebstrap
+	$(BIN)/python -m tests.images $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) $(ENGINES) .cache runs dist

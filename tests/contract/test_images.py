@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 import planish
 from components.images import IMAGES
+from tests.images.containers import extras_and_pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDER = """#!/bin/sh
@@ -53,17 +54,9 @@ def call(tmp_path):
     return run
 
 
-def installed(name):
-    """Return the extras that an image installs and the file of its pins."""
-    text = (REPOSITORY / "images" / f"{name}.Dockerfile").read_text()
-    (file,) = set(re.findall(r"(constraints[a-z-]*\.txt)", text))
-    (extras,) = re.findall(r'"/build\[([a-z,]+)\]"', text)
-    return extras.split(","), file
-
-
 @pytest.mark.parametrize("name", sorted(IMAGES))
 def test_what_an_image_pins_is_a_file_that_meets_the_pins_of_the_package(name):
-    extras, file = installed(name)
+    extras, file = extras_and_pins(name)
     lines = (REPOSITORY / file).read_text().splitlines()
     pins = dict(line.split("==") for line in lines)
     assert len(pins) == len(lines) > 100
@@ -107,7 +100,7 @@ def test_an_image_runs_as_nobody_and_keeps_neither_caches_nor_addresses(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(IMAGES))
 def test_the_extras_of_an_image_resolve_to_what_its_constraints_pin(name, tmp_path):
-    extras, file = installed(name)
+    extras, file = extras_and_pins(name)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--quiet"),

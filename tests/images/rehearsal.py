@@ -1,0 +1,134 @@
+"""The first day on a cluster: real API server, scheduler, controllers and store, built images."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+from components.images import IMAGES
+from pipelines.compile import compile_text
+from pipelines.post_train import build_post_train, profile_named, with_data
+from planish import store
+from tests.images.containers import REPOSITORY, Containers, Here
+from tests.images.node import Node
+from tests.images.pipeline import run_tasks
+from tests.images.pods import pod_of
+from tests.integration.own_model import make_model
+from tests.integration.scheduling import running_scheduler
+from tests.integration.test_own_model import SMALL, check_export, write_rows
+from tests.servers.run_control_plane import ControlPlane
+from tests.servers.run_minio import Minio
+
+NAMESPACE = "planish"
+ROOT = "s3://planish/rehearsal"
+
+
+def rehearse(containers: Containers | Here, folder: Path) -> None:
+    """Install the manifests, run one iteration pod by pod, and open what it exported.
+
+    The store of the manifests is a pod of an image that is not here: MinIO runs beside the cluster,
+    and the secret of the store names it.
+
+    Args:
+        containers: what runs the commands of pods.
+        folder: an empty one, which other users may enter.
+    """
+    profile = profile_named("cpu-tiny", num_iterations=1, num_shards=1)
+    compiled = list(yaml.safe_load_all(compile_text(profile)))
+    with contextlib.ExitStack() as stack:
+        plane = ControlPlane(folder / "plane")
+        stack.callback(plane.stop)
+        plane.start()
+        stack.enter_context(running_scheduler(plane))
+        minio = Minio(folder / "minio")
+        stack.callback(minio.kill)
+        minio.start()
+        minio.make_bucket("planish")
+        plane.kubectl("apply", "-k", str(REPOSITORY / "manifests/overlays/local"))
+        connect(plane, minio)
+        model = make_model("Qwen2", folder / "model")
+        rows = write_rows(folder / "mine.jsonl")
+        # Pods shall have it from the secret alone.
+        with mock.patch.dict(os.environ, minio.environment):
+            for path in (*model.iterdir(), rows):
+                store.write(f"s3://planish/mine/{path.name}", path.read_bytes())
+        node = stack.enter_context(Node(plane, containers, folder / "node"))
+        artifacts = folder / "artifacts"
+        artifacts.mkdir()
+        artifacts.chmod(0o777)
+        plane.apply(*disk_and_claim("artifacts", artifacts))
+        numbers = itertools.count()
+        claims = {"artifacts": str(artifacts)}
+
+        def run_task(image: str, command: Sequence[str], variables: Mapping[str, str]) -> int:
+            name = f"rehearsal-{next(numbers):02d}"
+            pod = pod_of(compiled, command, name=name, run_id="rehearsal", artifacts=claims)
+            assert image in IMAGES.values()
+            assert pod["spec"]["containers"][0]["image"] == image
+            node.core.create_namespaced_pod(NAMESPACE, pod)
+            phase = wait_for_end(node, name, NAMESPACE)
+            sys.stdout.write(f"{name} {phase}\n{node.log(name)}")
+            return phase != "Succeeded"
+
+        parameters = {
+            "root": ROOT,
+            "preset": "dapo-tiny",
+            "model": "s3://planish/mine",
+            "dataset": f"s3://planish/mine/{rows.name}",
+            "overrides": SMALL,
+        }
+        pipeline = build_post_train(profile, one_machine=True)
+        run_tasks(pipeline, with_data(parameters, "answer=label"), artifacts, run_task)
+        with mock.patch.dict(os.environ, minio.environment):
+            check_export(ROOT, 1, "Qwen2")
+
+
+def disk_and_claim(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Return a folder of the node as a volume, and the claim of a namespace to it."""
+    shared = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    disk = {"capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}, **shared}
+    wanted = {"volumeName": name, "resources": {"requests": {"storage": "1Gi"}}, **shared}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": kind,
+            "metadata": {"name": name, **({"namespace": NAMESPACE} if "Claim" in kind else {})},
+            "spec": spec,
+        }
+        for kind, spec in (("PersistentVolume", disk), ("PersistentVolumeClaim", wanted))
+    ]
+
+
+def connect(plane: ControlPlane, minio: Minio) -> None:
+    """Name a store in the secret of the manifests, as its README says."""
+    values = {
+        "endpoint": minio.endpoint,
+        "access_key": minio.access_key,
+        "secret_key": minio.secret_key,
+    }
+    patch = json.dumps({"stringData": values})
+    plane.kubectl("-n", NAMESPACE, "patch", "secret", "planish-store", "-p", patch)
+
+
+def wait_for_end(node: Node, name: str, namespace: str, seconds: float = 900.0) -> str:
+    """Return the last phase of a pod, or why its container is not made."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = node.core.read_namespaced_pod(name, namespace).status
+        for container in found.container_statuses or ():
+            if container.state.waiting is not None:
+                return str(container.state.waiting.message)
+        if found.phase in ("Succeeded", "Failed"):
+            return f"{found.phase} {found.reason or ''}".strip()
+        time.sleep(0.5)
+    return "too slow"
