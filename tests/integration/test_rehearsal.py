@@ -77,6 +77,7 @@ def test_a_pod_runs_with_what_its_spec_names_and_tells_how_it_ended(control_plan
     assert "ErrImageNeverPull" in wait_for_end(node, "no-image", "default")
 
 
+@pytest.mark.filterwarnings("ignore:Task '.*have no effect:UserWarning")
 def test_pods_of_the_compiled_pipeline_train_and_export_a_model(tmp_path):
     require_minio()
     rehearse(Here(), tmp_path)
