@@ -11,9 +11,11 @@ import argparse
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +98,8 @@ def serve(
     new_transport: Callable[[RankSettings], tuple[Transport, tuple[str, int]]] = open_transport,
     held: HeldWeights | None = None,
     device: str = "",
+    *,
+    is_alone: bool = False,
 ) -> None:
     """Be the rank that the first message describes until `close`.
 
@@ -105,6 +109,8 @@ def serve(
         new_transport: as `open_transport`.
         held: told of weights that are wanted and held; None where nobody asks.
         device: in place of the coordinator's; empty takes that.
+        is_alone: this process does nothing else, so its temporary files, such as those that vLLM
+            leaves when it is killed, go into the folder of the coordinator and with it.
 
     Raises:
         PeerLost: the coordinator is gone.
@@ -117,6 +123,8 @@ def serve(
     try:
         given = held.want(message["settings"])
         settings = RankSettings.parse({**given, "device": device or given["device"]})
+        if is_alone and Path(settings.scratch).is_dir():
+            tempfile.tempdir = settings.scratch
         if settings.role == "attention" and settings.vllm is not None:
             from planish.engines.vllm.attention_rank import VllmAttentionRank
 
@@ -200,6 +208,7 @@ def main() -> None:
                 partial(open_transport, host=options.host, port=options.port),
                 HeldWeights(told),
                 options.device,
+                is_alone=True,
             )
         except PlanishError as error:  # the coordinator is gone
             sys.exit(str(error))

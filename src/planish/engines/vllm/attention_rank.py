@@ -9,10 +9,8 @@ Source: MegaScale-Infer, arXiv 2504.02263, sections 3 and 4.1.
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -56,9 +54,6 @@ class VllmAttentionRank:
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
         """Start vLLM on the tensors that are not of routed experts."""
-        if Path(settings.scratch).is_dir():
-            # Files that a vLLM leaves which is killed go with the folder of the coordinator.
-            tempfile.tempdir = settings.scratch
         turns = _Alone()
         self._exchange = turns.exchange = ExpertExchange(settings, inbox, turns)
         self._engine = VllmEngine(
