@@ -120,8 +120,7 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
     header = [
         ("preset", facts.run.get("preset")),
         ("algorithm", facts.config.get("algorithm", {}).get("name")),
-        ("model", _model_of(facts.config)),
-        ("data", _data_of(facts.config)),
+        *zip(("model", "data"), _sources(facts.config), strict=True),
         ("seed", facts.config.get("run", {}).get("seed")),
         ("code", facts.run.get("code_version")),
         ("configuration", str(facts.run.get("config_sha256", ""))[:12]),
@@ -190,17 +189,13 @@ def trained_parameters(facts: ReportFacts) -> list[tuple[str, str]]:
     return rows
 
 
-def _model_of(config: Mapping[str, Any]) -> str:
-    model = config.get("model", {})
-    if model.get("path") or not model:
-        return str(model.get("path", ""))
-    return f"from scratch, {model.get('num_layers')} layers of {model.get('hidden_size')}"
-
-
-def _data_of(config: Mapping[str, Any]) -> str:
-    curate = config.get("curate", {})
+def _sources(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what model and what data a run began with."""
+    model, curate = config.get("model", {}), config.get("curate", {})
+    built = f"from scratch, {model.get('num_layers')} layers of {model.get('hidden_size')}"
     task = curate.get("task", "")
-    return str(curate.get("dataset") or (f"generated {task}" if task else ""))
+    data = curate.get("dataset") or (f"generated {task}" if task else "")
+    return str(model.get("path") or (built if model else "")), str(data)
 
 
 def _utc(second: float) -> str:

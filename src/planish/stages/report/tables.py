@@ -108,19 +108,16 @@ def _change(name: str, first: Mapping[str, float], last: Mapping[str, float]) ->
     if name not in first or name not in last:
         return None
     if not name.startswith(_SHARES):
-        rise = round(last[name] - first[name], _decimals(number(last[name])))
+        # As many decimals as the value is printed with, at least one: zeros are dropped there.
+        plain = number(last[name]).replace(",", "").lstrip("-")
+        decimals = max(1, len(plain.partition(".")[2])) if plain.replace(".", "").isdigit() else 6
+        rise = round(last[name] - first[name], decimals)
         return ScoreChange(f"+{number(rise)}" if rise > 0 else number(rise), False, False)
     noise = float((first.get(name + _ERROR, 0.0) ** 2 + last.get(name + _ERROR, 0.0) ** 2) ** 0.5)
     change = change_of(first[name], last[name], noise=noise)
     if name.startswith(_LESS_IS_BETTER):
         return ScoreChange(change.text, change.is_worse, change.is_better)
     return change
-
-
-def _decimals(text: str) -> int:
-    """Return the decimals that a value is printed with; at least one, since zeros are dropped."""
-    plain = text.replace(",", "").lstrip("-")
-    return max(1, len(plain.partition(".")[2])) if plain.replace(".", "").isdigit() else 6
 
 
 def label_of(name: str, scalars: Mapping[str, float]) -> str:
