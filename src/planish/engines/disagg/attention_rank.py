@@ -20,10 +20,10 @@ from torch import Tensor
 from planish.base.errors import ProtocolError
 from planish.engines.disagg.attention_model import AttentionModel
 from planish.engines.disagg.control import Message, decode_request, encode_outputs
-from planish.engines.disagg.exchange import ExpertExchange
+from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange
 from planish.engines.disagg.inbox import Inbox
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame, Transport
+from planish.engines.disagg.m2n.frames import Frame
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.disagg.turns import Turns
 from planish.engines.transformers.batch import COUNTERS, DecodeBatch, Limits
@@ -34,11 +34,8 @@ from planish.engines.weights import fetch_weights
 from planish.models.tokens import load_tokenizer
 
 
-class AttentionRank:
+class AttentionRank(ExchangingRank):
     """Micro-batches of one process."""
-
-    has_work = False
-    """All work is done in answers to the coordinator."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
         """Read the tensors that are not of experts."""
@@ -76,20 +73,6 @@ class AttentionRank:
         self._shadow: tuple[int, ExpertLayout, dict[str, Tensor]] | None = None
         self._busy_s = 0.0
 
-    @property
-    def layout(self) -> ExpertLayout:
-        """Where the experts are."""
-        return self._exchange.layout
-
-    @property
-    def transport(self) -> Transport:
-        """Set once it is connected."""
-        return self._exchange.transport
-
-    @transport.setter
-    def transport(self, transport: Transport) -> None:
-        self._exchange.transport = transport
-
     def take(self, frame: Frame) -> None:
         """Refuse a frame outside of an iteration.
 
@@ -99,9 +82,6 @@ class AttentionRank:
         raise ProtocolError(
             f"frames must arrive within an iteration, got {frame.header} outside of any"
         )
-
-    def serve(self) -> None:
-        """Do nothing."""
 
     def handle(self, message: Message) -> Message | None:
         """Do what the coordinator says; return the answer, None where it waits for none."""

@@ -244,3 +244,23 @@ class ExpertExchange:
             self.traffic.reply_seconds += spent
             self.traffic.reply_counts[bisect.bisect_left(REPLY_SECONDS, spent)] += 1
         return waiting
+
+
+class ExchangingRank:
+    """What every attention rank is to its process, whatever computes in it."""
+
+    has_work = False
+    """All work is done in answers to the coordinator."""
+    _exchange: ExpertExchange
+
+    @property
+    def transport(self) -> Transport:
+        """Set once it is connected."""
+        return self._exchange.transport
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self._exchange.transport = transport
+
+    def serve(self) -> None:
+        """Do nothing."""

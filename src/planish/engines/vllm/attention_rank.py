@@ -18,10 +18,10 @@ from torch import Tensor
 from planish.base.errors import ProtocolError
 from planish.engines.config import EngineConfig
 from planish.engines.disagg.control import Message, decode_request, encode_outputs
-from planish.engines.disagg.exchange import ExpertExchange
+from planish.engines.disagg.exchange import ExchangingRank, ExpertExchange
 from planish.engines.disagg.inbox import Inbox
 from planish.engines.disagg.layout import ExpertLayout
-from planish.engines.disagg.m2n.frames import Frame, Transport
+from planish.engines.disagg.m2n.frames import Frame
 from planish.engines.disagg.settings import RankSettings
 from planish.engines.requests import ModelRef
 from planish.engines.transformers.batch import COUNTERS
@@ -46,11 +46,8 @@ class _Alone:
             pass
 
 
-class VllmAttentionRank:
+class VllmAttentionRank(ExchangingRank):
     """One vLLM, its requests, and the rows that it sends to the experts."""
-
-    has_work = False
-    """All work is done in answers to the coordinator."""
 
     def __init__(self, settings: RankSettings, inbox: Inbox) -> None:
         """Start vLLM on the tensors that are not of routed experts."""
@@ -80,20 +77,6 @@ class VllmAttentionRank:
             self._hear(layer, index)
         return self._exchange.compute(layer, hidden, index, weights)
 
-    @property
-    def layout(self) -> ExpertLayout:
-        """Where the experts are."""
-        return self._exchange.layout
-
-    @property
-    def transport(self) -> Transport:
-        """Set once it is connected."""
-        return self._exchange.transport
-
-    @transport.setter
-    def transport(self, transport: Transport) -> None:
-        self._exchange.transport = transport
-
     def take(self, frame: Frame) -> None:
         """Refuse a frame outside of a step.
 
@@ -101,9 +84,6 @@ class VllmAttentionRank:
             ProtocolError: always.
         """
         raise ProtocolError(f"frames must arrive within a step, got {frame.header} outside of any")
-
-    def serve(self) -> None:
-        """Do nothing."""
 
     def handle(self, message: Message) -> Message | None:
         """Do what the coordinator says; return the answer, None where it waits for none."""
