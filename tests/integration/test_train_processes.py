@@ -173,7 +173,7 @@ def test_the_error_of_a_rank_reaches_the_stage_with_its_type(one_and_two):
     add_iteration(tiny, 3)
     job = replace(job_of(tiny, 3, state_pin, 2), policy_pin=ref.pin())
     with pytest.raises(LayoutMismatch, match="must have the shape"):
-        launch(job)
+        launch(job, 2)
 
 
 def test_a_process_that_ends_without_a_word_is_a_lost_peer(one_and_two):
@@ -181,5 +181,5 @@ def test_a_process_that_ends_without_a_word_is_a_lost_peer(one_and_two):
     job = job_of(tiny, 1, "", 2)
     config = {name: table for name, table in job.config.items() if name != "run"}
     with pytest.raises(PeerLost, match="got 1 from torchrun"):
-        launch(replace(job, config=config))
+        launch(replace(job, config=config), 2)
     assert parse_pin(one_and_two[2][1])[0].endswith("step-00000008")
