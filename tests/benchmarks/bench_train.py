@@ -25,7 +25,7 @@ import torch
 
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators, TrainBatch
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.batching import scatter_tokens
@@ -82,7 +82,7 @@ class Ours:
     """The trainer of the program with the real algorithm."""
 
     def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
-        self.trainer = Fsdp2Trainer(config, pin, temperature=1.0, seed=0, ranks=SINGLE, device=CPU)
+        self.trainer = Fsdp2Trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=CPU)
         self.algorithm = algorithm
 
     def step(self, batch: TrainBatch, counts: Denominators) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators, TrainBatch
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.policy import Policy, build_policy, save_policy
 from planish.stages.train.config import TrainConfig
@@ -77,7 +77,7 @@ def measure(vocab_size: int, shape: str, rounds: int, folder: str) -> dict:
         "window": whole.updated(policy_mask=window_mask(whole, 0.25)),
     }
     trainers = {
-        name: Fsdp2Trainer(config, ref.pin(), temperature=1.0, seed=0, ranks=SINGLE, device=CPU)
+        name: Fsdp2Trainer(config, ref.pin(), temperature=1.0, seed=0, grid=Grid(), device=CPU)
         for name in MASKS
     }
     seconds: dict[str, list[float]] = {name: [] for name in MASKS}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from planish.algorithms import build_algorithm
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.train.batching import train_batch
@@ -72,7 +72,7 @@ def golden_losses(algorithm: str, root: str) -> str:
         tiny.policy_pin,
         temperature=1.0,
         seed=7,
-        ranks=SINGLE,
+        grid=Grid(),
         device=torch.device("cpu"),
         critic=critic if built.needs_values else None,
     )

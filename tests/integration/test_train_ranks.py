@@ -7,7 +7,7 @@ import torch
 
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
-from planish.base.parallel import Ranks
+from planish.base.parallel import Grid, Ranks
 from planish.stages.train.batching import split_by_gradient
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.trainer import open_trainer
@@ -30,7 +30,7 @@ def constant_values(rank, size, folder, *, pin):
     """Return the values of a critic whose head is nothing but a bias."""
     trainer = open_trainer(
         TrainConfig(**TINY, compute_dtype="bfloat16"), pin, temperature=1.0, seed=3,
-        ranks=Ranks(rank, size), device=CPU, critic=CriticConfig(head_std=0.0),
+        grid=Grid(Ranks(rank, size)), device=CPU, critic=CriticConfig(head_std=0.0),
     )  # fmt: skip
     with torch.no_grad():
         trainer.critic.parameters["head.bias"].fill_(VALUE)
@@ -41,7 +41,7 @@ def constant_values(rank, size, folder, *, pin):
 def half_of_a_step(rank, size, folder, *, pin):
     """Return the metrics of a step with ten rows that have an advantage and ten that have none."""
     trainer = open_trainer(
-        TrainConfig(**TINY), pin, temperature=1.0, seed=3, ranks=Ranks(rank, size), device=CPU
+        TrainConfig(**TINY), pin, temperature=1.0, seed=3, grid=Grid(Ranks(rank, size)), device=CPU
     )
     mask = ragged_mask([4 + row % 5 for row in range(20)], 9) & (torch.arange(9) > 1)
     old = torch.linspace(-2.0, -6.0, 20)[:, None].expand(20, 9)

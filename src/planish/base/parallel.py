@@ -21,7 +21,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the data-parallel processes of one job.
+    """This process among the processes of one job.
 
     Example:
         >>> Ranks(0, 1).share(5)
@@ -67,6 +67,65 @@ class Ranks:
 
 SINGLE = Ranks(0, 1)
 """The whole job in one process."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where the processes of a training stand: which rows and which part of the model each has.
+
+    Ranks count through tensor parallelism first, then data parallelism, then pipeline stages, so
+    that those who talk most are neighbours. Experts are spread over data-parallel ranks.
+
+    Example:
+        >>> grid = Grid(Ranks(5, 8), tp=2, pp=2)
+        >>> grid.dp, (grid.pp_rank, grid.dp_rank, grid.tp_rank)
+        (2, (1, 0, 1))
+    """
+
+    ranks: Ranks = SINGLE
+    """This process among all."""
+    tp: int = 1
+    """Ranks that share every matrix."""
+    pp: int = 1
+    """Stages of consecutive layers."""
+    ep: int = 1
+    """Data-parallel ranks that share the experts of a layer; divides `dp`."""
+
+    @property
+    def dp(self) -> int:
+        """Parts that each batch is split into."""
+        return self.ranks.size // (self.tp * self.pp)
+
+    @property
+    def tp_rank(self) -> int:
+        """Which part of every matrix is here."""
+        return self.ranks.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which rows of every batch are computed here."""
+        return self.ranks.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        """Which stage is here."""
+        return self.ranks.rank // (self.tp * self.dp)
+
+    def to_json(self) -> dict[str, int]:
+        """Return all sizes, as a manifest names them."""
+        return {
+            "world": self.ranks.size,
+            "dp": self.dp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "ep": self.ep,
+        }
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up over data-parallel ranks what all ranks of one model know, in place."""
+        if self.tp_rank or self.pp_rank:
+            tensor.zero_()
+        return self.ranks.sum(tensor)
 
 
 def pick_device(name: DeviceName, rank: int = 0) -> torch.device:
@@ -122,8 +181,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def data_mesh(ranks: Ranks, device: torch.device) -> Any:
-    """Return the one-axis device mesh `dp` of all ranks (a `DeviceMesh`)."""
+def data_mesh(grid: Grid, device: torch.device) -> Any:
+    """Return the one-axis device mesh `dp` of a grid that has no other axis (a `DeviceMesh`)."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, (ranks.size,), mesh_dim_names=("dp",))
+    return init_device_mesh(device.type, (grid.dp,), mesh_dim_names=("dp",))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planish import store
 from planish.base.errors import (
@@ -48,7 +48,24 @@ KINDS: dict[str, str] = {"model": "model", "optimizer": "optim", "random": "extr
 """Part of a role to the kind of its tensors in a checkpoint."""
 
 State = Mapping[str, Any]
-"""Parts of `PARTS` as name -> tensor (whole, or sharded `DTensor`), and `extra` as JSON."""
+"""Parts of `PARTS` as name -> this rank's part of a tensor, in any form that the framework has
+(`api.save`), and `extra` as JSON. Names are those of transformers, whatever the framework, so that
+every trainer loads what any other has saved."""
+
+
+class HeldState(NamedTuple):
+    """What a trainer has in memory of a train state.
+
+    Example:
+        >>> HeldState({"model": {}}, "plain").framework
+        'plain'
+    """
+
+    parts: dict[str, Mapping[str, Any]]
+    """Of `State`, without `extra`."""
+    framework: str
+    """How the tensors say which part of the whole they are, as `api.save` names it."""
+
 
 GARBAGE_SECONDS = 3600.0
 """Objects of an attempt that was never committed, or was replaced, are kept for so long."""
@@ -63,6 +80,7 @@ def save(
     *,
     parents: Mapping[str, str],
     attributes: Mapping[str, Any],
+    framework: str = "plain",
     ranks: Ranks = SINGLE,
 ) -> Ref:
     """Write a train state; it becomes visible as a whole or not at all.
@@ -75,6 +93,7 @@ def save(
         state: `{"model": {name: tensor}, "optimizer": {...}, "random": {...}, "extra": {...}}`.
         parents: name of each input to the sha256 of its manifest.
         attributes: of the manifest: step, policy_version, config_sha256 ...
+        framework: of the tensors, as `HeldState.framework`.
         ranks: this process among those that save.
 
     Returns:
@@ -90,7 +109,9 @@ def save(
     roles = _roles(state)
     roles.setdefault(POLICY, {})["extra"] = dict(state.get("extra", {}))
     step = int(attributes.get("step", 0))
-    handle = api.save(uri, roles, "fsdp2", async_=False, step=step, overwrite=True, snapshot="copy")
+    handle = api.save(
+        uri, roles, framework, async_=False, step=step, overwrite=True, snapshot="copy"
+    )
     digest = handle.result().sha256
     manifest, data = seal(STATE_SCHEMA, 0, (), parents, {**attributes, _DIGEST: digest})
     if ranks.is_first:
@@ -105,12 +126,20 @@ def save(
     return manifest.ref(uri)
 
 
-def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) -> dict[str, Any]:
+def load(
+    pin: str,
+    state: State,
+    *,
+    framework: str = "plain",
+    ranks: Ranks = SINGLE,
+    strict: bool = True,
+) -> dict[str, Any]:
     """Fill the tensors of `state` in place from a saved one, whatever ranks saved it.
 
     Args:
         pin: `<uri>#sha256=<digest>`.
         state: as for `save`; `extra` is ignored.
+        framework: of the tensors of `state`, whatever saved them.
         ranks: this process among those that load.
         strict: also refuse a saved part that `state` has no place for; per-rank random states
             never count.
@@ -140,7 +169,7 @@ def load(pin: str, state: State, *, ranks: Ranks = SINGLE, strict: bool = True) 
         return read_state_info(pin)
     wanted = {part for role in roles.values() for part in role}
     chosen = (*(kind for part, kind in KINDS.items() if part in wanted), "extra")
-    api.load(place, roles, "fsdp2", parts=tuple(dict.fromkeys(chosen)))
+    api.load(place, roles, framework, parts=tuple(dict.fromkeys(chosen)))
     ranks.barrier()
     # The load has brought it along with the policy; a critic alone has none.
     extra: dict[str, Any] | None = roles.get(POLICY, {}).get("extra")

@@ -10,7 +10,7 @@ from torch import Tensor
 from planish.algorithms import build_algorithm
 from planish.algorithms.base import Denominators, LossOutput, TrainBatch, ValueLossFn
 from planish.algorithms.masked import last_column
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.stages.train.batching import split_minibatches
 from planish.stages.train.config import CriticConfig
 from planish.stages.train.fsdp2 import Fsdp2Trainer
@@ -43,7 +43,7 @@ class Critics:
             lab.pin,
             temperature=1.0,
             seed=lab.seed,
-            ranks=SINGLE,
+            grid=Grid(),
             device=torch.device("cpu"),
             critic=self.critic,
         )

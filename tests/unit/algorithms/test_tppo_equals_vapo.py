@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planish.algorithms import build_algorithm
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
@@ -27,7 +27,7 @@ def trained(table, root):
     tiny = start_run(root)
     config, critic = TrainConfig(**TINY), CriticConfig(learning_rate=1e-3, pretrain_iterations=0)
     trainer = open_trainer(
-        config, tiny.policy_pin, temperature=1.0, seed=7, ranks=SINGLE,
+        config, tiny.policy_pin, temperature=1.0, seed=7, grid=Grid(),
         device=torch.device("cpu"), critic=critic,
     )  # fmt: skip
     rollouts = random_rollouts(tiny.policy, 11, num_groups=8)
@@ -37,7 +37,7 @@ def trained(table, root):
     )  # fmt: skip
     state = {
         f"{part}.{name}": tensor.detach().clone()
-        for part, tensors in trainer.state().items()
+        for part, tensors in trainer.state().parts.items()
         for name, tensor in tensors.items()
     }
     trainer.close()

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError, LayoutMismatch
-from planish.base.parallel import Ranks
+from planish.base.parallel import Grid
 from planish.checkpoint import train_state as checkpoint
+from planish.checkpoint.train_state import HeldState
 from planish.models.adapters import KEY, Adapters, check_same, is_adapter
 from planish.models.critic import (
     Critic,
@@ -54,7 +55,7 @@ class Fsdp2Trainer:
         *,
         temperature: float,
         seed: int,
-        ranks: Ranks,
+        grid: Grid,
         device: torch.device,
         critic: CriticConfig | None = None,
         critic_shape: Mapping[str, Any] | None = None,
@@ -63,14 +64,14 @@ class Fsdp2Trainer:
         """Load the policy in float32, build its critic, shard both and build their optimizers."""
         self.config = config
         self.adapters = adapters
-        self.ranks = ranks
+        self.grid = grid
         self.device = device
         self.temperature = temperature
         self.critic_config = critic
         set_up_torch(config, device)
-        stream = np.random.SeedSequence([seed, ranks.rank]).generate_state(1, np.uint64)
+        stream = np.random.SeedSequence([seed, grid.ranks.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(stream[0]))
-        shared: dict[str, Any] = {"config": config, "ranks": ranks, "device": device}
+        shared: dict[str, Any] = {"config": config, "grid": grid, "device": device}
         loaded = load_policy(policy_pin, dtype=torch.float32)
         model, self.tokenizer = loaded.model, loaded.tokenizer
         self.critic: ShardedModel | None = None
@@ -100,20 +101,26 @@ class Fsdp2Trainer:
             check_same(info, self.adapters, pin=pin)
         else:
             weights = {name: t for name, t in weights.items() if not is_adapter(name)}
-        checkpoint.load(pin, {"critic": weights}, ranks=self.ranks, strict=False)
+        checkpoint.load(
+            pin,
+            {"critic": weights},
+            framework="fsdp2",
+            ranks=self.grid.ranks,
+            strict=False,
+        )
 
     def load(self, pin: str) -> None:
         """Replace weights, moments and, under the same layout, random states."""
         info = checkpoint.read_state_info(pin)
         check_same(info, self.adapters, pin=pin)
-        state = self.state()
-        if (info["num_ranks"], info["device"]) != (self.ranks.size, self.device.type):
+        state, framework = self.state()
+        if (info.get("grid"), info["device"]) != (self.grid.to_json(), self.device.type):
             # Streams of other ranks are of no use here; those of this start stay.
             del state["random"]
         if self.critic is not None and "critic" not in checkpoint.parts(pin):
             self._keep_new_critic(pin)
             del state["critic"], state["critic_optimizer"]
-        checkpoint.load(pin, state, ranks=self.ranks)
+        checkpoint.load(pin, state, framework=framework, ranks=self.grid.ranks)
         for name, stream in state.get("random", {}).items():
             if name.startswith("torch."):
                 torch.set_rng_state(stream)
@@ -169,7 +176,7 @@ class Fsdp2Trainer:
             loaded.model,
             getattr(loaded.model, loaded.model.base_model_prefix),
             config=self.config,
-            ranks=self.ranks,
+            grid=self.grid,
             device=self.device,
             is_frozen=True,
         )
@@ -219,9 +226,9 @@ class Fsdp2Trainer:
         assert self.critic is not None
         return (self.critic.scorer(micro.input_ids, None, select),)
 
-    def state(self) -> dict[str, Mapping[str, Tensor]]:
+    def state(self) -> HeldState:
         """Return weights, moments by parameter name, and this rank's random streams."""
-        rank = f"{self.ranks.rank:05d}"
+        rank = f"{self.grid.ranks.rank:05d}"
         streams = {f"torch.{rank}": torch.get_rng_state()}
         if self.device.type == "cuda":
             streams[f"cuda.{rank}"] = torch.cuda.get_rng_state(self.device)
@@ -233,7 +240,7 @@ class Fsdp2Trainer:
         if self.critic is not None:
             state["critic"] = self.critic.weights()
             state["critic_optimizer"] = self.critic.moments()
-        return state
+        return HeldState(state, "fsdp2")
 
     def sizes(self) -> dict[str, float]:
         """Return parameters and trained ones of both models; empty where all are trained."""

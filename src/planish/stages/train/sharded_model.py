@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
-from planish.base.parallel import Ranks, data_mesh
+from planish.base.parallel import Grid, data_mesh
 from planish.models.lora import plain_name
 from planish.stages.train.batching import (
     Rows,
@@ -51,7 +51,7 @@ class ShardedModel:
         body: Any,
         *,
         config: TrainConfig,
-        ranks: Ranks,
+        grid: Grid,
         device: torch.device,
         is_frozen: bool = False,
         exact: nn.Module | None = None,
@@ -63,18 +63,18 @@ class ShardedModel:
             model: what it scores with; gives the parameters their names (untyped, hence Any).
             body: the decoder of transformers inside the model.
             config: of the train stage.
-            ranks: this process among the training processes.
+            grid: where this process stands among those of the training.
             device: of this rank.
             is_frozen: the model is never trained.
             exact: a part that stays in float32 whatever `compute_dtype` says; None is none.
         """
         self.config = config
-        self.ranks = ranks
+        self.grid = grid
         self.device = device
         if config.activation_checkpointing and not is_frozen:
             _checkpoint_layers(body)
         self.scorer = scorer.to(device)
-        if ranks.size > 1:
+        if grid.dp > 1:
             self._shard(body, exact)
         self.parameters: dict[str, Tensor] = {
             plain_name(name): parameter for name, parameter in model.named_parameters()
@@ -106,7 +106,7 @@ class ShardedModel:
     def _shard(self, body: Any, exact: nn.Module | None) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        options: dict[str, Any] = {"mesh": data_mesh(self.ranks, self.device)}
+        options: dict[str, Any] = {"mesh": data_mesh(self.grid, self.device)}
         if exact is not None:
             fully_shard(exact, **options)
         if self.config.compute_dtype == "bfloat16":
@@ -139,9 +139,9 @@ class ShardedModel:
                 scored = torch.stack(list(self._scattered(micro, select, score))[:num_results])
                 columns = scored.shape[2]
                 result[:, torch.from_numpy(rows), :columns] = scored.cpu()[:, : len(rows)]
-        if self.ranks.size == 1:
+        if self.grid.ranks.size == 1:
             return result
-        return self.ranks.sum(result.to(self.device)).cpu()
+        return self.grid.sum(result.to(self.device)).cpu()
 
     def measure(
         self,
@@ -196,9 +196,9 @@ class ShardedModel:
         for _, micro, select in self._microbatches(minibatch, mask):
             output = loss_fn(*self._scattered(micro, select, score), micro)
             # Sharded gradients are averaged over ranks; the parts of the loss are to be summed.
-            torch.autograd.backward(output.loss * self.ranks.size)
+            torch.autograd.backward(output.loss * self.grid.dp)
             tally.add(output)
-        metrics = tally.result(self.ranks)
+        metrics = tally.result(self.grid)
         clipped: Any = torch.nn.utils.clip_grad_norm_(
             list(self.trained.values()), self.config.grad_clip or math.inf
         )
@@ -214,8 +214,8 @@ class ShardedModel:
     ) -> Iterator[tuple[Rows, TrainBatch, Tensor]]:
         """Yield this rank's row numbers, micro-batches and selections."""
         lengths = selected_lengths(mask)
-        plan = plan_microbatches(lengths, self.config.tokens_per_microbatch, self.ranks.size)
-        for rows in plan[self.ranks.rank]:
+        plan = plan_microbatches(lengths, self.config.tokens_per_microbatch, self.grid.dp)
+        for rows in plan[self.grid.dp_rank]:
             width = int(lengths[rows].max(initial=2))
             micro = gather_rows(batch, rows, num_columns=width).to(self.device)
             if len(rows):
@@ -230,7 +230,7 @@ class ShardedModel:
         half = self.config.compute_dtype == "bfloat16"
         precision: Any = (
             torch.autocast(self.device.type, torch.bfloat16)
-            if half and self.ranks.size == 1
+            if half and self.grid.dp == 1
             else contextlib.nullcontext()
         )
         with precision:
@@ -275,13 +275,13 @@ class Tally:
         for name, value in output.maxima.items():
             self.maxima.setdefault(name, []).append(value)
 
-    def result(self, ranks: Ranks) -> dict[str, float]:
+    def result(self, grid: Grid) -> dict[str, float]:
         """Return `loss`, the means of every metric that has a count, and the maxima."""
         names, peaks = sorted(self.means), sorted(self.maxima)
         sums = [_total(self.loss)]
         for name in names:
             sums += [_total(part) for part in zip(*self.means[name], strict=True)]
-        packed = ranks.sum(torch.stack(sums)).tolist()
+        packed = grid.sum(torch.stack(sums)).tolist()
         metrics = {"loss": packed[0]}
         for position, name in enumerate(names):
             total, count = packed[1 + 2 * position : 3 + 2 * position]
@@ -289,7 +289,7 @@ class Tally:
                 metrics[name] = total / count
         if peaks:
             tops = torch.stack([torch.stack(self.maxima[name]).max() for name in peaks])
-            metrics |= dict(zip(peaks, ranks.max(tops).tolist(), strict=True))
+            metrics |= dict(zip(peaks, grid.ranks.max(tops).tolist(), strict=True))
         return metrics
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError
-from planish.base.parallel import Ranks
+from planish.base.parallel import Grid
+from planish.checkpoint.train_state import HeldState
 from planish.models.adapters import Adapters
 from planish.stages.train.config import CriticConfig, TrainConfig
 
@@ -93,8 +94,8 @@ class Trainer(Protocol):
     ) -> dict[str, float]:
         """Make one optimizer step of the critic on `value_mask`; returns as `step`."""
 
-    def state(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the parts of the train state that are tensors: this rank's shards."""
+    def state(self) -> HeldState:
+        """Return the parts of the train state that are tensors: what of them is on this rank."""
 
     def critic_shape(self) -> dict[str, Any]:
         """Return as JSON what the critic's frame is built from; empty without one."""
@@ -112,7 +113,7 @@ def open_trainer(
     *,
     temperature: float,
     seed: int,
-    ranks: Ranks,
+    grid: Grid,
     device: torch.device,
     critic: CriticConfig | None = None,
     critic_shape: Mapping[str, Any] | None = None,
@@ -125,7 +126,7 @@ def open_trainer(
         policy_pin: pinned URI of the policy to start from.
         temperature: at which the rollouts were sampled.
         seed: of the random streams of a fresh start.
-        ranks: this process among the training processes.
+        grid: where this process stands among those of the training.
         device: of this rank.
         critic: how to build a critic; None for algorithms without one.
         critic_shape: of the critic in a train state that is loaded next: only its frame is built,
@@ -146,7 +147,7 @@ def open_trainer(
         policy_pin,
         temperature=temperature,
         seed=seed,
-        ranks=ranks,
+        grid=grid,
         device=device,
         critic=critic,
         critic_shape=critic_shape,

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planish.algorithms import build_algorithm
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
-from planish.base.parallel import SINGLE, Ranks, join, leave, local_rank, pick_device
+from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
 from planish.checkpoint import train_state as checkpoint
 from planish.models.adapters import KEY
 from planish.records import layout
@@ -35,9 +35,6 @@ from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,13 +47,14 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     inputs = read_inputs(job)
     info = job.info
     algorithm = build_algorithm(job.config.get("algorithm", {}))
+    grid = Grid(ranks)
     device = pick_device(config.device, ranks.rank)
     trainer = open_trainer(
         config,
         job.policy_pin,
         temperature=job.temperature,
         seed=job.seed,
-        ranks=ranks,
+        grid=grid,
         device=device,
         critic=job.critic if algorithm.needs_values else None,
         critic_shape=info.get("critic") if algorithm.needs_values else None,
@@ -94,7 +92,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
         "seed": job.seed,
         "step": result.progress.step,
         "framework": config.trainer,
-        "dp": ranks.size,
+        **grid.to_json(),
     }
     stream = inputs.stream
     if ranks.is_first:
@@ -107,12 +105,14 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
             stream = replace(stream, waiting=_write(job, layout.waiting, result.waiting))
         report = UpdateReport(scalars, result.minibatches, attributes)
         write_report(layout.update(job.root, job.iteration), report)
-    extra = _extra(job, trainer, result, stream, ranks, device.type)
+    extra = _extra(job, trainer, result, stream, grid, device.type)
+    held = trainer.state()
     state = checkpoint.save(
         layout.state(job.root, result.progress.step),
-        {**trainer.state(), "extra": extra},
+        {**held.parts, "extra": extra},
         parents=job.parents(),
         attributes=attributes,
+        framework=held.framework,
         ranks=ranks,
     )
     trainer.close()
@@ -126,7 +126,7 @@ def _extra(
     trainer: Trainer,
     result: UpdateResult,
     stream: StreamState,
-    ranks: Ranks,
+    grid: Grid,
     device: str,
 ) -> dict[str, Any]:
     """Return the JSON part of the train state; that of the first rank is written."""
@@ -140,7 +140,7 @@ def _extra(
         **result.progress.to_json(),
         "data": stream.to_data(),
         "policy_version": job.iteration,
-        "num_ranks": ranks.size,
+        "grid": grid.to_json(),
         "device": device,
         "config_sha256": job.config_sha256,
     }

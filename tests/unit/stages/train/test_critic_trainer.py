@@ -12,7 +12,7 @@ import torch
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.base.errors import LayoutMismatch
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.checkpoint import train_state as checkpoint
 from planish.models.critic import critic_from_policy
 from planish.models.logprobs import ValueScorer
@@ -52,7 +52,7 @@ def batch(raw_batch):
 def trainer_of(tiny, critic=None, **changes):
     return open_trainer(
         TrainConfig(**{**TINY, **changes}), tiny.policy_pin, temperature=1.0, seed=3,
-        ranks=SINGLE, device=CPU, critic=CriticConfig(**{**TINY_CRITIC, **(critic or {})}),
+        grid=Grid(), device=CPU, critic=CriticConfig(**{**TINY_CRITIC, **(critic or {})}),
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_i1_the_token_budget_changes_neither_value_loss_nor_gradient(tiny, batch
     assert seen.keys() == wanted.keys()
     for name, value in wanted.items():
         assert seen[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
-    ours, theirs = (t.state()["critic_optimizer"] for t in (split, whole))
+    ours, theirs = (t.state().parts["critic_optimizer"] for t in (split, whole))
     for name in (n for n in ours if n.endswith(".exp_avg")):
         assert (ours[name] - theirs[name]).abs().max() < 1e-6, name
 
@@ -180,7 +180,7 @@ def test_columns_behind_the_last_selected_token_are_not_computed(tiny, batch):
 def test_a_critic_gradient_that_is_not_finite_leaves_the_critic_alone(tiny, batch):
     trainer = trainer_of(tiny)
     value_step(trainer, batch)
-    before = {k: v.clone() for part in trainer.state().values() for k, v in part.items()}
+    before = {k: v.clone() for part in trainer.state().parts.values() for k, v in part.items()}
 
     def broken(values, micro, denominators):
         return LossOutput((values * float("inf")).sum())
@@ -188,7 +188,7 @@ def test_a_critic_gradient_that_is_not_finite_leaves_the_critic_alone(tiny, batc
     metrics = value_step(trainer, batch, broken)
     assert metrics["skipped"] == 1.0
     assert not math.isfinite(metrics["grad_norm"])
-    after = {k: v for part in trainer.state().values() for k, v in part.items()}
+    after = {k: v for part in trainer.state().parts.values() for k, v in part.items()}
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -207,9 +207,9 @@ def test_half_precision_compute_keeps_the_critic_in_float32_and_stays_close(tiny
 
 
 def save(trainer, uri):
-    extra = {"num_ranks": 1, "device": "cpu"}
+    extra = {"grid": Grid().to_json(), "device": "cpu"}
     return checkpoint.save(
-        uri, {**trainer.state(), "extra": extra}, parents={}, attributes={}
+        uri, {**trainer.state().parts, "extra": extra}, parents={}, attributes={}
     ).pin()
 
 
@@ -230,7 +230,7 @@ def test_a_state_without_a_critic_is_refused_unless_the_configuration_names_one(
     tiny, batch, file_root, tmp_path
 ):
     bare = open_trainer(
-        TrainConfig(**TINY), tiny.policy_pin, temperature=1.0, seed=3, ranks=SINGLE, device=CPU
+        TrainConfig(**TINY), tiny.policy_pin, temperature=1.0, seed=3, grid=Grid(), device=CPU
     )
     pin = save(bare, layout.state(file_root, 1))
     assert checkpoint.parts(pin) == {"model", "optimizer", "random"}
@@ -253,9 +253,9 @@ def test_a_run_can_begin_with_the_critic_of_another_state(tiny, batch, file_root
     pin = save(other, layout.state(file_root, 1))
     trainer = trainer_of(tiny, critic={"init": "state", "path": pin})
     assert torch.equal(flat(trainer.critic), flat(other.critic))
-    assert all(not moment.any() for moment in trainer.state()["critic_optimizer"].values())
+    assert all(not moment.any() for moment in trainer.state().parts["critic_optimizer"].values())
     bare = open_trainer(
-        TrainConfig(**TINY), tiny.policy_pin, temperature=1.0, seed=3, ranks=SINGLE, device=CPU
+        TrainConfig(**TINY), tiny.policy_pin, temperature=1.0, seed=3, grid=Grid(), device=CPU
     )
     without = save(bare, layout.state(file_root, 2))
     with pytest.raises(LayoutMismatch, match=r"lacks `critic: model\.body\.embed_tokens\.weight`"):

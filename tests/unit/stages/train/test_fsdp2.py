@@ -12,7 +12,7 @@ import torch
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.base.errors import ConfigError
-from planish.base.parallel import SINGLE, pick_device
+from planish.base.parallel import Grid, pick_device
 from planish.checkpoint import train_state as checkpoint
 from planish.records import layout
 from planish.records.refs import Ref
@@ -51,7 +51,7 @@ def batch(tiny):
 def trainer_of(tiny, **changes):
     return open_trainer(
         TrainConfig(**{**TINY, **changes}), tiny.policy_pin,
-        temperature=1.0, seed=3, ranks=SINGLE, device=CPU,
+        temperature=1.0, seed=3, grid=Grid(), device=CPU,
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_i1_the_token_budget_changes_neither_loss_nor_gradient(tiny, batch, budg
     for name, value in wanted.items():
         assert seen[name] == pytest.approx(value, abs=1e-6, rel=1e-5), name
     # After one step the first moment is a tenth of the clipped gradient.
-    ours, theirs = (t.state()["optimizer"] for t in (split, whole))
+    ours, theirs = (t.state().parts["optimizer"] for t in (split, whole))
     for name in (n for n in ours if n.endswith(".exp_avg")):
         assert (ours[name] - theirs[name]).abs().max() < 1e-6, name
 
@@ -114,7 +114,7 @@ def test_gradient_norm_is_clipped_before_the_step(tiny, batch):
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(tiny, batch):
     trainer = trainer_of(tiny)
     one_step(trainer, batch)
-    before = {k: v.clone() for part in trainer.state().values() for k, v in part.items()}
+    before = {k: v.clone() for part in trainer.state().parts.values() for k, v in part.items()}
 
     def broken(logprobs, entropy, micro, denominators):
         return LossOutput((logprobs * float("nan")).sum())
@@ -122,7 +122,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(tiny, ba
     metrics = one_step(trainer, batch, broken)
     assert metrics["skipped"] == 1.0
     assert not math.isfinite(metrics["grad_norm"])
-    after = {k: v for part in trainer.state().values() for k, v in part.items()}
+    after = {k: v for part in trainer.state().parts.values() for k, v in part.items()}
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert one_step(trainer, batch)["skipped"] == 0.0
 
@@ -149,9 +149,12 @@ def test_half_precision_compute_keeps_float32_weights_and_stays_close(tiny, batc
 def test_state_loads_back_with_moments_and_random_streams(tiny, batch, file_root):
     trainer = trainer_of(tiny)
     one_step(trainer, batch)
-    extra = {"num_ranks": 1, "device": "cpu"}
+    extra = {"grid": Grid().to_json(), "device": "cpu"}
     ref = checkpoint.save(
-        layout.state(file_root, 1), {**trainer.state(), "extra": extra}, parents={}, attributes={}
+        layout.state(file_root, 1),
+        {**trainer.state().parts, "extra": extra},
+        parents={},
+        attributes={},
     )
     drawn = torch.rand(3)
     again = trainer_of(tiny)

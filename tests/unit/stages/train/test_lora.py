@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.models.adapters import Adapters
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import load_policy
@@ -35,7 +35,7 @@ def batch(tiny):
 def trainer_of(tiny, adapters=ADAPTERS, *, critic=None, **changes):
     return open_trainer(
         TrainConfig(**{**TINY, **changes}), tiny.policy_pin,
-        temperature=1.0, seed=3, ranks=SINGLE, device=CPU, critic=critic, adapters=adapters,
+        temperature=1.0, seed=3, grid=Grid(), device=CPU, critic=critic, adapters=adapters,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from planish.algorithms.grpo import GrpoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.base.config import parse_section, resolve_config
 from planish.base.errors import ConfigError
-from planish.base.parallel import SINGLE
+from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import build_policy, save_policy
@@ -124,7 +124,7 @@ def batch(tiny):
 def trainer_of(tiny, temperature=1.0, **changes):
     return open_trainer(
         TrainConfig(**{**TINY, **changes}), tiny.policy_pin,
-        temperature=temperature, seed=3, ranks=SINGLE, device=CPU,
+        temperature=temperature, seed=3, grid=Grid(), device=CPU,
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_the_reference_is_gone_after_the_pass_and_changed_nothing(tiny, batch):
     kind = type(trainer.policy.scorer.model)
     gc.collect()
     before = sum(type(x) is kind for x in gc.get_objects())
-    state = {k: v.clone() for part in trainer.state().values() for k, v in part.items()}
+    state = {k: v.clone() for part in trainer.state().parts.values() for k, v in part.items()}
     gc.disable()
     try:
         trainer.reference_logprobs(batch, tiny.policy_pin)
@@ -164,7 +164,7 @@ def test_the_reference_is_gone_after_the_pass_and_changed_nothing(tiny, batch):
     finally:
         gc.enable()
     assert after == before > 0
-    now = {k: v for part in trainer.state().values() for k, v in part.items()}
+    now = {k: v for part in trainer.state().parts.values() for k, v in part.items()}
     assert all(torch.equal(state[name], now[name]) for name in state)
 
 
