@@ -11,12 +11,10 @@ from pipelines.local import exit_status, run_here
 from pipelines.monitor import Monitor
 from pipelines.post_train import build_post_train, profile_named
 
-ITERATIONS = 2
-
 
 def run_once(trace: str, **parameters: Any) -> None:
-    """Run two iterations of two shards; a killed train task fails its run, which may restart."""
-    profile = profile_named("cpu-tiny", num_iterations=ITERATIONS, num_shards=2)
+    """Run an iteration of two shards; a killed train task fails its run, which may restart."""
+    profile = profile_named("cpu-tiny", num_iterations=1, num_shards=2)
     train = dataclasses.replace(profile.stages["train"], retries=0)
     profile = dataclasses.replace(profile, stages={**profile.stages, "train": train})
     monitor = Monitor(trace=trace, watches=False, max_restarts=1)

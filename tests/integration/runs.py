@@ -18,6 +18,8 @@ from planish.records import layout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "tests" / "golden" / "configs" / "tiny.toml"
+LEARNS = "sft.max_steps=240 sft.measure_every=240"
+"""A cold start that is right now and then, so that the update has groups to learn from."""
 
 
 def environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ from planish.checkpoint.train_state import read_state_info
 from planish.minder.lab.files import write_frame
 from planish.records import layout
 from planish.records.io import read_manifest
+from planish.records.reports import UpdateReport, read_report
 from planish.run.avoid import AvoidedNode, avoid
 from planish.run.chain import Chain, parse_chain
 from planish.run.kubeflow import restart_name, run_name
@@ -25,34 +26,50 @@ from tests.unit.pipelines.kfp_server import Server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
+SETTINGS = {"overrides": f"{runs.LEARNS} algorithm.kl_coefficient=0.04"}
+"""With a penalty, so that a chain has a reference to keep."""
+
+
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("four")
+def two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("two")
     root = (folder / "run").as_uri()
-    runs.run(root, folder / "log.txt", iterations=4)
+    runs.run(root, folder / "log.txt", iterations=2, **SETTINGS)
+    for number in (1, 2):
+        update = read_report(UpdateReport, layout.update(root, number))
+        assert update.scalars["num_rollouts"] > 0
     return root
 
 
-def assert_same(root: str, four: str) -> None:
+def assert_same(root: str, two: str) -> None:
     """Both learned the same; the chain has evaluated more often."""
-    final = runs.digests(four)
+    final = runs.digests(two)
     assert {k: v for k, v in runs.digests(root).items() if k in final} == final
     more = runs.digests(root).keys() - final
     assert all(path.startswith("evals/") for path in more)
 
 
-def test_two_compact_iterations_and_two_more_equal_four(four: str, tmp_path: Path) -> None:
+def assert_reference(root: str, name: str, sha256: str, states: int) -> None:
+    """Every state of a root names the policy that the penalty holds to."""
+    assert read_state_info(runs.newest_state(root))["reference"] == f"{name}#sha256={sha256}"
+    found = runs.manifests(root, "/states/").values()
+    assert [m["parents"]["reference"] for m in found] == [sha256] * states
+
+
+def test_a_compact_iteration_and_one_more_equal_two(two: str, tmp_path: Path) -> None:
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
-    runs.run(root, log, iterations=2, compact=True)
+    runs.run(root, log, compact=True, **SETTINGS)
     learned = {k: v for k, v in runs.digests(root).items() if not k.startswith("evals/")}
-    assert any(path.startswith("policies/00002/") for path in learned)
-    assert learned.items() <= runs.digests(four).items()
+    assert any(path.startswith("policies/00001/") for path in learned)
+    assert learned.items() <= runs.digests(two).items()
     for stage in ("reward", "train", "checkpoint"):
-        assert store.exists(layout.stage_log(root, stage, 2, 0))
+        assert store.exists(layout.stage_log(root, stage, 1, 0))
     # What a compact run has written is what a run of single tasks writes: the next goes on either.
-    runs.run(root, log, iterations=2, chain_index=1)
-    assert_same(root, four)
+    runs.run(root, log, chain_index=1, **SETTINGS)
+    assert_same(root, two)
+    first = read_manifest(layout.policy(root, 0)).sha256
+    assert_reference(root, "policies/00000", first, states=2)
 
 
 def start(server: Server, run: dict, trace: Path, log: Path) -> subprocess.Popen:
@@ -70,8 +87,8 @@ def start(server: Server, run: dict, trace: Path, log: Path) -> subprocess.Popen
         )
 
 
-def test_a_chain_and_a_restart_through_the_api_equal_four(four: str, tmp_path: Path) -> None:
-    """Two runs of two iterations; the second is killed beside a faulty machine and restarted."""
+def test_a_chain_and_a_restart_through_the_api_equal_two(two: str, tmp_path: Path) -> None:
+    """Two runs of an iteration; the second is killed beside a faulty machine and restarted."""
     root, log, trace = (tmp_path / "run").as_uri(), tmp_path / "log.txt", tmp_path / "trace.npz"
     write_frame(trace, made())
     server = Server()
@@ -81,14 +98,19 @@ def test_a_chain_and_a_restart_through_the_api_equal_four(four: str, tmp_path: P
         service_account="planish-runner",
         pipeline_spec={"pipelineInfo": {"name": "post-train"}},
         runtime_config={
-            "parameters": {"root": root, "config": str(runs.TINY), "chain": '{"runs": 2}'}
+            "parameters": {
+                "root": root,
+                "config": str(runs.TINY),
+                "chain": '{"runs": 2}',
+                **SETTINGS,
+            }
         },
     )
     runs.finish(start(server, first, trace, log), log)
     (second,) = (run for run in server.objects["runs"].values() if run is not first)
     process = start(server, second, trace, log)
-    runs.wait_for_stage(root, "train", 4)
-    avoid(root, AvoidedNode("node-3", "monitor_check", second["run_id"], 4))
+    runs.wait_for_stage(root, "train", 2)
+    avoid(root, AvoidedNode("node-3", "monitor_check", second["run_id"], 2))
     runs.signal_task(process, "train", signal.SIGKILL)
     assert process.wait(timeout=300) == 1
     (third,) = (run for run in server.objects["runs"].values() if run not in (first, second))
@@ -98,25 +120,27 @@ def test_a_chain_and_a_restart_through_the_api_equal_four(four: str, tmp_path: P
     assert names == [run_name(root, 1), restart_name(root, 1)]
     places = [run["runtime_config"]["parameters"]["chain"] for run in (second, third)]
     assert [parse_chain(place) for place in places] == [Chain(index=1, runs=2)] * 2
-    assert_same(root, four)
+    assert_same(root, two)
 
 
-def test_no_prompt_is_lost_or_trained_twice(four: str) -> None:
+def test_no_prompt_is_lost_or_trained_twice(two: str) -> None:
     consumed: list[int] = []
-    for _, manifest in sorted(runs.manifests(four, "/rollouts/").items()):
+    for _, manifest in sorted(runs.manifests(two, "/rollouts/").items()):
         if manifest["schema"] == "rollouts/1" and "consumed" in manifest["attributes"]:
             consumed += manifest["attributes"]["consumed"]
-    assert len(consumed) >= 4 * 8
+    assert len(consumed) >= 2 * 8
     assert len(consumed) == len(set(consumed))
     # What lies before the last consumed prompt was consumed too, or the cursor still holds it.
-    cursor = read_state_info(runs.newest_state(four))["data"]
+    cursor = read_state_info(runs.newest_state(two))["data"]
     assert sorted([*consumed, *cursor["pending"]]) == list(range(cursor["next"]))
 
 
-def test_a_run_can_start_from_the_end_of_another_root(four: str, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_end_of_another_root_and_keeps_its_reference(
+    two: str, tmp_path: Path
+) -> None:
     root = (tmp_path / "fork").as_uri()
-    runs.run(root, tmp_path / "log.txt", iterations=1, resume_from=four)
-    before = read_state_info(runs.newest_state(four))
+    runs.run(root, tmp_path / "log.txt", resume_from=two, **SETTINGS)
+    before = read_state_info(runs.newest_state(two))
     after = read_state_info(runs.newest_state(root))
     assert after["step"] > before["step"]
     assert after["policy_version"] == 1
@@ -125,18 +149,5 @@ def test_a_run_can_start_from_the_end_of_another_root(four: str, tmp_path: Path)
     assert manifest["attributes"]["cursor"] == {
         name: before["data"][name] for name in ("next", "pending")
     }
-
-
-def test_chained_and_forked_runs_keep_the_reference_of_the_first(tmp_path: Path) -> None:
-    root, fork, log = (tmp_path / "run").as_uri(), (tmp_path / "fork").as_uri(), tmp_path / "log"
-    penalty = {"overrides": "algorithm.kl_coefficient=0.04"}
-    runs.run(root, log, iterations=1, **penalty)
-    runs.run(root, log, iterations=1, chain_index=1, **penalty)
-    runs.run(fork, log, iterations=1, resume_from=root, **penalty)
-    first = read_manifest(layout.policy(root, 0)).sha256
-    assert read_state_info(runs.newest_state(root))["reference"] == f"policies/00000#sha256={first}"
-    named = read_state_info(runs.newest_state(fork))["reference"]
-    assert named == f"{layout.policy(root, 0)}#sha256={first}"
-    for place, count in ((root, 2), (fork, 1)):
-        states = runs.manifests(place, "/states/")
-        assert [m["parents"]["reference"] for m in states.values()] == [first] * count
+    first = read_manifest(layout.policy(two, 0)).sha256
+    assert_reference(root, layout.policy(two, 0), first, states=1)

@@ -42,14 +42,14 @@ def logits(policy_pin):
 def test_experts_are_pretrained_sampled_trained_by_two_processes_and_exported(tmp_path):
     root = f"file://{tmp_path}/run"
     overrides = f"{EXPERTS} train.num_processes=2 algorithm.correction=off"
-    runs.run(root, tmp_path / "log", iterations=2, shards=1, overrides=overrides)
-    before, after = (PinnedWeights(pin(root, version)) for version in (0, 2))
+    runs.run(root, tmp_path / "log", shards=1, compact=True, overrides=overrides)
+    before, after = (PinnedWeights(pin(root, version)) for version in (0, 1))
     assert after.names() == before.names()
     experts = [name for name in after.names() if ".mlp.experts." in name]
     layers = len({name.split(".")[2] for name in experts})
     assert len(experts) == layers * 4 * 3
     assert any(not after.read(name).equal(before.read(name)) for name in experts)
-    assert load_policy(pin(root, 2)).model.config.num_experts == 4
+    assert load_policy(pin(root, 1)).model.config.num_experts == 4
     scalars = read_report(UpdateReport, layout.update(root, 1)).scalars
     assert scalars["num_rollouts"] > 0
     assert scalars["mismatch_logprob_max"] < 1e-4
@@ -63,10 +63,10 @@ def check_three_processes_go_on(tmp_path, root):
     overrides = f"{EXPERTS} train.num_processes=3 train.learning_rate=1e-30"
     overrides += " algorithm.correction=off rollout.max_generation_rounds=30"
     options = {"overrides": overrides, "resume_from": root, "allow_config_change": True}
-    runs.run(other, tmp_path / "three.log", iterations=1, shards=1, **options)
+    runs.run(other, tmp_path / "three.log", shards=1, compact=True, **options)
     files = [uri for uri in store.list_uris(newest_state(other)) if "/policy.model/" in uri]
     assert len(files) == 3
-    first, last = (PinnedWeights(p) for p in (pin(root, 2), pin(other, 1)))
+    first, last = (PinnedWeights(p) for p in (pin(root, 1), pin(other, 1)))
     assert first.names() == last.names()
     assert all(first.read(name).equal(last.read(name)) for name in first.names())
     scalars = read_report(UpdateReport, layout.update(other, 1)).scalars
@@ -77,10 +77,10 @@ def check_a_merged_folder(tmp_path, root):
     """The reshard pipeline writes the policy that the run exported."""
     target = f"file://{tmp_path}/reshard"
     command = [sys.executable, "-m", "pipelines.reshard", "--root", target]
-    command += ["--source", newest_state(root), "--layout", "merged", "--policy", pin(root, 2)]
+    command += ["--source", newest_state(root), "--layout", "merged", "--policy", pin(root, 1)]
     done = subprocess.run(
         command, cwd=runs.REPOSITORY, env=runs.environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     merged = read_manifest(f"{target}/merged").ref(f"{target}/merged").pin()
-    assert torch.equal(logits(merged), logits(pin(root, 2)))
+    assert torch.equal(logits(merged), logits(pin(root, 1)))

@@ -23,9 +23,7 @@ KILLS = [
 ]
 """For each run the stages in which it is killed, one after the other; in all every stage."""
 
-
-LEARNS = {"overrides": "sft.max_steps=240 sft.measure_every=240"}
-"""A cold start that is right now and then, so that the update has groups to learn from."""
+LEARNS = {"overrides": runs.LEARNS}
 
 
 @pytest.fixture(scope="module")

@@ -25,49 +25,44 @@ SLOTS, WINDOW, SHARDS = 32, 12, 2
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("four")
+def three(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("three")
     root = (folder / "run").as_uri()
-    runs.run(root, folder / "log.txt", iterations=4, **TPPO)
+    runs.run(root, folder / "log.txt", iterations=3, **TPPO)
     return root
 
 
-def test_two_iterations_twice_equal_four(four: str, tmp_path: Path) -> None:
-    root = (tmp_path / "run").as_uri()
-    log = tmp_path / "log.txt"
-    runs.run(root, log, iterations=2, **TPPO)
-    assert parse_data(read_state_info(runs.newest_state(root))["data"]).carry
-    runs.run(root, log, iterations=2, chain_index=1, **TPPO)
-
-    def learned(of: str) -> dict[str, str]:
-        return {k: v for k, v in runs.digests(of).items() if not k.startswith("evals/")}
-
-    assert learned(root) == learned(four)
+def learned(root: str) -> dict[str, str]:
+    return {k: v for k, v in runs.digests(root).items() if not k.startswith("evals/")}
 
 
-def test_killed_twice_with_responses_in_flight_the_same_command_gives_equal_digests(
-    four: str, tmp_path: Path
+def test_two_iterations_and_one_each_killed_with_responses_in_flight_equal_three(
+    three: str, tmp_path: Path
 ) -> None:
     root = (tmp_path / "run").as_uri()
     log = tmp_path / "log.txt"
     pauses = []
-    for stage, iteration in (("train", 2), ("rollout", 3)):
-        process = runs.start(root, log, iterations=4, **TPPO)
+    for stage, iteration, part in (
+        ("train", 2, {"iterations": 2}),
+        ("rollout", 3, {"iterations": 1, "chain_index": 1}),
+    ):
+        process = runs.start(root, log, **part, **TPPO)
         runs.wait_for_stage(root, stage, iteration)
         pauses.append(random.SystemRandom().uniform(0, 1.5))
         time.sleep(pauses[-1])
         runs.kill(process)
-    runs.run(root, log, iterations=4, **TPPO)
-    assert runs.digests(root) == runs.digests(four), f"killed {pauses} s into train and rollout"
+        runs.run(root, log, **part, **TPPO)
+        assert parse_data(read_state_info(runs.newest_state(root))["data"]).carry
+    assert learned(root) == learned(three), f"killed {pauses} s into train and rollout"
 
 
-def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(four: str) -> None:
+def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(three: str) -> None:
     tokens: dict[tuple[int, int], list[int]] = {}
     finished: list[tuple[int, int]] = []
     consumed: list[int] = []
-    for number in range(1, 5):
+    for number in range(1, 4):
         for shard in range(SHARDS):
-            uri = layout.rollouts(four, number, shard)
+            uri = layout.rollouts(three, number, shard)
             rollouts, attributes = read_set(RolloutSet, uri), read_manifest(uri).attributes
             assert attributes["metrics"]["num_live_slots"] == SLOTS / SHARDS
             consumed += attributes["consumed"]
@@ -86,7 +81,7 @@ def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(
     assert len(finished) == len(set(finished)) > 8
     carried = set()
     for shard in range(SHARDS):
-        uri = layout.carry(four, 4, shard)
+        uri = layout.carry(three, 4, shard)
         carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
         for row in range(carry.num_rows):
             key = (ordinals[carry.group_index[row]], int(carry.sample_index[row]))
@@ -96,11 +91,11 @@ def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(
     assert not carried & set(finished)
 
 
-def test_the_state_names_what_goes_on_and_every_carried_token_has_a_value(four: str) -> None:
-    data = parse_data(read_state_info(runs.newest_state(four))["data"])
-    places = [layout.carry("", 4, shard)[1:] for shard in range(SHARDS)]
+def test_the_state_names_what_goes_on_and_every_carried_token_has_a_value(three: str) -> None:
+    data = parse_data(read_state_info(runs.newest_state(three))["data"])
+    places = [layout.carry("", 3, shard)[1:] for shard in range(SHARDS)]
     assert [pin.partition("#")[0] for pin in data.carry] == places
-    values = read_set(ValueSet, f"{four}/{data.values.partition('#')[0]}")
+    values = read_set(ValueSet, f"{three}/{data.values.partition('#')[0]}")
     stored = {
         (int(ordinal), int(sample)): values.values.row(row)
         for row, (ordinal, sample) in enumerate(
@@ -108,7 +103,7 @@ def test_the_state_names_what_goes_on_and_every_carried_token_has_a_value(four: 
         )
     }
     for shard in range(SHARDS):
-        uri = layout.carry(four, 4, shard)
+        uri = layout.carry(three, 4, shard)
         carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
         for row in range(carry.num_rows):
             length = len(carry.response_tokens.row(row))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from planish.base.errors import CheckpointError, ConfigError
+from planish.models.library import load_transformers
 from planish.models.policy import load_model
 from planish.models.pretrained import check_folder, find_folder
 
@@ -104,7 +105,7 @@ def blank_critic(description: Mapping[str, Any]) -> Critic:
     Raises:
         CheckpointError: this version of transformers has no such model.
     """
-    import transformers
+    transformers = load_transformers()
     from transformers.initialization import no_init_weights
 
     name, config = description.get("architecture"), description.get("config")

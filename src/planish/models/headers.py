@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from planish.models.library import load_transformers
 from planish.store.sources import SourceFolder
 
 MAX_HEADER_BYTES = 100_000_000
@@ -85,7 +86,7 @@ def vocabulary(config: Mapping[str, Any]) -> int:
 
 def architecture_fault(config: Mapping[str, Any]) -> str:
     """Return why neither trainer nor engine `transformers` can open a model, "" when they can."""
-    import transformers
+    transformers = load_transformers()
 
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None

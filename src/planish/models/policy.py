@@ -19,6 +19,7 @@ import torch
 from planish.base.errors import ConfigError, RecordError
 from planish.models.config import ModelConfig
 from planish.models.experts import on_disk
+from planish.models.library import load_transformers
 from planish.models.tokens import Tokenizer, character_tokenizer, load_tokenizer
 from planish.records.io import fetch_files, read_manifest, write_files
 from planish.records.refs import Ref, parse_pin
@@ -51,7 +52,7 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
         config: sizes, alphabet and type.
         seed: of the initial weights; the global random state is left as it was.
     """
-    import transformers
+    transformers = load_transformers()
 
     tokenizer = character_tokenizer(config.alphabet, stop_strings=config.stop_strings)
     family, experts = "Qwen3", {}
@@ -199,7 +200,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def _model_class(config: Mapping[str, Any], heads: Sequence[str]) -> Any:
-    import transformers
+    transformers = load_transformers()
 
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
