@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines engines coverage check servers bench studies golden compile images images-test tools clean
+.PHONY: help demo test test-engines all-tests fast-tests static engines coverage check servers bench studies golden compile images images-test tools clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -58,11 +58,7 @@ demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENG
 
 # Three workers for two cores: tests of servers, timers and killed processes mostly wait.
 test: $(VENV)/.installed tools servers  ## everything that this machine can run
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
-	  $(if $(wildcard $(ENGINES)/.installed),--ignore tests/contract/engines)
+	@$(MAKE) --no-print-directory --jobs 2 static all-tests
 	@if test -e $(ENGINES)/.installed; then $(MAKE) --no-print-directory test-engines; \
 	else echo 'not tested: the engines on vLLM; `make test-engines` sets them up'; fi
 
@@ -75,10 +71,20 @@ coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of t
 	  -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
 check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a few minutes
+	@$(MAKE) --no-print-directory --jobs 2 static fast-tests
+
+# Types take one core for a minute, so they are checked beside the tests.
+static:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+fast-tests:
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
+
+all-tests:
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
+	  $(if $(wildcard $(ENGINES)/.installed),--ignore tests/contract/engines)
 
 servers: $(VENV)/.installed  ## build or install the test servers below .cache
 	tests/servers/build.sh minio mc etcd kubernetes expression lws

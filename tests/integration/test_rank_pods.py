@@ -155,15 +155,15 @@ def idle(cluster):
     wait_for(lambda: cluster.readiness() == [(503, "")] * 4, 20.0)
 
 
-def test_pods_are_ready_with_the_weights_that_are_wanted_and_give_the_tokens_of_the_model(
-    cluster, pins
-):
+def test_pods_have_the_weights_that_are_wanted_and_give_the_tokens_of_the_model(cluster, pins):
     idle(cluster)
     expected = [ids_of(start(moe_policy("Qwen3Moe", s)).generate(REQUESTS)) for s in range(2)]
     with cluster.engine() as engine:
         engine.start(ModelRef(pin=pins[0]))
         assert cluster.readiness() == [(200, pins[0])] * 4
         assert ids_of(engine.generate(REQUESTS)) == expected[0]
+        with pytest.raises(EngineBusy, match="another coordinator has"):
+            cluster.engine(rank_timeout_seconds=1.0).start(ModelRef(pin=pins[0]))
         engine.update_weights(PinnedWeights(pins[1]), 1)
         assert cluster.readiness() == [(200, pins[1])] * 4
         pod = cluster.pods[0]
@@ -174,20 +174,6 @@ def test_pods_are_ready_with_the_weights_that_are_wanted_and_give_the_tokens_of_
         with pytest.raises(EngineError, match="fetch a policy by its pinned URI"):
             engine.update_weights(weights(moe_policy("Qwen3Moe")), 2)
         assert ids_of(engine.generate(REQUESTS)) == expected[1]
-    idle(cluster)
-
-
-def test_pods_serve_one_coordinator_after_another_and_never_two(cluster, pins):
-    idle(cluster)
-    with cluster.engine() as first:
-        first.start(ModelRef(pin=pins[0]))
-        with pytest.raises(EngineBusy, match="another coordinator has"):
-            cluster.engine(rank_timeout_seconds=1.0).start(ModelRef(pin=pins[0]))
-        assert first.generate(REQUESTS[:1])[0].num_tokens == 20
-    # The next one calls while the ranks of the last still end.
-    with cluster.engine() as second:
-        second.start(ModelRef(pin=pins[0]))
-        assert second.generate(REQUESTS[:1])[0].num_tokens == 20
     idle(cluster)
 
 
@@ -209,11 +195,11 @@ def test_a_policy_without_a_pin_and_one_that_is_not_there_are_refused(cluster, p
     idle(cluster)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_requests_and_its_pod_serves_the_next_coordinator(cluster, pins, how):
-    idle(cluster)
+def lose_a_rank(cluster, pin, how):
+    """Signal a rank of one pod while it works for a coordinator; what was asked for must end."""
     with cluster.engine() as engine:
-        engine.start(ModelRef(pin=pins[0]))
+        engine.start(ModelRef(pin=pin))
+        assert engine.generate(REQUESTS[:1])[0].num_tokens == 20
         engine.submit(REQUESTS)
         for _ in range(3):
             engine.poll(0.0)
@@ -224,12 +210,14 @@ def test_a_lost_rank_ends_the_requests_and_its_pod_serves_the_next_coordinator(c
             outputs.update((o.request_id, o) for o in engine.poll(1.0))
         assert {output.finish_reason for output in outputs.values()} == {FinishReason.ABORT}
         assert all("rank 3 is lost" in output.error for output in outputs.values())
+
+
+def test_a_lost_rank_ends_the_requests_and_its_pod_serves_the_next_coordinator(cluster, pins):
+    lose_a_rank(cluster, pins[0], signal.SIGKILL)
+    # The next one calls while the ranks of the last still end.
+    lose_a_rank(cluster, pins[0], signal.SIGSTOP)
     idle(cluster)
     assert not below(cluster.pods[3].process.pid)
-    with cluster.engine() as engine:
-        engine.start(ModelRef(pin=pins[0]))
-        assert engine.generate(REQUESTS[:1])[0].num_tokens == 20
-    idle(cluster)
 
 
 def test_ranks_end_with_a_coordinator_that_is_killed(cluster, pins, tmp_path):

@@ -16,13 +16,6 @@ from tests.integration import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-KILLS = [
-    [("prepare", 0), ("rollout", 1), ("checkpoint", 1)],
-    [("curate", 0), ("reward", 1), ("evaluate", 0)],
-    [("sft", 0), ("train", 1), ("report", 0)],
-]
-"""For each run the stages in which it is killed, one after the other; in all every stage."""
-
 LEARNS = {"overrides": runs.LEARNS}
 
 
@@ -36,14 +29,28 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
+def kill_in(root: str, log: Path, stage: str, iteration: int) -> str:
+    """Start the run, and kill it with all its processes some time into a stage."""
+    process = runs.start(root, log, **LEARNS)
+    try:
+        if stage != "prepare":
+            runs.wait_for_stage(root, stage, iteration)
+        pause = random.SystemRandom().uniform(0, 1.5)
+        time.sleep(pause)
+    finally:
+        runs.kill(process)
+    return f"killed {pause} s into {stage}"
+
+
 @pytest.mark.server
-def test_a_run_on_s3_has_the_digests_of_the_run_on_files(
+def test_a_run_on_s3_that_was_killed_has_the_digests_of_the_run_on_files(
     undisturbed: str, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = f"{s3_root}/team/run"
-    runs.run(root, tmp_path / "log.txt", **LEARNS)
+    root, log = f"{s3_root}/team/run", tmp_path / "log.txt"
+    told = [kill_in(root, log, *at) for at in (("prepare", 0), ("rollout", 1), ("checkpoint", 1))]
+    runs.run(root, log, **LEARNS)
     digests = runs.digests(root)
-    assert digests == runs.digests(undisturbed)
+    assert digests == runs.digests(undisturbed), told
     kinds = {path.split("/")[0] for path in digests}
     assert {"prompts", "iterations", "policies", "states", "evals"} <= kinds
 
@@ -54,36 +61,28 @@ def test_a_run_on_s3_has_the_digests_of_the_run_on_files(
     assert "policies/00001" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kills", KILLS, ids=lambda kills: "-".join(stage for stage, _ in kills))
 def test_killed_in_stage_after_stage_the_same_command_gives_equal_digests(
-    kills: list[tuple[str, int]], undisturbed: str, tmp_path: Path
+    undisturbed: str, tmp_path: Path
 ) -> None:
-    root = (tmp_path / "run").as_uri()
-    log = tmp_path / "log.txt"
-    pauses = []
-    for stage, iteration in kills:
-        process = runs.start(root, log, **LEARNS)
-        try:
-            if stage != "prepare":
-                runs.wait_for_stage(root, stage, iteration)
-            pauses.append(random.SystemRandom().uniform(0, 1.5))
-            time.sleep(pauses[-1])
-        finally:
-            runs.kill(process)
+    root, log = (tmp_path / "run").as_uri(), tmp_path / "log.txt"
+    told = [kill_in(root, log, *at) for at in (("curate", 0), ("reward", 1), ("evaluate", 0))]
     runs.run(root, log, **LEARNS)
-    assert runs.digests(root) == runs.digests(undisturbed), f"killed {pauses} s into {kills}"
-    assert not list(tmp_path.rglob(f"{TEMPORARY}*")), f"killed {pauses} s into {kills}"
+    assert runs.digests(root) == runs.digests(undisturbed), told
+    assert not list(tmp_path.rglob(f"{TEMPORARY}*")), told
 
 
 def test_the_next_attempt_of_a_train_task_that_got_lost_goes_on(
     undisturbed: str, tmp_path: Path
 ) -> None:
     """Stopped first: a process that cannot finish in its grace time, as on a node that is gone."""
-    root = (tmp_path / "run").as_uri()
-    log = tmp_path / "log.txt"
+    root, log = (tmp_path / "run").as_uri(), tmp_path / "log.txt"
+    told = [kill_in(root, log, "sft", 0)]
     process = runs.start(root, log, **LEARNS)
     runs.wait_for_stage(root, "train", 1)
     runs.signal_task(process, "train", signal.SIGSTOP, signal.SIGKILL)
-    # The same run ends well: its retry made up for the attempt that got lost.
-    runs.finish(process, log)
-    assert runs.digests(root) == runs.digests(undisturbed)
+    # The same run goes on: its retry made up for the attempt that got lost.
+    runs.wait_for_stage(root, "report", 0)
+    runs.kill(process)
+    runs.run(root, log, **LEARNS)
+    assert runs.digests(root) == runs.digests(undisturbed), told
+    assert not list(tmp_path.rglob(f"{TEMPORARY}*")), told

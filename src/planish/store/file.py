@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -44,7 +45,12 @@ TEMPORARY = ".planish-tmp-"
 """Names of files that are being written begin so; nothing lists them as objects."""
 ABANDONED_SECONDS = 86_400.0
 """A temporary file whose writer cannot be looked for from here is removed after so long."""
+SWEEP_SECONDS = 1.0
+"""A process looks for such files in a folder no more often: in a large one that takes a while."""
+MAX_SWEPT = 4096
+"""Folders of which a process knows when it has looked last."""
 
+_SWEPT: dict[Path, float] = {}
 _WRITER = re.compile(r"-([0-9a-f]{8})\.(\d{1,10})\.(\d{1,20})-[0-9a-f]{16}$")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
@@ -325,7 +331,13 @@ def _space() -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the temporary files of a folder whose writers are dead."""
+    """Remove the temporary files of a folder whose writers are dead, unless it was just done."""
+    looked, now = _SWEPT.get(folder, -math.inf), time.monotonic()
+    if now - looked < SWEEP_SECONDS:
+        return
+    if len(_SWEPT) >= MAX_SWEPT:
+        _SWEPT.clear()
+    _SWEPT[folder] = now
     with _absent_is_fine(), os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith(TEMPORARY):

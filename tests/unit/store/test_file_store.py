@@ -103,6 +103,25 @@ def left(folder):
     return sorted(path for path in Path(folder[7:]).iterdir() if path.name.startswith(TEMPORARY))
 
 
+@pytest.fixture
+def sweeping(monkeypatch):
+    """Every write looks for what dead writers left."""
+    monkeypatch.setattr(file_module, "SWEEP_SECONDS", 0.0)
+
+
+def test_many_writes_look_once_for_what_dead_writers_left(file_root, monkeypatch):
+    store.write(f"{file_root}/x", b"")
+    path = Path(file_root[7:]) / f"{TEMPORARY}0123456789abcdef"
+    path.touch()
+    os.utime(path, (0.0, 0.0))
+    store.write(f"{file_root}/y", b"")
+    assert path.exists()
+    clock = time.monotonic() + file_module.SWEEP_SECONDS
+    monkeypatch.setattr(file_module.time, "monotonic", lambda: clock)
+    store.write(f"{file_root}/y", b"")
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("work", ["write", "create"])
 def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(file_root, work):
     die_in("replace", f"{file_root}/x", work)
@@ -112,6 +131,7 @@ def test_what_a_dead_writer_left_goes_with_the_next_write_beside_it(file_root, w
     assert left(file_root) == []
 
 
+@pytest.mark.usefixtures("sweeping")
 def test_what_a_live_writer_writes_stays(file_root):
     script = (
         "from planish.store.file import temporary_name\n"
@@ -129,6 +149,7 @@ def test_what_a_live_writer_writes_stays(file_root):
 
 
 @pytest.mark.parametrize("name", ["-01234567.7.99-0123456789abcdef", "0123456789abcdef"])
+@pytest.mark.usefixtures("sweeping")
 def test_what_a_writer_of_another_machine_left_goes_after_a_day(file_root, name):
     store.write(f"{file_root}/x", b"")
     path = Path(file_root[7:]) / f"{TEMPORARY}{name}"

@@ -135,6 +135,7 @@ def test_a_long_line_is_bad_by_its_size_and_never_held(tmp_path, monkeypatch):
         read(path)
 
 
+@pytest.mark.slow
 def test_a_line_of_two_gigabytes_takes_no_memory(tmp_path):
     path = tmp_path / "data.jsonl"
     with path.open("wb") as file:
