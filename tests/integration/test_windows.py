@@ -81,7 +81,7 @@ def test_every_token_is_in_one_window_and_every_sample_finishes_once_or_goes_on(
     assert len(finished) == len(set(finished)) > 8
     carried = set()
     for shard in range(SHARDS):
-        uri = layout.carry(three, 4, shard)
+        uri = layout.carry(three, 3, shard)
         carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
         for row in range(carry.num_rows):
             key = (ordinals[carry.group_index[row]], int(carry.sample_index[row]))
@@ -103,7 +103,7 @@ def test_the_state_names_what_goes_on_and_every_carried_token_has_a_value(three:
         )
     }
     for shard in range(SHARDS):
-        uri = layout.carry(three, 4, shard)
+        uri = layout.carry(three, 3, shard)
         carry, ordinals = read_set(RolloutSet, uri), read_manifest(uri).attributes["ordinals"]
         for row in range(carry.num_rows):
             length = len(carry.response_tokens.row(row))
