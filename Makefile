@@ -63,7 +63,7 @@ test: $(VENV)/.installed tools servers  ## everything that this machine can run
 	else echo 'not tested: the engines on vLLM; `make test-engines` sets them up'; fi
 
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
-	$(ENGINES)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/contract/engines $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/contract/engines $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
 coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of the lines that it runs

@@ -140,7 +140,7 @@ FATAL = {
 def test_what_harms_itself_is_wrong_in_time_and_no_error_of_ours(name, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start = time.monotonic()
-    verdict = judge(FATAL[name], "assert f(1) == 2")
+    verdict = judge(FATAL[name], "assert f(1) == 2", VerifierOptions(timeout_seconds=1.0))
     assert (verdict.accuracy, verdict.error) == (0.0, False)
     assert time.monotonic() - start < 30
     assert list(tmp_path.iterdir()) == []
