@@ -117,6 +117,9 @@ class Profile:
     """Reward, train and checkpoint are one task on the resources of train."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of every task."""
+    num_nodes: int = 1
+    """Pods that train together, each with the resources of `train`. Above 1 the train task itself
+    has those of `WAITING`: it submits them as one job and waits."""
 
     @property
     def iteration_limit_seconds(self) -> int:
@@ -139,6 +142,9 @@ class Profile:
     cache_claim: str = ""
     """Persistent volume claim for models and data sets; empty: each pod fetches its own."""
 
+
+WAITING = {"cpu": "500m", "memory": "4Gi"}
+"""Requests of a train task that waits for the pods of a job; it reads rewards, and no model."""
 
 ITERATION_STAGES = ("rollout", "reward", "train", "checkpoint")
 """Stages of one iteration, which follow each other."""
@@ -186,10 +192,15 @@ CPU_TINY = Profile(
 """The 0.1 M parameter default: one CPU machine, no accelerator, a few minutes."""
 
 
-def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
+def _gpu_stages(train_timeout_seconds: int, gpus_per_engine: int = 1) -> dict[str, Resources]:
     light = Resources("4", "32Gi", timeout_seconds=4 * HOUR, retries=3)
-    one_gpu = Resources(
-        "12", "160Gi", timeout_seconds=12 * HOUR, retries=3, gpus=1, shared_memory="16Gi"
+    engine = Resources(
+        cpu=str(12 * gpus_per_engine),
+        memory=f"{160 * gpus_per_engine}Gi",
+        timeout_seconds=12 * HOUR,
+        retries=3,
+        gpus=gpus_per_engine,
+        shared_memory=f"{16 * gpus_per_engine}Gi",
     )
     eight_gpus = Resources(
         "64",
@@ -201,13 +212,13 @@ def _gpu_stages(train_timeout_seconds: int) -> dict[str, Resources]:
     )
     return {
         "prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
-        "curate": one_gpu,
+        "curate": engine,
         "sft": eight_gpus,
-        "rollout": one_gpu,
+        "rollout": engine,
         "reward": light,
         "train": eight_gpus,
         "checkpoint": light,
-        "evaluate": one_gpu,
+        "evaluate": engine,
         "next": Resources("500m", "1Gi", timeout_seconds=10 * MINUTE, retries=3),
         "report": Resources("500m", "4Gi", timeout_seconds=30 * MINUTE),
         "reshard_prepare": Resources("500m", "2Gi", timeout_seconds=10 * MINUTE),
@@ -239,15 +250,30 @@ GPU_4X8 = Profile(
     deadline_seconds=14 * DAY,
     retention_seconds=30 * DAY,
     env=_SCRAPED,
+    num_nodes=4,
 )
-"""Four machines with eight GPUs: rollout spreads over all 32, train runs in one pod of eight.
+"""Four machines with eight GPUs: 32 rollout pods of one GPU, then four train pods of eight.
 
-Its wide loops leave room for fewer iterations in one workflow object. A KFP task is one pod, so
-training over several machines needs a job of its own; this
-profile does not pretend to it.
+Its wide loops leave room for fewer iterations in one workflow object.
 """
 
-PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8)}
+GPU_16X8 = Profile(
+    name="gpu-16x8",
+    num_iterations=4,
+    num_shards=32,
+    parallelism=32,
+    stages=_gpu_stages(train_timeout_seconds=24 * HOUR, gpus_per_engine=4),
+    deadline_seconds=14 * DAY,
+    retention_seconds=30 * DAY,
+    env=_SCRAPED,
+    num_nodes=16,
+)
+"""16 machines with eight GPUs: 32 rollout pods of four GPUs, then 16 train pods of eight.
+
+For models that one GPU does not hold: `engine.tensor_parallel` is 4.
+"""
+
+PROFILES: dict[str, Profile] = {p.name: p for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)}
 """Profiles by name."""
 
 

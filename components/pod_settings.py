@@ -4,6 +4,7 @@ KFP cannot set a priority class, host network or a second extended resource; tho
 overlays of `manifests/`.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,9 @@ from components.images import (
     GPU_NODE_LABEL,
     ITERATION_STAGES,
     STAGE_IMAGES,
+    WAITING,
     Profile,
+    Resources,
 )
 
 STAGE_LABEL = "planish/stage"
@@ -49,6 +52,9 @@ SAMPLING_STAGES = ("rollout", "evaluate")
 
 ITERATION_LIMIT = "PLANISH_ITERATION_LIMIT_SECONDS"
 """Tells the alert on stalled iterations how long one may last under the profile."""
+
+GANG_ENV = "PLANISH_GANG"
+"""Tells a train task that waits what the pods have that it submits, as JSON."""
 
 SCRATCH = "/scratch"
 
@@ -94,9 +100,16 @@ def with_pod_settings(
     task.set_display_name(stage)
     # Every stage reads or writes the run root, which no cache key knows.
     task.set_caching_options(False)
-    task.set_cpu_request(resources.cpu)
-    task.set_memory_request(resources.memory)
-    task.set_memory_limit(resources.memory)
+    waits = stage == "train" and profile.num_nodes > 1
+    cpu, memory = (
+        (WAITING["cpu"], WAITING["memory"]) if waits else (resources.cpu, resources.memory)
+    )
+    task.set_cpu_request(cpu)
+    task.set_memory_request(memory)
+    task.set_memory_limit(memory)
+    if waits:
+        pods = json.dumps(gang_pods(resources, profile.num_nodes), sort_keys=True)
+        task.set_env_variable(GANG_ENV, pods)
     for name, value in profile.env.items():
         task.set_env_variable(name, value)
     if stage in ITERATION_STAGES:
@@ -121,7 +134,7 @@ def with_pod_settings(
         )
     if node_affinity is not None:
         kubernetes.add_node_affinity_json(task, node_affinity)
-    if resources.gpus:
+    if resources.gpus and not waits:
         task.set_accelerator_type(GPU).set_accelerator_limit(resources.gpus)
         kubernetes.add_toleration(task, key=GPU, operator="Exists", effect="NoSchedule")
         kubernetes.add_node_selector(task, *GPU_NODE_LABEL)
@@ -138,3 +151,42 @@ def with_pod_settings(
             kubernetes.mount_pvc(task, pvc_name=profile.cache_claim, mount_path=CACHE)
             task.set_env_variable("HF_HOME", f"{CACHE}/huggingface")
     return task
+
+
+def gang_pods(resources: Resources, num_nodes: int) -> dict[str, Any]:
+    """Return what the pods of a job have beside what the pod of the train task has.
+
+    Args:
+        resources: of one of them.
+        num_nodes: how many they are.
+    """
+    gpus = {GPU: str(resources.gpus)} if resources.gpus else {}
+    container = {
+        "resources": {
+            "requests": {"cpu": resources.cpu, "memory": resources.memory, **gpus},
+            "limits": {"memory": resources.memory, **gpus},
+        }
+    }
+    if not resources.gpus:
+        return {"num_nodes": num_nodes, "container": container}
+    shm = {"medium": "Memory", "sizeLimit": resources.shared_memory}
+    return {
+        "num_nodes": num_nodes,
+        "gpus": resources.gpus,
+        "container": {
+            **container,
+            "env": [{"name": name, "value": value} for name, value in GPU_ENV.items()],
+            "volumeMounts": [
+                {"name": "shm", "mountPath": "/dev/shm"},
+                {"name": "scratch", "mountPath": SCRATCH},
+            ],
+        },
+        "spec": {
+            "nodeSelector": dict([GPU_NODE_LABEL]),
+            "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
+            "volumes": [
+                {"name": "shm", "emptyDir": shm},
+                {"name": "scratch", "emptyDir": {}},
+            ],
+        },
+    }

@@ -54,6 +54,11 @@ def check_profile(profile: Profile) -> None:
             f"`parallelism` must be 0 (all shards) to `num_shards` ({profile.num_shards}), got "
             f"{profile.parallelism}; a loop cannot run more tasks than it has"
         )
+    if profile.compact and profile.num_nodes > 1:
+        faults.append(
+            f"`compact` must be off in the profile `{profile.name}`, whose train task waits for "
+            f"{profile.num_nodes} pods and is too small to reward and to export; take gpu-1x8"
+        )
     if not 1 <= profile.gpu_memory_gb <= 10_000:
         faults.append(
             f"`gpu_memory_gb` must be 1 to 10000, got {profile.gpu_memory_gb}; it is the memory of "
@@ -135,13 +140,17 @@ def largest_requests(profile: Profile) -> str:
     """Return, as JSON, what the cluster must be able to hold; the prepare stage checks it.
 
     `pod` is the largest request of a single pod by resource; `total` is the largest sum of pods
-    that run at the same time (a fan-out of rollout shards or one pod); `stages` are GPUs and memory
-    of each pod that runs a model, and `gpu_bytes` is the memory of one GPU.
+    that run at the same time (rollout shards, pods that train together, or one pod); `stages` are
+    GPUs and memory of each pod that runs a model, and `gpu_bytes` is the memory of one GPU;
+    `num_nodes` pods train together, and `rank` is what each of them requests.
     """
     pod: dict[str, str] = {}
     total: dict[str, str] = {}
     for stage, resources in profile.stages.items():
-        count = (profile.parallelism or profile.num_shards) if stage == "rollout" else 1
+        count = {
+            "rollout": profile.parallelism or profile.num_shards,
+            "train": profile.num_nodes,
+        }.get(stage, 1)
         gpus = {GPU: str(resources.gpus)} if resources.gpus else {}
         for name, text in {"cpu": resources.cpu, "memory": resources.memory, **gpus}.items():
             if _amount(text) > _amount(pod.get(name, "0")):
@@ -155,7 +164,12 @@ def largest_requests(profile: Profile) -> str:
         for stage in MODEL_STAGES
     }
     gpu_bytes = profile.gpu_memory_gb * 10**9
+    train = profile.stages["train"]
+    rank = {"cpu": train.cpu, "memory": train.memory}
+    if train.gpus:
+        rank[GPU] = str(train.gpus)
     found = {"pod": pod, "total": total, "stages": stages, "gpu_bytes": gpu_bytes}
+    found |= {"num_nodes": profile.num_nodes, "rank": rank}
     return json.dumps(found, sort_keys=True)
 
 

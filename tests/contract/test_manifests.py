@@ -29,6 +29,7 @@ from components.pod_settings import (
 from planish.__main__ import main
 from planish.minder.act.kube.names import ITERATION_LABEL
 from planish.run.__main__ import stage_run
+from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
 from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
@@ -246,7 +247,7 @@ def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
 
     asked = {(p.group, p.resource, p.verb) for p in PERMISSIONS}
     kubeflow = {(need.group, need.resource, need.verb) for need in NEEDS}
-    assert granted("Role", "planish-runner") == asked | kubeflow
+    assert granted("Role", "planish-runner") == asked | kubeflow | set(GANG_PERMISSIONS)
     everywhere = {(p.group, p.resource, p.verb) for p in CLUSTER_PERMISSIONS}
     assert granted("ClusterRole", "planish-node-reader") == everywhere
     operator = {("batch", "jobs", v) for v in ("list", "delete")}
@@ -268,6 +269,28 @@ def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
         "list_namespaced_service",
         "delete_namespaced_service",
     }
+
+
+GANG_CALLS = {
+    "create_namespaced_job": ("batch", "jobs", "create"),
+    "read_namespaced_job": ("batch", "jobs", "get"),
+    "list_namespaced_job": ("batch", "jobs", "watch"),
+    "patch_namespaced_job": ("batch", "jobs", "patch"),
+    "delete_namespaced_job": ("batch", "jobs", "delete"),
+    "create_namespaced_service": ("", "services", "create"),
+    "read_namespaced_pod": ("", "pods", "get"),
+    "list_namespaced_pod": ("", "pods", "list"),
+    "read_namespaced_pod_log": ("", "pods/log", "get"),
+}
+"""Method of the client to group, resource and verb; jobs are watched, and never listed."""
+
+
+def test_the_rights_of_gangs_are_those_of_their_client_calls():
+    code = (REPOSITORY / "src/planish/run/gang/cluster.py").read_text()
+    called = set(re.findall(r"self\._(?:core|batch)\.([a-z_]+)", code))
+    assert called == set(GANG_CALLS)
+    assert set(GANG_PERMISSIONS) == set(GANG_CALLS.values())
+    assert len(GANG_PERMISSIONS) == len(GANG_CALLS)
 
 
 WORKFLOW = load(FOLDER / "argo/post-train.yaml")[0]

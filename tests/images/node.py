@@ -1,16 +1,20 @@
 """A node of a real control plane that runs the one container of a pod in a built image.
 
 It does what a kubelet does for such pods: registers, says that it lives, resolves environment,
-secrets, fields and volumes, runs the command as the user of image and pod, and tells the state. It
-pulls nothing, restarts nothing and probes nothing.
+secrets, fields and volumes, runs the command as the user of image and pod, tells the state, serves
+the log, and ends the pods that are deleted. It pulls nothing, restarts nothing and probes nothing.
+All pods have the address of this machine, and so have the host names that a Job gives its pods.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.server
 import os
 import re
 import signal
+import ssl
 import subprocess
 import threading
 import time
@@ -24,10 +28,12 @@ from kubernetes import client, config
 
 from components.images import IMAGES
 from tests.images.containers import Containers, Here
+from tests.processes import below
 from tests.servers.run_control_plane import ControlPlane
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.25
 LEASE_SECONDS = 40
+ADDRESS = "127.0.0.1"
 
 
 class Refused(Exception):
@@ -51,8 +57,13 @@ class Node:
     stopped: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    leaving: dict[str, float] = field(default_factory=dict)
+    """Pods that are being deleted -> their seconds of grace."""
+    processes: dict[str, subprocess.Popen] = field(default_factory=dict)
+    """Name of a pod -> its process, also after its end."""
 
     def __enter__(self) -> Node:
+        self.server = self._serve_logs()
         connection = config.new_client_from_config(str(self.plane.kubeconfig))
         self.core = client.CoreV1Api(connection)
         self.leases = client.CoordinationV1Api(connection)
@@ -70,6 +81,8 @@ class Node:
         self.stopped.set()
         for thread in self.threads:
             thread.join(timeout=60)
+        self.server.shutdown()
+        self.server.server_close()
 
     def log(self, pod: str) -> str:
         """Return what the container of a pod has printed."""
@@ -88,22 +101,75 @@ class Node:
             ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
             ready |= {"lastHeartbeatTime": now, "lastTransitionTime": now, "message": ""}
             status = {"capacity": room, "allocatable": room, "conditions": [ready]}
-            self.core.patch_node_status(self.name, {"status": status})
-            renewed = {"spec": {"renewTime": datetime.now(UTC).isoformat(timespec="microseconds")}}
-            self.leases.patch_namespaced_lease(self.name, "kube-node-lease", renewed)
+            status["addresses"] = [{"type": "InternalIP", "address": ADDRESS}]
+            port = self.server.server_address[1]
+            status["daemonEndpoints"] = {"kubeletEndpoint": {"Port": port}}
+            with contextlib.suppress(Exception):
+                # The API server may be away.
+                self.core.patch_node_status(self.name, {"status": status}, _request_timeout=5)
+                renewed = datetime.now(UTC).isoformat(timespec="microseconds")
+                self.leases.patch_namespaced_lease(
+                    *(self.name, "kube-node-lease", {"spec": {"renewTime": renewed}}),
+                    _request_timeout=5,
+                )
             self.stopped.wait(LEASE_SECONDS / 4)
 
+    def _serve_logs(self) -> http.server.ThreadingHTTPServer:
+        """Answer what the API server asks a kubelet for the log of a pod."""
+        node = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = re.fullmatch(r"/containerLogs/[^/]+/([^/]+)/main.*", self.path)
+                lines = node.log(path[1]).encode() if path else b""
+                self.send_response(200 if path else 404)
+                self.send_header("Content-Type", "text/plain")
+                self.send_header("Content-Length", str(len(lines)))
+                self.end_headers()
+                self.wfile.write(lines)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer((ADDRESS, 0), Handler)
+        keys = self.plane.folder / "certificates"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(keys / "apiserver.crt", keys / "apiserver.key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
     def _look(self) -> None:
-        """Begin with each pod that the scheduler has put here."""
+        """Begin with each pod that the scheduler has put here, and end those that are deleted."""
         while not self.stopped.wait(LOOK_SECONDS):
-            here = self.core.list_pod_for_all_namespaces(
-                field_selector=f"spec.nodeName={self.name},status.phase=Pending"
-            )
+            try:
+                here = self.core.list_pod_for_all_namespaces(
+                    field_selector=f"spec.nodeName={self.name}", _request_timeout=5
+                )
+            except Exception:
+                # The API server is away: what runs goes on.
+                continue
             for pod in here.items:
-                if pod.metadata.uid not in self.seen:
-                    self.seen.add(pod.metadata.uid)
+                meta = pod.metadata
+                if meta.deletion_timestamp is not None:
+                    self.leaving[meta.uid] = float(meta.deletion_grace_period_seconds or 0)
+                    is_over = pod.status.phase in ("Succeeded", "Failed")
+                    if is_over or meta.uid not in self.seen:
+                        self._forget(meta.name, meta.namespace, is_over=is_over)
+                elif meta.uid not in self.seen and pod.status.phase == "Pending":
+                    self.seen.add(meta.uid)
                     raw = self.core.api_client.sanitize_for_serialization(pod)
                     self._start(self._run, raw)
+
+    def _forget(self, name: str, namespace: str, *, is_over: bool) -> None:
+        """Tell the API server that nothing of a deleted pod is left here."""
+        with contextlib.suppress(Exception):
+            if not is_over:
+                # It never began; the controller of a job counts only pods that have ended.
+                self.core.patch_namespaced_pod_status(
+                    name, namespace, {"status": {"phase": "Failed"}}
+                )
+            self.core.delete_namespaced_pod(name, namespace, grace_period_seconds=0)
 
     def _run(self, pod: dict[str, Any]) -> None:
         """Run the container of a pod to its end and tell its state."""
@@ -122,18 +188,28 @@ class Node:
             process = subprocess.Popen(
                 line, stdout=log, stderr=log, env=environment, start_new_session=True
             )
+        self.processes[pod["metadata"]["name"]] = process
         deadline = time.monotonic() + float(pod["spec"].get("activeDeadlineSeconds") or 1e9)
+        uid = pod["metadata"]["uid"]
         while process.poll() is None and not self.stopped.wait(LOOK_SECONDS):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or uid in self.leaving:
                 break
         ended_by_us = process.poll() is None
+        is_late = ended_by_us and time.monotonic() > deadline
         if ended_by_us:
-            os.killpg(process.pid, signal.SIGTERM)
+            # As a kubelet does: the first process is asked, and then all are killed.
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=self.leaving.get(uid, 30.0))
+            for member in (*below(process.pid), process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
         code = process.wait(timeout=60)
+        code = 128 - code if code < 0 else code
         over = {"exitCode": code, "startedAt": started, "finishedAt": _now()}
         over["reason"] = "Error" if code else "Completed"
         phase = "Failed" if code or ended_by_us else "Succeeded"
-        self._tell(pod, phase, {"terminated": over}, "DeadlineExceeded" if ended_by_us else None)
+        self._tell(pod, phase, {"terminated": over}, "DeadlineExceeded" if is_late else None)
 
     def _tell(
         self,
@@ -153,8 +229,22 @@ class Node:
             "state": state,
         }
         status = {"phase": phase, "containerStatuses": [of_container], "reason": reason}
+        status["podIP"] = ADDRESS
+        ready = {"type": "Ready", "status": str(phase == "Running"), "lastTransitionTime": _now()}
+        status["conditions"] = [ready]
         meta = pod["metadata"]
-        self.core.patch_namespaced_pod_status(meta["name"], meta["namespace"], {"status": status})
+        patch = self.core.patch_namespaced_pod_status
+        while not self.stopped.is_set():
+            try:
+                patch(meta["name"], meta["namespace"], {"status": status}, _request_timeout=5)
+                return
+            except client.ApiException as error:
+                if error.status == 404:
+                    return
+            except Exception:
+                # The API server is away: a kubelet tells it later.
+                pass
+            self.stopped.wait(LOOK_SECONDS)
 
     def _command(
         self, pod: Mapping[str, Any], container: Mapping[str, Any]
@@ -183,9 +273,17 @@ class Node:
             **pod["spec"].get("securityContext", {}),
             **container.get("securityContext", {}),
         }
+        words = [*container["command"], *container.get("args", [])]
+        words = [
+            re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
+            for word in words
+        ]
+        if subdomain := pod["spec"].get("subdomain"):
+            # What the name server of a cluster knows of the pods behind a headless service.
+            words = [re.sub(rf"[\w-]+-\d+\.{subdomain}\b", ADDRESS, word) for word in words]
         line = self.containers.command(
             names[container["image"]],
-            [*container["command"], *container.get("args", [])],
+            words,
             environment=variables,
             mounts=mounts,
             user=security.get("runAsUser"),
@@ -202,7 +300,7 @@ class Node:
             label = re.fullmatch(r"metadata\.labels\['(.*)'\]", path)
             if label:
                 return str(pod["metadata"].get("labels", {}).get(label[1], ""))
-            found: Any = pod
+            found: Any = {**pod, "status": {"podIP": ADDRESS}}
             for part in path.split("."):
                 found = found[part]
             return str(found)

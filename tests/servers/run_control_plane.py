@@ -37,6 +37,8 @@ class ControlPlane:
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     programs: list[Program] = field(default_factory=list)
+    lines: dict[str, list[str | Path]] = field(default_factory=dict)
+    """Name of a program -> its command line."""
 
     @property
     def kubeconfig(self) -> Path:
@@ -66,6 +68,15 @@ class ControlPlane:
             program.kill()
         self.programs.clear()
 
+    def program(self, name: str) -> Program:
+        """Return a program by its name."""
+        return next(one for one in self.programs if one.log.stem == name)
+
+    def start_again(self, name: str) -> None:
+        """Start a program that was killed."""
+        environment = few_variables(self.folder)
+        self.program(name).start(self.lines[name], environment=environment)
+
     def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         """Run kubectl as administrator and return what it printed."""
         return subprocess.run(
@@ -83,10 +94,9 @@ class ControlPlane:
         return self.kubectl("apply", "-f", str(path), check=check)
 
     def _run(self, command: tuple[str, ...], *flags: str) -> None:
-        program = Program(self.folder / f"{command[-1]}.log")
-        self.programs.append(program)
-        line = [BIN / command[0], *command[1:], *flags]
-        program.start(line, environment=few_variables(self.folder))
+        self.programs.append(Program(self.folder / f"{command[-1]}.log"))
+        self.lines[command[-1]] = [BIN / command[0], *command[1:], *flags]
+        self.start_again(command[-1])
 
     def _start_etcd(self) -> str:
         client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))

@@ -123,6 +123,11 @@ def update(root: str, number: int) -> str:
     return f"{iteration(root, number)}/update.json"
 
 
+def train_job(root: str, number: int, digest: str) -> str:
+    """What the processes of one train job read and tell: `job`, `result` and `error`, all JSON."""
+    return f"{iteration(root, number)}/jobs/{digest[:16]}"
+
+
 def state(root: str, step: int) -> str:
     """Sharded train state after `step` optimizer steps."""
     return f"{root}/states/step-{step:08d}"

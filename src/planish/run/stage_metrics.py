@@ -27,6 +27,9 @@ LAST_SCRAPE_VARIABLE = "PLANISH_METRICS_LAST_SCRAPE_SECONDS"
 ITERATION_LIMIT_VARIABLE = "PLANISH_ITERATION_LIMIT_SECONDS"
 """How long an iteration may last under the timeouts of its profile."""
 
+LOCAL_RANK_VARIABLE = "LOCAL_RANK"
+"""Index of a process on its machine; torchrun sets it."""
+
 ITERATION_LIMIT_SECONDS = 7200.0
 MAX_LIMIT_SECONDS = 366 * 86400
 NUM_PORTS = 16
@@ -66,8 +69,8 @@ class StageMetrics:
         Args:
             stage: name of the stage.
             iteration: 1, 2, ... inside iterations, else 0.
-            rank: of a process that a launcher started. The launcher has the first port, rank `r`
-                the one `r + 1` after it.
+            rank: of a process that a launcher started. The launcher has the first port, the process
+                `i` of a machine the one `i + 1` after it.
         """
         self._stage, self._iteration, self._rank = stage, iteration, rank
         self._server: telemetry.MetricsServer | None = None
@@ -93,7 +96,9 @@ class StageMetrics:
         port = int(_number(PORT_VARIABLE, 0))
         if not port:
             return
-        first = port + (0 if self._rank is None else self._rank + 1)
+        first = port
+        if self._rank is not None:
+            first += 1 + int(os.environ.get(LOCAL_RANK_VARIABLE, self._rank))
         for port in range(first, first + NUM_PORTS):
             try:
                 self._server = telemetry.serve_metrics(port)

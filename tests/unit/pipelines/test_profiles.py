@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from components.images import CPU_TINY, GPU_1X8, GPU_4X8, IMAGES, Resources, resolve_images
+from components.images import (
+    CPU_TINY,
+    GPU_1X8,
+    GPU_4X8,
+    GPU_16X8,
+    IMAGES,
+    Resources,
+    resolve_images,
+)
 from pipelines.compile import parse_images
 from pipelines.post_train import build_post_train, check_profile, largest_requests, profile_named
 
@@ -44,7 +52,7 @@ def test_the_limits_themselves_are_allowed(iterations, shards):
 
 
 def test_an_unknown_profile_is_refused():
-    with pytest.raises(ValueError, match=r"must be one of \['cpu-tiny', 'gpu-1x8', 'gpu-4x8'\]"):
+    with pytest.raises(ValueError, match=r"must be one of \['cpu-tiny', 'gpu-16x8', 'gpu-1x8',"):
         profile_named("gpu-9x9")
 
 
@@ -55,6 +63,13 @@ def test_the_shipped_profiles_are_what_their_names_say():
         assert profile.num_shards == shards
         assert profile.stages["rollout"].gpus * shards == shards
         assert profile.stages["train"].gpus == 8
+    assert [p.num_nodes for p in (CPU_TINY, GPU_1X8, GPU_4X8, GPU_16X8)] == [1, 1, 4, 16]
+    assert GPU_16X8.stages["rollout"].gpus * GPU_16X8.num_shards == 16 * 8
+
+
+def test_a_task_that_waits_for_pods_can_not_reward_and_export_too():
+    with pytest.raises(ValueError, match="`compact` must be off in the profile `gpu-4x8`"):
+        profile_named("gpu-4x8", compact=True)
 
 
 def test_a_long_stage_is_still_retried():
@@ -76,6 +91,11 @@ def test_requests_of_a_gpu_profile_count_all_rollouts_at_once():
     assert found["total"]["nvidia.com/gpu"] == "32"
     assert found["total"]["cpu"] == f"{32 * 12 * 1000}m"
     assert found["total"]["memory"] == str(32 * 160 * 2**30)
+    assert found["num_nodes"] == 4
+    assert found["rank"] == {"cpu": "64", "memory": "1200Gi", "nvidia.com/gpu": "8"}
+    most = json.loads(largest_requests(GPU_16X8))
+    assert most["total"]["nvidia.com/gpu"] == "128"
+    assert most["total"]["memory"] == str(32 * 640 * 2**30)
     assert found["stages"]["train"] == {"gpus": 8, "memory": "1200Gi"}
     assert found["stages"]["rollout"] == {"gpus": 1, "memory": "160Gi"}
     assert found["gpu_bytes"] == 80 * 10**9

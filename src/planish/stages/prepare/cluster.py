@@ -10,13 +10,13 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from planish.base.errors import ConfigError
+from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
+from planish.run.gang.cluster import SERVICE_ACCOUNT
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 ACTIVE_PHASES = ("", "Pending", "Running")
 """Phases of a workflow that has not ended."""
 
@@ -203,6 +203,10 @@ class PodRequests:
     """The pod of each stage that runs a model."""
     gpu_bytes: int = 80 * 10**9
     """Memory of one GPU."""
+    num_nodes: int = 1
+    """Pods that train together, each as large as `rank`; 0 outside a cluster."""
+    rank: Mapping[str, str] = field(default_factory=dict)
+    """What one of them requests by resource."""
 
     @classmethod
     def parse(cls, text: str) -> PodRequests:
@@ -215,16 +219,34 @@ class PodRequests:
             raw: Any = json.loads(text or '{"pod": {}, "total": {}}')
             stages = {name: Pod(**pod) for name, pod in raw.get("stages", {}).items()}
             gpu_bytes = int(raw.get("gpu_bytes", cls.gpu_bytes))
-            parsed = cls(dict(raw["pod"]), dict(raw["total"]), stages, gpu_bytes)
+            parsed = cls(
+                dict(raw["pod"]),
+                dict(raw["total"]),
+                stages,
+                gpu_bytes,
+                num_nodes=int(raw.get("num_nodes", 1)),
+                rank=dict(raw.get("rank", {})),
+            )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"`requests` must be JSON with pod and total, got {text!r} ({error}); the "
                 "compiled pipeline sets it"
             ) from None
         memory = (pod.memory for pod in stages.values())
-        for value in (*parsed.pod.values(), *parsed.total.values(), *memory):
+        amounts = (*parsed.pod.values(), *parsed.total.values(), *parsed.rank.values())
+        for value in (*amounts, *memory):
             amount(value)
         return parsed
+
+    def of_nodes(self, num_nodes: int) -> PodRequests:
+        """Return the same for a training on so many machines; 0 keeps those of the profile."""
+        num_nodes = num_nodes or self.num_nodes
+        total = dict(self.total)
+        for resource, each in self.rank.items():
+            together = num_nodes * amount(each)
+            if together > amount(total.get(resource, "0")):
+                total[resource] = f"{together:g}"
+        return replace(self, num_nodes=num_nodes, total=total)
 
 
 def inside_cluster() -> bool:
@@ -242,6 +264,9 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
     """
     faults: list[str] = []
     missing = [p for p in PERMISSIONS if not api.allowed(p, namespaced=True)]
+    if requests.num_nodes > 1:
+        of_gangs = [Permission(*each) for each in GANG_PERMISSIONS]
+        missing += [p for p in of_gangs if not api.allowed(p, namespaced=True)]
     missing += [p for p in CLUSTER_PERMISSIONS if not api.allowed(p, namespaced=False)]
     if missing:
         faults.append(
@@ -296,4 +321,16 @@ def _node_faults(nodes: Sequence[Mapping[str, str]], requests: PodRequests) -> l
                 f"a node must hold {wanted} of `{resource}` for the largest pod, but the largest "
                 f"has {largest:g}; compile another profile or set `chain.assume_autoscaling=true`"
             )
+    wanted_each = {name: amount(each) for name, each in requests.rank.items()}
+    at_once = sum(
+        int(min(amount(node.get(name, "0")) // each for name, each in wanted_each.items()))
+        for node in nodes
+        if wanted_each
+    )
+    if not faults and requests.num_nodes > 1 and at_once < requests.num_nodes:
+        faults.append(
+            f"the nodes must hold the {requests.num_nodes} pods that train together, each with "
+            f"{dict(requests.rank)}, but only {at_once} of them fit; add nodes, lower "
+            "`train.num_nodes`, or set `chain.assume_autoscaling=true`"
+        )
     return faults

@@ -107,9 +107,9 @@ def profile_requests(name: str) -> PodRequests:
 def this_machine() -> PodRequests:
     """Return the memory of this machine for every stage; nothing is known of one with GPUs."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        return PodRequests({}, {})
+        return PodRequests({}, {}, num_nodes=0)
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return PodRequests({}, {}, dict.fromkeys(DEVICES, Pod(0, str(size))))
+    return PodRequests({}, {}, dict.fromkeys(DEVICES, Pod(0, str(size))), num_nodes=0)
 
 
 def find_shape(config: Config) -> ModelShape:
@@ -161,6 +161,12 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
             f"`train.num_processes` must be 0 or {pod.gpus} in {pod}, got {processes}; 0 is one "
             "for each GPU"
         )
+    num_nodes = config["train"]["num_nodes"]
+    if num_nodes > 1 and not requests.num_nodes:
+        faults.append(
+            f"`train.num_nodes` must be 0 or 1 outside a cluster, got {num_nodes}; submit the run "
+            "to a cluster, or take `train.num_processes`"
+        )
     engine = config["engine"]
     ranks = engine.get("tensor_parallel", 1)
     for stage in ("rollout", "evaluate"):
@@ -200,7 +206,8 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
     """
     found = []
     if pod := requests.stages.get("train"):
-        found += train_demands(config, shape, pod, requests.gpu_bytes)
+        num_nodes = config["train"]["num_nodes"] or requests.num_nodes or 1
+        found += train_demands(config, shape, pod, requests.gpu_bytes, num_nodes)
     if config["engine"].get("name", "transformers") in APART:
         return found
     remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
@@ -253,14 +260,17 @@ def memory_rows(
     ]
 
 
-def train_demands(config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int) -> list[Demand]:
+def train_demands(
+    config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int, num_nodes: int = 1
+) -> list[Demand]:
     """Return what a step needs of a device, and what opening the models needs.
 
     Args:
         config: resolved tables.
         shape: of the model.
-        pod: of the stage.
+        pod: one that trains.
         gpu_bytes: memory of one GPU.
+        num_nodes: pods that share the model.
     """
     train = config["train"]
     ranks = train["num_processes"] or max(1, pod.gpus)
@@ -268,7 +278,7 @@ def train_demands(config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int) -
     if not train["activation_checkpointing"]:
         smaller = f"set `train.activation_checkpointing=true`, {smaller}"
     remedy = f"{smaller}, or take a smaller model or a profile with more memory"
-    parts = train_parts(config, shape, ranks)
+    parts = train_parts(config, shape, ranks * num_nodes)
     if not pod.gpus:
         room = pod.memory_bytes - ranks * PROGRAM_BYTES
         total = tuple(
@@ -277,11 +287,11 @@ def train_demands(config: Config, shape: ModelShape, pod: Pod, gpu_bytes: int) -
         )
         return [Demand("train", HOST, total, room, remedy)]
     room = int(USABLE * gpu_bytes)
-    device = f"each of {pod.gpus} GPUs"
+    device = f"each of {num_nodes * pod.gpus} GPUs"
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
     opened = MemoryPart(
         "a model in float32 before it is shared, beside what is",
-        opening_bytes(config, shape, ranks),
+        opening_bytes(config, shape, ranks * num_nodes),
         "while models are opened, one after the other",
     )
     host = MemoryPart(

@@ -244,7 +244,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     config = wish.configuration()
     findings, requests = Findings(), this_machine()
     if api is not None:
-        requests = PodRequests.parse(wish.requests)
+        requests = PodRequests.parse(wish.requests).of_nodes(config["train"]["num_nodes"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
     if faults := [*faults, *device_faults(config, requests)]:

@@ -19,6 +19,12 @@ class TrainConfig(Section):
     num_processes: int = Field(default=0, ge=0)
     """Training processes on this machine; above 1 they are started under torchrun. 0 is one for
     each accelerator that the stage sees, and one on the CPU."""
+    num_nodes: int = Field(default=0, ge=0)
+    """Machines that train together, each in a pod of its own with `num_processes` processes; the
+    pod of the stage submits them as one job and waits. 0 is as many as the profile was made for
+    (`gpu-4x8`: 4), in other profiles and outside a cluster 1."""
+    queue: str = ""
+    """Queue of Kueue that lets the pods of `num_nodes` start together; empty is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; `auto` takes an accelerator where there is one."""
     num_threads: int = Field(default=1, ge=1)

@@ -5,6 +5,7 @@ Imports no torch, so that a finished task costs nothing and a launcher stays sma
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -151,6 +152,32 @@ class JobResult:
         """Read what `to_json` wrote."""
         raw = json.loads(text)
         return cls(Ref.from_json(raw["state"]), raw["metrics"])
+
+
+def write_job(job: TrainJob) -> str:
+    """Put a job where its processes find it; returns its pin."""
+    data = job.to_json().encode()
+    digest = hashlib.sha256(data).hexdigest()
+    uri = f"{layout.train_job(job.root, job.iteration, digest)}/job.json"
+    store.write(uri, data)
+    return f"{uri}#sha256={digest}"
+
+
+def read_job(pin: str) -> TrainJob:
+    """Return the job that `write_job` has written.
+
+    Raises:
+        ObjectMissing: it is gone.
+        RecordError: other bytes than those that were written.
+    """
+    uri, digest = parse_pin(pin)
+    data = store.read(uri)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise RecordError(
+            f"`{uri}` must be the job that the stage has written ({digest[:12]}), got "
+            f"{len(data)} other bytes; run the stage again, it writes the job anew"
+        )
+    return TrainJob.from_json(data.decode())
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
 """The train stage: rollouts and rewards of one iteration in, a new train state out.
 
-Several training processes are started under torchrun, and their result is brought home.
+Several training processes are started under torchrun, on this machine or as a gang of pods, and
+their result is brought home.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
+import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from planish import store
 from planish.base import errors, telemetry
 from planish.base.errors import ConfigError, PeerLost, PlanishError
 from planish.base.parallel import num_devices
@@ -24,8 +25,12 @@ from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
 from planish.records.stream import state_root
+from planish.run.gang.cluster import GangCluster
+from planish.run.gang.launch import run_gang
+from planish.run.gang.manifests import RUN_LABEL, STAGE_LABEL, Gang, GangPods
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
-from planish.stages.train.job import JobResult, TrainJob, already_done
+from planish.stages.train.job import JobResult, TrainJob, already_done, write_job
+from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +102,21 @@ def run(
     return TrainResult(state_pin=str(outcome.values["state_pin"]))
 
 
-def train(job: TrainJob) -> Outcome:
-    """Do the job unless an earlier attempt has, in one process or in several."""
+def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
+    """Do the job unless an earlier attempt has: in one process, in several, or in several pods.
+
+    Args:
+        job: what to do.
+        cluster: of the pod of this stage; None asks for it where pods are needed.
+    """
     done = already_done(job, _next_step(job))
+    pods = GangPods.of_this_pod()
+    num_nodes = job.train.num_nodes or (pods.num_nodes if pods else 1)
     if done is not None:
         report = read_report(UpdateReport, layout.update(job.root, job.iteration))
         result = JobResult(done, report.scalars)
+    elif pods or num_nodes > 1:
+        result = launch_gang(job, cluster or GangCluster.from_pod(), num_nodes, pods or GangPods())
     elif (processes := job.train.num_processes or num_devices(job.train.device)) == 1:
         from planish.stages.train.worker import train_iteration
 
@@ -145,32 +159,79 @@ def launch(job: TrainJob, processes: int) -> JobResult:
         PlanishError: the error of the first rank that wrote one.
         PeerLost: a process ended without writing its error.
     """
-    with tempfile.TemporaryDirectory(prefix="planish-train-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(job.to_json(), "utf-8")
-        result = folder / "result.json"
-        line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        line += ["--nproc-per-node", str(processes)]
-        line += ["-m", "planish.stages.train.worker", str(folder / "job.json"), str(result)]
-        # Only the ranks get ahead; this process waits for them.
-        telemetry.forget("planish_stage_progress_timestamp_seconds")
-        logger.info("launching processes=%d", processes)
-        with subprocess.Popen(line) as process:
-            try:
-                code = process.wait()
-            except BaseException:
-                # Each rank has a session of its own: only torchrun, if it is asked, ends them.
-                process.terminate()
-                raise
-        written = result.with_suffix(".error")
-        if written.exists():
-            fault = json.loads(written.read_text("utf-8"))
-            kind: type[PlanishError] = getattr(errors, fault["error"], PlanishError)
-            raise kind(fault["message"])
-        if code != 0 or not result.exists():
-            raise PeerLost(
-                f"every training process must end with code 0, got {code} from torchrun; its "
-                "output above names the rank: a lost machine or too little memory is the usual "
-                "cause, run the stage again"
-            )
-        return JobResult.from_json(result.read_text("utf-8"))
+    pin = write_job(job)
+    forget_result(pin)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += ["--nproc-per-node", str(processes)]
+    line += ["-m", "planish.stages.train.worker", pin]
+    # Only the ranks get ahead; this process waits for them.
+    telemetry.forget("planish_stage_progress_timestamp_seconds")
+    logger.info("launching processes=%d", processes)
+    with subprocess.Popen(line) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            # Each rank has a session of its own: only torchrun, if it is asked, ends them.
+            process.terminate()
+            raise
+    lost = PeerLost(
+        f"every training process must end with code 0, got {code} from torchrun; its output "
+        "above names the rank: a lost machine or too little memory is the usual cause, run the "
+        "stage again"
+    )
+    return result_of(pin, lost if code else None)
+
+
+def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangPods) -> JobResult:
+    """Run a job in a gang of pods, or wait for the gang that an earlier attempt has submitted.
+
+    Raises:
+        PlanishError: the error of the first rank that wrote one.
+        PeerLost: a pod failed or was taken away.
+        ConfigError: a job of somebody else has the name of the gang.
+    """
+    pin = write_job(job)
+    processes = job.train.num_processes or pods.gpus or 1
+    work = f"{pin} {num_nodes} {processes}"
+    run_id = os.environ.get("RUN_ID", "")
+    gang = Gang(
+        digest=hashlib.sha256(work.encode()).hexdigest(),
+        num_nodes=num_nodes,
+        num_processes=processes,
+        words=("planish.stages.train.worker", pin),
+        pods=pods,
+        labels={
+            STAGE_LABEL: "train",
+            "planish/iteration": str(job.iteration),
+            **({RUN_LABEL: run_id} if run_id else {}),
+        },
+        annotations={"planish/run-root": job.root},
+        queue=job.train.queue,
+    )
+    telemetry.forget("planish_stage_progress_timestamp_seconds")
+    lost = None
+    try:
+        run_gang(cluster, gang, before=lambda: forget_result(pin))
+    except PeerLost as error:
+        lost = error
+    return result_of(pin, lost)
+
+
+def forget_result(pin: str) -> None:
+    """Delete what an earlier attempt at a job has told."""
+    folder = parse_pin(pin)[0].rpartition("/")[0]
+    for name in ("result.json", "error.json"):
+        if store.exists(f"{folder}/{name}"):
+            store.delete(f"{folder}/{name}")
+
+
+def result_of(pin: str, lost: PeerLost | None) -> JobResult:
+    """Return what the first rank told of a job; raise what a rank told, else `lost`."""
+    folder = parse_pin(pin)[0].rpartition("/")[0]
+    if store.exists(f"{folder}/error.json"):
+        fault = read_json(f"{folder}/error.json")
+        kind: type[PlanishError] = getattr(errors, fault["error"], PlanishError)
+        raise kind(fault["message"])
+    if lost is not None:
+        raise lost
+    return JobResult.from_json(store.read(f"{folder}/result.json").decode())

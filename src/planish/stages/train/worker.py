@@ -1,19 +1,21 @@
 """The work of one training process, alone or as a rank under torchrun.
 
-The launcher starts `python -m planish.stages.train.worker JOB.json RESULT.json` on every rank.
+The launcher starts `python -m planish.stages.train.worker PIN` on every rank; the pin names the
+job under the root of the run. Result and error are written beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from planish import store
 from planish.algorithms import build_algorithm
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.base.parallel import SINGLE, Grid, Ranks, join, leave, local_rank, pick_device
@@ -29,7 +31,7 @@ from planish.records.schema import Record
 from planish.records.stream import StreamState
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
-from planish.stages.train.job import JobResult, TrainJob, read_inputs, relative_pin
+from planish.stages.train.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
@@ -117,8 +119,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     )
     trainer.close()
     speed = scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
-    metrics = {**scalars, "update_seconds": seconds, "tokens_per_second": speed}
-    return JobResult(state, metrics)
+    return JobResult(state, {**scalars, "update_seconds": seconds, "tokens_per_second": speed})
 
 
 def _extra(
@@ -157,26 +158,27 @@ def _write(job: TrainJob, at: Callable[[str, int], str], record: Record) -> str:
 def main(argv: list[str]) -> int:
     """Run one rank: read the job, train, and let the first rank write the result."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    job = TrainJob.from_json(Path(argv[0]).read_text("utf-8"))
-    target = Path(argv[1])
-    config = job.train
-    device = pick_device(config.device, local_rank())
+    folder = parse_pin(argv[0])[0].rpartition("/")[0]
     try:
+        job = read_job(argv[0])
+        config = job.train
+        device = pick_device(config.device, local_rank())
         ranks = join(device, timeout_seconds=config.timeout_seconds)
         with StageMetrics("train", job.iteration, ranks.rank) as shown:
             shown.open()
             result = train_iteration(job, ranks)
             shown.publish(result.metrics)
     except PlanishError as error:
-        # The launcher sees only an exit code; the error itself travels in a file.
+        # The launcher sees only an exit code; the error itself travels through the store.
         fault = {"error": type(error).__name__, "message": str(error)}
-        target.with_suffix(".error").write_text(json.dumps(fault), "utf-8")
+        with contextlib.suppress(PlanishError):
+            store.create(f"{folder}/error.json", json.dumps(fault).encode())
         logger.error("training process failed error=%s", error)
         return exit_code(error) or EXIT_FAILED
     finally:
         leave()
     if ranks.is_first:
-        target.write_text(result.to_json(), "utf-8")
+        store.write(f"{folder}/result.json", result.to_json().encode())
     return 0
 
 

@@ -116,6 +116,33 @@ def test_an_absent_accelerator_and_small_nodes_are_told_or_only_warned_about():
     assert (scaling.faults, scaling.warnings) == ((), findings.faults)
 
 
+RANKS = {"cpu": "64", "memory": "1200Gi", GPU: "8"}
+
+
+def of_nodes(count, wanted=0):
+    raw = {"pod": RANKS, "total": RANKS, "rank": RANKS, "num_nodes": count}
+    return PodRequests.parse(json.dumps(raw)).of_nodes(wanted)
+
+
+def test_pods_that_train_together_need_rights_quota_and_nodes():
+    machine = {"cpu": "96", "memory": "2000Gi", GPU: "8"}
+    enough = FakeCluster(machines=(machine,) * 4)
+    assert check_cluster(enough, of_nodes(4), assume_autoscaling=False).faults == ()
+    assert ("create jobs.batch", True) in enough.asked
+    few = FakeCluster(machines=(machine,) * 3)
+    (fault,) = check_cluster(few, of_nodes(4), assume_autoscaling=False).faults
+    assert "must hold the 4 pods that train together" in fault
+    assert "only 3 of them fit" in fault
+    assert check_cluster(few, of_nodes(4, 3), assume_autoscaling=False).faults == ()
+    quota = ({"hard": {f"requests.{GPU}": "32"}, "used": {f"requests.{GPU}": "8"}},)
+    small = FakeCluster(machines=(machine,) * 4, quota=quota)
+    (fault,) = check_cluster(small, of_nodes(4), assume_autoscaling=False).faults
+    assert f"must leave 32 of `{GPU}`" in fault
+    denied = FakeCluster(machines=(machine,) * 4, denied=("create jobs.batch", "get pods/log"))
+    (fault,) = check_cluster(denied, of_nodes(4), assume_autoscaling=False).faults
+    assert "allowed to get pods/log, create jobs.batch, but" in fault
+
+
 def test_no_requests_need_no_room():
     nothing = PodRequests.parse("")
     assert check_cluster(FakeCluster(machines=()), nothing, assume_autoscaling=False).faults == ()

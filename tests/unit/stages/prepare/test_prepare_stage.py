@@ -77,6 +77,12 @@ def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     assert metrics["lock_generation"] == 1.0
 
 
+def test_several_machines_are_refused_outside_a_cluster(file_root, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match="must be 0 or 1 outside a cluster, got 2"):
+        prepare(file_root, wish(overrides=f"{SMALL} train.num_nodes=2"))
+
+
 def test_the_same_command_again_changes_nothing(file_root, tmp_path):
     first, _, _ = run_stage(tmp_path / "a", file_root)
     before = store.read(layout.run_file(file_root))

@@ -1,0 +1,228 @@
+"""The API server of Kubernetes, as far as a stage needs it that submits gangs.
+
+Every request is sent again until it is answered: an API server that restarts must cost no training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from planish.base.errors import ClusterError, ConfigError
+from planish.run.gang.manifests import GANG_LABEL
+
+logger = logging.getLogger(__name__)
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+REQUEST_SECONDS = 20.0
+PATIENCE_SECONDS = 600.0
+"""An API server that does not answer for so long is given up."""
+WATCH_SECONDS = 60
+"""A watch is renewed after so long, so that an event that was lost delays nothing for longer."""
+POLL_SECONDS = 5.0
+"""Pause between two questions where watching fails."""
+LOG_LINES = 60
+
+PERMISSIONS = (
+    ("", "pods", "get"),
+    ("", "pods", "list"),
+    ("", "pods/log", "get"),
+    ("", "services", "create"),
+    ("batch", "jobs", "create"),
+    ("batch", "jobs", "get"),
+    ("batch", "jobs", "watch"),
+    ("batch", "jobs", "patch"),
+    ("batch", "jobs", "delete"),
+)
+"""Group, resource and verb of every request below; the role in `manifests/runs` grants them."""
+
+
+class GangCluster:
+    """The namespace of a stage's pod."""
+
+    def __init__(
+        self, client: Any, namespace: str, pod: str, *, patience_seconds: float = PATIENCE_SECONDS
+    ) -> None:
+        """Use an `ApiClient` that is already configured.
+
+        Args:
+            client: of the package `kubernetes`.
+            namespace: of the pod, where its gangs run too.
+            pod: name of the stage's own pod.
+            patience_seconds: how long a request is sent again.
+        """
+        from kubernetes.client import BatchV1Api, CoreV1Api
+
+        self._core, self._batch = CoreV1Api(client), BatchV1Api(client)
+        self.namespace, self.pod = namespace, pod
+        self.patience_seconds = patience_seconds
+
+    @classmethod
+    def from_pod(cls) -> GangCluster:
+        """Use the service account of this pod.
+
+        Raises:
+            ConfigError: this process is not in a pod.
+        """
+        pod = os.environ.get("POD_NAME", "")
+        if not pod or not SERVICE_ACCOUNT.is_dir():
+            raise ConfigError(
+                "`train.num_nodes` above 1 must be trained by the pods of a cluster, got a process "
+                "outside of one; submit the run to a cluster, or set `train.num_nodes=1` and "
+                "`train.num_processes`"
+            )
+        from kubernetes import client, config
+
+        settings = client.Configuration()
+        settings.retries = False
+        config.load_incluster_config(client_configuration=settings)
+        namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
+        return cls(client.ApiClient(settings), namespace, pod)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Send a request until it is answered; return the JSON of the answer, or its text.
+
+        Raises:
+            ConfigError: the account may not do this, or the API server refuses the object.
+            ClusterError: another refusal, or no answer within the patience; `.status` is 0 then.
+        """
+        from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
+
+        deadline, pause = time.monotonic() + self.patience_seconds, 0.5
+        while True:
+            try:
+                answer = function(
+                    *arguments, **options, _preload_content=False, _request_timeout=REQUEST_SECONDS
+                )
+                text = answer.data.decode(errors="replace")
+                is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+                return json.loads(text) if is_json else text
+            except ApiException as error:
+                status, reason = int(error.status or 0), f"{error.status} {error.reason}"
+                if 0 < status < 500 and status != 429:
+                    raise refusal(function.__name__, status, str(error.body)) from None
+            except (HTTPError, OSError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            if time.monotonic() + pause > deadline:
+                raise ClusterError(
+                    f"the API server must answer {function.__name__} within "
+                    f"{self.patience_seconds:g} s, got {reason:.300}; run the stage again once it "
+                    "answers"
+                )
+            logger.warning("API server does not answer pause=%.1f error=%.200s", pause, reason)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS)
+
+    def own_pod(self) -> dict[str, Any]:
+        """Return the pod of the stage."""
+        pod: dict[str, Any] = self.call(self._core.read_namespaced_pod, self.pod, self.namespace)
+        return pod
+
+    def create_job(self, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Create a job and return it; None where there is one of its name."""
+        create = self._batch.create_namespaced_job
+        try:
+            job: dict[str, Any] = self.call(create, self.namespace, manifest)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+            return None
+        return job
+
+    def create_service(self, manifest: Mapping[str, Any]) -> None:
+        """Create a service unless it is there."""
+        try:
+            self.call(self._core.create_namespaced_service, self.namespace, manifest)
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        """Return a job as it is now; None where there is none."""
+        try:
+            job: dict[str, Any] = self.call(self._batch.read_namespaced_job, name, self.namespace)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return None
+        return job
+
+    def own(self, name: str, owner: Mapping[str, Any]) -> None:
+        """Make an object the only owner of a job."""
+        change = [{"op": "add", "path": "/metadata/ownerReferences", "value": [owner]}]
+        self.call(self._batch.patch_namespaced_job, name, self.namespace, change)
+
+    def delete_job(self, name: str) -> None:
+        """Delete a job, and with it pods and service, unless it is gone already."""
+        body = {"propagationPolicy": "Background"}
+        try:
+            self.call(self._batch.delete_namespaced_job, name, self.namespace, body=body)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+
+    def wait_for_change(self, job: Mapping[str, Any]) -> None:
+        """Wait until a job differs from what was read, at most `WATCH_SECONDS`.
+
+        An API server that can not be watched is asked again after `POLL_SECONDS`.
+        """
+        from kubernetes.client import ApiException
+        from kubernetes.watch import Watch
+        from urllib3.exceptions import HTTPError
+
+        meta = job["metadata"]
+        watch = Watch()
+        try:
+            for _ in watch.stream(
+                self._batch.list_namespaced_job,
+                self.namespace,
+                field_selector=f"metadata.name={meta['name']}",
+                resource_version=meta["resourceVersion"],
+                timeout_seconds=WATCH_SECONDS,
+                _request_timeout=(REQUEST_SECONDS, WATCH_SECONDS + REQUEST_SECONDS),
+            ):
+                return
+        except (ApiException, HTTPError, OSError, ValueError) as error:
+            logger.info("not watched job=%s error=%.200s", meta["name"], error)
+            time.sleep(POLL_SECONDS)
+
+    def pods(self, digest: str) -> list[dict[str, Any]]:
+        """Return the pods of a gang."""
+        selector = f"{GANG_LABEL}={digest[:63]}"
+        listed = self.call(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
+        pods: list[dict[str, Any]] = listed["items"]
+        return pods
+
+    def log(self, pod: str) -> str:
+        """Return the last lines of a pod's log; why there are none where it cannot be read."""
+        read = self._core.read_namespaced_pod_log
+        try:
+            return str(self.call(read, pod, self.namespace, tail_lines=LOG_LINES))
+        except (ClusterError, ConfigError) as error:
+            return f"no log: {error}"
+
+
+def refusal(name: str, status: int, body: str) -> Exception:
+    """Return the error for a request that the API server has refused."""
+    try:
+        message = str(json.loads(body)["message"])
+    except (ValueError, TypeError, KeyError):
+        message = body[:300]
+    if status == 403:
+        return ConfigError(
+            f"the service account of the run must be allowed to {name.replace('_', ' ')}, but is "
+            f"not ({message}); apply the overlay of manifests/ for this namespace"
+        )
+    if status in (400, 422):
+        return ConfigError(
+            f"the API server must accept the gang, got {status} {message}; change the profile, or "
+            "the quota or policy that it names"
+        )
+    return ClusterError(f"the API server refused {name}: {status} {message}", status=status)

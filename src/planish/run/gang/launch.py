@@ -1,0 +1,165 @@
+"""Submit a gang or attach to it, wait for its end, and leave nothing of it behind.
+
+The name of a gang is a digest of its work, so whoever comes to submit the same work again finds
+the gang that is there: a living one is waited for, a finished one is read, one that has failed
+makes way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from planish.base.errors import EXIT_TRANSIENT, ClusterError, ConfigError, PeerLost
+from planish.base.telemetry import redact
+from planish.run.gang.cluster import GangCluster
+from planish.run.gang.manifests import GANG_LABEL, Gang, job_manifest, owned_by, service_manifest
+
+logger = logging.getLogger(__name__)
+
+GONE_SECONDS = 0.5
+"""Pause between two looks at what is being deleted."""
+LAST_SECONDS = 5.0
+"""How long a stage that has failed tries to delete its gang; its owner reference does it else."""
+
+Job = Mapping[str, Any]
+
+
+def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) -> None:
+    """Run a gang to its end.
+
+    Args:
+        cluster: of the stage's pod.
+        gang: what runs.
+        before: called before a new gang is made, and not where there is one to wait for.
+
+    Raises:
+        ConfigError: a job of somebody else has the name, or the cluster takes no such job.
+        PeerLost: a pod failed or was taken away, or the deadline has passed; the gang is gone.
+        ClusterError: the API server does not answer any more; the gang goes on.
+    """
+    job = submit(cluster, gang, before)
+    try:
+        end = wait(cluster, gang, job)
+        if end["type"] != "Complete":
+            raise failure(cluster, gang, end)
+    except BaseException as error:
+        # A stage that is asked to end has seconds only.
+        is_asked = not isinstance(error, Exception)
+        remove(cluster, gang, patience_seconds=LAST_SECONDS, waits=not is_asked)
+        raise
+    remove(cluster, gang, patience_seconds=cluster.patience_seconds)
+
+
+def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
+    """Return the job of a gang, a new one or the one that is there.
+
+    Raises:
+        ConfigError: a job of somebody else has the name.
+    """
+    pod = cluster.own_pod()
+    while True:
+        job = cluster.job(gang.name)
+        if job is None:
+            before()
+            job = cluster.create_job(job_manifest(gang, pod))
+            if job is None:
+                continue
+            logger.info("gang submitted name=%s nodes=%d", gang.name, gang.num_nodes)
+            break
+        seen = (job["metadata"].get("labels") or {}).get(GANG_LABEL, "")
+        if seen != gang.own_labels[GANG_LABEL]:
+            raise ConfigError(
+                f"the job `{gang.name}` in the namespace `{cluster.namespace}` must have the label "
+                f"`{GANG_LABEL}={gang.own_labels[GANG_LABEL]}`, got {seen!r}: it is not of this "
+                "run; delete it, or run in another namespace"
+            )
+        if "deletionTimestamp" in job["metadata"]:
+            time.sleep(GONE_SECONDS)
+        elif ended(job).get("type") == "Failed":
+            logger.warning("gang of an earlier attempt has failed, removed name=%s", gang.name)
+            cluster.delete_job(gang.name)
+        else:
+            cluster.own(gang.name, {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)})
+            logger.info("gang attached name=%s", gang.name)
+            break
+    cluster.create_service(service_manifest(gang, job))
+    return job
+
+
+def ended(job: Job) -> Mapping[str, str]:
+    """Return the condition of the end of a job; empty while it goes on."""
+    for condition in job.get("status", {}).get("conditions") or ():
+        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+            end: Mapping[str, str] = condition
+            return end
+    return {}
+
+
+def wait(cluster: GangCluster, gang: Gang, job: Job) -> Mapping[str, str]:
+    """Wait for the end of a job and return its last condition.
+
+    Raises:
+        PeerLost: the job is gone.
+    """
+    uid, shown = job["metadata"]["uid"], (-1, -1)
+    while True:
+        now = cluster.job(gang.name)
+        if now is None or now["metadata"]["uid"] != uid:
+            raise PeerLost(
+                f"the gang `{gang.name}` must be there until it ends, but somebody has deleted it; "
+                "run the stage again"
+            )
+        if end := ended(now):
+            return end
+        status = now.get("status", {})
+        counts = (status.get("active", 0), status.get("ready", 0))
+        if counts != shown:
+            logger.info("gang name=%s pods=%d ready=%d", gang.name, *counts)
+            shown = counts
+        cluster.wait_for_change(now)
+
+
+def failure(cluster: GangCluster, gang: Gang, end: Mapping[str, str]) -> PeerLost:
+    """Log what the first pod that failed has printed, and return the error for the stage."""
+    reason = f"{end.get('reason', '')} {end.get('message', '')}".strip()
+    failed = []
+    for pod in cluster.pods(gang.digest):
+        for container in pod.get("status", {}).get("containerStatuses") or ():
+            if code := (over := container["state"].get("terminated", {})).get("exitCode", 0):
+                # Of those that end in the same second, the ones that were asked to come last.
+                asked = code in (EXIT_TRANSIENT, 128 + 15)
+                failed.append((over.get("finishedAt") or "", asked, pod["metadata"]["name"], code))
+    if not failed:
+        return PeerLost(
+            f"every pod of the gang `{gang.name}` must end with code 0, but the gang has ended "
+            f"with {reason} and no pod of it tells why: a machine was drained or lost, or the "
+            "deadline has passed; run the stage again"
+        )
+    _, _, name, code = min(failed)
+    logger.error("log of the first pod that failed pod=%s\n%s", name, redact(cluster.log(name)))
+    return PeerLost(
+        f"every pod of the gang `{gang.name}` must end with code 0, got {code} from `{name}`, "
+        f"whose log stands above ({reason}); run the stage again"
+    )
+
+
+def remove(
+    cluster: GangCluster, gang: Gang, *, patience_seconds: float, waits: bool = True
+) -> None:
+    """Delete a gang and wait until its pods are gone, as long as the API server answers.
+
+    What stays is deleted with the pod of the stage, which owns it.
+    """
+    patience, cluster.patience_seconds = cluster.patience_seconds, patience_seconds
+    try:
+        cluster.delete_job(gang.name)
+        while waits and cluster.job(gang.name) is not None:
+            time.sleep(GONE_SECONDS)
+        logger.info("gang removed name=%s", gang.name)
+    except ClusterError as error:
+        logger.warning("gang not removed name=%s error=%s", gang.name, error)
+    finally:
+        cluster.patience_seconds = patience

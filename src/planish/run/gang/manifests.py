@@ -1,0 +1,254 @@
+"""What a gang is as objects of Kubernetes: an Indexed Job of one pod per machine, and a Service.
+
+The pods are cast from the pod of the stage that submits them: its image, variables, volumes,
+tolerations, and the nodes that it keeps away from. It deliberately asks no API server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish.base.errors import ConfigError
+
+Raw = Mapping[str, Any]
+
+GANG_ENV = "PLANISH_GANG"
+"""Variable of a pod that submits gangs: `GangPods` as JSON, written when a pipeline is compiled."""
+
+RUN_LABEL = "pipeline/runid"
+STAGE_LABEL = "planish/stage"
+GANG_LABEL = "planish/gang"
+"""Of the job, its service and its pods: digest of what the gang does."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+KEEP_SECONDS = 3600
+"""A gang that has ended, and that nobody reads, is deleted after so long."""
+GRACE_SECONDS = 60
+"""Time of a pod between the request to end and its end."""
+LONGEST_SECONDS = 86_400
+"""Deadline of a gang whose stage has none."""
+CONTAINER_FIELDS = ("image", "imagePullPolicy", "envFrom", "resources", "securityContext")
+POD_FIELDS = (
+    *("affinity", "imagePullSecrets", "nodeSelector", "runtimeClassName", "schedulerName"),
+    *("securityContext", "serviceAccountName", "tolerations"),
+)
+"""What a pod of a gang has from the pod of its stage."""
+NOT_COPIED = ("ARGO_", "KFP_", GANG_ENV)
+"""First letters of variables that are about the pod of the stage itself."""
+
+
+@dataclass(frozen=True)
+class GangPods:
+    """How many pods a gang of the profile has, and what of each differs from the stage's pod.
+
+    Example:
+        >>> GangPods.parse('{"num_nodes": 4, "container": {"resources": {}}}').num_nodes
+        4
+    """
+
+    num_nodes: int = 1
+    """Machines that the profile was made for."""
+    gpus: int = 0
+    """GPUs of one pod."""
+    container: Raw = field(default_factory=dict)
+    """Fields of the container that replace those of the stage's; mounts are added to its own, and
+    variables where it lacks them."""
+    spec: Raw = field(default_factory=dict)
+    """The same of the pod; volumes are added to its own."""
+
+    @classmethod
+    def parse(cls, text: str) -> GangPods:
+        """Read the value of `GANG_ENV`; empty for pods like that of the stage.
+
+        Raises:
+            ConfigError: not of that form.
+        """
+        try:
+            return cls(**json.loads(text or "{}"))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"`{GANG_ENV}` must be JSON with num_nodes, gpus, container and spec, got "
+                f"{text!r:.200} ({error}); the compiled pipeline sets it"
+            ) from None
+
+    @classmethod
+    def of_this_pod(cls) -> GangPods | None:
+        """Return those that this pod's profile names; None for a profile that trains in one pod."""
+        text = os.environ.get(GANG_ENV, "")
+        return cls.parse(text) if text else None
+
+
+@dataclass(frozen=True)
+class Gang:
+    """Several pods that run one module under torchrun.
+
+    Example:
+        >>> gang = Gang("ab" * 32, 3, 2, ("planish.stages.train.worker",))
+        >>> gang.name, gang.address
+        ('planish-abababababababab', 'planish-abababababababab-0.planish-abababababababab')
+    """
+
+    digest: str
+    """sha256 of what it does: the same work has the same name, whoever submits it."""
+    num_nodes: int
+    """Pods, each on a machine of its own where it takes all GPUs of one."""
+    num_processes: int
+    """Ranks of each pod."""
+    words: Sequence[str]
+    """Module and arguments of each rank."""
+    pods: GangPods = field(default_factory=GangPods)
+    """How its pods differ from that of the stage."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of all objects, beside those that every gang has."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """Of its pods."""
+    queue: str = ""
+    """Queue of Kueue that lets it start; empty starts it at once."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job, of its service and of the rendezvous."""
+        return f"planish-{self.digest[:16]}"
+
+    @property
+    def address(self) -> str:
+        """Host name of its first pod."""
+        return f"{self.name}-0.{self.name}"
+
+    @property
+    def port(self) -> int:
+        """TCP port of the rendezvous; two gangs that share a network rarely share it."""
+        return 20_000 + int(self.digest[:8], 16) % 10_000
+
+    @property
+    def own_labels(self) -> dict[str, str]:
+        """Labels of every object of this gang."""
+        # A value has at most 63 characters.
+        return {**self.labels, GANG_LABEL: self.digest[:63]}
+
+
+def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
+    """Return the Indexed Job of a gang.
+
+    One pod that ends badly, or is taken away, ends the whole gang: the retry of the stage starts
+    the next one. No pod is replaced.
+
+    Args:
+        gang: what runs.
+        pod: the pod of the stage, as the API server gives it; it owns the job.
+    """
+    queued = {QUEUE_LABEL: gang.queue} if gang.queue else {}
+    owner = {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)}
+    seconds = pod["spec"].get("activeDeadlineSeconds", LONGEST_SECONDS)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": gang.name,
+            "labels": {**gang.own_labels, **queued},
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": gang.num_nodes,
+            "parallelism": gang.num_nodes,
+            "backoffLimit": 0,
+            "podReplacementPolicy": "Failed",
+            "activeDeadlineSeconds": seconds,
+            "ttlSecondsAfterFinished": KEEP_SECONDS,
+            "suspend": bool(gang.queue),
+            "template": {
+                "metadata": {
+                    "labels": gang.own_labels,
+                    "annotations": dict(gang.annotations),
+                },
+                "spec": pod_spec(gang, pod["spec"]),
+            },
+        },
+    }
+
+
+def service_manifest(gang: Gang, job: Raw) -> dict[str, Any]:
+    """Return the headless Service that gives pods their host names; it goes with its job."""
+    owner = {"apiVersion": "batch/v1", "kind": "Job", **owned_by(job)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": gang.name,
+            "labels": gang.own_labels,
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "clusterIP": "None",
+            # Ranks look for each other before any of them is ready.
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": gang.name},
+            "ports": [{"name": "rendezvous", "port": gang.port}],
+        },
+    }
+
+
+def owned_by(owner: Raw) -> dict[str, str]:
+    """Return name and uid of an owner as an ownerReference has them."""
+    return {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
+
+
+def pod_spec(gang: Gang, own: Raw) -> dict[str, Any]:
+    """Return the spec of a gang's pod: that of the stage's pod, with what the profile replaces."""
+    named = [each for each in own["containers"] if each["name"] == "main"]
+    container = (named or own["containers"])[0]
+    projected = {each["name"] for each in own.get("volumes", ()) if "projected" in each}
+    volumes = [each for each in own.get("volumes", ()) if each["name"] not in projected]
+    mounts = [each for each in container.get("volumeMounts", ()) if each["name"] not in projected]
+    changed = gang.pods.container
+    variables = {
+        each["name"]: each
+        for each in (*changed.get("env", ()), *container.get("env", ()))
+        if not each["name"].startswith(NOT_COPIED)
+    }
+    of_pod = {"fieldRef": {"fieldPath": "status.podIP"}}
+    variables["POD_IP"] = {"name": "POD_IP", "valueFrom": of_pod}
+    of_index = "metadata.labels['batch.kubernetes.io/job-completion-index']"
+    variables["GANG_INDEX"] = {
+        "name": "GANG_INDEX",
+        "valueFrom": {"fieldRef": {"fieldPath": of_index}},
+    }
+    return {
+        **{name: own[name] for name in POD_FIELDS if name in own},
+        **{name: value for name, value in gang.pods.spec.items() if name != "volumes"},
+        "restartPolicy": "Never",
+        "subdomain": gang.name,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        # Ranks ask the store, and never the API server.
+        "automountServiceAccountToken": False,
+        "volumes": [*volumes, *gang.pods.spec.get("volumes", ())],
+        "containers": [
+            {
+                **{name: container[name] for name in CONTAINER_FIELDS if name in container},
+                **changed,
+                "name": "main",
+                "command": ["python", "-m", "planish.run.gang.node"],
+                "args": node_arguments(gang),
+                "env": list(variables.values()),
+                "volumeMounts": [*mounts, *changed.get("volumeMounts", ())],
+            }
+        ],
+    }
+
+
+def node_arguments(gang: Gang) -> list[str]:
+    """Return the arguments of `planish.run.gang.node`; Kubernetes fills in `$(...)`."""
+    return [
+        f"--name={gang.name}",
+        f"--nodes={gang.num_nodes}",
+        f"--processes={gang.num_processes}",
+        f"--rendezvous={gang.address}:{gang.port}",
+        "--index=$(GANG_INDEX)",
+        "--address=$(POD_IP)",
+        *gang.words,
+    ]

@@ -1,0 +1,348 @@
+"""Gangs on a real control plane: API server, controllers, scheduler, and nodes that run processes.
+
+Every request is made with the account and the role of `manifests/runs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import yaml
+
+from planish.base.errors import ConfigError, PeerLost
+from planish.records import layout
+from planish.records.io import read_manifest
+from planish.records.reports import UpdateReport, read_report
+from planish.run.gang.cluster import PERMISSIONS
+from planish.run.gang.launch import run_gang
+from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
+from planish.stages.prepare.cluster import KubernetesApi, Permission
+from planish.stages.train.job import TrainJob
+from planish.stages.train.stage import train
+from tests.images.containers import Here
+from tests.images.node import Node
+from tests.integration.gang_launcher import connect
+from tests.integration.scheduling import running_scheduler
+from tests.integration.waiting import wait_for
+from tests.servers.program import REPOSITORY
+from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
+
+pytestmark = pytest.mark.server
+
+STAND_IN = "stand-in"
+ONE_A_NODE = {"resources": {"requests": {"cpu": "3"}}}
+
+
+class Images(Here):
+    """The environment of the tests; a gang of `STAND_IN` runs a line of shell in every pod."""
+
+    def command(self, name, words, **more):
+        if STAND_IN in words:
+            words = ["sh", "-c", words[-1]]
+        return super().command(name, words, **more)
+
+
+class Site:
+    """A control plane with two nodes, and the account of a run."""
+
+    def __init__(self, plane, nodes, folder):
+        self.plane, self.nodes, self.folder = plane, nodes, folder
+        token = plane.kubectl("-n", "planish", "create", "token", "planish-runner").stdout.strip()
+        self.access = {
+            "server": f"https://127.0.0.1:{plane.port}",
+            "certificate": str(plane.folder / "certificates" / "apiserver.crt"),
+            "token": token,
+        }
+        self.number = 0
+
+    def stage_pod(self, *, deadline=600, env=()):
+        """Create the pod of a stage, which sleeps; return its name."""
+        self.number += 1
+        name = f"stage-{self.number}"
+        variables = {"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "1", **dict(env)}
+        main = {
+            "name": "main",
+            "image": "planish/train:0.1.0",
+            "command": ["sleep", "600"],
+            "env": [{"name": key, "value": value} for key, value in variables.items()],
+        }
+        spec = {"restartPolicy": "Never", "containers": [main], "activeDeadlineSeconds": deadline}
+        spec |= {"terminationGracePeriodSeconds": 1, "automountServiceAccountToken": False}
+        manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+        manifest["metadata"]["namespace"] = "planish"
+        self.plane.apply(manifest)
+        wait_for(lambda: self.get("pod", name)["status"].get("phase") == "Running", 30)
+        return name
+
+    def cluster(self, pod, **options):
+        return connect(**self.access, pod=pod, **options)
+
+    def get(self, kind, name):
+        return json.loads(
+            self.plane.kubectl("-n", "planish", "get", kind, name, "-o", "json").stdout
+        )
+
+    def launcher(self, gang, pod, folder):
+        """Submit a gang from a process of its own."""
+        path = folder / "gang.json"
+        path.write_text(json.dumps({"gang": asdict(gang), "cluster": {**self.access, "pod": pod}}))
+        line = [sys.executable, "-m", "tests.integration.gang_launcher", str(path)]
+        with (folder / "launcher.log").open("ab") as log:
+            return subprocess.Popen(line, stderr=log)
+
+    def objects(self):
+        """Return the names of everything of gangs that is there."""
+        kinds = "jobs,services,pods"
+        words = ("-n", "planish", "get", kinds, "-l", GANG_LABEL, "-o", "name")
+        return self.plane.kubectl(*words).stdout.split()
+
+    def has_nothing_left(self):
+        wait_for(lambda: not self.objects(), 30, lambda: str(self.objects()))
+        wait_for(lambda: not self.running(), 30, lambda: str(self.running()))
+        return True
+
+    def running(self):
+        """Return the pods of gangs whose process lives."""
+        return [
+            name
+            for node in self.nodes
+            for name, process in node.processes.items()
+            if name.startswith("planish-") and process.poll() is None
+        ]
+
+
+@pytest.fixture
+def site(shared_site):
+    """The control plane; what a failed test has left of gangs is gone for the next one."""
+    yield shared_site
+    if shared_site.objects():
+        words = ("delete", "jobs", "-l", GANG_LABEL, "--wait=true")
+        shared_site.plane.kubectl("-n", "planish", *words, check=False)
+
+
+@pytest.fixture(scope="module")
+def shared_site(control_plane, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gangs")
+    overlay = control_plane.kubectl("kustomize", str(REPOSITORY / "manifests/overlays/local"))
+    kinds = ("Namespace", "ServiceAccount", "Role", "RoleBinding")
+    objects = [each for each in yaml.safe_load_all(overlay.stdout) if each["kind"] in kinds]
+    control_plane.apply(*objects)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(running_scheduler(control_plane))
+        nodes = [
+            stack.enter_context(Node(control_plane, Images(), folder / name, name=name, cpu="4"))
+            for name in ("node-1", "node-2")
+        ]
+        yield Site(control_plane, nodes, folder)
+
+
+def stand_in(line, mark, **changes):
+    """A gang of two pods that run a line of shell, one on each node."""
+    gang = Gang(
+        digest=f"{mark:064x}"[::-1],
+        num_nodes=2,
+        num_processes=1,
+        words=(STAND_IN, line),
+        pods=GangPods(container=ONE_A_NODE),
+        labels={"planish/stage": "train", "pipeline/runid": "r1"},
+    )
+    return replace(gang, **changes)
+
+
+def run_in_thread(cluster, gang):
+    """Run a gang beside the test; returns the thread and where its error goes."""
+    errors = []
+
+    def work():
+        try:
+            run_gang(cluster, gang, before=lambda: None)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_the_role_that_ships_allows_every_request_and_no_more(site):
+    api = KubernetesApi(site.cluster("none")._core.api_client, "planish")
+    asked = [Permission(*each) for each in PERMISSIONS]
+    assert [each.describe() for each in asked if not api.allowed(each, namespaced=True)] == []
+    for other in (("batch", "jobs", "list"), ("", "pods", "delete"), ("", "services", "delete")):
+        assert not api.allowed(Permission(*other), namespaced=True), other
+
+
+def test_two_pods_train_what_one_process_trains(site, minio, s3_root, tmp_path, caplog):
+    caplog.set_level("INFO", logger="planish")
+    steps = []
+    for root, nodes in ((f"{s3_root}/gang", 2), ((tmp_path / "one").as_uri(), 1)):
+        tiny = start_run(root, tiny_config(num_nodes=nodes, tokens_per_microbatch=96))
+        add_iteration(tiny, 1)
+        rewards = layout.rewards(tiny.root, 1)
+        job = TrainJob(
+            root=tiny.root,
+            config=tiny.config,
+            config_sha256=tiny.digest,
+            iteration=1,
+            num_shards=2,
+            policy_pin=tiny.policy_pin,
+            state_pin="",
+            rewards_pin=read_manifest(rewards).ref(rewards).pin(),
+        )
+        cluster = None
+        if nodes == 2:
+            cluster = site.cluster(site.stage_pod(env=minio.environment))
+        outcome = train(job, cluster)
+        steps.append(read_report(UpdateReport, layout.update(tiny.root, 1)).minibatches)
+        if nodes == 2:
+            assert train(job, cluster).already_done
+            manifest = read_manifest(outcome.refs["state"].uri)
+            assert manifest.attributes["dp"] == 2
+    for two, one in zip(*steps, strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert two[name] == pytest.approx(one[name], abs=1e-6, rel=1e-6), name
+    assert [m.split()[1] for m in caplog.messages if m.startswith("gang ")].count("submitted") == 1
+    assert site.has_nothing_left()
+
+
+def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_path, caplog):
+    gang = stand_in("", 1, words=("tests.integration.gang_rank", str(tmp_path)))
+    began = time.monotonic()
+    thread, errors = run_in_thread(site.cluster(site.stage_pod()), gang)
+    ranks = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    wait_for(lambda: all(path.exists() and path.read_text() for path in ranks), 90)
+    print(f"submit to both ranks {time.monotonic() - began:.1f} s")
+    os.kill(int(ranks[1].read_text()), signal.SIGKILL)
+    thread.join(60)
+    (error,) = errors
+    assert isinstance(error, PeerLost)
+    assert "got 137 from" in str(error)
+    (log,) = [m for m in caplog.messages if m.startswith("log of the first pod that failed")]
+    assert "rank 1 of 2" in log
+    assert site.has_nothing_left()
+
+
+def test_a_drained_node_ends_the_gang(site):
+    thread, errors = run_in_thread(site.cluster(site.stage_pod()), stand_in("sleep 300", 2))
+    wait_for(lambda: len(site.running()) == 2, 30)
+    stays = site.running()
+    # The pod of the stage is on one of them; the other is drained.
+    stage = site.get("pod", f"stage-{site.number}")["spec"]["nodeName"]
+    away = next(node.name for node in site.nodes if node.name != stage)
+    site.plane.kubectl("drain", away, "--force", "--grace-period=1", "--timeout=30s")
+    thread.join(60)
+    site.plane.kubectl("uncordon", away)
+    (error,) = errors
+    assert isinstance(error, PeerLost), stays
+    assert site.has_nothing_left()
+
+
+def test_a_retry_attaches_to_the_gang_of_a_killed_stage_and_there_is_never_a_second(site, tmp_path):
+    gang = stand_in(f"until test -e {tmp_path}/go; do sleep 0.1; done", 3)
+    pod = site.stage_pod()
+    first = site.launcher(gang, pod, tmp_path)
+    wait_for(lambda: len(site.running()) == 2, 30)
+    first.kill()
+    first.wait(10)
+    uid = site.get("job", gang.name)["metadata"]["uid"]
+    site.plane.kubectl("-n", "planish", "delete", "service", gang.name)
+    retry = site.stage_pod()
+    began = time.monotonic()
+    thread, errors = run_in_thread(site.cluster(retry), gang)
+
+    def owner():
+        return site.get("job", gang.name)["metadata"]["ownerReferences"][0]["name"]
+
+    wait_for(lambda: owner() == retry, 10)
+    print(f"attached after {time.monotonic() - began:.2f} s")
+    # The pod of the killed stage may go now, and the gang stays.
+    site.plane.kubectl("-n", "planish", "delete", "pod", pod)
+    assert site.get("job", gang.name)["metadata"]["uid"] == uid
+    wait_for(lambda: f"service/{gang.name}" in site.objects(), 10)
+    (tmp_path / "go").touch()
+    thread.join(60)
+    assert errors == []
+    assert site.has_nothing_left()
+
+
+def test_a_finished_gang_is_read_and_a_failed_one_makes_way(site, tmp_path):
+    for line, end in (("true", "Complete"), (f"test -e {tmp_path}/Failed-ok", "Failed")):
+        ran = tmp_path / end
+        gang = stand_in(f"echo x >> {ran}; {line}", 4)
+        cluster = site.cluster(site.stage_pod())
+        # As a stage that was killed leaves it.
+        cluster.create_job(job_manifest(gang, cluster.own_pod()))
+
+        def condition(gang=gang):
+            return [c["type"] for c in site.get("job", gang.name)["status"].get("conditions", ())]
+
+        wait_for(lambda end=end: end in condition(), 30)
+        before = len(ran.read_text().split())
+        (tmp_path / f"{end}-ok").touch()
+        run_gang(cluster, gang, before=lambda: None)
+        again = len(ran.read_text().split()) - before
+        assert again == (0 if end == "Complete" else 2)
+        assert site.has_nothing_left()
+
+
+def test_an_api_server_that_is_gone_for_a_while_costs_nothing(site, tmp_path):
+    gang = stand_in(f"until test -e {tmp_path}/go; do sleep 0.1; done; echo x >> {tmp_path}/ran", 5)
+    thread, errors = run_in_thread(site.cluster(site.stage_pod()), gang)
+    wait_for(lambda: len(site.running()) == 2, 30)
+    site.plane.program("kube-apiserver").kill()
+    (tmp_path / "go").touch()
+    time.sleep(6)
+    assert thread.is_alive()
+    site.plane.start_again("kube-apiserver")
+    thread.join(90)
+    assert not thread.is_alive()
+    assert errors == []
+    assert (tmp_path / "ran").read_text() == "x\nx\n"
+    assert site.has_nothing_left()
+
+
+def test_a_gang_ends_with_the_deadline_of_its_stage(site):
+    pod = site.stage_pod(deadline=4)
+    with pytest.raises(PeerLost, match="DeadlineExceeded"):
+        run_gang(site.cluster(pod), stand_in("sleep 300", 6), before=lambda: None)
+    assert site.has_nothing_left()
+
+
+def test_a_cancelled_stage_takes_its_gang_with_it(site, tmp_path):
+    launcher = site.launcher(stand_in("sleep 300", 7), site.stage_pod(), tmp_path)
+    wait_for(lambda: len(site.running()) == 2, 30)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 75, (tmp_path / "launcher.log").read_text()
+    assert site.has_nothing_left()
+
+
+def test_a_gang_goes_with_the_pod_of_its_stage(site, tmp_path):
+    pod = site.stage_pod()
+    launcher = site.launcher(stand_in("sleep 300", 8), pod, tmp_path)
+    wait_for(lambda: len(site.running()) == 2, 30)
+    launcher.kill()
+    launcher.wait(10)
+    site.plane.kubectl("-n", "planish", "delete", "pod", pod)
+    assert site.has_nothing_left()
+
+
+def test_a_gang_of_somebody_else_under_our_name_is_refused_and_stays(site):
+    pod = site.stage_pod()
+    cluster, gang = site.cluster(pod), stand_in("sleep 300", 9)
+    foreign = job_manifest(gang, cluster.own_pod())
+    foreign["metadata"]["labels"] = {GANG_LABEL: "other"}
+    foreign["spec"]["suspend"] = True
+    site.plane.apply({**foreign, "metadata": {**foreign["metadata"], "namespace": "planish"}})
+    with pytest.raises(ConfigError, match="must have the label"):
+        run_gang(cluster, gang, before=lambda: None)
+    assert site.get("job", gang.name)["metadata"]["labels"] == {GANG_LABEL: "other"}
+    site.plane.kubectl("-n", "planish", "delete", "job", gang.name)
