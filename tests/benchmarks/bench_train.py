@@ -30,7 +30,8 @@ from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.batching import scatter_tokens
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.fsdp2 import Fsdp2Trainer, set_up_torch
+from planish.stages.train.fsdp2 import Fsdp2Sharding
+from planish.stages.train.model_trainer import ModelTrainer, set_up_torch
 from tests.benchmarks.facts import write_result
 
 ROLLOUTS = 64
@@ -82,7 +83,9 @@ class Ours:
     """The trainer of the program with the real algorithm."""
 
     def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
-        self.trainer = Fsdp2Trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=CPU)
+        self.trainer = ModelTrainer(
+            config, pin, shard=Fsdp2Sharding, temperature=1.0, seed=0, grid=Grid(), device=CPU
+        )
         self.algorithm = algorithm
 
     def step(self, batch: TrainBatch, counts: Denominators) -> None:

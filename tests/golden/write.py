@@ -20,7 +20,7 @@ from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import run_update
 from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run
 
@@ -44,6 +44,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 """Raw `[algorithm]` tables; decays fit responses of 1 to 19 tokens."""
 
 
+WIDE = {"num_heads": 4, "num_kv_heads": 2}
+"""Sizes of a model whose matrices two ranks can share."""
+WIDE_ALGORITHMS = ("dapo", "grpo_penalty", "vapo", "tppo")
+
+
 def in_windows(rollouts: RolloutSet, rewards: RewardSet) -> tuple[RolloutSet, RewardSet]:
     """Put every response into its last window; those that fill it exactly go on."""
     lengths = rollouts.response_tokens.lengths
@@ -57,14 +62,15 @@ def in_windows(rollouts: RolloutSet, rewards: RewardSet) -> tuple[RolloutSet, Re
     return rollouts, replace(rewards, has_reward=~cut, **known)
 
 
-def golden_losses(algorithm: str, root: str) -> str:
-    """Train ten steps from fixed weights and rollouts.
+def ten_steps(
+    algorithm: str, tiny: Any, config: TrainConfig, grid: Grid, state_pin: str = ""
+) -> tuple[Trainer, list[list[float]]]:
+    """Train ten steps from fixed weights and rollouts, or from those of a state.
 
     Returns:
-        Lines of `step loss grad_norm`, and with a critic `value_loss value_grad_norm`.
+        The trainer, and of each step its number, `loss` and `grad_norm`, and with a critic
+        `value_loss` and `value_grad_norm`.
     """
-    tiny = start_run(root)
-    config = TrainConfig(**TINY)
     critic = CriticConfig(learning_rate=1e-3, warmup_iterations=0, pretrain_iterations=0)
     built = build_algorithm(ALGORITHMS[algorithm])
     trainer = open_trainer(
@@ -72,10 +78,12 @@ def golden_losses(algorithm: str, root: str) -> str:
         tiny.policy_pin,
         temperature=1.0,
         seed=7,
-        grid=Grid(),
+        grid=grid,
         device=torch.device("cpu"),
         critic=critic if built.needs_values else None,
     )
+    if state_pin:
+        trainer.load(state_pin)
     rollouts = random_rollouts(tiny.policy, 11, num_groups=20)
     rewards = rewards_for(rollouts, 12)
     if "window_tokens" in ALGORITHMS[algorithm]:
@@ -94,12 +102,18 @@ def golden_losses(algorithm: str, root: str) -> str:
         earlier_values=earlier if built.needs_values else None,
         reference_pin=tiny.policy_pin,
     )
-    trainer.close()
     names = [n for n in COLUMNS if n in result.minibatches[0]]
-    return "".join(
-        " ".join([str(step), *(repr(metrics[name]) for name in names)]) + "\n"
+    return trainer, [
+        [step, *(metrics[name] for name in names)]
         for step, metrics in enumerate(result.minibatches, start=1)
-    )
+    ]
+
+
+def golden_losses(algorithm: str, root: str, **model: int) -> str:
+    """Return the lines of a golden file: the numbers of ten steps in one process."""
+    trainer, steps = ten_steps(algorithm, start_run(root, **model), TrainConfig(**TINY), Grid())
+    trainer.close()
+    return "".join(" ".join(map(repr, step)) + "\n" for step in steps)
 
 
 def main() -> None:
@@ -108,6 +122,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             text = golden_losses(algorithm, f"file://{folder}/root")
         (LOSSES / f"{algorithm}.txt").write_text(text)
+    for algorithm in WIDE_ALGORITHMS:
+        with tempfile.TemporaryDirectory() as folder:
+            text = golden_losses(algorithm, f"file://{folder}/root", **WIDE)
+        (LOSSES / f"wide_{algorithm}.txt").write_text(text)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ of the state before each action as in generalised advantage estimation, arXiv 15
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,21 @@ from planish.models import selected_states
 
 TOKENS_PER_CHUNK = 4096
 """Selected tokens whose logits exist in memory at once."""
+
+
+class VocabularyPart(Protocol):
+    """The tokens whose scores this process computes, and how parts become a whole."""
+
+    first: int
+    """Id of the first one."""
+    size: int
+    """How many there are; scores behind them are those of no token."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up over all parts; the gradient of the sum is that of each part."""
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the largest value of each element over all parts, without a gradient."""
 
 
 def hidden_before(
@@ -63,13 +78,26 @@ class TokenScorer(nn.Module):
     The LM head runs on the selected positions only, `tokens_per_chunk` of them at a time.
     """
 
-    def __init__(self, model: Any, *, tokens_per_chunk: int = TOKENS_PER_CHUNK) -> None:
-        """Wrap a causal LM of transformers (untyped, hence Any); parameters are shared."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokens_per_chunk: int = TOKENS_PER_CHUNK,
+        vocabulary: VocabularyPart | None = None,
+    ) -> None:
+        """Wrap a causal LM of transformers (untyped, hence Any); parameters are shared.
+
+        Args:
+            model: its LM head gives the scores of `vocabulary`.
+            tokens_per_chunk: selected tokens whose scores exist at once.
+            vocabulary: part of the tokens that this process scores; None is all of them.
+        """
         super().__init__()
         if tokens_per_chunk < 1:
             raise ConfigError(f"`tokens_per_chunk` must be at least 1, got {tokens_per_chunk}")
         self.model = model
         self.tokens_per_chunk = tokens_per_chunk
+        self.vocabulary = vocabulary
 
     def forward(
         self,
@@ -128,8 +156,12 @@ class TokenScorer(nn.Module):
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         scores = logits(self.model, hidden).float() / temperature
-        logprobs = torch.log_softmax(scores, dim=-1)
-        chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        part = self.vocabulary
+        if part is None:
+            logprobs = torch.log_softmax(scores, dim=-1)
+            chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        else:
+            logprobs, chosen = log_softmax_of_part(scores, targets, part)
         if not with_entropy:
             return chosen, torch.zeros_like(chosen.detach())
         with torch.no_grad():
@@ -137,7 +169,24 @@ class TokenScorer(nn.Module):
             # `entr` takes ten times as long on CPU.
             finite = logprobs.detach().clamp(min=torch.finfo(logprobs.dtype).min)
             entropy = -finite.mul_(logprobs.detach().exp()).sum(-1)
-        return chosen, entropy
+            return chosen, entropy if part is None else part.sum(entropy)
+
+
+def log_softmax_of_part(
+    scores: Tensor, targets: Tensor, part: VocabularyPart
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of a part's tokens, [K, part], and of the targets, [K].
+
+    Source: Megatron-LM, arXiv 1909.08053, section 3 (cross-entropy over parts of a vocabulary).
+    """
+    is_padding = torch.arange(scores.shape[-1], device=scores.device) >= part.size
+    scores = scores.masked_fill(is_padding, -torch.inf)
+    top = part.max(scores.detach().amax(-1, keepdim=True))
+    total = part.sum((scores - top).exp().sum(-1, keepdim=True)).log() + top
+    place = (targets - part.first).unsqueeze(-1)
+    is_here = (place >= 0) & (place < part.size)
+    own = scores.gather(-1, place.clamp(0, scores.shape[-1] - 1)).where(is_here, 0.0)
+    return scores - total, (part.sum(own) - total).squeeze(-1)
 
 
 class ValueScorer(nn.Module):

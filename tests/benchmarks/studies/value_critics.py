@@ -13,8 +13,8 @@ from planish.algorithms.masked import last_column
 from planish.base.parallel import Grid
 from planish.stages.train.batching import split_minibatches
 from planish.stages.train.config import CriticConfig
-from planish.stages.train.fsdp2 import Fsdp2Trainer
 from planish.stages.train.progress import Progress
+from planish.stages.train.trainer import open_trainer
 from planish.stages.train.update import run_update
 from tests.benchmarks.studies.value_lab import Lab, values_folder
 
@@ -38,7 +38,7 @@ class Critics:
             learning_rate=CRITIC_RATE, warmup_iterations=0, pretrain_iterations=pretrain_iterations
         )
         self.algorithm: Any = build_algorithm(lab.tables["algorithm"])
-        self.trainer: Any = Fsdp2Trainer(
+        self.trainer: Any = open_trainer(
             self.config,
             lab.pin,
             temperature=1.0,

@@ -68,12 +68,13 @@ Sources = dict[str, WeightPart]
 
 _MEGATRON = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-_TOP = {
+TOP_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
-_SAME = {
+"""Of megatron-core's GPTModel outside its layers, the name in transformers."""
+LAYER_NAMES = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
@@ -162,9 +163,9 @@ def _weights(
     name: str, spec: TensorSpec, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, WeightPart]]:
     """Yield the weights that one stored tensor becomes."""
-    if name in _TOP:
+    if name in TOP_NAMES:
         rows = spec.shape[0] if "layernorm" in name else int(config["vocab_size"])
-        yield _TOP[name], _rows_of(spec, [(0, rows)])
+        yield TOP_NAMES[name], _rows_of(spec, [(0, rows)])
     match = _LAYER.fullmatch(name)
     if match is None:
         return
@@ -192,8 +193,8 @@ def _runs(
     name: str, rows: int, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield the weights of one layer that a tensor becomes, as runs of its rows."""
-    if name in _SAME:
-        yield _SAME[name], [(0, rows)]
+    if name in LAYER_NAMES:
+        yield LAYER_NAMES[name], [(0, rows)]
     elif name == "mlp.linear_fc1.weight":
         yield "mlp.gate_proj.weight", [(0, rows // 2)]
         yield "mlp.up_proj.weight", [(rows // 2, rows)]

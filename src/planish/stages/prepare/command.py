@@ -126,7 +126,7 @@ def show_plan(options: argparse.Namespace) -> Lines:
         requests = replace(requests, gpu_bytes=int(options.gpu_memory * 10**9))
     shape = devices.find_shape(config)
     found = devices.demands(config, shape, requests)
-    faults = devices.device_faults(config, requests)
+    faults = devices.device_faults(config, requests) + devices.trainer_faults(config, shape)
     faults += [demand.fault for demand in found if demand.fault]
     warnings = devices.device_warnings(config, requests)
     if options.json:

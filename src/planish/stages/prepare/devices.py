@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,50 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
     return faults
 
 
+def missing_packages(config: Config) -> list[str]:
+    """Return what this machine, where all stages run, lacks for the configured trainer."""
+    if config["train"]["trainer"] != "megatron" or find_spec("megatron"):
+        return []
+    return [
+        "`train.trainer` must be 'fsdp2' where megatron-core is not installed, got 'megatron'; "
+        "`pip install planish[megatron]` installs it"
+    ]
+
+
+def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
+    """Return why the configured trainer can not share the model over its ranks.
+
+    Args:
+        config: resolved tables.
+        shape: of the model.
+    """
+    train, faults = config["train"], []
+    if train["trainer"] != "megatron":
+        return []
+    parts = train.get("tensor_parallel", 1)
+    counts = {
+        "heads": shape.num_heads,
+        "heads of keys and values": shape.num_kv_heads,
+        "features between the projections of a layer": shape.intermediate_size,
+    }
+    for name, count in counts.items():
+        if count % parts:
+            faults.append(
+                f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
+            )
+    if shape.num_experts:
+        faults.append(
+            "`train.trainer` must be 'fsdp2' for a model with experts, got 'megatron' and "
+            f"{shape.num_experts} experts"
+        )
+    if rank := config["model"].get("lora_rank", 0):
+        faults.append(
+            f"`model.lora_rank` must be 0 for the trainer 'megatron', got {rank}; "
+            "`train.trainer = 'fsdp2'` trains adapters"
+        )
+    return faults
+
+
 def device_warnings(config: Config, requests: PodRequests) -> list[str]:
     """Return settings that work but waste the GPUs of the pods."""
     pod = requests.stages.get("train")
@@ -240,7 +285,7 @@ def memory_rows(
         requests: the pods.
 
     Raises:
-        ConfigError: a stage does not fit.
+        ConfigError: a stage does not fit, or the trainer can not share the model.
     """
     if config["model"]["path"] and not model_config:
         return []
@@ -249,7 +294,8 @@ def memory_rows(
     except ConfigError as error:
         return [("memory", f"not counted: {error}")]
     found = demands(config, shape, requests)
-    if faults := [demand.fault for demand in found if demand.fault]:
+    faults = [*trainer_faults(config, shape), *(each.fault for each in found if each.fault)]
+    if faults:
         raise ConfigError("; ".join(faults))
     return [
         (
@@ -278,7 +324,11 @@ def train_demands(
     if not train["activation_checkpointing"]:
         smaller = f"set `train.activation_checkpointing=true`, {smaller}"
     remedy = f"{smaller}, or take a smaller model or a profile with more memory"
-    parts = train_parts(config, shape, ranks * num_nodes)
+    # Data-parallel ranks of the other trainer have a copy each.
+    sharing = ranks * num_nodes
+    if train["trainer"] == "megatron":
+        sharing = train.get("tensor_parallel", 1)
+    parts = train_parts(config, shape, sharing)
     if not pod.gpus:
         room = pod.memory_bytes - ranks * PROGRAM_BYTES
         total = tuple(
@@ -291,7 +341,7 @@ def train_demands(
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
     opened = MemoryPart(
         "a model in float32 before it is shared, beside what is",
-        opening_bytes(config, shape, ranks * num_nodes),
+        opening_bytes(config, shape, sharing),
         "while models are opened, one after the other",
     )
     host = MemoryPart(

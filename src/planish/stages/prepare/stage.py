@@ -33,6 +33,7 @@ from planish.stages.prepare.devices import (
     device_faults,
     device_warnings,
     memory_rows,
+    missing_packages,
     this_machine,
 )
 from planish.stages.prepare.inspect import inspect_sources
@@ -247,6 +248,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
         requests = PodRequests.parse(wish.requests).of_nodes(config["train"]["num_nodes"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*check_run(config, wish.num_shards), *findings.faults]
+    faults += missing_packages(config) if api is None else []
     if faults := [*faults, *device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
     lock = acquire(root, me, alive=liveness(api))

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
+from planish.base.errors import ConfigError
+from planish.base.parallel import Grid, Ranks
 from planish.records.refs import is_pin
 from planish.store.sources import parse_source
 
@@ -15,7 +17,13 @@ class TrainConfig(Section):
     """How the policy is updated; what the loss is belongs to `[algorithm]`."""
 
     trainer: str = "fsdp2"
-    """Key in the table of trainers."""
+    """`fsdp2` shards whole models over all ranks; `megatron` (megatron-core) also cuts matrices."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share every matrix of a model; divides heads, groups of keys and the number of
+    processes. Needs the trainer `megatron`."""
+    sequence_parallel: bool = False
+    """Ranks that share matrices also share the tokens between them: less memory. Needs
+    `tensor_parallel` above 1."""
     num_processes: int = Field(default=0, ge=0)
     """Training processes on this machine; above 1 they are started under torchrun. 0 is one for
     each accelerator that the stage sees, and one on the CPU."""
@@ -81,9 +89,42 @@ class TrainConfig(Section):
             )
         return self
 
+    def grid(self, ranks: Ranks) -> Grid:
+        """Return where a process stands.
+
+        Raises:
+            ConfigError: there are too few processes, or some would be left over.
+        """
+        if ranks.size % self.tensor_parallel:
+            raise ConfigError(
+                "`train.tensor_parallel` must divide the number of training processes, got "
+                f"{self.tensor_parallel} for {ranks.size}; `train.num_processes` sets it"
+            )
+        return Grid(ranks, tp=self.tensor_parallel)
+
     def _off(self) -> list[str]:
         off = [] if self.selection != "all" else ["selection", "max_groups"]
+        off += [] if self.tensor_parallel > 1 else ["tensor_parallel", "sequence_parallel"]
         return off + ([] if self.reference_policy else ["reference_policy"])
+
+    @model_validator(mode="after")
+    def _has_its_trainer(self) -> TrainConfig:
+        if self.tensor_parallel > 1 and self.trainer == "fsdp2":
+            raise ValueError(
+                "`tensor_parallel` must be 1 for the trainer 'fsdp2', got "
+                f"{self.tensor_parallel}; `trainer = 'megatron'` cuts matrices"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "`sequence_parallel` must be false with `tensor_parallel = 1`, got true; tokens "
+                "are shared by the ranks that share matrices"
+            )
+        if self.num_processes % self.tensor_parallel:
+            raise ValueError(
+                f"`num_processes` must be a multiple of `tensor_parallel` ({self.tensor_parallel}),"
+                f" got {self.num_processes}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_its_limit(self) -> TrainConfig:

@@ -1,297 +1,95 @@
-"""The FSDP2 trainer: a policy and, for algorithms with values, a critic.
+"""The FSDP2 trainer's part: parameters, gradients and moments sharded over data-parallel ranks.
 
-Both are instances of one class; here is how they differ: where they come from, what is
-scored, and their parts of the train state.
+With one rank the model stays as it is, since sharding over one rank is the identity.
+
+Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and optimizer).
 """
 
 from __future__ import annotations
 
-import gc
-import logging
+import contextlib
+import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
-from planish.base.errors import ConfigError, LayoutMismatch
-from planish.base.parallel import Grid
-from planish.checkpoint import train_state as checkpoint
-from planish.checkpoint.train_state import HeldState
-from planish.models.adapters import KEY, Adapters, check_same, is_adapter
-from planish.models.critic import (
-    Critic,
-    blank_critic,
-    critic_from_policy,
-    describe_critic,
-    load_critic_model,
-    random_critic,
-)
+from planish.base.parallel import Grid, data_mesh
+from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer
-from planish.models.lora import add_adapters
-from planish.models.policy import load_policy
-from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.sharded_model import ShardedModel, Tally
-
-logger = logging.getLogger(__name__)
-
-STILL_ROWS = 8
-"""Most rows without a gradient that are scored for the metrics of a step. No token of theirs is
-clipped, so shares of clipped tokens are exact; divergence and entropy of a step are estimates
-where there are more. Where such rows are half of a mini-batch of 64, the smallest model's step
-takes 1.11x as long with eight of them and 1.37x with all.
-"""
+from planish.models.lora import plain_name
+from planish.stages.train.config import TrainConfig
 
 
-class Fsdp2Trainer:
-    """Trains a causal language model of transformers; meets `Trainer`."""
+class Fsdp2Sharding:
+    """A model of transformers under torch's `fully_shard`; meets `Sharding`."""
+
+    framework = "fsdp2"
 
     def __init__(
-        self,
-        config: TrainConfig,
-        policy_pin: str,
-        *,
-        temperature: float,
-        seed: int,
-        grid: Grid,
-        device: torch.device,
-        critic: CriticConfig | None = None,
-        critic_shape: Mapping[str, Any] | None = None,
-        adapters: Adapters | None = None,
+        self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
     ) -> None:
-        """Load the policy in float32, build its critic, shard both and build their optimizers."""
-        self.config = config
-        self.adapters = adapters
-        self.grid = grid
-        self.device = device
-        self.temperature = temperature
-        self.critic_config = critic
-        set_up_torch(config, device)
-        stream = np.random.SeedSequence([seed, grid.ranks.rank]).generate_state(1, np.uint64)
-        torch.manual_seed(int(stream[0]))
-        shared: dict[str, Any] = {"config": config, "grid": grid, "device": device}
-        loaded = load_policy(policy_pin, dtype=torch.float32)
-        model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.critic: ShardedModel | None = None
-        self._critic_shape: dict[str, Any] = {}
-        if critic is not None:
-            made = blank_critic(critic_shape) if critic_shape else build_critic(critic, model, seed)
-            # sharding gives the classes of modules other names
-            self._critic_shape = describe_critic(made)
-            if adapters is not None:
-                add_adapters(made, adapters, seed=(seed, 1))
-                made.head.requires_grad_(True)
-            self.critic = ShardedModel(
-                ValueScorer(made), made, made.body, **shared, exact=made.head
-            )
-            if critic.init == "state" and not critic_shape:
-                self.take_critic(critic.path)
-        if adapters is not None:
-            add_adapters(model, adapters, seed=(seed, 0))
-        body = getattr(model, model.base_model_prefix)
-        self.policy = ShardedModel(TokenScorer(model), model, body, **shared)
-
-    def take_critic(self, pin: str) -> None:
-        """Load the weights of another run's critic; adapters begin anew on one without them."""
-        assert self.critic is not None
-        weights, info = self.critic.weights(), checkpoint.read_state_info(pin)
-        if KEY in info:
-            check_same(info, self.adapters, pin=pin)
-        else:
-            weights = {name: t for name, t in weights.items() if not is_adapter(name)}
-        checkpoint.load(
-            pin,
-            {"critic": weights},
-            framework="fsdp2",
-            ranks=self.grid.ranks,
-            strict=False,
-        )
-
-    def load(self, pin: str) -> None:
-        """Replace weights, moments and, under the same layout, random states."""
-        info = checkpoint.read_state_info(pin)
-        check_same(info, self.adapters, pin=pin)
-        state, framework = self.state()
-        if (info.get("grid"), info["device"]) != (self.grid.to_json(), self.device.type):
-            # Streams of other ranks are of no use here; those of this start stay.
-            del state["random"]
-        if self.critic is not None and "critic" not in checkpoint.parts(pin):
-            self._keep_new_critic(pin)
-            del state["critic"], state["critic_optimizer"]
-        checkpoint.load(pin, state, framework=framework, ranks=self.grid.ranks)
-        for name, stream in state.get("random", {}).items():
-            if name.startswith("torch."):
-                torch.set_rng_state(stream)
-            else:
-                torch.cuda.set_rng_state(stream, self.device)
-
-    def _keep_new_critic(self, pin: str) -> None:
-        """Go on with the critic of this start where the configuration says whose it is.
-
-        Raises:
-            LayoutMismatch: it does not; a critic lost on the way would be trained anew in silence.
-        """
-        assert self.critic_config is not None
-        if self.critic_config.init not in ("model", "state"):
-            raise LayoutMismatch(
-                "the train state before an iteration must hold a critic, since the algorithm has "
-                f"one, got only {sorted(checkpoint.parts(pin))} in {pin!r}; go on with the "
-                "algorithm that saved it, or name a critic by `critic.init` ('model' or 'state', "
-                f"got {self.critic_config.init!r}) and `critic.path`"
-            )
-        logger.info("new critic init=%s path=%s", self.critic_config.init, self.critic_config.path)
-
-    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Score the tokens in `policy_mask`; log-probabilities and entropies."""
-        results = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
-        return results[0], results[1]
-
-    def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:
-        """Score the tokens in `policy_mask` under a policy that is loaded for this call alone."""
-        reference = self._load_reference(pin)
-
-        def score(micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
-            return (reference.scorer(micro.input_ids, None, select, self.temperature, False)[0],)
-
-        scored = reference.compute(batch, batch.policy_mask, score)[0]
-        reference.close()
-        # Sharded modules refer to each other in circles; the first step needs their memory.
-        gc.collect()
-        return scored
-
-    def _load_reference(self, pin: str) -> ShardedModel:
-        loaded = load_policy(pin, dtype=torch.float32)
-        theirs, ours = (x.backend.get_vocab() for x in (loaded.tokenizer, self.tokenizer))
-        if theirs != ours:
-            raise ConfigError(
-                "the reference policy must have the tokens of the policy in training "
-                f"({len(ours)}), got {len(theirs)}, {len(theirs.items() - ours.items())} of them "
-                f"others, in {pin!r}; pin a policy of the same tokenizer by "
-                "`train.reference_policy`"
-            )
-        return ShardedModel(
-            TokenScorer(loaded.model),
-            loaded.model,
-            getattr(loaded.model, loaded.model.base_model_prefix),
-            config=self.config,
-            grid=self.grid,
-            device=self.device,
-            is_frozen=True,
-        )
-
-    def values(self, batch: TrainBatch) -> Tensor:
-        """Return the values of the tokens in `value_mask`, [B, S] float32 on CPU."""
-        assert self.critic is not None, "a trainer without a critic has no values"
-        return self.critic.compute(batch, batch.value_mask, self._value)[0]
-
-    def step(
-        self,
-        minibatch: TrainBatch,
-        loss_fn: LossFn,
-        *,
-        learning_rate: float,
-        still: TrainBatch | None = None,
-    ) -> dict[str, float]:
-        """Make one optimizer step of the policy; a few rows that stand still are scored."""
-        tally = Tally()
-        if still is not None and len(still):
-            some = still.take(torch.arange(min(len(still), STILL_ROWS)))
-            weight = float(still.policy_mask.sum() / some.policy_mask.sum())
-            self.policy.measure(some, some.policy_mask, self._score, loss_fn, tally, weight)
-        # Prompts and earlier windows are context: their tokens never meet the LM head.
-        mask = minibatch.policy_mask | minibatch.positive_mask
-        return self.policy.step(
-            minibatch, mask, self._score, loss_fn, learning_rate=learning_rate, tally=tally
-        )
-
-    def value_step(
-        self, minibatch: TrainBatch, loss_fn: ValueLossFn, *, learning_rate: float
-    ) -> dict[str, float]:
-        """Make one optimizer step of the critic."""
-        assert self.critic is not None, "a trainer without a critic makes no value step"
-        mask = minibatch.value_mask
-        return self.critic.step(minibatch, mask, self._value, loss_fn, learning_rate=learning_rate)
-
-    def _score(self, micro: TrainBatch, select: Tensor) -> tuple[Tensor, Tensor]:
-        # Rows begin at column 0, so positions are those that the model takes by default, at the
-        # price of one row.
-        scored: tuple[Tensor, Tensor] = self.policy.scorer(
-            micro.input_ids, None, select, self.temperature
-        )
-        return scored
-
-    def _value(self, micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
-        assert self.critic is not None
-        return (self.critic.scorer(micro.input_ids, None, select),)
-
-    def state(self) -> HeldState:
-        """Return weights, moments by parameter name, and this rank's random streams."""
-        rank = f"{self.grid.ranks.rank:05d}"
-        streams = {f"torch.{rank}": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            streams[f"cuda.{rank}"] = torch.cuda.get_rng_state(self.device)
-        state: dict[str, Mapping[str, Tensor]] = {
-            "model": self.policy.weights(),
-            "optimizer": self.policy.moments(),
-            "random": streams,
+        """Shard a causal LM of transformers, or a critic."""
+        self.config, self.grid, self.device = config, grid, device
+        is_critic = isinstance(model, Critic)
+        body = model.body if is_critic else getattr(model, model.base_model_prefix)
+        if config.activation_checkpointing and not is_frozen:
+            # transformers only recomputes in training mode, so the layers themselves, and nothing
+            # below them, are put into it: dropout stays off.
+            body.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in decoder_layers(body):
+                layer.training = True
+        scorer: nn.Module = ValueScorer(model) if is_critic else TokenScorer(model)
+        self.scorer = scorer.to(device)
+        if grid.dp > 1:
+            self._shard(body, model.head if is_critic else None)
+        self.parameters: dict[str, Tensor] = {
+            plain_name(name): parameter for name, parameter in model.named_parameters()
         }
-        if self.critic is not None:
-            state["critic"] = self.critic.weights()
-            state["critic_optimizer"] = self.critic.moments()
-        return HeldState(state, "fsdp2")
+        saved = set(model.state_dict())
+        self.buffers = {name: x for name, x in model.named_buffers() if name in saved}
 
-    def sizes(self) -> dict[str, float]:
-        """Return parameters and trained ones of both models; empty where all are trained."""
-        sizes = {}
-        for name, model in (("", self.policy), ("critic_", self.critic)):
-            if model is not None and self.adapters is not None:
-                for kind, held in (("", model.parameters), ("trained_", model.trained)):
-                    sizes[f"num_{kind}{name}parameters"] = float(
-                        sum(parameter.numel() for parameter in held.values())
-                    )
-        return sizes
+    def _shard(self, body: Any, exact: nn.Module | None) -> None:
+        """Shard each layer; `exact` stays in float32 whatever `compute_dtype` says."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    def critic_shape(self) -> dict[str, Any]:
-        """Return what the critic is built from before its weights are loaded; empty without one."""
-        return self._critic_shape
+        options: dict[str, Any] = {"mesh": data_mesh(self.grid, self.device)}
+        if exact is not None:
+            fully_shard(exact, **options)
+        if self.config.compute_dtype == "bfloat16":
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        # The scorer returns a view of what it gathered; nothing below writes into it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        for layer in decoder_layers(body):
+            fully_shard(layer, **options)
+        fully_shard(self.scorer, **options)
 
-    def close(self) -> None:
-        """Let go of models and moments."""
-        self.policy.close()
-        if self.critic is not None:
-            self.critic.close()
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return what forward passes run in; sharded models compute in half by themselves."""
+        if self.config.compute_dtype == "bfloat16" and self.grid.dp == 1:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch, summed over ranks."""
+        # Sharded gradients are averaged over ranks; the parts of the loss are to be summed.
+        torch.autograd.backward(loss * self.grid.dp)
 
-def build_critic(config: CriticConfig, policy: Any, seed: int) -> Critic:
-    """Build the critic that a run starts with; every rank builds the same.
+    def clip(self, limit: float) -> float:
+        """Limit the norm of the gradient and return what it was."""
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        clipped: Any = torch.nn.utils.clip_grad_norm_(trained, limit)
+        return float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
 
-    Args:
-        config: of the critic; for init `state` the weights are still those of the policy.
-        policy: causal LM of transformers on CPU, in float32.
-        seed: of the run.
-
-    Raises:
-        ConfigError: `critic.path` names no model that will do.
-    """
-    if config.init == "model":
-        return load_critic_model(
-            config.path,
-            seed=seed,
-            head_std=config.head_std,
-            vocab_size=int(policy.config.vocab_size),
-        )
-    build = random_critic if config.init == "random" else critic_from_policy
-    return build(policy, seed=seed, head_std=config.head_std)
+    def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
+        """Return values under their names with a suffix: shards say themselves where they lie."""
+        return {f"{name}{suffix}": value for name, value in values.items()}
 
 
-def set_up_torch(config: TrainConfig, device: torch.device) -> None:
-    """Set the process-wide switches: threads and deterministic kernels."""
-    if device.type == "cpu":
-        torch.set_num_threads(config.num_threads)
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling fresh memory would cost time, and every kernel here writes all of its output.
-        switches: Any = torch.utils.deterministic
-        switches.fill_uninitialized_memory = False
+def decoder_layers(body: Any) -> list[Any]:
+    """Return the layers of a decoder of transformers; none where it names no `layers`."""
+    return list(getattr(body, "layers", []))

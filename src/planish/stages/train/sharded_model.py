@@ -1,28 +1,23 @@
-"""One model in training: parameters, gradients and moments sharded over data-parallel ranks.
+"""One model in training: micro-batches, optimizer steps and metrics, however its ranks share it.
 
 Policy and critic are one instance each. Parameters that need no gradient, those beside adapters,
-are saved and computed with, but never trained. With one rank the model stays as it is, since
-sharding over one rank is the identity. Gradients are summed over ranks and micro-batches; losses
-divide by counts of the whole optimizer step.
-
-Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and optimizer).
+are saved and computed with, but never trained. Gradients are summed over ranks and micro-batches;
+losses divide by counts of the whole optimizer step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
-from planish.base.parallel import Grid, data_mesh
-from planish.models.lora import plain_name
+from planish.base.parallel import Grid
 from planish.stages.train.batching import (
     Rows,
     gather_rows,
@@ -36,6 +31,53 @@ Score = Callable[[TrainBatch, Tensor], tuple[Tensor, ...]]
 """Micro-batch and [B, S] selection to per-token results, [K] each of the K selected tokens."""
 
 
+class Sharding(Protocol):
+    """How one model lies on the ranks of a grid, and what these do together."""
+
+    framework: ClassVar[str]
+    """How `stored` says which part of the whole a tensor is, as `HeldState.framework`."""
+    scorer: nn.Module
+    """Its forward is the whole computation: a `TokenScorer` or a `ValueScorer`."""
+    parameters: dict[str, Tensor]
+    """What this rank has of each parameter, by any name."""
+    buffers: dict[str, Tensor]
+    """What is saved with them as it is."""
+
+    def __init__(
+        self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
+    ) -> None:
+        """Take over a model on the CPU.
+
+        Args:
+            model: causal LM of transformers (untyped, hence Any), or a critic.
+            config: of the train stage.
+            grid: where this process stands among those of the training.
+            device: of this rank.
+            is_frozen: the model is never trained.
+
+        Raises:
+            ConfigError: such a model can not be sharded like this.
+        """
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return what forward passes run in."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch."""
+
+    def clip(self, limit: float) -> float:
+        """Sum the gradients of all ranks, limit their norm and return what it was."""
+
+    def stored(self, values: Mapping[str, Tensor], suffix: str = "") -> dict[str, Any]:
+        """Return values as a train state takes them: name in transformers to this rank's part.
+
+        Args:
+            values: name of a parameter, as in `parameters`, to a tensor of its shape, or to one
+                number.
+            suffix: of the names.
+        """
+
+
 class ShardedModel:
     """A scorer, the optimizer of its parameters and the loop over micro-batches.
 
@@ -46,42 +88,22 @@ class ShardedModel:
 
     def __init__(
         self,
-        scorer: nn.Module,
         model: Any,
-        body: Any,
         *,
+        shard: type[Sharding],
         config: TrainConfig,
         grid: Grid,
         device: torch.device,
         is_frozen: bool = False,
-        exact: nn.Module | None = None,
     ) -> None:
-        """Shard a model and build its optimizer.
-
-        Args:
-            scorer: its forward is the whole computation; the root of the sharded tree.
-            model: what it scores with; gives the parameters their names (untyped, hence Any).
-            body: the decoder of transformers inside the model.
-            config: of the train stage.
-            grid: where this process stands among those of the training.
-            device: of this rank.
-            is_frozen: the model is never trained.
-            exact: a part that stays in float32 whatever `compute_dtype` says; None is none.
-        """
+        """Shard a model and build its optimizer; arguments as `Sharding`, which is `shard`."""
         self.config = config
         self.grid = grid
         self.device = device
-        if config.activation_checkpointing and not is_frozen:
-            _checkpoint_layers(body)
-        self.scorer = scorer.to(device)
-        if grid.dp > 1:
-            self._shard(body, exact)
-        self.parameters: dict[str, Tensor] = {
-            plain_name(name): parameter for name, parameter in model.named_parameters()
-        }
+        self.sharding = shard(model, config=config, grid=grid, device=device, is_frozen=is_frozen)
+        self.scorer = self.sharding.scorer
+        self.parameters = self.sharding.parameters
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        saved = set(model.state_dict())
-        self.buffers = {name: x for name, x in model.named_buffers() if name in saved}
         self.optimizer = None if is_frozen else self._build_optimizer()
 
     def _build_optimizer(self) -> torch.optim.AdamW:
@@ -102,22 +124,6 @@ class ShardedModel:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         return optimizer
-
-    def _shard(self, body: Any, exact: nn.Module | None) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        options: dict[str, Any] = {"mesh": data_mesh(self.grid, self.device)}
-        if exact is not None:
-            fully_shard(exact, **options)
-        if self.config.compute_dtype == "bfloat16":
-            options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            )
-        # The scorer returns a view of what it gathered; nothing below writes into it.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        for layer in decoder_layers(body):
-            fully_shard(layer, **options)
-        fully_shard(self.scorer, **options)
 
     def compute(
         self, batch: TrainBatch, mask: Tensor, score: Score, *, num_results: int = 1
@@ -195,14 +201,10 @@ class ShardedModel:
         tally = tally or Tally()
         for _, micro, select in self._microbatches(minibatch, mask):
             output = loss_fn(*self._scattered(micro, select, score), micro)
-            # Sharded gradients are averaged over ranks; the parts of the loss are to be summed.
-            torch.autograd.backward(output.loss * self.grid.dp)
+            self.sharding.backward(output.loss)
             tally.add(output)
         metrics = tally.result(self.grid)
-        clipped: Any = torch.nn.utils.clip_grad_norm_(
-            list(self.trained.values()), self.config.grad_clip or math.inf
-        )
-        norm = float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
+        norm = self.sharding.clip(self.config.grad_clip or math.inf)
         metrics |= {"grad_norm": norm, "skipped": 0.0 if math.isfinite(norm) else 1.0}
         if math.isfinite(norm):
             self.optimizer.step()
@@ -227,27 +229,25 @@ class ShardedModel:
             yield rows, micro, select
 
     def _scattered(self, micro: TrainBatch, select: Tensor, score: Score) -> list[Tensor]:
-        half = self.config.compute_dtype == "bfloat16"
-        precision: Any = (
-            torch.autocast(self.device.type, torch.bfloat16)
-            if half and self.grid.dp == 1
-            else contextlib.nullcontext()
-        )
-        with precision:
+        with self.sharding.computing():
             results = score(micro, select)
         return [scatter_tokens(select, result) for result in results]
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return parameters and saved buffers by name: this rank's shards."""
-        return {**self.parameters, **self.buffers}
+    def weights(self) -> dict[str, Any]:
+        """Return parameters and saved buffers as a train state takes them."""
+        return {**self.sharding.stored(self.parameters), **self.sharding.buffers}
 
-    def moments(self) -> dict[str, Tensor]:
-        """Return the optimizer's moments by parameter name: this rank's shards."""
+    def moments(self) -> dict[str, Any]:
+        """Return the optimizer's moments as a train state takes them."""
         assert self.optimizer is not None, "a frozen model has no moments"
+        held: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.trained.items():
+            for key, value in self.optimizer.state[parameter].items():
+                held.setdefault(key, {})[name] = value
         return {
-            f"{name}.{key}": value
-            for name, parameter in self.trained.items()
-            for key, value in self.optimizer.state[parameter].items()
+            name: value
+            for key, values in held.items()
+            for name, value in self.sharding.stored(values, f".{key}").items()
         }
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class ShardedModel:
             self.optimizer.state.clear()
         self.parameters.clear()
         self.trained.clear()
-        del self.scorer
+        del self.scorer, self.sharding
 
 
 class Tally:
@@ -295,19 +295,3 @@ class Tally:
 
 def _total(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack([part.double() for part in parts]).sum()
-
-
-def decoder_layers(body: Any) -> list[Any]:
-    """Return the layers of a decoder of transformers; none where it names no `layers`."""
-    return list(getattr(body, "layers", []))
-
-
-def _checkpoint_layers(body: Any) -> None:
-    """Recompute each decoder layer in the backward pass.
-
-    transformers only does so in training mode, so the layers themselves, and nothing below them,
-    are put into it: dropout stays off.
-    """
-    body.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in decoder_layers(body):
-        layer.training = True

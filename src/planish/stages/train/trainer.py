@@ -7,6 +7,7 @@ call, and gives metrics back.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,13 +17,18 @@ from planish.base.parallel import Grid
 from planish.checkpoint.train_state import HeldState
 from planish.models.adapters import Adapters
 from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.model_trainer import ModelTrainer
+from planish.stages.train.sharded_model import Sharding
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TRAINERS: dict[str, str] = {"fsdp2": "planish.stages.train.fsdp2:Fsdp2Trainer"}
-"""Name to `module:Class`, imported on use: trainers can not all live in one environment."""
+TRAINERS: dict[str, str] = {
+    "fsdp2": "planish.stages.train.fsdp2:Fsdp2Sharding",
+    "megatron": "planish.stages.train.megatron.sharding:MegatronSharding",
+}
+"""Name to the `module:Class` of its sharding, imported on use: not every image has all of them."""
 
 
 class Trainer(Protocol):
@@ -134,17 +140,29 @@ def open_trainer(
         adapters: what is trained in place of the weights of both models; None trains them.
 
     Raises:
-        ConfigError: no such trainer, no such critic, or no layer for the adapters.
+        ConfigError: no such trainer, or not on this machine; no such critic, or no layer for the
+            adapters.
     """
     if config.trainer not in TRAINERS:
         raise ConfigError(
             f"`train.trainer` must be one of {sorted(TRAINERS)}, got {config.trainer!r}"
         )
     module, _, name = TRAINERS[config.trainer].partition(":")
-    build: Any = getattr(importlib.import_module(module), name)
-    trainer: Trainer = build(
+    try:
+        # megatron-core warns of every package that would make it faster.
+        with warnings.catch_warnings(action="ignore"):
+            shard: type[Sharding] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("megatron"):
+            raise
+        raise ConfigError(
+            "`train.trainer` must be 'fsdp2' where megatron-core is not installed, got "
+            f"{config.trainer!r}; `pip install planish[megatron]` installs it"
+        ) from None
+    return ModelTrainer(
         config,
         policy_pin,
+        shard=shard,
         temperature=temperature,
         seed=seed,
         grid=grid,
@@ -153,4 +171,3 @@ def open_trainer(
         critic_shape=critic_shape,
         adapters=adapters,
     )
-    return trainer

@@ -49,8 +49,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     inputs = read_inputs(job)
     info = job.info
     algorithm = build_algorithm(job.config.get("algorithm", {}))
-    grid = Grid(ranks)
-    device = pick_device(config.device, ranks.rank)
+    grid, device = config.grid(ranks), pick_device(config.device, ranks.rank)
     trainer = open_trainer(
         config,
         job.policy_pin,

@@ -17,8 +17,10 @@ from planish.stages.prepare.devices import (
     device_warnings,
     find_shape,
     memory_rows,
+    missing_packages,
     profile_requests,
     this_machine,
+    trainer_faults,
 )
 from planish.stages.prepare.settings import build_config
 
@@ -187,3 +189,46 @@ def test_the_command_tells_all_and_ends_with_2_where_something_does_not_fit(caps
     for words in (["--gpu-memory", "0.5"], ["--profile", "gpu-9x9"], ["model.path=/absent"]):
         assert main(["plan", "dapo-qwen2.5-7b", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+MEGATRON = 'train.trainer="megatron" train.tensor_parallel=4 train.num_processes=0'
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("model.num_heads=8 model.num_kv_heads=4", ()),
+        ("", ("the 2 heads of", "the 1 heads of keys and values")),
+        ("model.num_heads=8 model.num_kv_heads=4 model.lora_rank=4", ("`model.lora_rank`",)),
+        ("model.num_heads=8 model.num_kv_heads=4 model.num_experts=4", ("4 experts",)),
+    ],
+)
+def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(changes, words):
+    config = configured("dapo-tiny", " ".join(filter(None, [MEGATRON, changes])))
+    faults = trainer_faults(config, find_shape(config))
+    assert len(faults) == len(words)
+    assert all(word in fault for word, fault in zip(words, faults, strict=True))
+    if words:
+        with pytest.raises(ConfigError, match=re.escape(words[0])):
+            memory_rows(config, {}, this_machine())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("train.tensor_parallel=2", "`trainer = 'megatron'` cuts matrices"),
+        (MEGATRON + " train.num_processes=6", "a multiple of `tensor_parallel` (4), got 6"),
+        ('train.trainer="megatron" train.sequence_parallel=true', "with `tensor_parallel = 1`"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        configured("dapo-tiny", settings)
+
+
+def test_a_machine_without_megatron_is_told_before_the_run(monkeypatch):
+    config = configured("dapo-tiny", 'train.trainer="megatron"')
+    assert missing_packages(config) == []
+    monkeypatch.setattr("planish.stages.prepare.devices.find_spec", lambda name: None)
+    assert "planish[megatron]" in missing_packages(config)[0]
+    assert missing_packages(configured("dapo-tiny")) == []

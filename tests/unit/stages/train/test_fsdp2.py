@@ -18,9 +18,9 @@ from planish.records import layout
 from planish.records.refs import Ref
 from planish.stages.train.batching import split_by_gradient, train_batch
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.fsdp2 import STILL_ROWS
+from planish.stages.train.fsdp2 import decoder_layers
 from planish.stages.train.job import TrainJob
-from planish.stages.train.sharded_model import decoder_layers
+from planish.stages.train.model_trainer import STILL_ROWS
 from planish.stages.train.trainer import open_trainer
 from planish.stages.train.worker import main
 from tests.unit.stages.train.runs import (

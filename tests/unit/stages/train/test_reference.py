@@ -17,11 +17,12 @@ from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.logprobs import TokenScorer
-from planish.models.policy import build_policy, save_policy
+from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.job import TrainJob
 from planish.stages.train.progress import Progress
+from planish.stages.train.sharded_model import ShardedModel
 from planish.stages.train.trainer import open_trainer
 from planish.stages.train.update import run_update
 from tests.unit.stages.train.runs import TINY, random_rollouts, rewards_for, start_run, tiny_config
@@ -169,7 +170,8 @@ def test_the_reference_is_gone_after_the_pass_and_changed_nothing(tiny, batch):
 
 
 def test_a_reference_has_neither_optimizer_nor_moments(tiny):
-    frozen = trainer_of(tiny)._load_reference(tiny.policy_pin)
+    model = load_policy(tiny.policy_pin, dtype=torch.float32).model
+    frozen = ShardedModel(model, **trainer_of(tiny)._shared, is_frozen=True)
     assert frozen.optimizer is None
     with pytest.raises(AssertionError, match="no moments"):
         frozen.moments()

@@ -1,0 +1,1 @@
+"""The trainer on megatron-core: models whose matrices several ranks share."""

@@ -1,0 +1,169 @@
+"""Which rows of a parameter of megatron-core are which box of a tensor of transformers.
+
+Megatron keeps queries, keys and values of a group next to each other and the gate above the up
+projection, cuts matrices over tensor-parallel ranks and pads the vocabulary. All of that is a
+choice of rows, so a checkpoint is read and written in place under the names of transformers: each
+trainer resumes what any other has saved, moments included, and no state is ever converted.
+
+Source: megatron-core 0.16.1, `SelfAttention.get_query_key_value_tensors` and `MLP.forward`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from planish.base.errors import ConfigError
+from planish.base.parallel import Grid
+from planish.checkpoint.adapters.placement import FlatShard
+from planish.checkpoint.convert.hf_names import LAYER_NAMES, TOP_NAMES
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a local parameter, and what they are in the model of transformers."""
+
+    name: str
+    """Of the tensor of transformers."""
+    offset: Shape
+    """Where the box begins in the whole tensor."""
+    extent: Shape
+    """Lengths of the box; as many elements as the rows have."""
+    rows: slice
+    """Of the local parameter."""
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return the rows of a value of the parameter's shape, as the box; shares memory."""
+        return value[self.rows].view(self.extent)
+
+    def shard(self, suffix: str, shape: Shape, value: Tensor) -> FlatShard:
+        """Return the rows as the checkpoint takes them.
+
+        Args:
+            suffix: of the name: "" for a weight, `.exp_avg` and the like for a moment.
+            shape: of the whole tensor.
+            value: [...] of the parameter's shape, contiguous.
+        """
+        part = value.detach()[self.rows].reshape(-1)
+        return FlatShard(self.name + suffix, shape, self.offset, self.extent, 0, part.numel(), part)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of one model on one rank.
+
+    Example:
+        >>> boxes = Boxes({"model.norm.weight": (8,)}, {}, Grid())
+        >>> boxes.pieces("decoder.final_layernorm.weight", (8,))[0].name
+        'model.norm.weight'
+    """
+
+    wholes: Mapping[str, Shape]
+    """Shape of each parameter of the model of transformers."""
+    config: Mapping[str, Any]
+    """Its `num_attention_heads`, `num_key_value_heads` and `head_dim`."""
+    grid: Grid
+    """Where this rank stands."""
+    prefix: str = "model."
+    """What names of the decoder begin with there: `body.` in a critic."""
+    is_tied: bool = False
+    """The LM head is the input embedding."""
+
+    def pieces(self, name: str, shape: Shape) -> list[Piece]:
+        """Return what a local parameter is made of; nothing for rows of padding alone.
+
+        Args:
+            name: in megatron-core's GPTModel, or the name of the value head.
+            shape: of the local parameter.
+        """
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            there = TOP_NAMES.get(name, name)
+            if self.is_tied and there == "lm_head.weight":
+                there = TOP_NAMES["embedding.word_embeddings.weight"]
+            return self._cut(self._renamed(there), shape, slice(0, shape[0]))
+        layer, short = self._renamed(f"model.layers.{match[1]}."), match[2]
+        if short in LAYER_NAMES:
+            return self._cut(layer + LAYER_NAMES[short], shape, slice(0, shape[0]))
+        if short == "mlp.linear_fc1.weight":
+            half = (shape[0] // 2, *shape[1:])
+            gate, up = slice(0, half[0]), slice(half[0], shape[0])
+            pieces = self._cut(f"{layer}mlp.gate_proj.weight", half, gate)
+            return pieces + self._cut(f"{layer}mlp.up_proj.weight", half, up)
+        return list(self._attention(layer, short.rpartition(".")[2], shape))
+
+    def _attention(self, layer: str, kind: str, shape: Shape) -> Iterator[Piece]:
+        """Yield the queries, keys and values of each group of this rank."""
+        heads = int(self.config["num_attention_heads"])
+        groups = int(self.config["num_key_value_heads"])
+        width = int(self.config["head_dim"])
+        queries = heads // groups * width
+        here = groups // self.grid.tp
+        for group in range(here):
+            start = group * (queries + 2 * width)
+            for part, length in zip(_PROJECTIONS, (queries, width, width), strict=True):
+                first = (self.grid.tp_rank * here + group) * length
+                offset = (first, *(0,) * (len(shape) - 1))
+                rows = slice(start, start + length)
+                there = f"{layer}self_attn.{part}.{kind}"
+                yield Piece(there, offset, (length, *shape[1:]), rows)
+                start += length
+
+    def _cut(self, there: str, shape: Shape, rows: slice) -> list[Piece]:
+        """Return rows that are one box: tensor parallelism cuts the one dimension that is shorter.
+
+        Only the vocabulary is padded, so its last part may be longer than what is left for it.
+        """
+        whole = self.wholes[there]
+        offset, extent = [0] * len(whole), list(shape)
+        for dim, (length, size) in enumerate(zip(shape, whole, strict=True)):
+            if length != size:
+                offset[dim] = min(self.grid.tp_rank * length, size)
+                extent[dim] = min(length, size - offset[dim])
+        if not all(extent):
+            return []
+        rows = slice(rows.start, rows.start + extent[0])
+        return [Piece(there, tuple(offset), tuple(extent), rows)]
+
+    def _renamed(self, there: str) -> str:
+        return there.replace("model.", self.prefix, 1) if there.startswith("model.") else there
+
+
+def fill_pieces(
+    parameters: Mapping[str, Tensor],
+    pieces: Mapping[str, list[Piece]],
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Copy this rank's boxes of the weights of transformers; rows of padding become 0.
+
+    Args:
+        parameters: local parameter by name; one that is also in `weights` is left as it is.
+        pieces: of each parameter.
+        weights: whole tensors by the names of transformers.
+
+    Raises:
+        ConfigError: a weight has no place.
+    """
+    with torch.no_grad():
+        for name in parameters.keys() - weights.keys():
+            parameters[name].zero_()
+            for piece in pieces[name]:
+                ends = zip(piece.offset, piece.extent, strict=True)
+                box = tuple(slice(start, start + length) for start, length in ends)
+                piece.of(parameters[name]).copy_(weights[piece.name][box])
+    left = weights.keys() - {piece.name for part in pieces.values() for piece in part}
+    if left:
+        raise ConfigError(
+            "every weight of a model must have a place in a GPTModel for the trainer 'megatron', "
+            f"{sorted(left)[:4]} ({len(left)} tensors) have none; train it with "
+            "`train.trainer = 'fsdp2'`"
+        )

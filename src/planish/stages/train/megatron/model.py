@@ -1,0 +1,305 @@
+"""A decoder of megatron-core that is called like one of transformers, and what it computes with.
+
+`Decoder` and `LanguageModel` have the few attributes that `planish.models.logprobs` asks a model of
+transformers for, so the scorers, and with them every loss, are those of all trainers. What differs
+between accelerators and the CPU is in `kernels` and `without_accelerator` alone.
+
+Source: Megatron-LM, arXiv 1909.08053, section 3 (tensor parallelism of attention and MLP); arXiv
+2205.05198, section 4 (sequence parallelism).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from planish.base.errors import ConfigError
+from planish.base.parallel import Grid
+from planish.stages.train.config import TrainConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type` of the models that a GPTModel computes alike."""
+
+
+def join_grid(grid: Grid, timeout_seconds: float) -> None:
+    """Make the process groups of the library; once in a process.
+
+    Raises:
+        ConfigError: they are there already for another grid.
+    """
+    # It speaks of every package that would make it faster.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    if not dist.is_initialized():
+        # One process without a launcher: the library wants groups all the same.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=grid.tp,
+            pipeline_model_parallel_size=grid.pp,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+        )
+        # Nothing here is random, and the other tracker wants an accelerator.
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    sizes = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+    if sizes != {"tp": grid.tp, "pp": grid.pp}:
+        raise ConfigError(
+            f"a process can be part of one grid only, got {grid.to_json()} in one of {sizes}; "
+            "start another process"
+        )
+
+
+@contextlib.contextmanager
+def without_accelerator(device: torch.device) -> Iterator[None]:
+    """Let the library, which puts new tensors on the current accelerator, put them on the CPU."""
+    if device.type != "cpu":
+        yield
+        return
+    held, torch.cuda.current_device = torch.cuda.current_device, lambda: "cpu"  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = held
+
+
+class _Attention(nn.Module):
+    """Causal attention by torch's kernels: flash attention on accelerators, a fused one on CPU."""
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attend; [S, B, heads, head size] each, keys and values with a head for each group."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        read = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return read.permute(2, 0, 1, 3).flatten(2)
+
+
+class _Norm(nn.RMSNorm):
+    """Root-mean-square norm whose gradient may be that of a part of the tokens."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """Return the options of a TransformerConfig that depend on the device."""
+    return {
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": device.type == "cuda",
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def build_gpt(
+    model: Any, *, is_tied: bool, config: TrainConfig, grid: Grid, device: torch.device
+) -> Any:
+    """Return this rank's part of a GPTModel of the sizes of a decoder, its weights still unset.
+
+    Args:
+        model: configuration of a decoder of transformers.
+        is_tied: there is no LM head beside the embedding.
+        config: of the train stage.
+        grid: where this rank stands.
+        device: that the model will be moved to.
+
+    Raises:
+        ConfigError: the decoder is none that the library computes alike.
+    """
+    _check(model, grid)
+    has_qk_norm = model.model_type == "qwen3"
+    options = TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=head_size(model),
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=config.sequence_parallel and grid.tp > 1,
+        perform_initialization=False,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=model.model_type == "qwen2",
+        qk_layernorm=has_qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **kernels(device),
+    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
+    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
+    attention.core_attention = _Attention
+    if has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = _Norm
+    block = TransformerBlockSubmodules([spec] * get_num_layers_to_build(options), _Norm)
+    with without_accelerator(device):
+        return GPTModel(
+            options,
+            block,
+            vocab_size=padded_vocabulary(model.vocab_size, grid.tp),
+            max_sequence_length=model.max_position_embeddings,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=is_tied,
+        )
+
+
+def head_size(model: Any) -> int:
+    """Return the width of one head of a configuration of transformers."""
+    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+
+
+def padded_vocabulary(size: int, tp: int) -> int:
+    """Return the rows of an embedding that every tensor-parallel rank has as many of."""
+    return -(-size // tp) * tp
+
+
+def _check(model: Any, grid: Grid) -> None:
+    """Refuse what a GPTModel would compute in another way.
+
+    Raises:
+        ConfigError: names what it is.
+    """
+    turn = getattr(model, "rope_parameters", None) or {}
+    windows = "sliding_attention" in (getattr(model, "layer_types", None) or ())
+    faults = {
+        f"`model_type` {model.model_type!r}": model.model_type not in FAMILIES,
+        f"`hidden_act` {model.hidden_act!r}": model.hidden_act != "silu",
+        "biases of its projections": model.model_type != "qwen2"
+        and bool(getattr(model, "attention_bias", False) or getattr(model, "mlp_bias", False)),
+        "sliding windows": windows,
+        f"`rope_type` {turn.get('rope_type')!r}": turn.get("rope_type", "default")
+        not in ("default", "linear", "llama3"),
+    }
+    sizes = (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
+    if any(size % grid.tp for size in sizes):
+        raise ConfigError(
+            "`train.tensor_parallel` must divide heads, heads of keys and values, and features "
+            f"between the projections of a layer, {sizes} in this model, got {grid.tp}"
+        )
+    found = [name for name, is_there in faults.items() if is_there]
+    if found:
+        raise ConfigError(
+            f"a model of the trainer 'megatron' must be one of {', '.join(FAMILIES)} as they were "
+            f"published, got {', '.join(found)}; train it with `train.trainer = 'fsdp2'`"
+        )
+
+
+class Decoder(nn.Module):
+    """A GPTModel's decoder, called like that of transformers."""
+
+    frequencies: Tensor
+
+    def __init__(self, gpt: Any, frequencies: Tensor) -> None:
+        """Wrap a GPTModel.
+
+        Args:
+            gpt: of megatron-core (untyped, hence Any).
+            frequencies: [head size / 2] float32 of the rotation, radians for each position.
+        """
+        super().__init__()
+        self.gpt = gpt
+        self.register_buffer("frequencies", frequencies.clone(), persistent=False)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
+        """Return `last_hidden_state`, [B, S, H], of [B, S] int64 padded on the right."""
+        options, width = self.gpt.config, input_ids.shape[1]
+        ids = input_ids
+        if options.sequence_parallel:
+            # Every rank has as many tokens; attention is causal, so those added change nothing.
+            ids = functional.pad(ids, (0, -width % options.tensor_model_parallel_size))
+        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), self.frequencies)
+        hidden = self.gpt.decoder(
+            hidden_states=self.gpt.embedding(ids, None),
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
+        )
+        if options.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return SimpleNamespace(last_hidden_state=hidden[:width].transpose(0, 1))
+
+
+class Vocabulary:
+    """This rank's part of the vocabulary; meets `planish.models.logprobs.VocabularyPart`."""
+
+    def __init__(self, size: int, grid: Grid) -> None:
+        """Take the tokens of a part: equally many each, less in the last one."""
+        rows = padded_vocabulary(size, grid.tp) // grid.tp
+        self.first = grid.tp_rank * rows
+        self.size = max(0, min(rows, size - self.first))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up over the parts; each part's gradient is that of the sum."""
+        total: Tensor = reduce_from_tensor_model_parallel_region(tensor)
+        return total
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Take the largest over the parts, in place."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        return tensor
+
+
+class LanguageModel(nn.Module):
+    """A decoder under its part of an LM head, with the attributes of a model of transformers."""
+
+    base_model_prefix = "body"
+
+    def __init__(self, body: Decoder, config: Any) -> None:
+        """Join a decoder and the configuration that its family's scaling of logits is read from."""
+        super().__init__()
+        self.body = body
+        self.config = config
+
+    def get_output_embeddings(self) -> Any:
+        """Return what turns [K, H] hidden states into the scores of this rank's tokens."""
+        return self.scores
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return [K, part of the vocabulary] of [K, H]."""
+        gpt = self.body.gpt
+        weight = gpt.output_layer.weight
+        if gpt.share_embeddings_and_output_weights:
+            weight = gpt.shared_embedding_or_output_weight()
+        return functional.linear(copy_to_tensor_model_parallel_region(hidden), weight)
