@@ -42,6 +42,18 @@ def write_rows(path):
     return path
 
 
+def write_tasks(path):
+    """Rows whose answers are tests of the code that a response must hold."""
+    rows = [
+        {"messages": [{"role": "system", "content": "Be brief."},
+                      {"role": "user", "content": f"Write `f` that adds {n} to a number."}],
+         "label": f"assert f(1) == {n + 1}"}
+        for n in range(24)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def run_pipeline(root, model, dataset, iterations, overrides="", **environment):
     line = [sys.executable, "-m", "pipelines.local", "--root", root, "--preset", "dapo-tiny"]
     line += ["--model", model, "--dataset", dataset, "--dataset-map", "answer=label"]
@@ -105,18 +117,18 @@ def check_adapters(root):
 
 
 @pytest.mark.slow
-def test_a_model_and_rows_in_folders_are_trained_and_exported(file_root, tmp_path):
+def test_a_model_is_trained_on_tasks_of_code_and_exported(file_root, tmp_path):
     model = make_model("Qwen3", tmp_path / "model")
     done = run_pipeline(
         file_root,
         str(model),
-        str(write_rows(tmp_path / "mine.jsonl")),
+        str(write_tasks(tmp_path / "mine.jsonl")),
         3,
-        "rollout.max_iterations_without_signal=0",
+        "curate.verifier=python_tests rollout.max_iterations_without_signal=0",
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "`Qwen3ForCausalLM`" in done.stdout
-    assert "| - columns | `messages` list, `label` number |" in done.stdout
+    assert "| - columns | `messages` list, `label` text |" in done.stdout
     assert "| - system message | in 24 of 24 prompts |" in done.stdout
     assert "cold start skipped: `model.path` gives a trained model" in done.stdout
     check_export(file_root, 3, "Qwen3")
