@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 from planish import store
@@ -32,6 +33,7 @@ from planish.records.stream import StreamState
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
 from planish.stages.train.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
+from planish.stages.train.leaving import hear_sigterm, leaving
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
@@ -40,10 +42,10 @@ from planish.stages.train.window_values import earlier_values, values_to_store
 logger = logging.getLogger(__name__)
 
 
-def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
+def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = None) -> JobResult:
     """Train on one rollout batch and write the update report, then the train state.
 
-    Every rank calls it; the first one writes what is not sharded.
+    Every rank calls it; the first one writes what is not sharded. All leave once one is `asked` to.
     """
     config = job.train
     inputs = read_inputs(job)
@@ -72,7 +74,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE) -> JobResult:
     if ordinals is not None:
         stored = earlier_values(batch, rollouts, rewards, ordinals, inputs.values)
     result = run_update(
-        trainer,
+        leaving(trainer, ranks, asked),
         algorithm,
         batch,
         config=config,
@@ -165,7 +167,7 @@ def main(argv: list[str]) -> int:
         ranks = join(device, timeout_seconds=config.timeout_seconds)
         with StageMetrics("train", job.iteration, ranks.rank) as shown:
             shown.open()
-            result = train_iteration(job, ranks)
+            result = train_iteration(job, ranks, hear_sigterm())
             shown.publish(result.metrics)
     except PlanishError as error:
         # The launcher sees only an exit code; the error itself travels through the store.
