@@ -247,9 +247,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     if api is not None:
         requests = PodRequests.parse(wish.requests).of_nodes(config["train"]["num_nodes"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
-    faults = [*check_run(config, wish.num_shards), *findings.faults]
-    faults += missing_packages(config) if api is None else []
-    if faults := [*faults, *device_faults(config, requests)]:
+    faults = [*findings.faults, *(missing_packages(config) if api is None else [])]
+    if faults := [*check_run(config, wish.num_shards), *faults, *device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
