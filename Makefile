@@ -11,6 +11,7 @@ ENGINES := .venv-engines
 SEED ?= 0
 PRESET ?= dapo-tiny
 ENGINE ?= transformers
+TRAINER ?= fsdp2
 DATASET ?=
 MODEL ?=
 ROOT ?=
@@ -52,9 +53,11 @@ else
 DEMO_PYTHON := $(ENGINES)/bin/python
 demo: $(ENGINES)/.installed
 endif
-demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, DATASET, MODEL, ROOT)
+DEMO_OVERRIDES := $(strip $(if $(filter-out transformers,$(ENGINE)),engine.name=$(ENGINE)) \
+	$(if $(filter-out fsdp2,$(TRAINER)),train.trainer=$(TRAINER)))
+demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENGINE, TRAINER, DATASET, MODEL, ROOT)
 	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
-		$(if $(filter-out transformers,$(ENGINE)),--overrides 'engine.name=$(ENGINE)') $(ARGS)
+		$(if $(DEMO_OVERRIDES),--overrides '$(DEMO_OVERRIDES)') $(ARGS)
 
 # Three workers for two cores: tests of servers, timers and killed processes mostly wait.
 test: $(VENV)/.installed tools servers  ## everything that this machine can run

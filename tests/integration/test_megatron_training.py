@@ -15,11 +15,13 @@ from planish.checkpoint import train_state as checkpoint
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import load_policy
 from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.stage import train
 from planish.stages.train.trainer import open_trainer
 from tests.golden.write import LOSSES, WIDE, WIDE_ALGORITHMS, ten_steps
 from tests.integration.ckpt_forks import run_ranks
+from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors
-from tests.unit.stages.train.runs import TINY, start_run
+from tests.unit.stages.train.runs import TINY, add_iteration, start_run
 
 pytestmark = pytest.mark.slow
 
@@ -220,3 +222,18 @@ def build_gpt_of(model, tp):
     config = TrainConfig(**TINY, trainer="megatron", tensor_parallel=tp)
     grid = Grid(Ranks(0, tp), tp=tp)
     return build_gpt(model, is_tied=True, config=config, grid=grid, device=CPU)
+
+
+def test_one_process_trains_and_goes_on_without_a_launcher(tmp_path):
+    preload()
+    tiny = start_run(f"file://{tmp_path}/root")
+    state = ""
+    for iteration in (1, 2):
+        add_iteration(tiny, iteration)
+        outcome = train(job_of(tiny, iteration, state, trainer="megatron"))
+        state = outcome.values["state_pin"]
+        assert not torch.distributed.is_initialized()
+    attributes = checkpoint.read_record(state)[1].attributes
+    names = ("framework", "world", "dp", "tp", "pp", "ep", "step")
+    assert [attributes[name] for name in names] == ["megatron", 1, 1, 1, 1, 1, 8]
+    assert outcome.metrics["grad_norm"] > 0

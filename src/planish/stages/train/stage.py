@@ -18,7 +18,7 @@ import numpy as np
 from planish import store
 from planish.base import errors, telemetry
 from planish.base.errors import ConfigError, PeerLost, PlanishError
-from planish.base.parallel import num_devices
+from planish.base.parallel import leave, num_devices
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
@@ -120,7 +120,10 @@ def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
     elif (processes := job.train.num_processes or num_devices(job.train.device)) == 1:
         from planish.stages.train.worker import train_iteration
 
-        result = train_iteration(job)
+        try:
+            result = train_iteration(job)
+        finally:
+            leave()
     else:
         result = launch(job, processes)
     return Outcome(

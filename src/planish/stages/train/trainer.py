@@ -7,6 +7,7 @@ call, and gives metrics back.
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,7 +150,8 @@ def open_trainer(
         )
     module, _, name = TRAINERS[config.trainer].partition(":")
     try:
-        # megatron-core warns of every package that would make it faster.
+        # megatron-core speaks of every package that would make it faster.
+        logging.getLogger("megatron").setLevel(logging.ERROR)
         with warnings.catch_warnings(action="ignore"):
             shard: type[Sharding] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:

@@ -11,7 +11,6 @@ Source: Megatron-LM, arXiv 1909.08053, section 3 (tensor parallelism of attentio
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import warnings
 from collections.abc import Iterator
@@ -51,10 +50,9 @@ def join_grid(grid: Grid, timeout_seconds: float) -> None:
     Raises:
         ConfigError: they are there already for another grid.
     """
-    # It speaks of every package that would make it faster.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     if not dist.is_initialized():
+        parallel_state.destroy_model_parallel()
         # One process without a launcher: the library wants groups all the same.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if not parallel_state.model_parallel_is_initialized():
