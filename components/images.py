@@ -16,7 +16,7 @@ IMAGES: dict[str, str] = {
     "train": f"planish/train:{VERSION}",
     "monitor": f"planish/monitor:{VERSION}",
 }
-"""Image name to reference; `python -m pipelines.compile --image NAME=REFERENCE` replaces one."""
+"""Image name to reference; `planish submit --image NAME=REFERENCE` replaces one."""
 
 STAGE_IMAGES: dict[str, str] = {
     "prepare": "core",

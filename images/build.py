@@ -162,7 +162,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; prints one `--image` option of `submit` a line."""
+    """Do what the command line asks for; prints one `--image` option of `planish submit` a line."""
     given = parse(argv)
     prefix = given.push.rstrip("/") or "planish"
     references = {name: f"{prefix}/{name}:{version()}" for name in given.only or NAMES}

@@ -22,9 +22,10 @@ from pipelines.monitor import Monitor, monitor_of, monitor_options
 from pipelines.post_train import build_post_train, profile_named
 from pipelines.reshard import build_reshard
 from pipelines.share import share_components
+from planish.submit.pipeline import parse_images
 
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "pipelines"
-"""Folder of the committed files."""
+GOLDEN = Path(__file__).resolve().parent.parent / "src/planish/submit/compiled"
+"""Folder of the committed files, from which `planish submit` takes them."""
 
 
 BUILDERS: dict[str, Callable[..., Any]] = {
@@ -91,21 +92,6 @@ def drift(path: Path, text: str) -> list[str]:
     )
 
 
-def parse_images(pairs: Sequence[str]) -> dict[str, str]:
-    """Parse `name=reference` pairs.
-
-    Raises:
-        ValueError: a pair without `=`.
-    """
-    images: dict[str, str] = {}
-    for pair in pairs:
-        name, equals, reference = pair.partition("=")
-        if not equals:
-            raise ValueError(f"an image must read name=reference, got {pair!r}")
-        images[name] = reference
-    return images
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, lint, then write or compare. Returns 1 on drift or lint faults."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.compile", description=__doc__)
@@ -113,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=GOLDEN, help="folder of the files")
     parser.add_argument("--pipeline", action="append", choices=sorted(BUILDERS), default=[])
     parser.add_argument("--profile", action="append", choices=sorted(PROFILES), default=[])
-    parser.add_argument("--image", action="append", default=[], metavar="NAME=REFERENCE")
+    parser.add_argument("--image", action="append", default=[], metavar="IMAGE")
     parser.add_argument("--iterations", type=int, help="iterations of one run")
     parser.add_argument("--shards", type=int, help="rollout tasks of an iteration, 1 to 32")
     parser.add_argument("--parallelism", type=int, help="rollout tasks at a time, 0 for all")

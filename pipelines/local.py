@@ -165,7 +165,8 @@ def run_local(
         RuntimeError: a task failed; the exit task has run.
         PlanishError: a count outside its limits, a root that cannot be or is in use.
     """
-    from pipelines.post_train import build_post_train, profile_named, with_data
+    from pipelines.post_train import build_post_train, profile_named
+    from planish.submit.parameters import with_data
 
     chosen = profile_named(profile, num_iterations=iterations, num_shards=shards, compact=compact)
     if skip_bad:

@@ -7,7 +7,6 @@ compiled, and a longer training is a chain of runs on the same root.
 import dataclasses
 import json
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ from pipelines.compiled import MAX_OBJECT_BYTES, POD_STATUS_BYTES
 from pipelines.iteration import build_iteration
 from pipelines.monitor import Monitor
 from planish.base.errors import ConfigError
-from planish.base.telemetry import redact
-from planish.store.sources import parse_source
 
 MAX_SHARDS = 32
 
@@ -111,29 +108,6 @@ def profile_named(
     )
     check_profile(profile)
     return profile
-
-
-def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str, Any]:
-    """Return run parameters with the columns of the data set among their overrides.
-
-    Raises:
-        ConfigError: an address that can not be, or a credential in any parameter: parameters stand
-            in the database of the cluster and in logs.
-    """
-    parameters = dict(parameters)
-    for name, value in parameters.items():
-        if isinstance(value, str) and redact(value) != value:
-            raise ConfigError(
-                f"`{name}` must hold no token, user or signature, got {redact(value)!r:.300}; give "
-                "it to pods by the secret of the store or of the hub"
-            )
-    for name in ("model", "dataset"):
-        if parameters.get(name):
-            parse_source(parameters[name], key=name)
-    if dataset_map:
-        setting = shlex.quote(f"curate.dataset_map={dataset_map}")
-        parameters["overrides"] = f"{parameters.get('overrides', '')} {setting}".strip()
-    return parameters
 
 
 def largest_requests(profile: Profile) -> str:

@@ -1,4 +1,4 @@
-"""The command line `planish`: look at runs, follow them, keep checkpoints, find faulty machines.
+"""The command line `planish`: start runs, follow them, keep checkpoints, find faulty machines.
 
 Stages have their own (`python -m planish.run STAGE`), the pipeline has `python -m pipelines.demo`.
 """
@@ -24,6 +24,7 @@ from planish.minder.cli import BAD_INPUT
 from planish.minder.cli import command as minder_cli
 from planish.stages.export import publish as export_cli
 from planish.stages.prepare import command as prepare_cli
+from planish.submit import command as submit_cli
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     track.add_argument(
         "--name", default="", metavar="NAME", help="of the run there (default: end of its root)"
     )
+    submit_cli.add_commands(commands)
     export_cli.add_commands(commands)
     commands.add_parser("doctor", help="say which extras, devices and servers are present")
     prepare_cli.add_commands(commands)
@@ -144,6 +146,7 @@ _IN_PIECES: dict[str, Callable[..., checkpoint_cli.Lines]] = {
     "export": export_cli.run,
     "plan": prepare_cli.run,
     "rollout": rollout_cli.run,
+    **dict.fromkeys(submit_cli.COMMANDS, submit_cli.run),
 }
 """Commands that yield what to print, and may take long."""
 

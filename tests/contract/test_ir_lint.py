@@ -428,7 +428,7 @@ def test_the_table_of_profiles_in_the_readme_is_true(name):
         f"| {name} | {profile.num_iterations} | {profile.num_shards} | "
         f"{pods_of(compiled)} | {round(object_bytes(compiled) / 1000)} kB |"
     )
-    assert row in (GOLDEN.parents[2] / "pipelines" / "README.md").read_text()
+    assert row in (GOLDEN.parents[3] / "pipelines" / "README.md").read_text()
 
 
 def test_a_file_that_is_no_pipeline_is_refused():

@@ -257,7 +257,7 @@ def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
 
 def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
     code = (REPOSITORY / "src/planish/stages/prepare/cluster.py").read_text()
-    code += (REPOSITORY / "pipelines/submit.py").read_text()
+    code += (REPOSITORY / "src/planish/submit/cleanup.py").read_text()
     called = set(re.findall(r"self\._(?:core|batch|custom|authorization)\.([a-z_]+)\(", code))
     assert called == {
         "create_self_subject_access_review",  # every account may ask about itself

@@ -12,6 +12,8 @@ from pipelines.compile import BUILDERS, GOLDEN, compile_text, drift, file_name, 
 from pipelines.lint import lint
 from pipelines.monitor import Monitor
 from pipelines.post_train import profile_named
+from planish.__main__ import main as planish
+from planish.submit import pipeline as shipped
 
 NAMES = sorted(PROFILES)
 QUICK, SLOW = NAMES[0], NAMES[1:]
@@ -44,7 +46,7 @@ def test_compilations_in_other_processes_are_byte_equal():
             capture_output=True,
             check=True,
             text=True,
-            cwd=GOLDEN.parents[2],
+            cwd=GOLDEN.parents[3],
             env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
@@ -96,6 +98,50 @@ def test_the_hub_token_and_the_cache_reach_the_pods_that_fetch_and_no_other(name
         assert mounts == ([(claim, "/cache")] if fetches else []), label
         env = {e["name"]: e["value"] for e in containers[label]["container"]["env"]}
         assert (env.get("HF_HOME") == "/cache/huggingface") == fetches, label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu-tiny", "gpu-1x8"])
+def test_what_submission_fills_in_equals_what_compilation_writes(name, capsys):
+    options = ["--image", "mirror:5000/team:v2", "--store-secret", "team-store", "--hub-secret"]
+    options += ["team-hub", "--cache-claim", "models", "--gpu-memory", "141", "--iterations", "2"]
+    assert planish(["submit", "s3://b/r", "--profile", name, *options, "--dry-run"]) == 0
+    profile = profile_named(
+        name,
+        num_iterations=2,
+        store_secret="team-store",
+        hub_secret="team-hub",
+        cache_claim="models",
+        gpu_memory_gb=141,
+    )
+    images = shipped.parse_images(["mirror:5000/team:v2"])
+    assert drift_of(compile_text(profile, images), capsys.readouterr().out) == []
+    assert set(shipped.IMAGES) == set(IMAGES)
+
+
+def drift_of(wanted, text):
+    return [
+        pair
+        for pair in zip(wanted.splitlines(), text.splitlines(), strict=True)
+        if len({*pair}) > 1
+    ]
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_was_compiled_with_a_monitor_is_submitted_as_it_is(tmp_path, capsys):
+    options = ["--pipeline", "post-train", "--profile", "cpu-tiny", "--iterations", "2"]
+    options += ["--shards", "1", "--monitor", "s3://b/minder.toml", "--max-restarts", "2"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
+    path = tmp_path / "post-train-cpu-tiny.yaml"
+    words = ["submit", "s3://b/r", "--pipeline", str(path), "--dry-run"]
+    assert planish(words) == 0
+    assert capsys.readouterr().out == path.read_text()
+    assert planish([*words, "--image", "mirror/team", "--iterations", "1"]) == 0
+    told = capsys.readouterr().out
+    assert {
+        fault.rule for fault in lint(told, images=shipped.parse_images(["mirror/team"]))
+    } == set()
+    assert "mirror/team/monitor:0.1.0" in told
 
 
 def test_a_changed_default_is_a_drift(tmp_path):
@@ -151,8 +197,8 @@ def test_images_can_be_replaced_and_the_result_still_passes(tmp_path):
         (["--iterations", "36"], "1 MiB"),
         (["--shards", "33"], "`num_shards` must be 1 to 32, got 33"),
         (["--parallelism", "-1"], "`parallelism` must be 0"),
-        (["--image", "core"], "name=reference"),
-        (["--image", "cor=x"], "an image must be one of"),
+        (["--image", "core"], "NAME=REFERENCE"),
+        (["--image", "cor=x"], "NAME=REFERENCE with one of ['core', "),
     ],
 )
 def test_impossible_options_end_with_code_two_and_the_reason(option, words, capsys):

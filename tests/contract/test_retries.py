@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from planish.__main__ import parser
 from tests.servers.program import BIN, require
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -85,7 +86,5 @@ def test_all_but_policy_and_expression_are_those_of_kubeflow():
 
 
 def test_the_account_of_the_expression_is_that_of_our_runs():
-    from pipelines.submit import _parser
-
-    account = _parser().parse_args(["run", "s3://b/r"]).service_account
+    account = parser().parse_args(["submit", "s3://b/r"]).service_account
     assert f"== '{account}'" in retries(settings())["expression"]

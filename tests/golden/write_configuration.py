@@ -26,9 +26,9 @@ HEAD = """\
 
 Written by `make golden` from the classes that check the settings; `none` switches off what may be
 off. A run takes its preset, then a TOML file with the sections below, then overrides:
-`-p overrides='train.learning_rate=1e-6'` of `pipelines.submit`. An unknown key or a wrong type is
+`-p overrides='train.learning_rate=1e-6'` of `planish submit`. An unknown key or a wrong type is
 an error that names the key. Defaults are those of the class; the presets in
-`src/planish/presets/` set others: `-paper` the published values, `-tiny` those of the demo,
+`src/planish/base/presets/` set others: `-paper` the published values, `-tiny` those of the demo,
 `-qwen2.5-0.5b` and `-qwen2.5-7b` sizes for one machine of eight GPUs with 80 GB. `planish config
 show PRESET` prints every setting of one, with overrides such as `run.seed=1` behind it.
 """

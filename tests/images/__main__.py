@@ -21,9 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from components.images import IMAGES, STAGE_IMAGES
-from pipelines.post_train import build_post_train, profile_named, with_data
+from pipelines.post_train import build_post_train, profile_named
 from planish.engines import ENGINES
 from planish.run.__main__ import STAGES
+from planish.submit.parameters import with_data
 from tests.images.containers import BASE, Containers
 from tests.images.pipeline import run_tasks
 from tests.images.rehearsal import rehearse

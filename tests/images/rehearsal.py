@@ -17,8 +17,9 @@ import yaml
 
 from components.images import IMAGES
 from pipelines.compile import compile_text
-from pipelines.post_train import build_post_train, profile_named, with_data
+from pipelines.post_train import build_post_train, profile_named
 from planish import store
+from planish.submit.parameters import with_data
 from tests.images.containers import REPOSITORY, Containers, Here
 from tests.images.node import Node
 from tests.images.pipeline import run_tasks

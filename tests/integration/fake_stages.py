@@ -147,7 +147,6 @@ def write_fake_stages(folder: Path) -> Path:
     package = folder / "planish"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(_COMMON.replace("{real!r}", repr(str(REAL))))
-    (package / "presets").symlink_to(REAL / "presets")
     (package / "stages").mkdir()
     (package / "stages" / "__init__.py").write_text("")
     for stage, body in _STAGES.items():

@@ -21,7 +21,7 @@ from planish.run.chain import Chain, parse_chain
 from planish.run.kubeflow import restart_name, run_name
 from tests.integration import runs
 from tests.unit.minder.lab.test_files import made
-from tests.unit.pipelines.kfp_server import Server
+from tests.unit.submit.kfp_server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

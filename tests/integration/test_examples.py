@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipelines.demo import demo_parser
-from pipelines.post_train import with_data
 from planish.records import layout
 from planish.records.io import read_set
 from planish.records.prompts import PromptSet, TraceSet
@@ -17,6 +16,7 @@ from planish.run.stage import Context
 from planish.stages.curate.stage import make_prompts
 from planish.stages.prepare.inspect import inspect_sources
 from planish.stages.prepare.settings import build_config
+from planish.submit.parameters import with_data
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"

@@ -232,7 +232,7 @@ def check_limits(settings: Mapping[str, Any], name: str) -> None:
 
 def preset_names() -> list[str]:
     """Return the names of the presets that ship with the package, sorted."""
-    folder = resources.files("planish") / "presets"
+    folder = resources.files("planish.base") / "presets"
     return sorted(p.name[: -len(".toml")] for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
@@ -245,7 +245,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     names = preset_names()
     if name not in names:
         raise ConfigError(f"a preset must be one of {names}, got {name!r}{nearest(name, names)}")
-    text = (resources.files("planish") / "presets" / f"{name}.toml").read_text("utf-8")
+    text = (resources.files("planish.base") / "presets" / f"{name}.toml").read_text("utf-8")
     return parse_toml(text, name=f"preset {name}")
 
 

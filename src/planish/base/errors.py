@@ -32,7 +32,7 @@
         ProtocolError                  a rank sent what no rank of its instance may send
       VerifierFailure                  too many verifier errors in one batch
       PeerLost                         a rank did not answer in time
-      ClusterError                     the API server of Kubernetes refused, or did not answer
+      ClusterError                     Kubernetes or Kubeflow refused, or did not answer
       BackendUnavailable               a monitoring server did not answer, or not as it must
 
 A store serves records as well as checkpoints, so a `StoreError` is no `CheckpointError`: who calls
@@ -202,7 +202,7 @@ class PeerLost(PlanishError):
 
 
 class ClusterError(PlanishError):
-    """The API server of Kubernetes refused a request, or did not answer it.
+    """The API server of Kubernetes or Kubeflow refused a request, or did not answer it.
 
     Example:
         >>> ClusterError("no", status=403).status

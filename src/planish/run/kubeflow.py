@@ -58,17 +58,24 @@ class KfpRuns:
     Inside a task kfp itself has no client: it is imported in part there (`_KFP_RUNTIME`).
     """
 
-    def __init__(self, host: str = "") -> None:
-        """Connect to the installation at a URL; without one, to that which this pod belongs to."""
+    def __init__(self, host: str = "", *, client: Any = None) -> None:
+        """Connect to the installation at a URL; without one, to that which this pod belongs to.
+
+        Args:
+            host: URL of the API; empty for the installation of this pod.
+            client: an `ApiClient` that is already configured, in place of both.
+        """
         import kfp_server_api
 
-        settings = kfp_server_api.Configuration(host=host or api_url())
-        token = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
-        if token.is_file():
-            settings.api_key_prefix["authorization"] = "Bearer"
-            settings.api_key["authorization"] = token.read_text("utf-8").strip()
+        if client is None:
+            settings = kfp_server_api.Configuration(host=host or api_url())
+            token = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE))
+            if token.is_file():
+                settings.api_key_prefix["authorization"] = "Bearer"
+                settings.api_key["authorization"] = token.read_text("utf-8").strip()
+            client = kfp_server_api.ApiClient(settings)
         self._api = kfp_server_api
-        self._runs = kfp_server_api.RunServiceApi(kfp_server_api.ApiClient(settings))
+        self._runs = kfp_server_api.RunServiceApi(client)
 
     def facts(self, run_id: str) -> KubeflowRun:
         """Return how a run was started."""

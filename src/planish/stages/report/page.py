@@ -359,6 +359,6 @@ def resume_command(facts: ReportFacts) -> str:
     local += f" --preset {shlex.quote(str(preset))}" if has_preset else ""
     if facts.root.startswith("file://"):
         return local
-    cluster = f"python -m pipelines.submit run {root}"
+    cluster = f"planish submit {root}"
     cluster += f" -p {shlex.quote(f'preset={preset}')}" if has_preset else ""
     return f"{cluster}  # on a cluster\n{local}  # on one machine"

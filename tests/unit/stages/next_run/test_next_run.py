@@ -12,7 +12,7 @@ from planish.run.lock import Holder, acquire
 from planish.stages.next_run import stage
 from planish.stages.next_run.stage import Following, follow
 from planish.store.documents import read_json
-from tests.unit.pipelines.kfp_server import Server
+from tests.unit.submit.kfp_server import Server
 
 SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
 

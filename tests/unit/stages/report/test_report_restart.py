@@ -17,7 +17,7 @@ from planish.run.stage import PathArtifact
 from planish.stages.report.restart import restart
 from planish.stages.report.stage import run
 from planish.store.documents import read_json, write_json
-from tests.unit.pipelines.kfp_server import Server
+from tests.unit.submit.kfp_server import Server
 
 SPEC = {"pipeline_spec": {"pipelineInfo": {"name": "post-train"}}}
 FACTS = KubeflowRun(

@@ -18,8 +18,16 @@ MODELS = {
     "runs": kfp_server_api.V2beta1Run,
     "recurringruns": kfp_server_api.V2beta1RecurringRun,
     "experiments": kfp_server_api.V2beta1Experiment,
+    "pipelines": kfp_server_api.V2beta1Pipeline,
+    "pipelines/upload_version": kfp_server_api.V2beta1PipelineVersion,
 }
-IDS = {"runs": "run_id", "recurringruns": "recurring_run_id", "experiments": "experiment_id"}
+IDS = {
+    "runs": "run_id",
+    "recurringruns": "recurring_run_id",
+    "experiments": "experiment_id",
+    "pipelines": "pipeline_id",
+    "pipelines/upload_version": "pipeline_version_id",
+}
 
 
 def check(value, kind):
@@ -57,6 +65,7 @@ class Server:
         self.states = ["SUCCEEDED"]
         self.is_multi_user = False
         self.tokens = set()
+        self.files = []
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,7 +80,7 @@ class Server:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self):
         self._http.shutdown()
@@ -103,17 +112,23 @@ class Server:
         self.requests.append(("GET", url.path, query, None))
         self.tokens.add(handler.headers.get("Authorization"))
         self.headers = {name.lower(): value for name, value in handler.headers.items()}
-        parts = url.path.removeprefix(PREFIX).strip("/").split("/")
+        # What the API server of Kubernetes hands on comes without its own part of the path.
+        parts = url.path.rpartition("/proxy")[2].removeprefix(PREFIX).strip("/").split("/")
         if parts[0] == "healthz":
             return self._answer(handler, 200, {"multi_user": self.is_multi_user})
         found = self.objects.get(parts[0], {})
+        name = parts[0]
+        if parts[-1] == "versions":
+            versions = self.objects["pipelines/upload_version"].items()
+            found = {key: one for key, one in versions if one["pipeline_id"] == parts[1]}
+            parts, name = parts[:1], "pipeline_versions"
         if len(parts) == 1:
             wanted = [
                 predicate["stringValue"]
                 for predicate in json.loads(query.get("filter", "{}")).get("predicates", [])
             ]
             items = [o for o in found.values() if not wanted or o["display_name"] in wanted]
-            return self._answer(handler, 200, {parts[0]: items, "total_size": len(items)})
+            return self._answer(handler, 200, {name: items, "total_size": len(items)})
         if parts[1] not in found:
             return self._answer(handler, 404, {"error": "not found"})
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
@@ -124,8 +139,15 @@ class Server:
 
     def _post(self, handler):
         length = int(handler.headers.get("Content-Length") or 0)
-        body = json.loads(handler.rfile.read(length) or b"{}")
-        path = urlparse(handler.path).path
+        data = handler.rfile.read(length) or b"{}"
+        path, query = urlparse(handler.path).path, parse_qs(urlparse(handler.path).query)
+        if path.endswith("/upload_version"):
+            head, content = data.split(b"\r\n\r\n", 1)
+            self.files.append(content[: content.rindex(b"\r\n--")].decode())
+            assert b'name="uploadfile"' in head
+            body = {"display_name": query["name"][0], "pipeline_id": query["pipelineid"][0]}
+        else:
+            body = json.loads(data)
         self.requests.append(("POST", path, {}, body))
         kind = path.removeprefix(PREFIX).strip("/")
         if kind not in MODELS:

@@ -1,0 +1,52 @@
+"""Delete the objects that a run may leave in a namespace."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from planish.submit.server import Kubeflow
+
+RUN_LABEL = "pipeline/runid"
+"""Label that Kubeflow puts on every pod of a run, and we on every job of one."""
+
+STAGE_LABEL = "planish/stage"
+"""Label of every pod and job of ours."""
+
+
+class Janitor(Protocol):
+    """What can delete the objects of a run."""
+
+    def delete_labelled(self, selector: str) -> list[str]:
+        """Delete jobs and services with these labels and return their names."""
+
+
+class KubernetesJanitor:
+    """Meets `Janitor` through the official client."""
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        """Use an `ApiClient` that is already configured."""
+        from kubernetes.client import BatchV1Api, CoreV1Api
+
+        self._batch, self._core = BatchV1Api(client), CoreV1Api(client)
+        self._namespace = namespace
+
+    def delete_labelled(self, selector: str) -> list[str]:
+        """Delete jobs and services with these labels and return their names."""
+        gone = []
+        jobs = self._batch.list_namespaced_job(self._namespace, label_selector=selector)
+        for job in jobs.items:
+            self._batch.delete_namespaced_job(
+                job.metadata.name, self._namespace, propagation_policy="Background"
+            )
+            gone.append(f"job/{job.metadata.name}")
+        services = self._core.list_namespaced_service(self._namespace, label_selector=selector)
+        for service in services.items:
+            self._core.delete_namespaced_service(service.metadata.name, self._namespace)
+            gone.append(f"service/{service.metadata.name}")
+        return gone
+
+
+def clean_up(server: Kubeflow, janitor: Janitor, run_id: str) -> list[str]:
+    """End a run that is still alive and delete what it created; return what was deleted."""
+    server.terminate(run_id)
+    return janitor.delete_labelled(f"{RUN_LABEL}={run_id},{STAGE_LABEL}")

@@ -1,0 +1,322 @@
+"""Commands `planish submit`, `schedule`, `upload`, `status`, `logs`, `stop`, `avoid`, `cleanup`.
+
+They yield plain tables and lines, which the caller prints. What they need of the client of
+Kubeflow is imported when one of them runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planish.base.errors import ConfigError, PlanishError
+from planish.base.text import Table
+
+if TYPE_CHECKING:
+    from planish.submit.pipeline import Pipeline
+    from planish.submit.server import Kubeflow
+
+SERVICE_ACCOUNT = "planish-runner"
+"""Account of the pods of a run, which the manifests make."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what goes on, steps done and steps in all; nothing here counts its steps."""
+
+Lines = Iterator[Table | str]
+"""What a command prints, piece by piece."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to the subparsers of `planish`, whose class argparse keeps to itself."""
+    server = argparse.ArgumentParser(add_help=False)
+    server.add_argument("--host", default="", help="URL of the Kubeflow Pipelines API or its UI")
+    server.add_argument("--kfp-namespace", default="kubeflow", help="where Kubeflow runs")
+    server.add_argument("--namespace", default="", help="where runs go: that of your profile")
+    server.add_argument(
+        "--token-file",
+        type=Path,
+        help="who asks, for several users: kubectl create token --audience=pipelines.kubeflow.org",
+    )
+    pipeline = argparse.ArgumentParser(add_help=False, parents=[server])
+    pipeline.add_argument("--profile", default="gpu-1x8", help="pods of the run (default gpu-1x8)")
+    pipeline.add_argument(
+        "--pipeline", type=Path, metavar="FILE", help="compiled in a checkout, for other pods"
+    )
+    pipeline.add_argument("--iterations", type=int, help="of one run; that of the profile at most")
+    pipeline.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="IMAGE",
+        help="REGISTRY/FOLDER of all images, or NAME=REFERENCE; may be given again",
+    )
+    pipeline.add_argument("--store-secret", default="", help="secret with endpoint and keys")
+    pipeline.add_argument("--hub-secret", default="", help="secret with the hub's token")
+    pipeline.add_argument("--cache-claim", default="", help="volume claim for models and data")
+    pipeline.add_argument("--gpu-memory", type=int, metavar="GB", help="of one GPU (default 80)")
+    pipeline.add_argument(
+        "--dry-run", action="store_true", help="ask nobody and print what would be submitted"
+    )
+    start = argparse.ArgumentParser(add_help=False, parents=[pipeline])
+    start.add_argument("root", help="s3://bucket/prefix")
+    start.add_argument("-p", "--parameter", action="append", default=[], metavar="KEY=VALUE")
+    start.add_argument("--dataset-map", default="", help="columns: prompt=question,answer=label")
+    start.add_argument("--name", default="", help="name on the run page")
+    start.add_argument("--experiment", default="", help="that of the root's first folder if empty")
+    start.add_argument("--service-account", default=SERVICE_ACCOUNT)
+
+    commands.add_parser("submit", parents=[start], help="start a run on a cluster with Kubeflow")
+    schedule = commands.add_parser("schedule", parents=[start], help="start a recurring run")
+    schedule.add_argument("--cron", default="", help="six fields, seconds first")
+    schedule.add_argument("--interval-seconds", type=int, default=0)
+    upload = commands.add_parser(
+        "upload", parents=[pipeline], help="upload a pipeline for the form of Kubeflow"
+    )
+    upload.add_argument("what", nargs="?", default="post-train", help="post-train or reshard")
+    upload.add_argument("--name", default="", help="of the pipeline; with its profile if empty")
+    upload.add_argument("--version-name", default="", help="made of its digest if empty")
+    status = commands.add_parser("status", parents=[server], help="print the state of a run")
+    status.add_argument("run", metavar="RUN_ID")
+    status.add_argument("--wait", action="store_true", help="until the run has ended; 1 if failed")
+    status.add_argument("--timeout-seconds", type=float, default=24 * 3600.0)
+    logs = commands.add_parser("logs", parents=[server], help="print the last lines of its tasks")
+    logs.add_argument("run", metavar="RUN", help="id or root of a run")
+    logs.add_argument("--stage", default="", help="such as train; what failed, and the last one")
+    logs.add_argument("--iteration", type=int, default=-1, help="0 for what runs once")
+    logs.add_argument("--lines", type=int, default=40, help="of each attempt (default 40)")
+    stop = commands.add_parser(
+        "stop", parents=[server], help="end a run after the iteration in progress"
+    )
+    stop.add_argument("run", metavar="RUN", help="id or root of a run")
+    stop.add_argument("--undo", action="store_true", help="let it go on")
+    avoid = commands.add_parser("avoid", help="keep the following runs away from a node")
+    avoid.add_argument("root")
+    avoid.add_argument("node")
+    avoid.add_argument("--undo", action="store_true", help="use the node again")
+    cleanup = commands.add_parser("cleanup", parents=[server], help="end a run, delete its jobs")
+    cleanup.add_argument("run", metavar="RUN_ID")
+
+
+def run(options: argparse.Namespace, _: Progress) -> Lines:
+    """Do what the parsed options ask for, and yield what to print.
+
+    Raises:
+        PlanishError: a fault of the options, a run that failed, or nobody who answers.
+    """
+    yield from COMMANDS[options.command](options)
+
+
+def _connected(options: argparse.Namespace) -> Kubeflow:
+    from planish.submit.server import connect
+
+    token = ""
+    if options.token_file:
+        try:
+            token = options.token_file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"`--token-file` must be a file with a token, got {error}") from None
+    return connect(options.host, options.kfp_namespace, token)
+
+
+def _pipeline(options: argparse.Namespace, what: str) -> Pipeline:
+    """Return the pipeline that the options name, with what they replace in it."""
+    from planish.submit import pipeline as pipelines
+
+    if what not in pipelines.NAMES:
+        raise ConfigError(f"a pipeline must be one of {list(pipelines.NAMES)}, got {what!r}")
+    opened = options.pipeline and pipelines.opened(options.pipeline)
+    pipeline: Pipeline = opened or pipelines.shipped(what, options.profile)
+    if pipeline.name != what:
+        raise ConfigError(f"`--pipeline` must hold {what}, got {pipeline.name}")
+    pipelines.set_images(pipeline, pipelines.parse_images(options.image))
+    pipelines.set_secrets(pipeline, store=options.store_secret, hub=options.hub_secret)
+    if options.cache_claim:
+        pipelines.set_cache(pipeline, options.cache_claim)
+    if what != "post-train" and (options.iterations, options.gpu_memory) != (None, None):
+        raise ConfigError(f"`--iterations` and `--gpu-memory` must be left out for {what}")
+    if options.gpu_memory is not None:
+        pipelines.set_gpu_memory(pipeline, options.gpu_memory)
+    if options.iterations is not None:
+        pipelines.cut(pipeline, options.iterations)
+    return pipeline
+
+
+def start(options: argparse.Namespace) -> Lines:
+    """Start a run, or a recurring one, and yield its id.
+
+    Raises:
+        ConfigError: what the pods of the profile can not carry, or the server does not take.
+        ClusterError: nobody answers.
+    """
+    from planish.submit.parameters import (
+        check_root,
+        check_settings,
+        default_experiment,
+        default_name,
+        parse_parameters,
+        with_data,
+    )
+    from planish.submit.server import check_times
+
+    recurs = options.command == "schedule"
+    if recurs:
+        check_times(options.cron, options.interval_seconds)
+    root = check_root(options.root)
+    pipeline = _pipeline(options, "post-train")
+    parameters = {**parse_parameters(options.parameter, pipeline.inputs), "root": root}
+    parameters = with_data(parameters, options.dataset_map)
+    for line in check_settings(parameters, pipeline):
+        sys.stderr.write(f"warning: {line}\n")
+    preset = pipeline.inputs["preset"]["defaultValue"]
+    name = options.name or default_name({"preset": preset, **parameters}, recurs=recurs)
+    settings: dict[str, Any] = {
+        "name": name,
+        "experiment": options.experiment or default_experiment(root),
+        "service_account": options.service_account,
+    }
+    if recurs:
+        settings.update(cron=options.cron, interval_seconds=options.interval_seconds)
+    if options.dry_run:
+        yield from _shown(pipeline, {**settings, "parameters": parameters})
+        return
+    server, namespace = _described(options)
+    with server.asked():
+        begin = server.start_schedule if recurs else server.start_run
+        yield begin(pipeline, parameters, namespace=namespace, **settings)
+
+
+def _described(options: argparse.Namespace) -> tuple[Kubeflow, str]:
+    """Connect, say where runs go, and return the namespace that requests must name."""
+    server = _connected(options)
+    sys.stderr.write(f"{server.describe(server.namespace_of_runs(options.namespace))}\n")
+    return server, options.namespace if server.is_multi_user else ""
+
+
+def _shown(pipeline: Pipeline, settings: Mapping[str, Any]) -> Lines:
+    """Yield the YAML, and say the rest beside it."""
+    sys.stderr.write(f"{json.dumps(settings, sort_keys=True)}\n")
+    yield pipeline.text().removesuffix("\n")
+
+
+def upload(options: argparse.Namespace) -> Lines:
+    """Upload a pipeline or another version of it, and yield both ids."""
+    pipeline = _pipeline(options, options.what)
+    name = options.name or f"{options.what}-{options.profile}"
+    if options.dry_run:
+        yield from _shown(pipeline, {"name": name})
+        return
+    server, namespace = _described(options)
+    with server.asked():
+        ids = server.upload(pipeline, name=name, version=options.version_name, namespace=namespace)
+    yield "pipeline {} version {}".format(*ids)
+
+
+def status(options: argparse.Namespace) -> Lines:
+    """Yield the state of a run, and its tasks where they are known.
+
+    Raises:
+        PlanishError: it was waited for and has not succeeded.
+    """
+    server = _connected(options)
+    with server.asked():
+        if options.wait:
+            server.wait(options.run, timeout_seconds=options.timeout_seconds)
+        found = server.run(options.run)
+    yield str(found.state)
+    tasks = (found.run_details and found.run_details.task_details) or []
+    rows = [
+        [
+            task.display_name or "-",
+            task.state or "-",
+            *(f"{moment:%Y-%m-%d %H:%M:%S}" if moment else "-" for moment in moments),
+            (task.error.message if task.error else "") or "",
+        ]
+        for task in tasks
+        for moments in [(task.start_time, task.end_time)]
+    ]
+    if rows and not options.wait:
+        yield Table("tasks", ("task", "state", "start", "end", "error"), rows)
+    if options.wait and found.state != "SUCCEEDED":
+        raise PlanishError(
+            f"the run {options.run} must end as SUCCEEDED, got {found.state}; "
+            f"`planish logs {options.run}` prints what its tasks said last"
+        )
+
+
+def _root_of(options: argparse.Namespace) -> str:
+    """Return the root of a run that is named by root or id.
+
+    Raises:
+        ConfigError: the run is none of ours.
+    """
+    if "/" in options.run:
+        return str(options.run)
+    server = _connected(options)
+    with server.asked():
+        found = server.run(options.run).runtime_config
+    root = str(((found and found.parameters) or {}).get("root", ""))
+    if not root:
+        raise ConfigError(f"the run {options.run} must have a parameter `root`, got none")
+    return root
+
+
+def logs(options: argparse.Namespace) -> Lines:
+    """Yield the last lines of the tasks of a run."""
+    from planish.submit.root import logs
+
+    found = logs(
+        _root_of(options),
+        stage=options.stage,
+        iteration=options.iteration,
+        num_lines=options.lines,
+    )
+    yield from found
+
+
+def stop(options: argparse.Namespace) -> Lines:
+    """Yield what was written to end a run, or deleted to let it go on."""
+    from planish.submit.root import stop
+
+    yield from stop(_root_of(options), undo=options.undo)
+
+
+def avoid(options: argparse.Namespace) -> Lines:
+    """Yield what was written to keep runs away from a node, or deleted to use it again."""
+    from planish.submit.root import avoid
+
+    yield from avoid(options.root, options.node, undo=options.undo)
+
+
+def cleanup(options: argparse.Namespace) -> Lines:
+    """Yield what was deleted of a run."""
+    from kubernetes import client, config
+
+    from planish.submit.cleanup import KubernetesJanitor, clean_up
+
+    server, _ = _described(options)
+    with server.asked():
+        try:
+            config.load_config()
+            namespace = server.namespace_of_runs(options.namespace)
+            janitor = KubernetesJanitor(client.ApiClient(), namespace)
+            yield from clean_up(server, janitor, options.run)
+        except (config.ConfigException, client.ApiException) as error:
+            cause = getattr(error, "reason", None) or error
+            raise ConfigError(f"`cleanup` must reach Kubernetes, got {cause}") from None
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Lines]] = {
+    "submit": start,
+    "schedule": start,
+    "upload": upload,
+    "status": status,
+    "logs": logs,
+    "stop": stop,
+    "avoid": avoid,
+    "cleanup": cleanup,
+}
+"""Every command of this room."""

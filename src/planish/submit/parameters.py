@@ -1,0 +1,153 @@
+"""Parameters of a run: read as their types, checked before anybody is asked, and its names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planish.base.config import parse_override
+from planish.base.errors import ConfigError, PlanishError
+from planish.base.telemetry import redact
+from planish.run.chain import parse_chain, with_settings
+from planish.run.kubeflow import title
+from planish.stages.prepare.cluster import PodRequests
+from planish.stages.prepare.devices import demands, device_faults, device_warnings, find_shape
+from planish.stages.prepare.settings import build_config
+from planish.store.sources import parse_source
+from planish.submit.pipeline import Pipeline
+
+
+def parse_parameters(
+    pairs: Sequence[str], inputs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Parse `key=value` pairs as the types of the public parameters of a pipeline.
+
+    `chain.key=value` sets one key of the JSON of `chain`.
+
+    Raises:
+        ConfigError: an unknown parameter, or a value of the wrong type; all at once.
+    """
+    faults: list[str] = []
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if equals and key.startswith("chain."):
+            try:
+                _, name, setting = parse_override(pair)
+                parsed["chain"] = with_settings(parsed.get("chain", ""), **{name: setting})
+            except ConfigError as error:
+                faults.append(str(error))
+        elif not equals or key not in inputs:
+            faults.append(
+                f"a parameter must read key=value with one of {sorted(inputs)}, got {pair!r}"
+            )
+        elif inputs[key]["parameterType"] == "STRING":
+            parsed[key] = value
+        elif value.removeprefix("-").isdecimal():
+            parsed[key] = int(value)
+        else:
+            faults.append(f"`{key}` must be an integer, got {value!r}")
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return parsed
+
+
+def check_root(root: str) -> str:
+    """Return the root without a slash at its end.
+
+    Raises:
+        ConfigError: a folder of this machine, which no pod sees.
+    """
+    if "://" not in root:
+        raise ConfigError(
+            f"the root must be a URI like s3://bucket/prefix, got {root!r}; pods see no folder of "
+            "this machine"
+        )
+    return root.rstrip("/")
+
+
+def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str, Any]:
+    """Return run parameters with the columns of the data set among their overrides.
+
+    Raises:
+        ConfigError: an address that can not be, or a credential in any parameter: parameters stand
+            in the database of the cluster and in logs.
+    """
+    parameters = dict(parameters)
+    for name, value in parameters.items():
+        if isinstance(value, str) and redact(value) != value:
+            raise ConfigError(
+                f"`{name}` must hold no token, user or signature, got {redact(value)!r:.300}; give "
+                "it to pods by the secret of the store or of the hub"
+            )
+    for name in ("model", "dataset"):
+        if parameters.get(name):
+            parse_source(parameters[name], key=name)
+    if dataset_map:
+        setting = shlex.quote(f"curate.dataset_map={dataset_map}")
+        parameters["overrides"] = f"{parameters.get('overrides', '')} {setting}".strip()
+    return parameters
+
+
+def check_settings(parameters: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
+    """Refuse settings that the pods of a pipeline can not carry; return what to be warned of.
+
+    Raises:
+        ConfigError: a fault of the settings, devices that the pods do not have, or a model that
+            does not fit in them.
+    """
+    keys = ("preset", "config", "overrides", "model", "dataset", "seed")
+    given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}
+    requests = PodRequests.parse(pipeline.constants("prepare")["requests"]["constant"])
+    try:
+        config = build_config(**{**given, "seed": int(given["seed"])})
+    except (PlanishError, OSError) as error:
+        if "://" not in given["config"]:
+            raise
+        return [f"only `prepare` will check the settings: {error}"]
+    if faults := device_faults(config, requests):
+        raise ConfigError("; ".join(faults))
+    warnings = device_warnings(config, requests)
+    try:
+        shape = find_shape(config)
+    except (PlanishError, OSError) as error:
+        # The model may lie where pods can read and this machine can not.
+        return [*warnings, f"only `prepare` will count the memory of the model: {error}"]
+    if faults := [each.fault for each in demands(config, shape, requests) if each.fault]:
+        raise ConfigError("; ".join(faults))
+    return warnings
+
+
+def pipeline_root(root: str) -> str:
+    """Return where Kubeflow keeps the small artifacts of a run: beside the root, in its bucket.
+
+    Example:
+        >>> pipeline_root("s3://bucket/team/run"), pipeline_root("file:///shared/run")
+        ('s3://bucket/kfp', '')
+    """
+    scheme, _, path = root.partition("://")
+    return f"s3://{path.partition('/')[0]}/kfp" if scheme == "s3" else ""
+
+
+def default_experiment(root: str) -> str:
+    """Return the experiment of a run: the first folder of its root, else the bucket.
+
+    Example:
+        >>> default_experiment("s3://bucket/team/run"), default_experiment("s3://bucket/run")
+        ('team', 'bucket')
+    """
+    bucket, *folders = root.partition("://")[2].strip("/").split("/")
+    return folders[0] if len(folders) > 1 else bucket
+
+
+def default_name(parameters: Mapping[str, Any], *, recurs: bool = False) -> str:
+    """Return the name of a run; a schedule has no place in the chain.
+
+    Example:
+        >>> default_name({"root": "s3://bucket/first", "preset": "dapo-tiny"})
+        'first dapo-tiny #0'
+    """
+    index = parse_chain(parameters.get("chain", "")).index
+    place = f"#{index}" if not recurs and index >= 0 else ""
+    return title(parameters["root"], parameters["preset"], place)

@@ -1,0 +1,252 @@
+"""Compiled pipelines that ship with the package, and what may still be changed in one.
+
+Everything else, such as the number of shards, is fixed when a pipeline is compiled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planish import __version__
+from planish.base.config import nearest
+from planish.base.errors import ConfigError
+
+NAMES = ("post-train", "reshard")
+"""Pipelines; one file for each of them and each profile."""
+
+IMAGES = ("core", "monitor", "rollout", "train")
+"""Images of pods; the name of one ends its reference."""
+
+HUB_VARIABLE = "HF_TOKEN"
+"""Variable that the hub secret fills, in the pods that fetch models and data sets."""
+
+CACHE = "/cache"
+"""Where those pods see the claim for models and data sets."""
+
+MAX_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A compiled pipeline; the functions that change it do so in place."""
+
+    heading: str
+    """Comment lines before the documents."""
+    spec: dict[str, Any]
+    """The pipeline document."""
+    platform: dict[str, Any]
+    """The document of Kubernetes settings."""
+
+    def text(self) -> str:
+        """Return the YAML; of a pipeline in which nothing was changed, that of its file."""
+        documents = [self.spec, self.platform]
+        return self.heading + yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True)
+
+    @property
+    def name(self) -> str:
+        """Name that it was compiled with."""
+        return str(self.spec["pipelineInfo"]["name"])
+
+    @property
+    def inputs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Public parameters by name, with `parameterType` and `defaultValue`."""
+        inputs: Mapping[str, Mapping[str, Any]] = self.spec["root"]["inputDefinitions"]
+        return inputs["parameters"]
+
+    def tasks(self) -> Iterator[dict[str, dict[str, Any]]]:
+        """Yield the tasks of every graph by name."""
+        for component in (self.spec["root"], *self.spec["components"].values()):
+            yield component.get("dag", {}).get("tasks", {})
+
+    def constants(self, task: str) -> dict[str, Any]:
+        """Return the inputs of a task by name, whose constants may be replaced."""
+        (found,) = (tasks[task] for tasks in self.tasks() if task in tasks)
+        inputs: dict[str, Any] = found["inputs"]["parameters"]
+        return {
+            name: each["runtimeValue"] for name, each in inputs.items() if "runtimeValue" in each
+        }
+
+    def pods(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield container and Kubernetes settings of every pod."""
+        settings = self.platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        for label, executor in self.spec["deploymentSpec"]["executors"].items():
+            yield executor["container"], settings[label]
+
+
+def profiles() -> list[str]:
+    """Return the names of the profiles for which the package has pipelines."""
+    names = (file.name for file in _folder().iterdir())
+    start, end = f"{NAMES[0]}-", ".yaml"
+    return sorted(n[len(start) : -len(end)] for n in names if n.startswith(start))
+
+
+def _folder() -> Any:
+    """Return the folder of the files, which may lie in an archive and so is no `Path`."""
+    return resources.files("planish.submit") / "compiled"
+
+
+def shipped(name: str, profile: str) -> Pipeline:
+    """Return a pipeline of the package.
+
+    Raises:
+        ConfigError: no such profile.
+    """
+    known = profiles()
+    if profile not in known:
+        raise ConfigError(
+            f"a profile must be one of {known}, got {profile!r}{nearest(profile, known)}"
+        )
+    return parse(_folder().joinpath(f"{name}-{profile}.yaml").read_text("utf-8"))
+
+
+def opened(path: Path) -> Pipeline:
+    """Return the pipeline in a file that `python -m pipelines.compile` wrote.
+
+    Raises:
+        ConfigError: no such file, or another thing in it.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"`{path}` must hold at most {MAX_FILE_BYTES} bytes, got more")
+        return parse(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(
+            f"`{path}` must hold a pipeline of `python -m pipelines.compile`, got {cause:.200}"
+        ) from None
+
+
+def parse(text: str) -> Pipeline:
+    """Return the pipeline of a YAML text.
+
+    Raises:
+        ConfigError: it has not the two documents of a compiled pipeline.
+    """
+    documents = list(yaml.load_all(text, yaml.CSafeLoader))
+    if len(documents) != 2:
+        raise ConfigError(
+            "a compiled pipeline must have the document of the pipeline and that of the platform, "
+            f"got {len(documents)} documents"
+        )
+    comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(True))
+    pipeline = Pipeline("".join(comments), *documents)
+    if pipeline.name not in NAMES or not list(pipeline.pods()):
+        raise ConfigError(f"a pipeline must be one of {NAMES}, got {pipeline.name!r}")
+    return pipeline
+
+
+def parse_images(words: Sequence[str]) -> dict[str, str]:
+    """Return image names to references, from `name=reference` or from what all have in common.
+
+    What they have in common is a folder of a registry, with the version of this package as tag
+    unless one follows a colon.
+
+    Raises:
+        ConfigError: an unknown name, or no reference.
+
+    Example:
+        >>> parse_images(["mirror:5000/team:v2", "core=mirror:5000/own@sha256:ab"])["train"]
+        'mirror:5000/team/train:v2'
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, reference = word.partition("=")
+        place, slash, last = name.rpartition("/")
+        repository, _, tag = last.partition(":")
+        if not equals and repository.strip() and repository not in IMAGES:
+            # A colon before the last slash stands before a port.
+            folder, tag = f"{place}{slash}{repository}", tag or __version__
+            found.update({each: f"{folder}/{each}:{tag}" for each in IMAGES})
+        elif name in IMAGES and reference.strip():
+            found[name] = reference
+        else:
+            raise ConfigError(
+                "`--image` must be REGISTRY/FOLDER of all images or NAME=REFERENCE with one of "
+                f"{list(IMAGES)}, got {word!r}"
+            )
+    return found
+
+
+def set_images(pipeline: Pipeline, references: Mapping[str, str]) -> None:
+    """Replace the images of pods, by name."""
+    for container, _ in pipeline.pods():
+        name = container["image"].partition("@")[0].rpartition("/")[2].partition(":")[0]
+        container["image"] = references.get(name, container["image"])
+
+
+def set_secrets(pipeline: Pipeline, *, store: str = "", hub: str = "") -> None:
+    """Give pods the store and the hub by secrets of other names; empty keeps a name."""
+    for _, pod in pipeline.pods():
+        for secret in pod.get("secretAsEnv", []):
+            variables = {key["envVar"] for key in secret["keyToEnv"]}
+            name = hub if HUB_VARIABLE in variables else store
+            if name:
+                secret["secretName"] = name
+                secret["secretNameParameter"] = {"runtimeValue": {"constant": name}}
+
+
+def set_cache(pipeline: Pipeline, claim: str) -> None:
+    """Give the pods that fetch models and data sets a volume for them."""
+    for container, pod in pipeline.pods():
+        variables = {
+            key["envVar"] for secret in pod.get("secretAsEnv", []) for key in secret["keyToEnv"]
+        }
+        if HUB_VARIABLE not in variables:
+            continue
+        name = {"runtimeValue": {"constant": claim}}
+        mount = {"constant": claim, "mountPath": CACHE, "pvcNameParameter": name}
+        mounts = pod.setdefault("pvcMount", [])
+        mounts[:] = [each for each in mounts if each["mountPath"] != CACHE] + [mount]
+        environment = {each["name"]: each["value"] for each in container.get("env", [])}
+        environment["HF_HOME"] = f"{CACHE}/huggingface"
+        container["env"] = [{"name": k, "value": v} for k, v in environment.items()]
+
+
+def set_gpu_memory(pipeline: Pipeline, gigabytes: int) -> None:
+    """Say what one GPU of the cluster has, in 10**9 bytes.
+
+    Raises:
+        ConfigError: no GPU has so much or so little.
+    """
+    if not 1 <= gigabytes <= 10_000:
+        raise ConfigError(f"`--gpu-memory` must be 1 to 10000 GB, got {gigabytes}; 80 is usual")
+    requests = pipeline.constants("prepare")["requests"]
+    table = {**json.loads(requests["constant"]), "gpu_bytes": gigabytes * 10**9}
+    requests["constant"] = json.dumps(table, sort_keys=True)
+
+
+def cut(pipeline: Pipeline, iterations: int) -> None:
+    """Keep the first iterations of a run only.
+
+    Raises:
+        ConfigError: more than the pipeline has, or none.
+    """
+    number = pipeline.constants("prepare")["num_iterations"]
+    compiled = int(number["constant"])
+    if not 1 <= iterations <= compiled:
+        raise ConfigError(
+            f"`--iterations` must be 1 to {compiled}, got {iterations}; longer training is a chain "
+            "of runs (`-p chain.runs=4`), or a pipeline of your own (`python -m pipelines.compile "
+            "--iterations N --out FOLDER` in a checkout, then `--pipeline FILE`)"
+        )
+    number["constant"] = float(iterations)
+    last, kept = f"iteration-{compiled}", f"iteration-{iterations}"
+    (tasks,) = (tasks for tasks in pipeline.tasks() if last in tasks)
+    for index in range(iterations + 1, compiled + 1):
+        del tasks[f"iteration-{index}"]
+    for task in tasks.values():
+        if last in task.get("dependentTasks", []):
+            names = [kept if name == last else name for name in task["dependentTasks"]]
+            task["dependentTasks"] = sorted(names)
+        for source in task.get("inputs", {}).get("parameters", {}).values():
+            output = source.get("taskOutputParameter", {})
+            if output.get("producerTask") == last:
+                output["producerTask"] = kept

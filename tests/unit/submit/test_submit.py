@@ -1,0 +1,395 @@
+"""Starting, scheduling, waiting, cleaning up and stopping, against a recording API server."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from components.pod_settings import STAGE_LABEL
+from planish import store
+from planish.__main__ import main
+from planish.base.errors import ClusterError, ConfigError
+from planish.records import layout
+from planish.run.avoid import avoided
+from planish.run.stage import is_stopped, mark_stopped
+from planish.submit import cleanup, parameters, pipeline
+from planish.submit.root import stop
+from planish.submit.server import check_times, connect
+from tests.unit.submit.kfp_server import Server
+
+
+@pytest.fixture
+def server():
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def client(server):
+    return connect(server.url)
+
+
+@pytest.fixture(scope="module")
+def package():
+    found = pipeline.shipped("post-train", "cpu-tiny")
+    pipeline.cut(found, 1)
+    return found
+
+
+def test_a_run_carries_pipeline_parameters_and_account(server, client, package):
+    run_id = client.start_run(
+        package,
+        {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'},
+        name="first",
+        experiment="planish",
+        namespace="team",
+        service_account="planish-runner",
+    )
+    body = server.posted("runs")[0]
+    assert run_id in server.objects["runs"]
+    assert body["display_name"] == "first"
+    assert body["service_account"] == "planish-runner"
+    parameters = body["runtime_config"]["parameters"]
+    assert parameters == {"root": "s3://b/r", "seed": 7, "chain": '{"runs": 3}'}
+    spec = body["pipeline_spec"]
+    assert spec["pipeline_spec"]["pipelineInfo"]["name"] == "post-train"
+    assert "kubernetes" in spec["platform_spec"]["platforms"]
+    assert server.posted("experiments")[0]["display_name"] == "planish"
+    assert body["experiment_id"] in server.objects["experiments"]
+
+
+def test_a_schedule_runs_one_at_a_time_and_takes_the_first_unfinished_place(
+    server, client, package
+):
+    client.start_schedule(
+        package, {"root": "s3://b/r"}, name="nightly", experiment="e", cron="0 0 2 * * *"
+    )
+    body = server.posted("recurringruns")[0]
+    assert int(body["max_concurrency"]) == 1
+    assert body["no_catchup"] is True
+    assert body["mode"] == "ENABLE"
+    assert body["trigger"]["cron_schedule"]["cron"] == "0 0 2 * * *"
+    assert body["runtime_config"]["parameters"] == {"root": "s3://b/r", "chain": '{"index": -1}'}
+
+
+def test_a_schedule_can_be_an_interval(server, client, package):
+    client.start_schedule(
+        package, {"root": "s3://b/r"}, name="hourly", experiment="e", interval_seconds=3600
+    )
+    trigger = server.posted("recurringruns")[0]["trigger"]
+    assert int(trigger["periodic_schedule"]["interval_second"]) == 3600
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (("", 0), "either --cron or"),
+        (("0 2 * * *", 0), "six fields"),
+        (("0 0 2 * * *", 5), "either --cron or"),
+        (("", -5), "must be positive, got -5"),
+    ],
+)
+def test_impossible_schedules_are_refused(times, words):
+    with pytest.raises(ConfigError, match=words):
+        check_times(*times)
+
+
+def test_waiting_polls_until_the_run_has_ended(server, client):
+    run = server.add_run(display_name="x")
+    server.states = ["RUNNING", "RUNNING", "FAILED"]
+    state = client.wait(run["run_id"], timeout_seconds=60, poll_seconds=0)
+    assert state == "FAILED"
+    assert [r[1] for r in server.requests].count(f"/apis/v2beta1/runs/{run['run_id']}") == 3
+
+
+def test_waiting_ends_in_time(server, client):
+    run = server.add_run(display_name="x", state="RUNNING")
+    with pytest.raises(ClusterError, match="must end within -1 s, got state RUNNING"):
+        client.wait(run["run_id"], timeout_seconds=-1, poll_seconds=0)
+
+
+class FakeJanitor:
+    """Meets `Janitor`."""
+
+    def __init__(self):
+        self.selectors = []
+
+    def delete_labelled(self, selector):
+        self.selectors.append(selector)
+        return ["job/train-7f3a-3"]
+
+
+@pytest.mark.parametrize(("state", "ended"), [("RUNNING", 1), ("SUCCEEDED", 0)])
+def test_cleaning_up_ends_a_live_run_and_deletes_by_label(server, client, state, ended):
+    run = server.add_run(display_name="x", state=state)
+    janitor = FakeJanitor()
+    assert cleanup.clean_up(client, janitor, run["run_id"]) == ["job/train-7f3a-3"]
+    assert janitor.selectors == [f"pipeline/runid={run['run_id']},{STAGE_LABEL}"]
+    terminated = [r for r in server.requests if r[1].endswith(":terminate")]
+    assert len(terminated) == ended
+
+
+def test_the_real_janitor_deletes_jobs_and_services_only():
+    asked = []
+
+    def listing(*names):
+        def answer(namespace, label_selector):
+            asked.append(("list", namespace, label_selector))
+            return SimpleNamespace(
+                items=[SimpleNamespace(metadata=SimpleNamespace(name=n)) for n in names]
+            )
+
+        return answer
+
+    janitor = cleanup.KubernetesJanitor(None, "team")
+    janitor._batch = SimpleNamespace(
+        list_namespaced_job=listing("train"),
+        delete_namespaced_job=lambda *a, **k: asked.append((*a, k["propagation_policy"])),
+    )
+    janitor._core = SimpleNamespace(
+        list_namespaced_service=listing("peers"),
+        delete_namespaced_service=lambda *a: asked.append(a),
+    )
+    assert janitor.delete_labelled("a=b") == ["job/train", "service/peers"]
+    assert asked[1] == ("train", "team", "Background")
+    assert asked[3] == ("peers", "team")
+
+
+def test_parameters_are_parsed_as_their_types(package):
+    pairs = ["preset=dapo-paper", "seed=-1", "chain.allow_config_change=true"]
+    pairs += ["chain.resume_from=s3://b/r", "overrides=a.b=1 c.d=2"]
+    assert parameters.parse_parameters(pairs, package.inputs) == {
+        "preset": "dapo-paper",
+        "seed": -1,
+        "chain": '{"allow_config_change": true, "resume_from": "s3://b/r"}',
+        "overrides": "a.b=1 c.d=2",
+    }
+
+
+def test_wrong_parameters_are_told_at_once(package):
+    wrong = ["sed=1", "seed=1.5", "chain.allow_config_change=yes", "preset"]
+    with pytest.raises(ConfigError, match=r"an integer, got '1\.5'") as caught:
+        parameters.parse_parameters(wrong, package.inputs)
+    for words in ("got 'sed=1'", "valid boolean, got 'yes'", "got 'preset'"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("profile", "pairs", "words"),
+    [
+        ("gpu-1x8", ["overrides=rollout.device=cpu"], "`rollout.device` must be 'auto' or 'cuda'"),
+        ("gpu-4x8", ["overrides=train.num_processes=1"], "must be 0 or 8 in a pod of 8 GPUs"),
+        ("cpu-tiny", ["preset=dapo-qwen2.5-7b"], "fit in the 1.5 GiB that the host memory leaves"),
+        ("cpu-tiny", ["model=Qwen/Qwen2.5-7B"], "fit in the 1.5 GiB that the host memory leaves"),
+        ("gpu-1x8", ["preset=dapo-paper"], "`train` must fit in the 68.5 GiB that each of 8 GPUs"),
+        ("gpu-1x8", ["overrides=train.lerning_rate=1"], "did you mean `learning_rate`"),
+        ("gpu-1x8", ["config=/absent.toml"], "`config` must be the URI or path of a TOML file"),
+    ],
+)
+def test_settings_that_the_pods_can_not_carry_are_refused_at_once(profile, pairs, words, capsys):
+    """No server is asked: there is none at the address."""
+    options = ["--host", "http://127.0.0.1:9", "--profile", profile]
+    options += [word for pair in pairs for word in ("-p", pair)]
+    assert main(["submit", "s3://b/r", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_this_machine_can_not_see_is_left_to_prepare():
+    def check(settings, gigabytes=80):
+        gpus = pipeline.shipped("post-train", "gpu-1x8")
+        pipeline.set_gpu_memory(gpus, gigabytes)
+        return parameters.check_settings(settings, gpus)
+
+    sized = {"preset": "dapo-qwen2.5-7b"}
+    assert check(sized) == []
+    assert check({**sized, "model": "Qwen/Qwen2.5-14B"}) == []
+    (line,) = check({**sized, "model": "/cache/mine"})
+    assert line.startswith("only `prepare` will count the memory of the model: ")
+    (line,) = check({**sized, "config": "file:///absent/mine.toml"})
+    assert line.startswith("only `prepare` will check the settings: ")
+    (line,) = check({"preset": "dapo-tiny", "model": "Qwen/Qwen2.5-0.5B"})
+    assert "bfloat16" in line
+    big = {"preset": "dapo-qwen2.5-7b", "model": "Qwen/Qwen2.5-32B"}
+    assert check(big, 250) == []
+    with pytest.raises(ConfigError, match="take a smaller model"):
+        check(big)
+
+
+def test_the_command_line_starts_a_run(server, capsys):
+    options = ["--host", server.url, "--profile", "cpu-tiny", "--iterations", "1"]
+    options += ["-p", "preset=grpo-tiny", "--image", "core=mirror/core:1"]
+    code = main(["submit", "s3://bucket/run/", *options])
+    body = server.posted("runs")[0]
+    assert code == 0
+    assert capsys.readouterr().out.strip().endswith(body_id(server))
+    assert body["runtime_config"]["parameters"] == {
+        "preset": "grpo-tiny",
+        "root": "s3://bucket/run",
+    }
+    assert body["display_name"] == "run grpo-tiny #0"
+    uri = "s3://bucket/run/report/report.html"
+    link = "artifacts/get?source=s3&bucket=bucket&key=run%2Freport%2Freport.html"
+    assert body["description"] == f"[Report]({link}) at the end: `{uri}`"
+    assert server.posted("experiments")[0]["display_name"] == "bucket"
+    assert "mirror/core:1" in json.dumps(body["pipeline_spec"])
+
+
+def test_a_dry_run_asks_nobody_and_prints_what_would_be_submitted(capsys):
+    options = ["--profile", "cpu-tiny", "--host", "http://127.0.0.1:1", "--dry-run"]
+    assert main(["submit", "s3://bucket/run/", *options, "-p", "preset=grpo-tiny"]) == 0
+    told = capsys.readouterr()
+    assert told.out == (pipeline._folder() / "post-train-cpu-tiny.yaml").read_text()
+    assert json.loads(told.err) == {
+        "name": "run grpo-tiny #0",
+        "experiment": "bucket",
+        "service_account": "planish-runner",
+        "parameters": {"preset": "grpo-tiny", "root": "s3://bucket/run"},
+    }
+
+
+def body_id(server):
+    return next(iter(server.objects["runs"]))
+
+
+def test_the_command_line_schedules_and_waits(server, capsys):
+    options = ["--host", server.url, "--profile", "cpu-tiny", "--iterations", "1"]
+    assert main(["schedule", "s3://b/r", *options, "--cron", "0 0 2 * * *"]) == 0
+    assert server.posted("recurringruns")[0]["display_name"] == "r dapo-tiny"
+    run = server.add_run(display_name="x")
+    words = ["status", run["run_id"], "--host", server.url]
+    assert main(words) == 0
+    assert main([*words, "--wait"]) == 0
+    server.states = ["FAILED"]
+    capsys.readouterr()
+    assert main([*words, "--wait"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "FAILED\n"
+    assert f"`planish logs {run['run_id']}` prints" in told.err
+
+
+def test_the_state_of_a_run_comes_with_its_tasks(server, capsys):
+    failed = {"display_name": "train", "state": "FAILED", "start_time": "2026-01-01T00:00:01Z"}
+    details = {"task_details": [{**failed, "error": {"message": "exit code 75"}}]}
+    run = server.add_run(display_name="x", state="RUNNING", run_details=details)
+    assert main(["status", run["run_id"], "--host", server.url]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "RUNNING"
+    row = next(line for line in rest if "train" in line)
+    for words in ("FAILED", "2026-01-01 00:00:01", "exit code 75"):
+        assert words in row
+
+
+def test_a_pipeline_is_uploaded_once_and_a_changed_one_is_another_version(server, capsys):
+    words = ["upload", "--profile", "cpu-tiny", "--iterations", "1", "--host", server.url]
+    for more in ([], [], ["--image", "mirror/team"]):
+        assert main([*words, *more]) == 0
+    first, same, other = capsys.readouterr().out.splitlines()
+    assert first == same
+    assert first.split()[1] == other.split()[1]
+    assert first.split()[3] != other.split()[3]
+    (made,) = server.posted("pipelines")
+    assert made["display_name"] == "post-train-cpu-tiny"
+    original, changed = server.files
+    assert "mirror/team/core:0.1.0" in changed
+    assert original == changed.replace("mirror/team", "planish")
+    assert main(["upload", "reshard", "--host", server.url, "--profile", "cpu-tiny"]) == 0
+    assert server.files[2] == (pipeline._folder() / "reshard-cpu-tiny.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["upload", "rehard"], "must be one of ['post-train', 'reshard'], got 'rehard'"),
+        (["upload", "reshard", "--iterations", "2"], "must be left out for reshard"),
+        (["submit", "s3://b/r", "--profile", "cpu-tny"], "did you mean `cpu-tiny`"),
+        (["submit", "s3://b/r", "--iterations", "11"], "must be 1 to 10, got 11; longer training"),
+        (["submit", "s3://b/r", "--iterations", "0"], "must be 1 to 10, got 0"),
+        (["submit", "s3://b/r", "--gpu-memory", "0"], "must be 1 to 10000 GB, got 0"),
+        (
+            ["submit", "s3://b/r", "--image", "core"],
+            "must be REGISTRY/FOLDER of all images or NAME",
+        ),
+        (["submit", "s3://b/r", "--image", "cor=x"], "got 'cor=x'"),
+        (["submit", "s3://b/r", "--image", "core="], "got 'core='"),
+        (["submit", "s3://b/r", "--pipeline", "/absent.yaml"], "must hold a pipeline of `python"),
+        (["submit", "s3://b/r", "-p", "dataset=https://u:p@h/x"], "must hold no token, user or"),
+    ],
+)
+def test_options_that_can_not_be_are_refused_before_anybody_is_asked(words, told, capsys):
+    assert main([*words, "--host", "http://127.0.0.1:9"]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("root", ["bucket/run", "/tmp/run"])
+def test_a_root_that_is_no_uri_is_refused(root, capsys):
+    assert main(["submit", root]) == 2
+    assert "must be a URI" in capsys.readouterr().err
+
+
+def test_stopping_ends_the_run_after_the_iteration_and_can_be_undone(file_root, capsys):
+    assert not mark_stopped(file_root, 1)
+    assert main(["stop", file_root]) == 0
+    assert capsys.readouterr().out.strip() == layout.stop_file(file_root)
+    assert not is_stopped(file_root, 1)
+    assert mark_stopped(file_root, 2)
+    assert mark_stopped(file_root, 3)
+    assert len(stop(file_root, undo=True)) == 3
+    assert not is_stopped(file_root, 2)
+    assert not mark_stopped(file_root, 2)
+    assert stop(file_root, undo=True) == []
+    assert not store.exists(layout.stop_file(file_root))
+
+
+def test_a_run_is_named_by_its_id_where_the_server_knows_its_root(server, file_root, capsys):
+    run = server.add_run(runtime_config={"parameters": {"root": file_root}})
+    words = [run["run_id"], "--host", server.url]
+    assert main(["stop", *words]) == 0
+    assert store.exists(layout.stop_file(file_root))
+    other = server.add_run(runtime_config={"parameters": {}})
+    assert main(["stop", other["run_id"], "--host", server.url]) == 2
+    assert "must have a parameter `root`, got none" in capsys.readouterr().err
+
+
+def test_logs_are_those_of_what_failed_and_of_the_last_attempt(file_root, capsys):
+    def attempt(stage, iteration, number, state, start, lines):
+        uri = layout.stage_log(file_root, stage, iteration, 0)
+        store.write(uri, json.dumps({"state": state, "start_seconds": start}).encode())
+        text = "".join(f"{stage} {n}\n" for n in range(lines))
+        store.write(f"{uri.removesuffix('.json')}-{number}.txt", text.encode())
+
+    assert main(["logs", file_root]) == 1
+    attempt("prepare", 0, 0, "done", 1.0, 1)
+    attempt("rollout", 1, 0, "failed", 2.0, 3)
+    attempt("train", 1, 1, "running", 3.0, 50)
+    capsys.readouterr()
+    assert main(["logs", file_root, "--lines", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *("== 00001-rollout-00-0.txt failed", "rollout 1", "rollout 2"),
+        *("== 00001-train-00-1.txt running", "train 48", "train 49"),
+    ]
+    assert main(["logs", file_root, "--iteration", "0"]) == 0
+    assert capsys.readouterr().out == "== 00000-prepare-00-0.txt done\nprepare 0\n"
+    assert main(["logs", file_root, "--stage", "train", "--lines", "0"]) == 2
+
+
+def test_an_operator_names_a_node_and_takes_it_back(file_root, capsys):
+    assert main(["avoid", file_root, "node-3"]) == 0
+    (node,) = avoided(file_root)
+    assert (node.name, node.named_by) == ("node-3", "operator")
+    assert main(["avoid", file_root, "node-3"]) == 0
+    uri = layout.avoided_node(file_root, "node-3")
+    assert capsys.readouterr().out == f"{uri}\n"
+    for expected in (f"{uri}\n", ""):
+        assert main(["avoid", file_root, "node-3", "--undo"]) == 0
+        assert capsys.readouterr().out == expected
+    assert avoided(file_root) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["avoid", "file:///r", "a/b"], ["avoid", "s3:/folder", "node-3"]]
+)
+def test_a_node_or_a_root_that_can_not_be_is_refused(words):
+    assert main(words) == 2
