@@ -12,14 +12,15 @@ from torch.utils._pytree import tree_leaves
 from planish.algorithms.base import LossOutput
 from planish.base.config import load_preset, merge, parse_section, resolve_config
 from planish.base.errors import ConfigError
-from planish.base.parallel import SINGLE
+from planish.base.parallel import SINGLE, Grid
 from planish.models.config import ModelConfig
-from planish.models.logprobs import TOKENS_PER_CHUNK, TokenScorer
+from planish.models.logprobs import TOKENS_PER_CHUNK
 from planish.models.policy import build_policy
 from planish.models.shapes import built_shape, known_shape, shape_of
 from planish.stages.prepare import memory
 from planish.stages.prepare.memory import Precision, kept_by_layer, train_parts
 from planish.stages.train.config import TrainConfig
+from planish.stages.train.fsdp2 import Fsdp2Sharding
 from planish.stages.train.sharded_model import ShardedModel
 from tests.unit.algorithms.batches import make_batch
 
@@ -185,11 +186,10 @@ def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpoint
     # Accelerators compute by the modules of transformers, which a size of 0 leaves in charge here.
     model.model.layers[0].self_attn.sliding_window = 1 << 20
     trainer = ShardedModel(
-        TokenScorer(model),
         model,
-        model.model,
+        shard=Fsdp2Sharding,
         config=parse_section(TrainConfig, config["train"], section="train"),
-        ranks=SINGLE,
+        grid=Grid(SINGLE),
         device=torch.device("cpu"),
     )
     mask = torch.ones((16, 256), dtype=torch.bool)
