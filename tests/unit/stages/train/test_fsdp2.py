@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from planish import store
 from planish.algorithms.base import Denominators, LossOutput
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.base.errors import ConfigError
@@ -19,10 +20,11 @@ from planish.records.refs import Ref
 from planish.stages.train.batching import split_by_gradient, train_batch
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.fsdp2 import decoder_layers
-from planish.stages.train.job import TrainJob
+from planish.stages.train.job import TrainJob, write_job
 from planish.stages.train.model_trainer import STILL_ROWS
 from planish.stages.train.trainer import open_trainer
 from planish.stages.train.worker import main
+from planish.store.documents import read_json
 from tests.unit.stages.train.runs import (
     TINY,
     add_iteration,
@@ -187,18 +189,16 @@ def one_rank(monkeypatch, free_port):
         monkeypatch.setenv(name, str(value))
 
 
-def worker_job(root, folder):
+def worker_job(root):
     run = start_run(root)
     rewards = add_iteration(run, 1)
-    job = TrainJob(root, run.config, run.digest, 1, 2, run.policy_pin, "", rewards.pin())
-    (folder / "job.json").write_text(job.to_json())
-    return job, [str(folder / "job.json"), str(folder / "result.json")]
+    return TrainJob(root, run.config, run.digest, 1, 2, run.policy_pin, "", rewards.pin())
 
 
-def test_a_worker_writes_its_result_and_leaves_the_process_group(file_root, tmp_path, one_rank):
-    _, arguments = worker_job(file_root, tmp_path)
-    assert main(arguments) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
+def test_a_worker_writes_its_result_and_leaves_the_process_group(file_root, one_rank):
+    pin = write_job(worker_job(file_root))
+    assert main([pin]) == 0
+    result = read_json(pin.replace("job.json", "result.json").partition("#")[0])
     ref = Ref.from_json(result["state"])
     assert checkpoint.read_state_info(ref.pin())["step"] == 4
     assert result["metrics"]["num_rollouts"] == 32
@@ -206,15 +206,16 @@ def test_a_worker_writes_its_result_and_leaves_the_process_group(file_root, tmp_
     assert os.environ["LOCAL_RANK"] == "0"
 
 
-def test_a_worker_tells_its_error_in_a_file(file_root, tmp_path, one_rank):
-    job, arguments = worker_job(file_root, tmp_path)
-    text = job.to_json().replace('"temperature": 1.0', '"temperature": 0.0')
-    (tmp_path / "job.json").write_text(text)
-    assert main(arguments) == 2
-    fault = json.loads((tmp_path / "result.error").read_text())
+def test_a_worker_tells_its_error_beside_the_job(file_root, one_rank):
+    job = worker_job(file_root)
+    cold = {**job.config, "rollout": {**job.config["rollout"], "temperature": 0.0}}
+    pin = write_job(replace(job, config=cold))
+    assert main([pin]) == 2
+    folder = pin.partition("/job.json")[0]
+    fault = read_json(f"{folder}/error.json")
     assert fault["error"] == "ConfigError"
     assert "rollout.temperature" in fault["message"]
-    assert not (tmp_path / "result.json").exists()
+    assert not store.exists(f"{folder}/result.json")
 
 
 def rows_scored(trainer):
