@@ -13,29 +13,31 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import yaml
-
 from components.images import IMAGES
 from pipelines.compile import compile_text
 from pipelines.post_train import build_post_train, profile_named
 from planish import store
-from planish.submit.parameters import with_data
+from planish.__main__ import main as planish
 from tests.images.containers import REPOSITORY, Containers, Here
 from tests.images.node import Node
 from tests.images.pipeline import run_tasks
-from tests.images.pods import pod_of
+from tests.images.pods import ACCOUNT, pod_of
 from tests.integration.own_model import make_model
 from tests.integration.scheduling import running_scheduler
 from tests.integration.test_own_model import SMALL, check_export, write_rows
 from tests.servers.run_control_plane import ControlPlane
 from tests.servers.run_minio import Minio
+from tests.unit.submit.kfp_server import Server
 
 NAMESPACE = "planish"
 ROOT = "s3://planish/rehearsal"
 
 
 def rehearse(containers: Containers | Here, folder: Path) -> None:
-    """Install the manifests, run one iteration pod by pod, and open what it exported.
+    """Install the manifests, submit a run, take its pods one by one, and open what it exported.
+
+    Kubeflow is an API that records: what `planish submit` has sent to it is what the pods are made
+    of, and the parameters that they get.
 
     The store of the manifests is a pod of an image that is not here: MinIO runs beside the cluster,
     and the secret of the store names it.
@@ -45,7 +47,8 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
         folder: an empty one, which other users may enter.
     """
     profile = profile_named("cpu-tiny", num_iterations=1, num_shards=1)
-    compiled = list(yaml.safe_load_all(compile_text(profile)))
+    package = folder / "post-train.yaml"
+    package.write_text(compile_text(profile))
     with contextlib.ExitStack() as stack:
         plane = ControlPlane(folder / "plane")
         stack.callback(plane.stop)
@@ -63,6 +66,16 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
         with mock.patch.dict(os.environ, minio.environment):
             for path in (*model.iterdir(), rows):
                 store.write(f"s3://planish/mine/{path.name}", path.read_bytes())
+            words = ["--pipeline", str(package), "--dataset-map", "answer=label"]
+            for pair in (
+                "preset=dapo-tiny",
+                "model=s3://planish/mine",
+                f"dataset=s3://planish/mine/{rows.name}",
+                f"overrides={SMALL}",
+            ):
+                words += ["--parameter", pair]
+            run = submitted(ROOT, *words)
+        compiled = list(run["pipeline_spec"].values())
         node = stack.enter_context(Node(plane, containers, folder / "node"))
         artifacts = folder / "artifacts"
         artifacts.mkdir()
@@ -81,17 +94,25 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
             sys.stdout.write(f"{name} {phase}\n{node.log(name)}")
             return phase != "Succeeded"
 
-        parameters = {
-            "root": ROOT,
-            "preset": "dapo-tiny",
-            "model": "s3://planish/mine",
-            "dataset": f"s3://planish/mine/{rows.name}",
-            "overrides": SMALL,
-        }
         pipeline = build_post_train(profile, one_machine=True)
-        run_tasks(pipeline, with_data(parameters, "answer=label"), artifacts, run_task)
+        run_tasks(pipeline, run["runtime_config"]["parameters"], artifacts, run_task)
         with mock.patch.dict(os.environ, minio.environment):
             check_export(ROOT, 1, "Qwen2")
+
+
+def submitted(*words: str) -> dict[str, Any]:
+    """Return the run that Kubeflow is asked for by `planish submit` with these words."""
+    server = Server()
+    try:
+        code = planish(["submit", *words, "--host", server.url, "--kfp-namespace", NAMESPACE])
+        assert code == 0, code
+        (run,) = server.posted("runs")
+    finally:
+        server.close()
+    assert run["service_account"] == ACCOUNT
+    assert list(run["pipeline_spec"]) == ["pipeline_spec", "platform_spec"]
+    found: dict[str, Any] = run
+    return found
 
 
 def disk_and_claim(name: str, folder: Path) -> list[dict[str, Any]]:
