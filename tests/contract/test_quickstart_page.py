@@ -1,4 +1,4 @@
-"""The page for clusters: its manifests exist, its pipeline compiles, its names are true."""
+"""The pages for clusters and for GPUs: their commands work, their names are true."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,22 @@ from tests.unit.submit.kfp_server import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "quickstart-cluster.md"
+GPU_PAGE = REPOSITORY / "docs" / "quickstart-gpu.md"
+
+ELSEWHERE = {
+    "make images": "builds gigabytes, as root: `make images-test`",
+    "kubectl": "wants an API server: tests/integration/test_control_plane.py applies these files",
+    "planish show": "wants a run: tests/images/rehearsal.py follows it on the one that it submits",
+    "planish track": "wants a run and servers: tests/integration/test_track.py",
+}
+"""Start of a command of the page for GPUs -> why the test here does not follow it."""
 
 
-def blocks():
-    """Return each command of the page with what stands below it; empty where nothing does."""
+def blocks(page=PAGE):
+    """Return each command of a page with what stands below it; empty where nothing does."""
     fence = re.compile(r"```(text)?\n(.*?)\n```", re.DOTALL)
     found = []
-    for kind, text in fence.findall(PAGE.read_text("utf-8")):
+    for kind, text in fence.findall(page.read_text("utf-8")):
         if kind:
             found[-1] = (found[-1][0], text)
         else:
@@ -68,6 +77,31 @@ def test_the_commands_of_planish_print_what_the_page_shows(capsys):
         "iteration-1",
         "iteration-2",
     ]
+
+
+def test_the_page_for_gpus_is_followed_as_far_as_it_needs_none(capsys, monkeypatch):
+    server, run_id, followed = Server(), "", []
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
+    for command, expected in blocks(GPU_PAGE):
+        if command.startswith(tuple(ELSEWHERE)):
+            continue
+        assert main(command.replace("RUN_ID", run_id).split()[1:]) == 0, command
+        printed = [
+            " ".join(line.replace("│", " ").split())
+            for line in capsys.readouterr().out.splitlines()
+        ]
+        shown = [" ".join(line.split()) for line in expected.splitlines()]
+        assert set(shown) <= {*printed}, command
+        run_id = run_id or next(iter(server.objects["runs"]), "")
+        followed.append(command.split()[1])
+    server.close()
+    assert (followed, printed) == (["plan", "submit", "status"], ["SUCCEEDED"])
+    (run,) = server.posted("runs")
+    executors = run["pipeline_spec"]["pipeline_spec"]["deploymentSpec"]["executors"].values()
+    images = {executor["container"]["image"].rpartition("/")[0] for executor in executors}
+    assert images == {"registry.example/team"}
+    starts = [command for command, _ in blocks(GPU_PAGE)]
+    assert all(any(command.startswith(each) for command in starts) for each in ELSEWHERE)
 
 
 def test_pictures_are_there_and_small():

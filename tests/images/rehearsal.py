@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pipelines.compile import compile_text
 from pipelines.post_train import build_post_train, profile_named
 from planish import store
 from planish.__main__ import main as planish
+from tests.contract.test_quickstart_page import GPU_PAGE, blocks
 from tests.images.containers import REPOSITORY, Containers, Here
 from tests.images.node import Node
 from tests.images.pipeline import run_tasks
@@ -98,6 +100,10 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
         run_tasks(pipeline, run["runtime_config"]["parameters"], artifacts, run_task)
         with mock.patch.dict(os.environ, minio.environment):
             check_export(ROOT, 1, "Qwen2")
+            for command, _ in blocks(GPU_PAGE):
+                if command.startswith("planish show"):
+                    words = shlex.split(command.replace("s3://bucket/run1", ROOT), comments=True)
+                    assert planish(words[1:]) == 0, command
 
 
 def submitted(*words: str) -> dict[str, Any]:
