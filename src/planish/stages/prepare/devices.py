@@ -211,6 +211,11 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
             faults.append(
                 f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
             )
+    if shape.layers % (stages := train.get("pipeline_parallel", 1)):
+        faults.append(
+            f"`train.pipeline_parallel` must divide the {shape.layers} layers of the model, got "
+            f"{stages}"
+        )
     if shape.num_experts:
         faults.append(
             "`train.trainer` must be 'fsdp2' for a model with experts, got 'megatron' and "
@@ -327,7 +332,7 @@ def train_demands(
     # Data-parallel ranks of the other trainer have a copy each.
     sharing = ranks * num_nodes
     if train["trainer"] == "megatron":
-        sharing = train.get("tensor_parallel", 1)
+        sharing = train.get("tensor_parallel", 1) * train.get("pipeline_parallel", 1)
     parts = train_parts(config, shape, sharing)
     if not pod.gpus:
         room = pod.memory_bytes - ranks * PROGRAM_BYTES

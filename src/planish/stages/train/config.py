@@ -21,6 +21,9 @@ class TrainConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share every matrix of a model; divides heads, groups of keys and the number of
     processes. Needs the trainer `megatron`."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages of consecutive layers, each on ranks of its own; divides the layers and the number of
+    processes. Needs the trainer `megatron`."""
     sequence_parallel: bool = False
     """Ranks that share matrices also share the tokens between them: less memory. Needs
     `tensor_parallel` above 1."""
@@ -95,24 +98,27 @@ class TrainConfig(Section):
         Raises:
             ConfigError: there are too few processes, or some would be left over.
         """
-        if ranks.size % self.tensor_parallel:
+        if ranks.size % (self.tensor_parallel * self.pipeline_parallel):
             raise ConfigError(
-                "`train.tensor_parallel` must divide the number of training processes, got "
-                f"{self.tensor_parallel} for {ranks.size}; `train.num_processes` sets it"
+                "`train.tensor_parallel` x `train.pipeline_parallel` must divide the number of "
+                f"training processes, got {self.tensor_parallel} x {self.pipeline_parallel} for "
+                f"{ranks.size}; `train.num_processes` sets it"
             )
-        return Grid(ranks, tp=self.tensor_parallel)
+        return Grid(ranks, tp=self.tensor_parallel, pp=self.pipeline_parallel)
 
     def _off(self) -> list[str]:
         off = [] if self.selection != "all" else ["selection", "max_groups"]
         off += [] if self.tensor_parallel > 1 else ["tensor_parallel", "sequence_parallel"]
+        off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
         return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")
     def _has_its_trainer(self) -> TrainConfig:
-        if self.tensor_parallel > 1 and self.trainer == "fsdp2":
+        if self.tensor_parallel * self.pipeline_parallel > 1 and self.trainer == "fsdp2":
             raise ValueError(
-                "`tensor_parallel` must be 1 for the trainer 'fsdp2', got "
-                f"{self.tensor_parallel}; `trainer = 'megatron'` cuts matrices"
+                "`tensor_parallel` and `pipeline_parallel` must be 1 for the trainer 'fsdp2', got "
+                f"{self.tensor_parallel} and {self.pipeline_parallel}; `trainer = 'megatron'` cuts "
+                "matrices"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -7,10 +7,8 @@ Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and o
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.lora import plain_name
 from planish.stages.train.config import TrainConfig
+from planish.stages.train.sharded_model import Micro
 
 
 class Fsdp2Sharding:
@@ -68,16 +67,24 @@ class Fsdp2Sharding:
             fully_shard(layer, **options)
         fully_shard(self.scorer, **options)
 
-    def computing(self) -> AbstractContextManager[Any]:
-        """Return what forward passes run in; sharded models compute in half by themselves."""
-        if self.config.compute_dtype == "bfloat16" and self.grid.dp == 1:
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch, summed over ranks."""
-        # Sharded gradients are averaged over ranks; the parts of the loss are to be summed.
-        torch.autograd.backward(loss * self.grid.dp)
+    def run(
+        self,
+        micros: Iterable[Micro],
+        forward: Callable[[Micro], list[Tensor]],
+        take: Callable[[Micro, list[Tensor]], Tensor],
+        *,
+        learns: bool,
+    ) -> None:
+        """Compute micro-batches one by one."""
+        # Sharded models compute in half precision by themselves.
+        half = self.config.compute_dtype == "bfloat16" and self.grid.dp == 1
+        for micro in micros:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+                results = forward(micro)
+            loss = take(micro, results)
+            if learns:
+                # Sharded gradients are averaged over ranks; parts of the loss are to be summed.
+                torch.autograd.backward(loss * self.grid.dp)
 
     def clip(self, limit: float) -> float:
         """Limit the norm of the gradient and return what it was."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,18 @@ from planish.stages.train.batching import (
     selected_lengths,
 )
 from planish.stages.train.config import TrainConfig
+
+
+class Micro(NamedTuple):
+    """What one forward pass computes."""
+
+    rows: Rows
+    """[b] of the batch; none where this rank only keeps step with the others."""
+    batch: TrainBatch
+    """On the device: b rows, or one of padding where there is none."""
+    select: Tensor
+    """Of the batch's shape, bool: the tokens whose results are needed."""
+
 
 Score = Callable[[TrainBatch, Tensor], tuple[Tensor, ...]]
 """Micro-batch and [B, S] selection to per-token results, [K] each of the K selected tokens."""
@@ -59,11 +70,23 @@ class Sharding(Protocol):
             ConfigError: such a model can not be sharded like this.
         """
 
-    def computing(self) -> AbstractContextManager[Any]:
-        """Return what forward passes run in."""
+    def run(
+        self,
+        micros: Iterable[Micro],
+        forward: Callable[[Micro], list[Tensor]],
+        take: Callable[[Micro, list[Tensor]], Tensor],
+        *,
+        learns: bool,
+    ) -> None:
+        """Compute micro-batches, in order.
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch."""
+        Args:
+            micros: of this rank, as many as every other rank has.
+            forward: calls the scorer; a rank that holds no scores does not call it.
+            take: gets the results of every micro-batch, of the batch's shape each, on every rank
+                of the model; returns what is to be differentiated.
+            learns: add the gradient of what `take` returns.
+        """
 
     def clip(self, limit: float) -> float:
         """Sum the gradients of all ranks, limit their norm and return what it was."""
@@ -140,11 +163,15 @@ class ShardedModel:
             [num_results, B, S] float32 on CPU, 0 outside the mask, equal on all ranks.
         """
         result = torch.zeros((num_results, *mask.shape), dtype=torch.float32)
+
+        def take(micro: Micro, results: list[Tensor]) -> Tensor:
+            scored = torch.stack(results[:num_results])
+            rows, columns = torch.from_numpy(micro.rows), scored.shape[2]
+            result[:, rows, :columns] = scored.cpu()[:, : len(rows)]
+            return scored
+
         with torch.no_grad():
-            for rows, micro, select in self._microbatches(batch, mask):
-                scored = torch.stack(list(self._scattered(micro, select, score))[:num_results])
-                columns = scored.shape[2]
-                result[:, torch.from_numpy(rows), :columns] = scored.cpu()[:, : len(rows)]
+            self._run(batch, mask, score, take, learns=False)
         if self.grid.ranks.size == 1:
             return result
         return self.grid.sum(result.to(self.device)).cpu()
@@ -168,12 +195,16 @@ class ShardedModel:
             tally: where they go.
             weight: how many tokens each token stands for.
         """
+
+        def take(micro: Micro, results: list[Tensor]) -> Tensor:
+            output = loss_fn(*results, micro.batch)
+            pairs = output.means.items()
+            means = {name: (total * weight, count * weight) for name, (total, count) in pairs}
+            tally.add(replace(output, means=means))
+            return output.loss
+
         with torch.no_grad():
-            for _, micro, select in self._microbatches(batch, mask):
-                output = loss_fn(*self._scattered(micro, select, score), micro)
-                pairs = output.means.items()
-                means = {name: (total * weight, count * weight) for name, (total, count) in pairs}
-                tally.add(replace(output, means=means))
+            self._run(batch, mask, score, take, learns=False)
 
     def step(
         self,
@@ -198,12 +229,15 @@ class ShardedModel:
         assert self.optimizer is not None, "a frozen model makes no step"
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tally = tally or Tally()
-        for _, micro, select in self._microbatches(minibatch, mask):
-            output = loss_fn(*self._scattered(micro, select, score), micro)
-            self.sharding.backward(output.loss)
-            tally.add(output)
-        metrics = tally.result(self.grid)
+        measured = tally or Tally()
+
+        def take(micro: Micro, results: list[Tensor]) -> Tensor:
+            output = loss_fn(*results, micro.batch)
+            measured.add(output)
+            return output.loss
+
+        self._run(minibatch, mask, score, take, learns=True)
+        metrics = measured.result(self.grid)
         norm = self.sharding.clip(self.config.grad_clip or math.inf)
         metrics |= {"grad_norm": norm, "skipped": 0.0 if math.isfinite(norm) else 1.0}
         if math.isfinite(norm):
@@ -211,27 +245,36 @@ class ShardedModel:
         self.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _microbatches(
-        self, batch: TrainBatch, mask: Tensor
-    ) -> Iterator[tuple[Rows, TrainBatch, Tensor]]:
-        """Yield this rank's row numbers, micro-batches and selections."""
-        lengths = selected_lengths(mask)
-        plan = plan_microbatches(lengths, self.config.tokens_per_microbatch, self.grid.dp)
-        for rows in plan[self.grid.dp_rank]:
-            width = int(lengths[rows].max(initial=2))
-            micro = gather_rows(batch, rows, num_columns=width).to(self.device)
-            if len(rows):
-                select = mask[torch.from_numpy(rows), :width].to(self.device)
-            else:
-                # Sharded models need a forward and backward on every rank, even without tokens.
-                select = torch.zeros_like(micro.policy_mask)
-                select[0, 1] = True
-            yield rows, micro, select
+    def _run(
+        self,
+        batch: TrainBatch,
+        mask: Tensor,
+        score: Score,
+        take: Callable[[Micro, list[Tensor]], Tensor],
+        *,
+        learns: bool,
+    ) -> None:
+        """Compute this rank's part of a batch; `take` gets [B, S] results, 0 outside the mask."""
 
-    def _scattered(self, micro: TrainBatch, select: Tensor, score: Score) -> list[Tensor]:
-        with self.sharding.computing():
-            results = score(micro, select)
-        return [scatter_tokens(select, result) for result in results]
+        def forward(micro: Micro) -> list[Tensor]:
+            results = score(micro.batch, micro.select)
+            return [scatter_tokens(micro.select, result) for result in results]
+
+        def micros() -> Iterator[Micro]:
+            lengths = selected_lengths(mask)
+            plan = plan_microbatches(lengths, self.config.tokens_per_microbatch, self.grid.dp)
+            for rows in plan[self.grid.dp_rank]:
+                width = int(lengths[rows].max(initial=2))
+                micro = gather_rows(batch, rows, num_columns=width).to(self.device)
+                if len(rows):
+                    select = mask[torch.from_numpy(rows), :width].to(self.device)
+                else:
+                    # Ranks need a forward and backward pass each, even without tokens.
+                    select = torch.zeros_like(micro.policy_mask)
+                    select[0, 1] = True
+                yield Micro(rows, micro, select)
+
+        self.sharding.run(micros(), forward, take, learns=learns)
 
     def weights(self) -> dict[str, Any]:
         """Return parameters and saved buffers as a train state takes them."""

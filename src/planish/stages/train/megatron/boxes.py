@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.checkpoint.adapters.placement import FlatShard
 from planish.checkpoint.convert.hf_names import LAYER_NAMES, TOP_NAMES
@@ -77,6 +76,8 @@ class Boxes:
     """What names of the decoder begin with there: `body.` in a critic."""
     is_tied: bool = False
     """The LM head is the input embedding."""
+    first_layer: int = 0
+    """Number of the first layer that is here."""
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
         """Return what a local parameter is made of; nothing for rows of padding alone.
@@ -91,7 +92,7 @@ class Boxes:
             if self.is_tied and there == "lm_head.weight":
                 there = TOP_NAMES["embedding.word_embeddings.weight"]
             return self._cut(self._renamed(there), shape, slice(0, shape[0]))
-        layer, short = self._renamed(f"model.layers.{match[1]}."), match[2]
+        layer, short = self._renamed(f"model.layers.{self.first_layer + int(match[1])}."), match[2]
         if short in LAYER_NAMES:
             return self._cut(layer + LAYER_NAMES[short], shape, slice(0, shape[0]))
         if short == "mlp.linear_fc1.weight":
@@ -149,9 +150,6 @@ def fill_pieces(
         parameters: local parameter by name; one that is also in `weights` is left as it is.
         pieces: of each parameter.
         weights: whole tensors by the names of transformers.
-
-    Raises:
-        ConfigError: a weight has no place.
     """
     with torch.no_grad():
         for name in parameters.keys() - weights.keys():
@@ -160,10 +158,3 @@ def fill_pieces(
                 ends = zip(piece.offset, piece.extent, strict=True)
                 box = tuple(slice(start, start + length) for start, length in ends)
                 piece.of(parameters[name]).copy_(weights[piece.name][box])
-    left = weights.keys() - {piece.name for part in pieces.values() for piece in part}
-    if left:
-        raise ConfigError(
-            "every weight of a model must have a place in a GPTModel for the trainer 'megatron', "
-            f"{sorted(left)[:4]} ({len(left)} tensors) have none; train it with "
-            "`train.trainer = 'fsdp2'`"
-        )

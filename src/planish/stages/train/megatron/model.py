@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -81,11 +82,27 @@ def without_accelerator(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    held, torch.cuda.current_device = torch.cuda.current_device, lambda: "cpu"  # type: ignore[assignment,return-value]
+    held = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
+    schedules.torch = _Torch
     try:
         yield
     finally:
-        torch.cuda.current_device = held
+        torch.cuda.current_device, torch.cuda.synchronize = held
+        schedules.torch = torch
+
+
+class _TorchOnCpu:
+    """torch, whose `zeros` lie on the CPU: schedules count tokens on an accelerator."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "zeros":
+            return lambda *shape, device, **options: torch.zeros(*shape, **options)
+        return getattr(torch, name)
+
+
+_Torch = _TorchOnCpu()
 
 
 class _Attention(nn.Module):
@@ -126,13 +143,14 @@ def kernels(device: torch.device) -> dict[str, Any]:
 
 
 def build_gpt(
-    model: Any, *, is_tied: bool, config: TrainConfig, grid: Grid, device: torch.device
+    model: Any, *, has_head: bool, config: TrainConfig, grid: Grid, device: torch.device
 ) -> Any:
     """Return this rank's part of a GPTModel of the sizes of a decoder, its weights still unset.
 
     Args:
         model: configuration of a decoder of transformers.
-        is_tied: there is no LM head beside the embedding.
+        has_head: there is an LM head beside the embedding. Between pipeline stages there always is
+            one; where it is the same matrix, gradients are to be added up.
         config: of the train stage.
         grid: where this rank stands.
         device: that the model will be moved to.
@@ -152,6 +170,8 @@ def build_gpt(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
         pipeline_dtype=torch.float32,
+        variable_seq_lengths=grid.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # the other one refuses lengths that vary
         sequence_parallel=config.sequence_parallel and grid.tp > 1,
         perform_initialization=False,
         gated_linear_unit=True,
@@ -179,7 +199,9 @@ def build_gpt(
             vocab_size=padded_vocabulary(model.vocab_size, grid.tp),
             max_sequence_length=model.max_position_embeddings,
             position_embedding_type="none",
-            share_embeddings_and_output_weights=is_tied,
+            pre_process=grid.pp_rank == 0,
+            post_process=grid.pp_rank == grid.pp - 1,
+            share_embeddings_and_output_weights=not has_head and grid.pp == 1,
         )
 
 
@@ -211,6 +233,11 @@ def _check(model: Any, grid: Grid) -> None:
         not in ("default", "linear", "llama3"),
     }
     sizes = (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
+    if model.num_hidden_layers % grid.pp:
+        raise ConfigError(
+            f"`train.pipeline_parallel` must divide the {model.num_hidden_layers} layers of the "
+            f"model, got {grid.pp}"
+        )
     if any(size % grid.tp for size in sizes):
         raise ConfigError(
             "`train.tensor_parallel` must divide heads, heads of keys and values, and features "
@@ -242,20 +269,29 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
         """Return `last_hidden_state`, [B, S, H], of [B, S] int64 padded on the right."""
-        options, width = self.gpt.config, input_ids.shape[1]
+        hidden = self.stage(input_ids)
+        if self.gpt.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return SimpleNamespace(last_hidden_state=hidden[: input_ids.shape[1]].transpose(0, 1))
+
+    def stage(self, input_ids: Tensor) -> Tensor:
+        """Return what the layers of this rank make of [B, S] int64: [S, B, H].
+
+        Behind the first stage the layers take what the stage before has sent. With sequence
+        parallelism S is that of this rank.
+        """
+        options = self.gpt.config
         ids = input_ids
         if options.sequence_parallel:
             # Every rank has as many tokens; attention is causal, so those added change nothing.
-            ids = functional.pad(ids, (0, -width % options.tensor_model_parallel_size))
+            ids = functional.pad(ids, (0, -ids.shape[1] % options.tensor_model_parallel_size))
         angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), self.frequencies)
-        hidden = self.gpt.decoder(
-            hidden_states=self.gpt.embedding(ids, None),
+        hidden: Tensor = self.gpt.decoder(
+            hidden_states=self.gpt.embedding(ids, None) if self.gpt.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
         )
-        if options.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return SimpleNamespace(last_hidden_state=hidden[:width].transpose(0, 1))
+        return hidden
 
 
 class Vocabulary:

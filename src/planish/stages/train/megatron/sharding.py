@@ -8,16 +8,20 @@ Source: Megatron-LM, arXiv 1909.08053, section 3.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer
@@ -32,6 +36,7 @@ from planish.stages.train.megatron.model import (
     join_grid,
     without_accelerator,
 )
+from planish.stages.train.sharded_model import Micro
 
 
 class MegatronSharding:
@@ -51,16 +56,28 @@ class MegatronSharding:
         self.config, self.grid, self.device = config, grid, device
         is_critic = isinstance(model, Critic)
         decoder = model.body if is_critic else getattr(model, model.base_model_prefix)
-        is_tied = is_critic or bool(decoder.config.tie_word_embeddings)
-        gpt = build_gpt(decoder.config, is_tied=is_tied, config=config, grid=grid, device=device)
+        is_tied = not is_critic and bool(decoder.config.tie_word_embeddings)
+        gpt = build_gpt(
+            decoder.config, has_head=not is_tied, config=config, grid=grid, device=device
+        )
+        self.is_last = grid.pp_rank == grid.pp - 1
+        self.is_tied_apart = is_tied and grid.pp > 1
+        if is_critic and self.is_last:
+            gpt.output_layer = None
+        self.body = Decoder(gpt, decoder.rotary_emb.inv_freq)
         self.parameters: dict[str, Tensor] = dict(gpt.named_parameters())
+        if is_critic and self.is_last:
+            self.parameters |= {f"head.{name}": p for name, p in model.head.named_parameters()}
         self.buffers: dict[str, Tensor] = {}
         self.wholes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-        sizes = {**decoder.config.to_dict(), "head_dim": head_size(decoder.config)}
-        boxes = Boxes(self.wholes, sizes, grid, "body." if is_critic else "model.", is_tied)
-        body = Decoder(gpt, decoder.rotary_emb.inv_freq)
-        if is_critic:
-            self.parameters |= {f"head.{name}": p for name, p in model.head.named_parameters()}
+        boxes = Boxes(
+            self.wholes,
+            {**decoder.config.to_dict(), "head_dim": head_size(decoder.config)},
+            grid,
+            "body." if is_critic else "model.",
+            is_tied,
+            first_layer=grid.pp_rank * (decoder.config.num_hidden_layers // grid.pp),
+        )
         self.pieces = {
             name: boxes.pieces(name, tuple(tensor.shape))
             for name, tensor in self.parameters.items()
@@ -79,13 +96,24 @@ class MegatronSharding:
             if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
             or getattr(tensor, "sequence_parallel", False)
         }
-        fill_pieces(self.parameters, self.pieces, dict(model.named_parameters()))
+        weights = dict(model.named_parameters())
+        fill_pieces(self.parameters, self.pieces, weights)
+        # A weight that is on no rank, such as an adapter, would be lost.
+        held = {piece.name for part in self.pieces.values() for piece in part}
+        seen = grid.ranks.max(torch.tensor([name in held for name in weights]).int())
+        left = [name for name, count in zip(weights, seen.tolist(), strict=True) if not count]
+        if left:
+            raise ConfigError(
+                "every weight of a model must have a place in a GPTModel for the trainer "
+                f"'megatron', {left[:4]} ({len(left)} tensors) have none; train it with "
+                "`train.trainer = 'fsdp2'`"
+            )
         scorer: nn.Module
         if is_critic:
-            scorer = ValueScorer(Critic(body, model.head))
+            scorer = ValueScorer(Critic(self.body, model.head))
         else:
             part = Vocabulary(decoder.config.vocab_size, grid) if grid.tp > 1 else None
-            scorer = TokenScorer(LanguageModel(body, model.config), vocabulary=part)
+            scorer = TokenScorer(LanguageModel(self.body, model.config), vocabulary=part)
         if is_frozen:
             scorer.requires_grad_(False)
         elif config.activation_checkpointing:
@@ -95,20 +123,72 @@ class MegatronSharding:
                 layers[number] = checkpoint_wrapper(layer)
         self.scorer = scorer.to(device)
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Let forward and backward passes run in the type and on the device of the model."""
+    def run(
+        self,
+        micros: Iterable[Micro],
+        forward: Callable[[Micro], list[Tensor]],
+        take: Callable[[Micro, list[Tensor]], Tensor],
+        *,
+        learns: bool,
+    ) -> None:
+        """Compute micro-batches one by one, or stage by stage in the library's pipeline."""
         half = self.config.compute_dtype == "bfloat16"
         with (
             without_accelerator(self.device),
             torch.autocast(self.device.type, torch.bfloat16, enabled=half),
         ):
-            yield
+            if self.grid.pp > 1:
+                self._run_stages(list(micros), forward, take, learns=learns)
+                return
+            for micro in micros:
+                loss = take(micro, forward(micro))
+                if learns:
+                    torch.autograd.backward(loss)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch to that of this rank."""
-        with self.computing():
-            torch.autograd.backward(loss)
+    def _run_stages(
+        self,
+        micros: list[Micro],
+        forward: Callable[[Micro], list[Tensor]],
+        take: Callable[[Micro, list[Tensor]], Tensor],
+        *,
+        learns: bool,
+    ) -> None:
+        """Let the last stage score, then tell the others what it found."""
+        found: list[Tensor] = []
+
+        def take_scores(micro: Micro, results: list[Tensor]) -> tuple[Tensor, None]:
+            found.append(torch.stack(results).detach())
+            # The schedule takes the mean over micro-batches; the parts of the loss are summed.
+            return take(micro, results) * len(micros), None
+
+        def step(waiting: Iterator[Micro], model: Any) -> tuple[Any, Any]:
+            micro = next(waiting)
+            if self.is_last:
+                return forward(micro), partial(take_scores, micro)
+            return self.body.stage(micro.batch.input_ids), None
+
+        if not micros:
+            return
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=step,
+            data_iterator=iter(micros),
+            model=self.body.gpt,
+            num_microbatches=len(micros),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not learns,
+        )
+        group = parallel_state.get_pipeline_model_parallel_group()
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        count = torch.tensor(len(found[0]) if found else 0, device=self.device)
+        dist.broadcast(count, last, group=group)
+        for number, micro in enumerate(micros):
+            shape = (int(count), *micro.select.shape)
+            results = found[number] if found else torch.empty(shape, device=self.device)
+            dist.broadcast(results, last, group=group)
+            if not self.is_last:
+                with torch.no_grad():
+                    take(micro, list(results))
 
     def clip(self, limit: float) -> float:
         """Sum the gradients of all ranks, limit their norm and return what it was."""
@@ -118,9 +198,14 @@ class MegatronSharding:
             parallel_state.get_tensor_model_parallel_group(),
         )
         _sum((p.grad for p in trained.values()), parallel_state.get_data_parallel_group())
+        twin = "output_layer.weight" if self.is_tied_apart else ""
+        if self.is_tied_apart and (self.is_last or self.grid.pp_rank == 0):
+            shared = trained[twin if self.is_last else "embedding.word_embeddings.weight"]
+            _sum([shared.grad], parallel_state.get_embedding_group())
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in trained.items():
-            if not self.grid.dp_rank and not (self.grid.tp_rank and name in self.copies):
+            is_copy = name == twin or bool(self.grid.tp_rank and name in self.copies)
+            if not self.grid.dp_rank and not is_copy:
                 assert parameter.grad is not None
                 square += parameter.grad.double().square().sum()
         norm = self.grid.ranks.sum(square).sqrt().float()
