@@ -30,9 +30,10 @@ from planish.__main__ import main
 from planish.minder.act.kube.names import ITERATION_LABEL
 from planish.run.__main__ import stage_run
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
+from planish.run.gang.cluster import TRAINER_PERMISSIONS
 from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
-from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS
+from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS, RUNTIME_PERMISSION
 from tests.contract.kfp_needs import NEEDS
 from tests.unit.engines.deploy.plans import tiny_plan
 
@@ -247,8 +248,11 @@ def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
 
     asked = {(p.group, p.resource, p.verb) for p in PERMISSIONS}
     kubeflow = {(need.group, need.resource, need.verb) for need in NEEDS}
-    assert granted("Role", "planish-runner") == asked | kubeflow | set(GANG_PERMISSIONS)
-    everywhere = {(p.group, p.resource, p.verb) for p in CLUSTER_PERMISSIONS}
+    assert granted("Role", "planish-runner") == asked | kubeflow | {
+        *GANG_PERMISSIONS,
+        *TRAINER_PERMISSIONS,
+    }
+    everywhere = {(p.group, p.resource, p.verb) for p in (*CLUSTER_PERMISSIONS, RUNTIME_PERMISSION)}
     assert granted("ClusterRole", "planish-node-reader") == everywhere
     operator = {("batch", "jobs", v) for v in ("list", "delete")}
     operator |= {("", "services", v) for v in ("list", "delete")}
@@ -264,6 +268,7 @@ def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
         "list_namespaced_resource_quota",
         "list_node",
         "list_namespaced_custom_object",
+        "get_cluster_custom_object",
         "list_namespaced_job",
         "delete_namespaced_job",
         "list_namespaced_service",
@@ -289,6 +294,9 @@ def test_the_rights_of_gangs_are_those_of_their_client_calls():
     code = (REPOSITORY / "src/planish/run/gang/cluster.py").read_text()
     called = set(re.findall(r"self\._(?:core|batch)\.([a-z_]+)", code))
     assert called == set(GANG_CALLS)
+    of_trainer = set(re.findall(r"self\._custom\.([a-z_]+)", code))
+    verbs = ("create", "get", "list", "patch", "delete")
+    assert of_trainer == {f"{verb}_namespaced_custom_object" for verb in verbs}
     assert set(GANG_PERMISSIONS) == set(GANG_CALLS.values())
     assert len(GANG_PERMISSIONS) == len(GANG_CALLS)
 

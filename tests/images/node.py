@@ -120,7 +120,7 @@ class Node:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                path = re.fullmatch(r"/containerLogs/[^/]+/([^/]+)/main.*", self.path)
+                path = re.fullmatch(r"/containerLogs/[^/]+/([^/]+)/.*", self.path)
                 lines = node.log(path[1]).encode() if path else b""
                 self.send_response(200 if path else 404)
                 self.send_header("Content-Type", "text/plain")
@@ -297,9 +297,9 @@ class Node:
             return str(entry.get("value", ""))
         if "fieldRef" in source:
             path = source["fieldRef"]["fieldPath"]
-            label = re.fullmatch(r"metadata\.labels\['(.*)'\]", path)
-            if label:
-                return str(pod["metadata"].get("labels", {}).get(label[1], ""))
+            fact = re.fullmatch(r"metadata\.(labels|annotations)\['(.*)'\]", path)
+            if fact:
+                return str(pod["metadata"].get(fact[1], {}).get(fact[2], ""))
             found: Any = {**pod, "status": {"podIP": ADDRESS}}
             for part in path.split("."):
                 found = found[part]

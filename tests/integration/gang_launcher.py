@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from kubernetes import client
 
@@ -19,7 +20,7 @@ from planish.run.gang.manifests import Gang, GangPods
 from planish.run.signals import stops_with
 
 
-def connect(server: str, certificate: str, token: str, pod: str, **options: float) -> GangCluster:
+def connect(server: str, certificate: str, token: str, pod: str, **options: Any) -> GangCluster:
     """Return the cluster as an account sees it."""
     settings = client.Configuration(host=server)
     settings.ssl_ca_cert, settings.retries = certificate, False

@@ -22,7 +22,7 @@ from planish import store
 from planish.base.errors import ConfigError, PeerLost
 from planish.records import layout
 from planish.records.io import read_manifest
-from planish.run.gang.cluster import PERMISSIONS
+from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
 from planish.stages.prepare.cluster import KubernetesApi, Permission
@@ -34,6 +34,7 @@ from tests.integration.gang_launcher import connect
 from tests.integration.scheduling import running_scheduler
 from tests.integration.waiting import wait_for
 from tests.servers.program import REPOSITORY
+from tests.servers.run_trainer import start_trainer
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 
 pytestmark = pytest.mark.server
@@ -63,6 +64,7 @@ class Site:
             "token": token,
         }
         self.number = 0
+        self.has_trainer = False
 
     def stage_pod(self, *, deadline=600, env=()):
         """Create the pod of a stage, which sleeps; return its name."""
@@ -94,7 +96,14 @@ class Site:
     def launcher(self, gang, pod, folder):
         """Submit a gang from a process of its own."""
         path = folder / "gang.json"
-        path.write_text(json.dumps({"gang": asdict(gang), "cluster": {**self.access, "pod": pod}}))
+        path.write_text(
+            json.dumps(
+                {
+                    "gang": asdict(gang),
+                    "cluster": {**self.access, "pod": pod, "launcher": gang.launcher},
+                }
+            )
+        )
         line = [sys.executable, "-m", "tests.integration.gang_launcher", str(path)]
         with (folder / "launcher.log").open("ab") as log:
             return subprocess.Popen(line, stderr=log)
@@ -102,8 +111,10 @@ class Site:
     def objects(self):
         """Return the names of everything of gangs that is there."""
         kinds = "jobs,services,pods"
-        words = ("-n", "planish", "get", kinds, "-l", GANG_LABEL, "-o", "name")
-        return self.plane.kubectl(*words).stdout.split()
+        if self.has_trainer:
+            kinds += ",trainjobs,jobsets"
+        names = self.plane.kubectl("-n", "planish", "get", kinds, "-o", "name").stdout.split()
+        return [name for name in names if "/planish-" in name]
 
     def has_nothing_left(self):
         wait_for(lambda: not self.objects(), 30, lambda: str(self.objects()))
@@ -133,7 +144,8 @@ def site(shared_site):
     """The control plane; what a failed test has left of gangs is gone for the next one."""
     yield shared_site
     if shared_site.objects():
-        words = ("delete", "jobs", "-l", GANG_LABEL, "--wait=true")
+        kinds = "trainjobs,jobs" if shared_site.has_trainer else "jobs"
+        words = ("delete", kinds, "-l", GANG_LABEL, "--wait=true")
         shared_site.plane.kubectl("-n", "planish", *words, check=False)
 
 
@@ -166,6 +178,10 @@ def stand_in(line, mark, **changes):
     return replace(gang, **changes)
 
 
+def node_of(site, pod):
+    return site.get("pod", pod)["spec"]["nodeName"]
+
+
 def run_in_thread(cluster, gang):
     """Run a gang beside the test; returns the thread and where its error goes."""
     errors = []
@@ -183,7 +199,7 @@ def run_in_thread(cluster, gang):
 
 def test_the_role_that_ships_allows_every_request_and_no_more(site):
     api = KubernetesApi(site.cluster("none")._core.api_client, "planish")
-    asked = [Permission(*each) for each in PERMISSIONS]
+    asked = [Permission(*each) for each in {*PERMISSIONS, *TRAINER_PERMISSIONS}]
     assert [each.describe() for each in asked if not api.allowed(each, namespaced=True)] == []
     for other in (("batch", "jobs", "list"), ("", "pods", "delete"), ("", "services", "delete")):
         assert not api.allowed(Permission(*other), namespaced=True), other
@@ -269,8 +285,8 @@ def test_a_drained_node_ends_the_gang(site):
     wait_for(lambda: len(site.running()) == 2, 30)
     stays = site.running()
     # The pod of the stage is on one of them; the other is drained.
-    stage = site.get("pod", f"stage-{site.number}")["spec"]["nodeName"]
-    away = next(node.name for node in site.nodes if node.name != stage)
+    stage = f"stage-{site.number}"
+    away = next(node.name for node in site.nodes if node.name != node_of(site, stage))
     site.plane.kubectl("drain", away, "--force", "--grace-period=1", "--timeout=30s")
     thread.join(60)
     site.plane.kubectl("uncordon", away)
@@ -368,6 +384,12 @@ def test_a_gang_goes_with_the_pod_of_its_stage(site, tmp_path):
     assert site.has_nothing_left()
 
 
+def test_without_kubeflow_trainer_its_gangs_are_refused(site):
+    gang = stand_in("true", 10, launcher="trainjob")
+    with pytest.raises(ConfigError, match="install Kubeflow Trainer"):
+        run_gang(site.cluster(site.stage_pod(), launcher="trainjob"), gang, before=lambda: None)
+
+
 def test_a_gang_of_somebody_else_under_our_name_is_refused_and_stays(site):
     pod = site.stage_pod()
     cluster, gang = site.cluster(pod), stand_in("sleep 300", 9)
@@ -379,3 +401,94 @@ def test_a_gang_of_somebody_else_under_our_name_is_refused_and_stays(site):
         run_gang(cluster, gang, before=lambda: None)
     assert site.get("job", gang.name)["metadata"]["labels"] == {GANG_LABEL: "other"}
     site.plane.kubectl("-n", "planish", "delete", "job", gang.name)
+
+
+@pytest.fixture
+def trained(site):
+    """The site with the controllers of Kubeflow Trainer and JobSet, and our runtime."""
+    if not site.has_trainer:
+        start_trainer(site.plane)
+        site.plane.kubectl("apply", "-k", str(REPOSITORY / "manifests/trainer"))
+        site.has_trainer = True
+    return site
+
+
+def trainjob(line, mark, **changes):
+    return stand_in(line, mark, launcher="trainjob", **changes)
+
+
+def test_kubeflow_trainer_runs_a_gang_and_nothing_is_left(trained, tmp_path):
+    gang = trainjob("", 21, words=("tests.integration.gang_rank", str(tmp_path)))
+    (tmp_path / "go").touch()
+    cluster = trained.cluster(trained.stage_pod(), launcher="trainjob")
+    run_gang(cluster, gang, before=lambda: None)
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
+    assert trained.has_nothing_left()
+
+
+def test_a_pod_of_kubeflow_trainer_that_fails_ends_the_gang(trained, caplog):
+    gang = trainjob("echo the disk is full; exit 3", 22)
+    cluster = trained.cluster(trained.stage_pod(), launcher="trainjob")
+    with pytest.raises(PeerLost, match="got 3 from `planish-"):
+        run_gang(cluster, gang, before=lambda: None)
+    assert "the disk is full" in caplog.text
+    assert trained.has_nothing_left()
+
+
+def test_a_gang_of_kubeflow_trainer_is_attached_to_drained_and_cancelled(trained, tmp_path):
+    gang = trainjob("sleep 300", 23)
+    first = trained.launcher(gang, trained.stage_pod(), tmp_path)
+    wait_for(lambda: len(trained.running()) == 2, 60)
+    first.kill()
+    first.wait(10)
+    uid = trained.get("trainjob", gang.name)["metadata"]["uid"]
+    retry = trained.stage_pod()
+    second = trained.launcher(gang, retry, tmp_path)
+
+    def job():
+        return trained.get("trainjob", gang.name)["metadata"]
+
+    wait_for(lambda: job()["ownerReferences"][0]["name"] == retry, 20)
+    assert job()["uid"] == uid
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(20) == 75
+    assert trained.has_nothing_left()
+    thread, errors = run_in_thread(trained.cluster(retry, launcher="trainjob"), gang)
+    wait_for(lambda: len(trained.running()) == 2, 60)
+    away = next(node.name for node in trained.nodes if node.name != node_of(trained, retry))
+    trained.plane.kubectl("drain", away, "--force", "--grace-period=1", "--timeout=30s")
+    thread.join(60)
+    trained.plane.kubectl("uncordon", away)
+    (error,) = errors
+    assert isinstance(error, PeerLost)
+    assert trained.has_nothing_left()
+
+
+def test_a_gang_of_kubeflow_trainer_ends_with_the_deadline_of_its_stage(trained):
+    pod = trained.stage_pod(deadline=8)
+    with pytest.raises(PeerLost, match="DeadlineExceeded"):
+        run_gang(
+            trained.cluster(pod, launcher="trainjob"),
+            trainjob("sleep 300", 24),
+            before=lambda: None,
+        )
+    assert trained.has_nothing_left()
+
+
+def test_a_gang_with_a_queue_of_kueue_waits_for_it(trained):
+    pod = trained.stage_pod()
+    for launcher in ("job", "trainjob"):
+        gang = stand_in("true", 25, launcher=launcher, queue="team")
+        cluster = trained.cluster(pod, launcher=launcher)
+        thread, errors = run_in_thread(cluster, gang)
+        wait_for(lambda launcher=launcher: f"{launcher}" in str(trained.objects()), 20)
+        found = trained.get(launcher, gang.name)
+        assert found["spec"]["suspend"] is True
+        assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+        # What Kueue does once the quota has room.
+        change = json.dumps({"spec": {"suspend": False}})
+        words = ("patch", launcher, gang.name, "--type=merge", "-p", change)
+        trained.plane.kubectl("-n", "planish", *words)
+        thread.join(60)
+        assert errors == []
+        assert trained.has_nothing_left()

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Build the servers that tests start, from pinned Go modules into .cache/bin.
-#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes] [expression] [lws]      (default: minio)
+#   tests/servers/build.sh [minio] [mc] [etcd] [kubernetes] [expression] [lws] [jobset]
+#       [trainer]      (default: minio)
 # A server that is there in the pinned version is not built again. Of lws only its definition of the
-# resource is taken: .cache/bin/lws.yaml.
+# resource is taken: .cache/bin/lws.yaml; those of jobset and trainer lie beside the programs.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 bin="$(cd "$here/../.." && pwd)/.cache/bin"
@@ -14,6 +15,18 @@ declare -A package=(
   [kubernetes]=.
   [expression]=.
   [lws]=sigs.k8s.io/lws
+  [jobset]=sigs.k8s.io/jobset
+  [trainer]=github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager
+)
+declare -A module=(
+  [lws]=sigs.k8s.io/lws
+  [jobset]=sigs.k8s.io/jobset
+  [trainer]=github.com/kubeflow/trainer/v2
+)
+declare -A definitions=(
+  [lws]=config/crd/bases/*_leaderworkersets.yaml
+  [jobset]=config/components/crd/bases/*.yaml
+  [trainer]=manifests/base/crds/trainer.kubeflow.org_*.yaml
 )
 declare -A flags=(
   [kubernetes]='-X k8s.io/component-base/version.gitVersion=v1.34.4'
@@ -33,13 +46,17 @@ for name in "${@:-minio}"; do
     exit 2
   }
   cd "$here/$name"
-  if [[ "$name" == lws ]]; then
+  if [[ -n "${definitions[$name]:-}" ]]; then
     export GOFLAGS=-mod=readonly
-    go mod download "${package[$name]}"
-    cp "$(go list -m -f '{{.Dir}}' "${package[$name]}")"/config/crd/bases/*_leaderworkersets.yaml "$bin/$name.new"
-    chmod u+w "$bin/$name.new"
+    go mod download "${module[$name]}"
+    folder="$(go list -m -f '{{.Dir}}' "${module[$name]}")"
+    # shellcheck disable=SC2086  # the pattern names several files
+    for file in "$folder"/${definitions[$name]}; do
+      echo ---
+      cat "$file"
+    done >"$bin/$name.new"
     mv "$bin/$name.new" "$bin/$name.yaml"
-    continue
+    [[ "$name" != lws ]] || continue
   fi
   stamp="$(cat go.mod go.sum ./*.go | sha256sum | cut -d' ' -f1) $(go env GOVERSION)"
   if [[ -x "$bin/$name" && "$(cat "$bin/$name.stamp" 2>/dev/null)" == "$stamp" ]]; then

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ClusterError, ConfigError
-from planish.run.gang.manifests import GANG_LABEL
+from planish.run.gang.manifests import GANG_LABEL, Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ POLL_SECONDS = 5.0
 """Pause between two questions where watching fails."""
 LOG_LINES = 60
 
-PERMISSIONS = (
+PERMISSIONS: tuple[tuple[str, str, str], ...] = (
     ("", "pods", "get"),
     ("", "pods", "list"),
     ("", "pods/log", "get"),
@@ -40,14 +40,28 @@ PERMISSIONS = (
     ("batch", "jobs", "patch"),
     ("batch", "jobs", "delete"),
 )
-"""Group, resource and verb of every request below; the role in `manifests/runs` grants them."""
+"""Group, resource and verb of the requests for jobs; the role in `manifests/runs` grants them."""
+
+TRAINER = ("trainer.kubeflow.org", "v1alpha1", "trainjobs")
+"""Group, version and plural of the jobs of Kubeflow Trainer."""
+TRAINER_PERMISSIONS = tuple(
+    (TRAINER[0], TRAINER[2], verb) if group == "batch" else (group, resource, verb)
+    for group, resource, verb in PERMISSIONS
+)
+"""The same where Kubeflow Trainer makes the jobs."""
 
 
 class GangCluster:
     """The namespace of a stage's pod."""
 
     def __init__(
-        self, client: Any, namespace: str, pod: str, *, patience_seconds: float = PATIENCE_SECONDS
+        self,
+        client: Any,
+        namespace: str,
+        pod: str,
+        *,
+        launcher: Launcher = "job",
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         """Use an `ApiClient` that is already configured.
 
@@ -55,16 +69,18 @@ class GangCluster:
             client: of the package `kubernetes`.
             namespace: of the pod, where its gangs run too.
             pod: name of the stage's own pod.
+            launcher: what a job is here.
             patience_seconds: how long a request is sent again.
         """
-        from kubernetes.client import BatchV1Api, CoreV1Api
+        from kubernetes.client import BatchV1Api, CoreV1Api, CustomObjectsApi
 
         self._core, self._batch = CoreV1Api(client), BatchV1Api(client)
-        self.namespace, self.pod = namespace, pod
+        self._custom = CustomObjectsApi(client)
+        self.namespace, self.pod, self.launcher = namespace, pod, launcher
         self.patience_seconds = patience_seconds
 
     @classmethod
-    def from_pod(cls) -> GangCluster:
+    def from_pod(cls, launcher: Launcher) -> GangCluster:
         """Use the service account of this pod.
 
         Raises:
@@ -83,7 +99,7 @@ class GangCluster:
         settings.retries = False
         config.load_incluster_config(client_configuration=settings)
         namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
-        return cls(client.ApiClient(settings), namespace, pod)
+        return cls(client.ApiClient(settings), namespace, pod, launcher=launcher)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Send a request until it is answered; return the JSON of the answer, or its text.
@@ -120,6 +136,35 @@ class GangCluster:
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
 
+    def jobs(self, verb: str, *rest: Any) -> tuple[Any, ...]:
+        """Return the method of the client for a verb, and its arguments.
+
+        Args:
+            verb: create, get, list, patch or delete.
+            rest: name, body or both, as far as the verb has them.
+        """
+        if self.launcher == "trainjob":
+            method: Any = {
+                "create": self._custom.create_namespaced_custom_object,
+                "get": self._custom.get_namespaced_custom_object,
+                "list": self._custom.list_namespaced_custom_object,
+                "patch": self._custom.patch_namespaced_custom_object,
+                "delete": self._custom.delete_namespaced_custom_object,
+            }[verb]
+            group, version, plural = TRAINER
+            return (method, group, version, self.namespace, plural, *rest)
+        method = {
+            "create": self._batch.create_namespaced_job,
+            "get": self._batch.read_namespaced_job,
+            "list": self._batch.list_namespaced_job,
+            "patch": self._batch.patch_namespaced_job,
+            "delete": self._batch.delete_namespaced_job,
+        }[verb]
+        if verb in ("create", "list"):
+            return (method, self.namespace, *rest)
+        name, *body = rest
+        return (method, name, self.namespace, *body)
+
     def own_pod(self) -> dict[str, Any]:
         """Return the pod of the stage."""
         pod: dict[str, Any] = self.call(self._core.read_namespaced_pod, self.pod, self.namespace)
@@ -127,10 +172,14 @@ class GangCluster:
 
     def create_job(self, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
         """Create a job and return it; None where there is one of its name."""
-        create = self._batch.create_namespaced_job
         try:
-            job: dict[str, Any] = self.call(create, self.namespace, manifest)
+            job: dict[str, Any] = self.call(*self.jobs("create", manifest))
         except ClusterError as error:
+            if error.status == 404 and self.launcher == "trainjob":
+                raise ConfigError(
+                    f"the cluster must have the resource {TRAINER[2]}.{TRAINER[0]}, but has not; "
+                    "install Kubeflow Trainer 2.1, or set `train.launcher=job`"
+                ) from None
             if error.status != 409:
                 raise
             return None
@@ -147,7 +196,7 @@ class GangCluster:
     def job(self, name: str) -> dict[str, Any] | None:
         """Return a job as it is now; None where there is none."""
         try:
-            job: dict[str, Any] = self.call(self._batch.read_namespaced_job, name, self.namespace)
+            job: dict[str, Any] = self.call(*self.jobs("get", name))
         except ClusterError as error:
             if error.status != 404:
                 raise
@@ -157,19 +206,19 @@ class GangCluster:
     def own(self, name: str, owner: Mapping[str, Any]) -> None:
         """Make an object the only owner of a job."""
         change = [{"op": "add", "path": "/metadata/ownerReferences", "value": [owner]}]
-        self.call(self._batch.patch_namespaced_job, name, self.namespace, change)
+        self.call(*self.jobs("patch", name, change))
 
     def delete_job(self, name: str) -> None:
         """Delete a job, and with it pods and service, unless it is gone already."""
         body = {"propagationPolicy": "Background"}
         try:
-            self.call(self._batch.delete_namespaced_job, name, self.namespace, body=body)
+            self.call(*self.jobs("delete", name), body=body)
         except ClusterError as error:
             if error.status != 404:
                 raise
 
-    def wait_for_change(self, job: Mapping[str, Any]) -> None:
-        """Wait until a job differs from what was read, at most `WATCH_SECONDS`.
+    def wait_for_change(self, job: Mapping[str, Any], seconds: float) -> None:
+        """Wait until a job differs from what was read, at most so long and `WATCH_SECONDS`.
 
         An API server that can not be watched is asked again after `POLL_SECONDS`.
         """
@@ -181,11 +230,10 @@ class GangCluster:
         watch = Watch()
         try:
             for _ in watch.stream(
-                self._batch.list_namespaced_job,
-                self.namespace,
+                *self.jobs("list"),
                 field_selector=f"metadata.name={meta['name']}",
                 resource_version=meta["resourceVersion"],
-                timeout_seconds=WATCH_SECONDS,
+                timeout_seconds=max(1, min(WATCH_SECONDS, round(seconds))),
                 _request_timeout=(REQUEST_SECONDS, WATCH_SECONDS + REQUEST_SECONDS),
             ):
                 return

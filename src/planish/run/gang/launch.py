@@ -15,7 +15,14 @@ from typing import Any
 from planish.base.errors import EXIT_TRANSIENT, ClusterError, ConfigError, PeerLost
 from planish.base.telemetry import redact
 from planish.run.gang.cluster import GangCluster
-from planish.run.gang.manifests import GANG_LABEL, Gang, job_manifest, owned_by, service_manifest
+from planish.run.gang.manifests import (
+    GANG_LABEL,
+    Gang,
+    deadline_of,
+    job_manifest,
+    owned_by,
+    service_manifest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +92,8 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
             cluster.own(gang.name, {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)})
             logger.info("gang attached name=%s", gang.name)
             break
-    cluster.create_service(service_manifest(gang, job))
+    if gang.launcher == "job":
+        cluster.create_service(service_manifest(gang, job))
     return job
 
 
@@ -105,6 +113,7 @@ def wait(cluster: GangCluster, gang: Gang, job: Job) -> Mapping[str, str]:
         PeerLost: the job is gone.
     """
     uid, shown = job["metadata"]["uid"], (-1, -1)
+    deadline = time.monotonic() + deadline_of(cluster.own_pod())
     while True:
         now = cluster.job(gang.name)
         if now is None or now["metadata"]["uid"] != uid:
@@ -114,12 +123,16 @@ def wait(cluster: GangCluster, gang: Gang, job: Job) -> Mapping[str, str]:
             )
         if end := ended(now):
             return end
+        if gang.launcher == "trainjob" and time.monotonic() > deadline:
+            # A Job has a deadline of its own; a TrainJob has none.
+            return {"type": "Failed", "reason": "DeadlineExceeded"}
         status = now.get("status", {})
+        status = next((each for each in status.get("jobsStatus", ())), status)
         counts = (status.get("active", 0), status.get("ready", 0))
         if counts != shown:
             logger.info("gang name=%s pods=%d ready=%d", gang.name, *counts)
             shown = counts
-        cluster.wait_for_change(now)
+        cluster.wait_for_change(now, deadline - time.monotonic())
 
 
 def failure(cluster: GangCluster, gang: Gang, end: Mapping[str, str]) -> PeerLost:

@@ -10,11 +10,17 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from planish.base.errors import ConfigError
 
 Raw = Mapping[str, Any]
+
+Launcher = Literal["job", "trainjob"]
+"""An Indexed Job with a Service, or a TrainJob of Kubeflow Trainer, which makes both."""
+
+RUNTIME = "planish-torch"
+"""The ClusterTrainingRuntime of `manifests/trainer`."""
 
 GANG_ENV = "PLANISH_GANG"
 """Variable of a pod that submits gangs: `GangPods` as JSON, written when a pipeline is compiled."""
@@ -108,6 +114,8 @@ class Gang:
     """Of its pods."""
     queue: str = ""
     """Queue of Kueue that lets it start; empty starts it at once."""
+    launcher: Launcher = "job"
+    """What it is as an object."""
 
     @property
     def name(self) -> str:
@@ -117,7 +125,8 @@ class Gang:
     @property
     def address(self) -> str:
         """Host name of its first pod."""
-        return f"{self.name}-0.{self.name}"
+        pod = f"{self.name}-node-0-0" if self.launcher == "trainjob" else f"{self.name}-0"
+        return f"{pod}.{self.name}"
 
     @property
     def port(self) -> int:
@@ -132,7 +141,7 @@ class Gang:
 
 
 def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
-    """Return the Indexed Job of a gang.
+    """Return the Indexed Job of a gang, or its TrainJob.
 
     One pod that ends badly, or is taken away, ends the whole gang: the retry of the stage starts
     the next one. No pod is replaced.
@@ -141,24 +150,20 @@ def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
         gang: what runs.
         pod: the pod of the stage, as the API server gives it; it owns the job.
     """
-    queued = {QUEUE_LABEL: gang.queue} if gang.queue else {}
-    owner = {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)}
-    seconds = pod["spec"].get("activeDeadlineSeconds", LONGEST_SECONDS)
+    metadata = job_metadata(gang, pod)
+    if gang.launcher == "trainjob":
+        return train_job_manifest(gang, pod, metadata)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {
-            "name": gang.name,
-            "labels": {**gang.own_labels, **queued},
-            "ownerReferences": [owner],
-        },
+        "metadata": metadata,
         "spec": {
             "completionMode": "Indexed",
             "completions": gang.num_nodes,
             "parallelism": gang.num_nodes,
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
-            "activeDeadlineSeconds": seconds,
+            "activeDeadlineSeconds": deadline_of(pod),
             "ttlSecondsAfterFinished": KEEP_SECONDS,
             "suspend": bool(gang.queue),
             "template": {
@@ -168,6 +173,65 @@ def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
                 },
                 "spec": pod_spec(gang, pod["spec"]),
             },
+        },
+    }
+
+
+def job_metadata(gang: Gang, pod: Raw) -> dict[str, Any]:
+    """Return name, labels and owner of the job of a gang, whatever its kind."""
+    queued = {QUEUE_LABEL: gang.queue} if gang.queue else {}
+    return {
+        "name": gang.name,
+        "labels": {**gang.own_labels, **queued},
+        "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", **owned_by(pod)}],
+    }
+
+
+def deadline_of(pod: Raw) -> int:
+    """Return the seconds that a gang has: those of the pod of its stage."""
+    return int(pod["spec"].get("activeDeadlineSeconds", LONGEST_SECONDS))
+
+
+def train_job_manifest(gang: Gang, pod: Raw, metadata: Raw) -> dict[str, Any]:
+    """Return the TrainJob of a gang.
+
+    What a TrainJob can not say stands in the runtime: no pod is replaced, and none asks the API
+    server.
+    """
+    spec = pod_spec(gang, pod["spec"])
+    (container,) = spec["containers"]
+    mounts = {"name": "node", "volumeMounts": container["volumeMounts"]}
+    fields = ("affinity", "imagePullSecrets", "nodeSelector", "serviceAccountName", "tolerations")
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata,
+        "spec": {
+            "runtimeRef": {"name": RUNTIME, "kind": "ClusterTrainingRuntime"},
+            "suspend": bool(gang.queue),
+            "trainer": {
+                "image": container["image"],
+                "command": container["command"],
+                "args": container["args"],
+                "env": container["env"],
+                "numNodes": gang.num_nodes,
+                "numProcPerNode": gang.num_processes,
+                "resourcesPerNode": container.get("resources", {}),
+            },
+            "podTemplateOverrides": [
+                {
+                    "targetJobs": [{"name": "node"}],
+                    "metadata": {
+                        "labels": gang.own_labels,
+                        "annotations": dict(gang.annotations),
+                    },
+                    "spec": {
+                        **{name: spec[name] for name in fields if spec.get(name)},
+                        "volumes": spec["volumes"],
+                        "containers": [mounts],
+                    },
+                }
+            ],
         },
     }
 

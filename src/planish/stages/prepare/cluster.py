@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from planish.base.errors import ConfigError
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
-from planish.run.gang.cluster import SERVICE_ACCOUNT
+from planish.run.gang.cluster import SERVICE_ACCOUNT, TRAINER_PERMISSIONS
+from planish.run.gang.manifests import RUNTIME
 
 ACTIVE_PHASES = ("", "Pending", "Running")
 """Phases of a workflow that has not ended."""
@@ -48,6 +49,9 @@ PERMISSIONS: tuple[Permission, ...] = (
 CLUSTER_PERMISSIONS: tuple[Permission, ...] = (Permission("", "nodes", "list"),)
 """What they do outside any namespace."""
 
+RUNTIME_PERMISSION = Permission("trainer.kubeflow.org", "clustertrainingruntimes", "get")
+"""The same for a training that Kubeflow Trainer runs."""
+
 
 class ClusterApi(Protocol):
     """The questions that the checks ask."""
@@ -63,6 +67,9 @@ class ClusterApi(Protocol):
 
     def run_is_active(self, run_id: str) -> bool:
         """Tell whether the workflow of a run exists and has not ended."""
+
+    def has_runtime(self, name: str) -> bool:
+        """Tell whether Kubeflow Trainer is there and has a ClusterTrainingRuntime."""
 
 
 class KubernetesApi:
@@ -137,6 +144,21 @@ class KubernetesApi:
                 return True
         return False
 
+    def has_runtime(self, name: str) -> bool:
+        """Read it; a cluster without Kubeflow Trainer answers as one without the runtime."""
+        from kubernetes.client import ApiException
+
+        try:
+            self._custom.get_cluster_custom_object(
+                *("trainer.kubeflow.org", "v1alpha1", "clustertrainingruntimes", name),
+                _request_timeout=TIMEOUT_SECONDS,
+            )
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -207,6 +229,8 @@ class PodRequests:
     """Pods that train together, each as large as `rank`; 0 outside a cluster."""
     rank: Mapping[str, str] = field(default_factory=dict)
     """What one of them requests by resource."""
+    launcher: str = "job"
+    """What they are submitted as: `train.launcher`."""
 
     @classmethod
     def parse(cls, text: str) -> PodRequests:
@@ -238,15 +262,15 @@ class PodRequests:
             amount(value)
         return parsed
 
-    def of_nodes(self, num_nodes: int) -> PodRequests:
-        """Return the same for a training on so many machines; 0 keeps those of the profile."""
-        num_nodes = num_nodes or self.num_nodes
+    def of_training(self, train: Mapping[str, Any]) -> PodRequests:
+        """Return the same for a training with these settings of `[train]`."""
+        num_nodes = train["num_nodes"] or self.num_nodes
         total = dict(self.total)
         for resource, each in self.rank.items():
             together = num_nodes * amount(each)
             if together > amount(total.get(resource, "0")):
                 total[resource] = f"{together:g}"
-        return replace(self, num_nodes=num_nodes, total=total)
+        return replace(self, num_nodes=num_nodes, total=total, launcher=train["launcher"])
 
 
 def inside_cluster() -> bool:
@@ -264,10 +288,19 @@ def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling:
     """
     faults: list[str] = []
     missing = [p for p in PERMISSIONS if not api.allowed(p, namespaced=True)]
+    everywhere = list(CLUSTER_PERMISSIONS)
     if requests.num_nodes > 1:
-        of_gangs = [Permission(*each) for each in GANG_PERMISSIONS]
-        missing += [p for p in of_gangs if not api.allowed(p, namespaced=True)]
-    missing += [p for p in CLUSTER_PERMISSIONS if not api.allowed(p, namespaced=False)]
+        by_trainer = requests.launcher == "trainjob"
+        of_gangs = TRAINER_PERMISSIONS if by_trainer else GANG_PERMISSIONS
+        missing += [p for e in of_gangs if not api.allowed(p := Permission(*e), namespaced=True)]
+        everywhere += [RUNTIME_PERMISSION] if by_trainer else []
+    missing += [p for p in everywhere if not api.allowed(p, namespaced=False)]
+    if RUNTIME_PERMISSION in {*everywhere} - {*missing} and not api.has_runtime(RUNTIME):
+        faults.append(
+            f"Kubeflow Trainer 2.1 must be installed with the ClusterTrainingRuntime `{RUNTIME}` "
+            "for `train.launcher=trainjob`, but is not; apply manifests/trainer, or set "
+            "`train.launcher=job`"
+        )
     if missing:
         faults.append(
             "the service account of the run must be allowed to "

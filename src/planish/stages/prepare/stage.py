@@ -245,7 +245,7 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     config = wish.configuration()
     findings, requests = Findings(), this_machine()
     if api is not None:
-        requests = PodRequests.parse(wish.requests).of_nodes(config["train"]["num_nodes"])
+        requests = PodRequests.parse(wish.requests).of_training(config["train"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
     faults = [*findings.faults, *(missing_packages(config) if api is None else [])]
     if faults := [*check_run(config, wish.num_shards), *faults, *device_faults(config, requests)]:

@@ -34,6 +34,9 @@ class TrainConfig(Section):
     """Machines that train together, each in a pod of its own with `num_processes` processes; the
     pod of the stage submits them as one job and waits. 0 is as many as the profile was made for
     (`gpu-4x8`: 4), in other profiles and outside a cluster 1."""
+    launcher: Literal["job", "trainjob"] = "job"
+    """What those pods are submitted as: `job` is an Indexed Job with a Service, which every cluster
+    has; `trainjob` is a TrainJob of Kubeflow Trainer 2.1 on the runtime of `manifests/trainer`."""
     queue: str = ""
     """Queue of Kueue that lets the pods of `num_nodes` start together; empty is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -116,7 +116,9 @@ def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
         report = read_report(UpdateReport, layout.update(job.root, job.iteration))
         result = JobResult(done, report.scalars)
     elif pods or num_nodes > 1:
-        result = launch_gang(job, cluster or GangCluster.from_pod(), num_nodes, pods or GangPods())
+        result = launch_gang(
+            job, cluster or GangCluster.from_pod(job.train.launcher), num_nodes, pods or GangPods()
+        )
     elif (processes := job.train.num_processes or num_devices(job.train.device)) == 1:
         from planish.stages.train.worker import train_iteration
 
@@ -210,6 +212,7 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
         },
         annotations={"planish/run-root": job.root},
         queue=job.train.queue,
+        launcher=job.train.launcher,
     )
     telemetry.forget("planish_stage_progress_timestamp_seconds")
     lost = None

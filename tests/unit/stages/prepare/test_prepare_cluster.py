@@ -39,6 +39,7 @@ class FakeCluster:
     quota: tuple = ()
     machines: tuple = ({"cpu": "96", "memory": "2000Gi", GPU: "8"}, {"cpu": "4", "memory": "8Gi"})
     asked: list = field(default_factory=list)
+    runtimes: tuple = ()
 
     def allowed(self, permission, *, namespaced):
         self.asked.append((permission.describe(), namespaced))
@@ -52,6 +53,9 @@ class FakeCluster:
 
     def run_is_active(self, run_id):
         return run_id == "alive"
+
+    def has_runtime(self, name):
+        return name in self.runtimes
 
 
 @pytest.mark.parametrize(
@@ -119,9 +123,10 @@ def test_an_absent_accelerator_and_small_nodes_are_told_or_only_warned_about():
 RANKS = {"cpu": "64", "memory": "1200Gi", GPU: "8"}
 
 
-def of_nodes(count, wanted=0):
+def of_nodes(count, wanted=0, launcher="job"):
     raw = {"pod": RANKS, "total": RANKS, "rank": RANKS, "num_nodes": count}
-    return PodRequests.parse(json.dumps(raw)).of_nodes(wanted)
+    settings = {"num_nodes": wanted, "launcher": launcher}
+    return PodRequests.parse(json.dumps(raw)).of_training(settings)
 
 
 def test_pods_that_train_together_need_rights_quota_and_nodes():
@@ -141,6 +146,22 @@ def test_pods_that_train_together_need_rights_quota_and_nodes():
     denied = FakeCluster(machines=(machine,) * 4, denied=("create jobs.batch", "get pods/log"))
     (fault,) = check_cluster(denied, of_nodes(4), assume_autoscaling=False).faults
     assert "allowed to get pods/log, create jobs.batch, but" in fault
+
+
+def test_a_missing_runtime_of_kubeflow_trainer_is_told_before_anything_is_asked_for():
+    machine = {"cpu": "96", "memory": "2000Gi", GPU: "8"}
+    cluster, wanted = FakeCluster(machines=(machine,) * 2), of_nodes(2, launcher="trainjob")
+    (fault,) = check_cluster(cluster, wanted, assume_autoscaling=False).faults
+    assert "apply manifests/trainer, or set `train.launcher=job`" in fault
+    assert ("create trainjobs.trainer.kubeflow.org", True) in cluster.asked
+    assert ("create jobs.batch", True) not in cluster.asked
+    there = FakeCluster(machines=(machine,) * 2, runtimes=("planish-torch",))
+    assert check_cluster(there, wanted, assume_autoscaling=False).faults == ()
+    denied = FakeCluster(
+        machines=(machine,) * 2, denied=("get clustertrainingruntimes.trainer.kubeflow.org",)
+    )
+    (fault,) = check_cluster(denied, wanted, assume_autoscaling=False).faults
+    assert "allowed to get clustertrainingruntimes.trainer.kubeflow.org, but" in fault
 
 
 def test_no_requests_need_no_room():
