@@ -256,6 +256,7 @@ def test_the_role_of_runs_grants_exactly_what_the_code_asks_for():
     assert granted("ClusterRole", "planish-node-reader") == everywhere
     operator = {("batch", "jobs", v) for v in ("list", "delete")}
     operator |= {("", "services", v) for v in ("list", "delete")}
+    operator |= {("trainer.kubeflow.org", "trainjobs", v) for v in ("list", "delete")}
     assert granted("Role", "planish-operator") == operator
 
 
@@ -269,6 +270,7 @@ def test_the_client_calls_in_the_code_are_those_that_the_roles_grant():
         "list_node",
         "list_namespaced_custom_object",
         "get_cluster_custom_object",
+        "delete_namespaced_custom_object",
         "list_namespaced_job",
         "delete_namespaced_job",
         "list_namespaced_service",

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import yaml
+from kubernetes.config import new_client_from_config
 
 from planish import store
 from planish.base.errors import ConfigError, PeerLost
@@ -28,6 +29,7 @@ from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
 from planish.stages.prepare.cluster import KubernetesApi, Permission
 from planish.stages.train.job import TrainJob
 from planish.stages.train.stage import launch, train
+from planish.submit.cleanup import KubernetesJanitor
 from tests.images.containers import Here
 from tests.images.node import Node
 from tests.integration.gang_launcher import connect
@@ -492,3 +494,17 @@ def test_a_gang_with_a_queue_of_kueue_waits_for_it(trained):
         thread.join(60)
         assert errors == []
         assert trained.has_nothing_left()
+
+
+def test_the_cleanup_of_a_run_deletes_its_gangs_of_both_kinds(trained):
+    pod = trained.stage_pod()
+    for launcher in ("job", "trainjob"):
+        gang = stand_in("true", 26, launcher=launcher, queue="team")
+        cluster = trained.cluster(pod, launcher=launcher)
+        cluster.create_job(job_manifest(gang, cluster.own_pod()))
+    admin = new_client_from_config(str(trained.plane.kubeconfig))
+    janitor = KubernetesJanitor(admin, "planish")
+    assert janitor.delete_labelled("pipeline/runid=other,planish/stage") == []
+    gone = janitor.delete_labelled("pipeline/runid=r1,planish/stage")
+    assert gone == [f"trainjob/{gang.name}", f"job/{gang.name}"]
+    assert trained.has_nothing_left()

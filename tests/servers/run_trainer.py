@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 from tests.servers.program import BIN, Program, few_variables, free_port, require
 from tests.servers.run_control_plane import ControlPlane
@@ -27,8 +28,14 @@ CONFIGURATIONS = {
 def start_trainer(plane: ControlPlane) -> None:
     """Install what both controllers know and start them; they end with the control plane."""
     require(BIN / "jobset", BIN / "trainer", remedy="tests/servers/build.sh jobset trainer")
-    for name, settings in CONFIGURATIONS.items():
+    for name in CONFIGURATIONS:
         plane.kubectl("create", "-f", str(BIN / f"{name}.yaml"))
+    plane.kubectl("wait", "--for=condition=established", "crd", "--all", "--timeout=60s")
+    # A controller ends where the API server does not serve yet what it has just been told.
+    kinds = "trainjobs,trainingruntimes,clustertrainingruntimes,jobsets"
+    while plane.kubectl("get", kinds, check=False).returncode:
+        time.sleep(0.2)
+    for name, settings in CONFIGURATIONS.items():
         folder = plane.folder / name
         certificates = folder / "k8s-webhook-server" / "serving-certs"
         certificates.mkdir(parents=True)
@@ -50,4 +57,3 @@ def start_trainer(plane: ControlPlane) -> None:
             [BIN / name, f"--config={path}", f"--kubeconfig={plane.kubeconfig}"],
             environment=environment,
         )
-    plane.kubectl("wait", "--for=condition=established", "crd", "--all", "--timeout=60s")

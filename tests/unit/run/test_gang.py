@@ -112,7 +112,7 @@ def test_damaged_settings_of_a_profile_are_refused(text):
 def test_outside_a_pod_there_is_no_gang(monkeypatch):
     monkeypatch.delenv("POD_NAME", raising=False)
     with pytest.raises(ConfigError, match=r"set `train\.num_nodes=1`"):
-        GangCluster.from_pod()
+        GangCluster.from_pod("job")
 
 
 @pytest.fixture

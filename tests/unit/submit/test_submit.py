@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from kubernetes.client import ApiException
 
 from components.pod_settings import STAGE_LABEL
 from planish import store
@@ -153,6 +154,11 @@ def test_the_real_janitor_deletes_jobs_and_services_only():
         list_namespaced_service=listing("peers"),
         delete_namespaced_service=lambda *a: asked.append(a),
     )
+
+    def absent(*_, **options):
+        raise ApiException(404)
+
+    janitor._custom = SimpleNamespace(list_namespaced_custom_object=absent)
     assert janitor.delete_labelled("a=b") == ["job/train", "service/peers"]
     assert asked[1] == ("train", "team", "Background")
     assert asked[3] == ("peers", "team")

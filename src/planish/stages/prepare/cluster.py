@@ -150,7 +150,10 @@ class KubernetesApi:
 
         try:
             self._custom.get_cluster_custom_object(
-                *("trainer.kubeflow.org", "v1alpha1", "clustertrainingruntimes", name),
+                RUNTIME_PERMISSION.group,
+                "v1alpha1",
+                RUNTIME_PERMISSION.resource,
+                name,
                 _request_timeout=TIMEOUT_SECONDS,
             )
         except ApiException as error:
