@@ -17,7 +17,7 @@ from planish.base.errors import ConfigError, PlanishError
 from planish.base.text import Table
 
 if TYPE_CHECKING:
-    from planish.submit.pipeline import Pipeline
+    from planish.submit.pipeline import CompiledPipeline
     from planish.submit.server import Kubeflow
 
 SERVICE_ACCOUNT = "planish-runner"
@@ -122,14 +122,14 @@ def _connected(options: argparse.Namespace) -> Kubeflow:
     return connect(options.host, options.kfp_namespace, token)
 
 
-def _pipeline(options: argparse.Namespace, what: str) -> Pipeline:
+def _pipeline(options: argparse.Namespace, what: str) -> CompiledPipeline:
     """Return the pipeline that the options name, with what they replace in it."""
     from planish.submit import pipeline as pipelines
 
     if what not in pipelines.NAMES:
         raise ConfigError(f"a pipeline must be one of {list(pipelines.NAMES)}, got {what!r}")
     opened = options.pipeline and pipelines.opened(options.pipeline)
-    pipeline: Pipeline = opened or pipelines.shipped(what, options.profile)
+    pipeline: CompiledPipeline = opened or pipelines.shipped(what, options.profile)
     if pipeline.name != what:
         raise ConfigError(f"`--pipeline` must hold {what}, got {pipeline.name}")
     pipelines.set_images(pipeline, pipelines.parse_images(options.image))
@@ -196,7 +196,7 @@ def _described(options: argparse.Namespace) -> tuple[Kubeflow, str]:
     return server, options.namespace if server.is_multi_user else ""
 
 
-def _shown(pipeline: Pipeline, settings: Mapping[str, Any]) -> Lines:
+def _shown(pipeline: CompiledPipeline, settings: Mapping[str, Any]) -> Lines:
     """Yield the YAML, and say the rest beside it."""
     sys.stderr.write(f"{json.dumps(settings, sort_keys=True)}\n")
     yield pipeline.text().removesuffix("\n")
@@ -205,7 +205,8 @@ def _shown(pipeline: Pipeline, settings: Mapping[str, Any]) -> Lines:
 def upload(options: argparse.Namespace) -> Lines:
     """Upload a pipeline or another version of it, and yield both ids."""
     pipeline = _pipeline(options, options.what)
-    name = options.name or f"{options.what}-{options.profile}"
+    stem = options.pipeline.stem if options.pipeline else f"{options.what}-{options.profile}"
+    name = options.name or stem
     if options.dry_run:
         yield from _shown(pipeline, {"name": name})
         return

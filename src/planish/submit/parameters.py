@@ -15,7 +15,7 @@ from planish.stages.prepare.cluster import PodRequests
 from planish.stages.prepare.devices import demands, device_faults, device_warnings, find_shape
 from planish.stages.prepare.settings import build_config
 from planish.store.sources import parse_source
-from planish.submit.pipeline import Pipeline
+from planish.submit.pipeline import CompiledPipeline
 
 
 def parse_parameters(
@@ -90,7 +90,7 @@ def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str,
     return parameters
 
 
-def check_settings(parameters: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
+def check_settings(parameters: Mapping[str, Any], pipeline: CompiledPipeline) -> list[str]:
     """Refuse settings that the pods of a pipeline can not carry; return what to be warned of.
 
     Raises:

@@ -35,7 +35,7 @@ MAX_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class CompiledPipeline:
     """A compiled pipeline; the functions that change it do so in place."""
 
     heading: str
@@ -93,7 +93,7 @@ def _folder() -> Any:
     return resources.files("planish.submit") / "compiled"
 
 
-def shipped(name: str, profile: str) -> Pipeline:
+def shipped(name: str, profile: str) -> CompiledPipeline:
     """Return a pipeline of the package.
 
     Raises:
@@ -107,7 +107,7 @@ def shipped(name: str, profile: str) -> Pipeline:
     return parse(_folder().joinpath(f"{name}-{profile}.yaml").read_text("utf-8"))
 
 
-def opened(path: Path) -> Pipeline:
+def opened(path: Path) -> CompiledPipeline:
     """Return the pipeline in a file that `python -m pipelines.compile` wrote.
 
     Raises:
@@ -124,7 +124,7 @@ def opened(path: Path) -> Pipeline:
         ) from None
 
 
-def parse(text: str) -> Pipeline:
+def parse(text: str) -> CompiledPipeline:
     """Return the pipeline of a YAML text.
 
     Raises:
@@ -137,7 +137,7 @@ def parse(text: str) -> Pipeline:
             f"got {len(documents)} documents"
         )
     comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(True))
-    pipeline = Pipeline("".join(comments), *documents)
+    pipeline = CompiledPipeline("".join(comments), *documents)
     if pipeline.name not in NAMES or not list(pipeline.pods()):
         raise ConfigError(f"a pipeline must be one of {NAMES}, got {pipeline.name!r}")
     return pipeline
@@ -175,14 +175,14 @@ def parse_images(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def set_images(pipeline: Pipeline, references: Mapping[str, str]) -> None:
+def set_images(pipeline: CompiledPipeline, references: Mapping[str, str]) -> None:
     """Replace the images of pods, by name."""
     for container, _ in pipeline.pods():
         name = container["image"].partition("@")[0].rpartition("/")[2].partition(":")[0]
         container["image"] = references.get(name, container["image"])
 
 
-def set_secrets(pipeline: Pipeline, *, store: str = "", hub: str = "") -> None:
+def set_secrets(pipeline: CompiledPipeline, *, store: str = "", hub: str = "") -> None:
     """Give pods the store and the hub by secrets of other names; empty keeps a name."""
     for _, pod in pipeline.pods():
         for secret in pod.get("secretAsEnv", []):
@@ -193,7 +193,7 @@ def set_secrets(pipeline: Pipeline, *, store: str = "", hub: str = "") -> None:
                 secret["secretNameParameter"] = {"runtimeValue": {"constant": name}}
 
 
-def set_cache(pipeline: Pipeline, claim: str) -> None:
+def set_cache(pipeline: CompiledPipeline, claim: str) -> None:
     """Give the pods that fetch models and data sets a volume for them."""
     for container, pod in pipeline.pods():
         variables = {
@@ -210,7 +210,7 @@ def set_cache(pipeline: Pipeline, claim: str) -> None:
         container["env"] = [{"name": k, "value": v} for k, v in environment.items()]
 
 
-def set_gpu_memory(pipeline: Pipeline, gigabytes: int) -> None:
+def set_gpu_memory(pipeline: CompiledPipeline, gigabytes: int) -> None:
     """Say what one GPU of the cluster has, in 10**9 bytes.
 
     Raises:
@@ -223,7 +223,7 @@ def set_gpu_memory(pipeline: Pipeline, gigabytes: int) -> None:
     requests["constant"] = json.dumps(table, sort_keys=True)
 
 
-def cut(pipeline: Pipeline, iterations: int) -> None:
+def cut(pipeline: CompiledPipeline, iterations: int) -> None:
     """Keep the first iterations of a run only.
 
     Raises:

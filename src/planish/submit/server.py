@@ -28,7 +28,7 @@ from planish.base.errors import ClusterError, ConfigError
 from planish.run.chain import FIRST_UNFINISHED, with_settings
 from planish.run.kubeflow import TOKEN_FILE, KfpRuns, KubeflowRun, description
 from planish.submit.parameters import pipeline_root
-from planish.submit.pipeline import Pipeline
+from planish.submit.pipeline import CompiledPipeline
 
 TIMEOUT_SECONDS = 10
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
@@ -114,7 +114,7 @@ class Kubeflow:
 
     def start_run(
         self,
-        pipeline: Pipeline,
+        pipeline: CompiledPipeline,
         parameters: Mapping[str, Any],
         *,
         name: str,
@@ -134,7 +134,7 @@ class Kubeflow:
 
     def start_schedule(
         self,
-        pipeline: Pipeline,
+        pipeline: CompiledPipeline,
         parameters: Mapping[str, Any],
         *,
         name: str,
@@ -180,7 +180,7 @@ class Kubeflow:
         return str(made.recurring_run_id)
 
     def upload(
-        self, pipeline: Pipeline, *, name: str, version: str = "", namespace: str = ""
+        self, pipeline: CompiledPipeline, *, name: str, version: str = "", namespace: str = ""
     ) -> tuple[str, str]:
         """Upload a pipeline, or another version of it, unless it is there already.
 
@@ -262,7 +262,7 @@ def _named(name: str) -> str:
     return json.dumps({"predicates": [predicate]})
 
 
-def _spec(pipeline: Pipeline) -> dict[str, Any]:
+def _spec(pipeline: CompiledPipeline) -> dict[str, Any]:
     """Return both documents as runs carry them."""
     return {"pipeline_spec": pipeline.spec, "platform_spec": pipeline.platform}
 
