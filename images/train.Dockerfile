@@ -1,4 +1,4 @@
-# train and checkpoint: torch and transformers.
+# train and checkpoint: torch, transformers and megatron-core.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 
@@ -10,7 +10,7 @@ RUN python -m venv /opt/planish
 COPY pyproject.toml constraints.txt README.md LICENSE CHANGELOG.md /build/
 COPY src /build/src
 RUN /opt/planish/bin/python -m pip install --no-cache-dir --disable-pip-version-check --use-pep517 \
-      --constraint /build/constraints.txt "/build[train,pipelines]"
+      --constraint /build/constraints.txt "/build[megatron,pipelines]"
 
 FROM ${BASE}
 
