@@ -67,6 +67,7 @@ class Site:
         }
         self.number = 0
         self.has_trainer = False
+        self.clients = []
 
     def stage_pod(self, *, deadline=600, env=()):
         """Create the pod of a stage, which sleeps; return its name."""
@@ -88,7 +89,14 @@ class Site:
         return name
 
     def cluster(self, pod, **options):
-        return connect(**self.access, pod=pod, **options)
+        cluster = connect(**self.access, pod=pod, **options)
+        self.clients.append(cluster._core.api_client)
+        return cluster
+
+    def close(self):
+        """Close the connections of all clients: none is left to be collected as garbage."""
+        for each in self.clients:
+            each.rest_client.pool_manager.clear()
 
     def get(self, kind, name):
         return json.loads(
@@ -164,7 +172,9 @@ def shared_site(control_plane, tmp_path_factory):
             stack.enter_context(Node(control_plane, Images(), folder / name, name=name, cpu="4"))
             for name in ("node-1", "node-2")
         ]
-        yield Site(control_plane, nodes, folder)
+        site = Site(control_plane, nodes, folder)
+        stack.callback(site.close)
+        yield site
 
 
 def stand_in(line, mark, **changes):
@@ -503,6 +513,7 @@ def test_the_cleanup_of_a_run_deletes_its_gangs_of_both_kinds(trained):
         cluster = trained.cluster(pod, launcher=launcher)
         cluster.create_job(job_manifest(gang, cluster.own_pod()))
     admin = new_client_from_config(str(trained.plane.kubeconfig))
+    trained.clients.append(admin)
     janitor = KubernetesJanitor(admin, "planish")
     assert janitor.delete_labelled("pipeline/runid=other,planish/stage") == []
     gone = janitor.delete_labelled("pipeline/runid=r1,planish/stage")
