@@ -90,7 +90,7 @@ all-tests:
 	  $(if $(wildcard $(ENGINES)/.installed),--ignore tests/contract/engines)
 
 servers: $(VENV)/.installed  ## build or install the test servers below .cache
-	tests/servers/build.sh minio mc etcd kubernetes expression lws
+	tests/servers/build.sh minio mc etcd kubernetes expression lws jobset trainer
 	tests/servers/python.sh $(BIN)/uv mlflow
 
 tools:  ## Debian packages that the tests use, where this machine lets us install them
