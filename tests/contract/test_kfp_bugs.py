@@ -117,6 +117,7 @@ def test_b7_an_outer_output_inside_a_loop_becomes_the_loop_item(tmp_path):
     assert notes(folder) != ["outer", "outer"]
 
 
+@pytest.mark.slow
 def test_b8_a_condition_on_a_named_output_is_never_true(tmp_path):
     folder = tmp_path / "notes"
     folder.mkdir()

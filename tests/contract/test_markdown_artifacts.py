@@ -91,6 +91,7 @@ def test_the_plan_of_a_run_is_clean():
     assert faults(render(plan)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED"])
 def test_the_summary_of_a_run_is_clean(state, tmp_path):
     root = f"file://{tmp_path}/my_run"

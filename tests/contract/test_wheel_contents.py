@@ -38,6 +38,7 @@ def wheel(built):
         yield {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_one_top_level_name(wheel):
     assert {name.split("/")[0] for name in wheel} == {
         "planish",

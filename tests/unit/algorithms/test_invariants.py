@@ -86,6 +86,7 @@ PENALISED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [Dapo(DapoConfig()), Dapo(GrpoConfig()), Vapo(VapoConfig()), TPPO, *PENALISED]
 )

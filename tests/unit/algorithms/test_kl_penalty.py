@@ -186,6 +186,7 @@ def mean_gradient(logits, reference, estimator):
     return torch.autograd.grad(mean, leaf)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "end"), [("k1", 0.1192), ("k2", 0.7), ("k3", 0.7)])
 def test_k2_and_k3_lead_back_to_the_reference_and_k1_leads_nowhere(estimator, end):
     reference = torch.tensor([0.7, 0.3]).log()

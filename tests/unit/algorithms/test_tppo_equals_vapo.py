@@ -56,6 +56,7 @@ def test_a_window_longer_than_every_response_leaves_the_weights_of_vapo(tmp_path
     assert by_tppo.progress == by_vapo.progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"dual_clip": 1.0001}, {"value_clip_low": 1e-4}])
 def test_a_constant_of_tppo_that_bites_changes_the_weights(change, tmp_path):
     wanted, _ = trained(TPPO, f"file://{tmp_path}/wide")

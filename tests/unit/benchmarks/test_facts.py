@@ -10,6 +10,7 @@ import pytest
 from tests.benchmarks.facts import require_idle_machine
 
 
+@pytest.mark.slow
 def test_a_measurement_refuses_a_machine_where_another_process_computes() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -75,6 +75,7 @@ def rank_items(layout, rank):
     return model + optim
 
 
+@pytest.mark.slow
 def test_64_random_layouts_are_planned_as_separate_ranks_would_be():
     rng = random.Random(17)
     for _ in range(64):

@@ -38,6 +38,7 @@ def test_all_but_speed_is_within_its_target(stored):
     assert [name for name, met in checks.items() if not met and not name.endswith(", s")] == []
 
 
+@pytest.mark.slow
 def test_conclusions_hold_as_stored_and_each_variant_differs_in_one_thing(stored):
     variants = dict(worlds())
     assert len(variants) == len(stored["sensitivity"]["turned"]) + 1

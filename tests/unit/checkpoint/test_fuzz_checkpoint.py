@@ -25,6 +25,7 @@ def run(cases, seed):
     return {r["target"]: r for r in map(json.loads, done.stdout.splitlines()[:-1])}
 
 
+@pytest.mark.slow
 def test_damaged_files_cause_nothing_but_our_errors():
     found = run(1_500, seed=0)
     assert set(found) == NAMES

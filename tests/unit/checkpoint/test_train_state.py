@@ -197,6 +197,7 @@ class Bomb:
         return (exec, ("print('PICKLE RAN')",))
 
 
+@pytest.mark.slow
 def test_counters_are_read_without_torch(file_root):
     pin = save(file_root).pin()
     code = (

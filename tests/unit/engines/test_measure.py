@@ -117,6 +117,7 @@ def test_responses_that_a_rank_took_with_it_are_asked_again():
     assert measure_apart(policy, prompts, [1, 2]).response == whole.response
 
 
+@pytest.mark.slow
 def test_a_measurement_whose_responses_stay_lost_fails(monkeypatch):
     prompts, _ = sums([(1, 2), (3, 4), (5, 6)])
     policy = build_policy(tiny_model().model_copy(update={"num_experts": 4}), seed=0)

@@ -48,6 +48,7 @@ def test_prioritise_ranks_the_metrics_that_are_wanted(capsys):
     assert sorted(rows) == ["cpu_usage", "disk_usage", "gpu_duty_cycle"]
 
 
+@pytest.mark.slow
 def test_calibrate_shows_where_it_began_and_where_it_ended(tmp_path, capsys):
     path = tmp_path / "settings.json"
     code, shown = run(

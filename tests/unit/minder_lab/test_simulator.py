@@ -106,6 +106,7 @@ def test_a_hang_lets_all_others_spin_and_then_all_stop_alike():
     assert abs(inside - before) > 1.5
 
 
+@pytest.mark.slow
 def test_a_downgraded_link_slows_all_and_shows_in_pause_frames():
     cases = [simulate(seed, machines=12, fault="pcie-downgrading") for seed in range(12)]
     shown = [case for case in cases if case.truth.visible.get("pfc_tx_packet_rate", 0) > 285]
@@ -129,6 +130,7 @@ def test_a_silent_machine_sends_nothing_more_and_is_detectable():
     assert case.truth.detectable
 
 
+@pytest.mark.slow
 def test_some_faults_show_too_briefly_or_nowhere():
     truths = [simulate(seed, machines=4, fault="any").truth for seed in range(60)]
     share = np.mean([truth.detectable for truth in truths])

@@ -93,6 +93,7 @@ def test_any_text_survives_the_file(rows):
     assert TraceSet.from_columns(decode(file_of(record), TraceSet.COLUMNS, name="x")) == record
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 5), st.integers(20, 300))
 @settings(max_examples=40, deadline=None)
 def test_row_groups_hold_whole_groups_and_every_row_once(seed, groups, group_size, cells):
@@ -244,6 +245,7 @@ def test_rows_of_a_group_that_disagree_on_their_prompt_are_refused():
         RolloutSet.from_columns(columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "nested", "numbers"])
 def test_a_small_file_that_decodes_to_much_is_refused_before_it_is_decoded(kind, tmp_path):
     data = bomb(kind, decoded=(640 if kind == "numbers" else 2048) << 20)
@@ -265,6 +267,7 @@ except RecordError as error:
     assert megabytes < 400
 
 
+@pytest.mark.slow
 def test_a_set_whose_shard_decodes_to_much_is_refused(file_root):
     prompts = changed(random_prompts(rows=600), source=["x" * (1 << 20)] * 600)
     with pytest.raises(RecordError, match=r"must decode to at most 536870912 .*got 6\d{8} or more"):
@@ -277,6 +280,7 @@ def test_equal_texts_are_held_once():
     assert len({id(text) for text in sources}) == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_many_batches_comes_back_as_it_was():
     record = random_rollouts(groups=9_000, group_size=4)
     pieces = list(decode_pieces(file_of(record), RolloutSet.COLUMNS, name="x"))

@@ -29,6 +29,7 @@ def test_rows_are_sorted_by_ordinal_and_sample_and_come_back_by_key():
     }
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.tuples(st.integers(0, 2**50), st.integers(0, 15)),

@@ -93,6 +93,7 @@ def test_descendants_end_in_sessions_of_their_own_and_when_they_ignore_the_signa
     wait_until_none(tmp_path, 2.0)
 
 
+@pytest.mark.slow
 def test_a_keyboard_interrupt_of_a_command_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\n"

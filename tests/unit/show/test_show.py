@@ -311,6 +311,7 @@ def test_wrong_arguments_exit_with_two(capsys):
     assert "usage: planish" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_program_can_be_piped_into_one_that_stops_reading(file_root):
     ref = write_set(f"{file_root}/set", random_rollouts(groups=300), parents={}, attributes={})
     command = f"{sys.executable} -m planish show {ref.uri} --rows 1000 | head -1"

@@ -48,6 +48,7 @@ def show_all(root):
             show(place, Console(file=io.StringIO(), width=4000), rows=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(VALUES, min_size=len(PLACES), max_size=len(PLACES)))
 @example([{"schema": []}] * len(PLACES))

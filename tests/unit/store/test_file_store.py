@@ -16,6 +16,7 @@ from planish.store import file as file_module
 from planish.store.file import TEMPORARY
 
 
+@pytest.mark.slow
 def test_readers_never_see_half_of_a_write(file_root):
     old, new = b"a" * 200_000, b"b" * 300_000
     store.write(f"{file_root}/x", old)

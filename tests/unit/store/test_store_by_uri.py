@@ -130,6 +130,7 @@ def test_files_of_any_size_go_and_come_back_equal(store_root, tmp_path, size):
     assert store.read(f"{store_root}/big", max(0, size - 3), 100) == data[-3:]
 
 
+@pytest.mark.slow
 def test_many_objects_are_all_listed(store_root):
     # More than one page of an S3 listing (1000).
     for number in range(1100):

@@ -64,6 +64,7 @@ def test_the_child_is_reused_and_the_library_stays_out_of_this_process():
     assert "math_verify" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_comparison_without_end_is_killed_and_the_next_one_works():
     start = time.monotonic()
     hostile = verify("math", "Answer: 99999999!", "1/2", VerifierOptions(timeout_seconds=1.0))

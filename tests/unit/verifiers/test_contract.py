@@ -31,6 +31,7 @@ def test_a_verifier_that_keeps_the_contract_has_no_fault(module):
     assert 0 < report.slowest_seconds < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "fault"),
     [
@@ -50,6 +51,7 @@ def test_each_break_of_the_contract_is_a_fault_with_its_text(module, body, fault
     assert fault in report.faults[0]
 
 
+@pytest.mark.slow
 def test_prints_and_forks_are_warnings(module):
     body = "print('x'); os.fork(); return float(response == answer)"
     report = check_contract(module("loud", body))
@@ -83,6 +85,7 @@ def test_rows_that_are_none_are_named(tmp_path, text, fault):
         read_cases(file)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_0_1_or_2(module, tmp_path, capsys):
     good = module("command", "return float(response == answer)")
     file = tmp_path / "rows.jsonl"

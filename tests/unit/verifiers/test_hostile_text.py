@@ -56,6 +56,7 @@ def test_every_verifier_has_a_hostile_case():
     assert set(ANSWERS) == set(VERIFIERS)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(["countdown", "exact", "integer", "trace"]),

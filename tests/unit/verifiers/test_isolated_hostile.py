@@ -136,6 +136,7 @@ FATAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FATAL)
 def test_what_harms_itself_is_wrong_in_time_and_no_error_of_ours(name, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

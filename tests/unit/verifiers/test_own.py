@@ -77,6 +77,7 @@ def test_any_text_reaches_the_function_unchanged(package):
     assert verifier("a", "b", OPTIONS).accuracy == 0.0
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_is_killed_and_given_up_after_some_calls(package):
     body = (
         "import time\n\ndef reward(response, answer):\n"

@@ -177,6 +177,7 @@ def test_rows_that_start_processes_are_run_at_once_and_keep_their_order(monkeypa
     assert [verdict.accuracy for verdict in verify_many(rows)] == [1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_many_rows_of_code_keep_their_order():
     rows = [("python_tests", f"def f(): return {n}", "assert f() == 3") for n in range(6)]
     assert [v.accuracy for v in verify_many(rows)] == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]

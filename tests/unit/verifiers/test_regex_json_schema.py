@@ -96,6 +96,7 @@ def test_a_schema_elsewhere_is_not_fetched():
     assert "Unresolvable" in verdict.reason
 
 
+@pytest.mark.slow
 def test_a_pattern_of_a_schema_that_runs_away_is_killed():
     from planish.verifiers import VerifierOptions
 

@@ -201,6 +201,7 @@ def test_a_state_is_described_anew_where_it_must_be_after(name):
         assert_described_rightly(state)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_changes_in_any_order_are_seen(names, seed):
@@ -333,6 +334,7 @@ def test_other_placements_over_the_same_bytes_are_seen(mesh):
     assert assert_described_rightly({"model": model}, "fsdp2") is not seen[-1]
 
 
+@pytest.mark.slow
 def test_a_description_keeps_no_tensor_and_no_module_alive():
     state = state_of()
     collect("main", state, "plain", for_load=False)

@@ -177,6 +177,7 @@ def test_a_loader_that_can_not_be_asked_ahead_is_left_alone(engine, root):
     assert saved_position(manager.place(2)) == 5
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_the_steps_take_every_save_holds_the_true_position(seed):

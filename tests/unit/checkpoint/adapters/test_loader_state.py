@@ -94,6 +94,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.tuples(layouts, actions), min_size=2, max_size=4))
 def test_no_sample_is_lost_or_comes_twice_under_any_layouts(phases):
@@ -212,6 +213,7 @@ def test_a_consumed_set_knows_what_is_in_it_and_what_is_left(taken, workers):
     assert Consumed.from_data(found.to_data()) == found
 
 
+@pytest.mark.slow
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_runs_cover_and_differ_by_at_most_one(count, parts):
     cut = runs(count, parts)

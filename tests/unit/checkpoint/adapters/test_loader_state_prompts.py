@@ -64,6 +64,7 @@ def new_groups(ordinals, iteration, drawn):
         yield Group(ordinal, iteration, f"{ordinal:016x}", (1,), "", "", slots)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 5), min_size=3, max_size=6), st.integers(0, 1000))
 def test_every_token_is_generated_once_whatever_the_shards(sizes, seed):

@@ -28,6 +28,7 @@ def whole(mapping, key, data, **options):
     return mapping.ShardedTensor.from_rank_offsets(key, data, **options)
 
 
+@pytest.mark.slow
 def test_a_stacked_layer_is_a_box_of_its_stack(mapping):
     data = torch.arange(6.0).view(2, 3)
     entry = whole_at(mapping, data, layer=2)

@@ -43,6 +43,7 @@ def covered(shape, mesh, placements):
     return count
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(sharded())
 def test_boxes_of_plain_shards_are_those_of_torch_and_tile_the_tensor(case):

@@ -168,6 +168,7 @@ def test_reshard_prints_the_pin_of_the_result_last(run, states, file_root):
     assert run("reshard", states[2], f"{file_root}/x", "pp=4")[0] == 2
 
 
+@pytest.mark.slow
 def test_report_prints_the_timings_of_a_save_or_load(run, states, file_root):
     storage, key = open_store(f"{file_root}/step-05")
     attempt = open_state(states[0]).commit.attempt

@@ -65,6 +65,7 @@ def test_a_save_is_sixteen_requests_and_its_three_objects():
     assert num_requests(OVERWRITE) == num_requests(NEW) + 1
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_save_that_dies_anywhere_leaves_old_or_new_and_nothing_else(kind):
     old, new = old_and_new(kind)

@@ -80,6 +80,7 @@ def test_a_folder_of_torch_becomes_a_checkpoint_with_every_bit(tmp_path):
     assert shared["optim.param_groups.0.betas"] == (0.9, 0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1 << 28, 64])
 def test_torch_loads_what_is_written_for_it_and_it_comes_back_equal(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(dcp_bridge, "CHUNK_BYTES", chunk)
@@ -167,6 +168,7 @@ def real_metadata(tmp_path_factory):
     return (folder / ".metadata").read_bytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(data=st.data())
 def test_mutated_metadata_gives_our_error_or_plain_records(real_metadata, data):

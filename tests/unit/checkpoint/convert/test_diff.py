@@ -41,6 +41,7 @@ def rows_of(size):
     return boxes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [64, 1 << 20])
 @pytest.mark.parametrize("layout", [rows_of(3), tiled(1, 4), tiled(2, 5)])
 def test_equal_states_are_equal_whatever_layouts_saved_them(monkeypatch, layout, window):

@@ -243,6 +243,7 @@ def test_a_damaged_checkpoint_or_source_is_not_exported(file_root):
         export_hf.export(state_of(tiny(5).model), f"{file_root}/x", policy=source, **FACTS)
 
 
+@pytest.mark.slow
 def test_export_needs_neither_torch_nor_transformers(file_root):
     place, source = state_of(tiny(5).model, f"{file_root}/step-1"), source_pin(file_root)
     arguments = json.dumps([place, f"{file_root}/policies/00001", source])

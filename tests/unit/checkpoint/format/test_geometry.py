@@ -53,6 +53,7 @@ def test_a_range_outside_of_the_box_is_refused(start, stop):
         flat_boxes((3, 2), start, stop)
 
 
+@pytest.mark.slow
 @given(SHAPES, st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=600, deadline=None)
 def test_a_flat_range_becomes_few_consecutive_boxes(shape, a, b):

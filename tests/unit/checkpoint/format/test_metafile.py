@@ -67,6 +67,7 @@ def test_a_shard_of_a_matrix_takes_less_than_64_bytes():
     assert len(zlib.compress(data, 1)) / 99_840 < 32
 
 
+@pytest.mark.slow
 def test_a_million_shards_are_read_in_a_second_and_little_memory():
     data = metafile.encode(large(1_000_000))
     assert len(data) < 64 << 20
@@ -217,6 +218,7 @@ def test_files_without_all_checksums_are_not_encoded():
         metafile.encode(meta)
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated_beyond_the_bound():
     data = metafile.encode(large(100_000))
     with pytest.raises(CheckpointCorrupt, match="more than the bound of 1000000"):

@@ -95,6 +95,7 @@ def test_files_are_equal_when_their_entries_are():
     assert plan_header(ENTRIES)[0] == plan_header(list(ENTRIES))[0]
 
 
+@pytest.mark.slow
 @given(
     st.text(max_size=1000),
     st.lists(st.tuples(st.integers(0, 2**60), st.integers(1, 2**60)), max_size=5),

@@ -197,6 +197,7 @@ def test_scalars_and_empty_tensors_come_back():
     assert damage.raw_of(items[0]).item() == 9
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_flat_slices_of_any_saving_layout_are_filled(data):

@@ -63,6 +63,7 @@ def test_sums_that_would_overflow_are_refused():
     assert "outside" in far
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=500, deadline=None)
 def test_every_damage_of_a_tiling_is_found_and_told_right(seed):
@@ -104,6 +105,7 @@ def hole_of(told):
     return (..., *(slice(*map(int, side.split(":"))) for side in sides if side))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=200, deadline=None)
 def test_many_tensors_at_once_give_the_faults_of_each(seed):
@@ -140,6 +142,7 @@ def test_many_tensors_at_once_give_the_faults_of_each(seed):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_million_shards_of_a_thousand_tensors_are_checked_in_seconds():
     places = np.stack(
         np.meshgrid(np.arange(1024), np.arange(32), np.arange(32), indexing="ij"), -1
@@ -179,6 +182,7 @@ def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time():
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.slow
 def test_a_spiral_that_falls_apart_one_by_one_is_checked_quickly():
     boxes, (top, left, bottom, right) = [], (0, 0, 2000, 2000)
     while bottom - top > 2:

@@ -39,6 +39,7 @@ def small_blocks(patch):
     patch.setattr(share, "SHORT_BYTES", 128)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), small=st.booleans())
 def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small):

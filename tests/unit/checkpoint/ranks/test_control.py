@@ -32,6 +32,7 @@ from planish.checkpoint.ranks.messages import (
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(2, 8))
 def test_every_rank_hangs_from_rank_zero_and_no_group_is_over_the_fan_in(hosts, fan_in):
     numbers = list(dict.fromkeys(hosts))

@@ -199,6 +199,7 @@ def test_waiting_saves_start_no_process_and_take_no_staging_memory(engine, file_
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_the_uploading_process_serves_large_states_and_is_replaced_when_killed(engine, file_root):
     engine.save(state_of(0, 1, **BIG), SaveOptions(f"{file_root}/0")).result(60)
     first = engine.uploader.pid
@@ -261,6 +262,7 @@ def test_memory_that_a_lazy_copy_writes_to_is_not_handed_out_when_its_save_fails
     assert engine.pool.acquire(size, 10.0) is not other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS, ids=["waiting", "copy", "lazy"])
 def test_a_save_that_has_ended_keeps_no_tensor_alive(engine, root, options):
     gc.collect()

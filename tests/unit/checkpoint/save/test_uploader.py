@@ -76,6 +76,7 @@ def check_objects(storage, job, result, buffer):
 SIZES = [(20 << 20) + 5, 700, 17 << 20, 1]
 
 
+@pytest.mark.slow
 def test_the_process_writes_what_lies_in_the_buffer(uploader, file_root):
     storage, job = job_of(f"{file_root}/step-1", 1, SIZES, [b"small", b""])
     buffer = filled(50 << 20)
@@ -84,6 +85,7 @@ def test_the_process_writes_what_lies_in_the_buffer(uploader, file_root):
     check_objects(storage, job, uploader.wait(1, time.monotonic() + 30, lambda: None), buffer)
 
 
+@pytest.mark.slow
 def test_threads_write_the_same(file_root):
     storage, job = job_of(f"{file_root}/step-1", 1, SIZES, [b"small", b""])
     buffer, uploader = filled(50 << 20), ThreadUploader(storage)

@@ -44,6 +44,7 @@ problems = st.integers(1, 20).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(problems)
 def test_every_placement_is_one(problem):
     loads, num_nodes, spare, floor_cost = problem
@@ -111,6 +112,7 @@ def best(cost, num_nodes, slots):
     return worst.min()
 
 
+@pytest.mark.slow
 def test_small_problems_are_within_15_percent_of_the_best():
     random = np.random.default_rng(0)
     ratios = []

@@ -58,6 +58,7 @@ def test_noise_lowers_the_share_that_is_explained():
     assert fit([1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 1.0, 9.0, 2.0, 6.0]).r2 < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3"])
 @pytest.mark.parametrize("tp", [1, 8])
 def test_what_is_measured_has_the_shapes_of_the_planner(name, tp):
@@ -69,6 +70,7 @@ def test_what_is_measured_has_the_shapes_of_the_planner(name, tp):
     assert expert_layer(*shapes)().shape == (3, 16)
 
 
+@pytest.mark.slow
 def test_the_file_says_what_was_measured_and_how(measured):
     document = json.loads((measured / "profile.json").read_text())
     assert document["label"] == "measured-cpu"

@@ -181,6 +181,7 @@ def test_a_lost_ledger_is_learnt_from_the_nodes():
     assert ledger.entries == [Taken(1_577_836_800.0, "t/j", "a")]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 20_000), st.sampled_from(["a", "b", "c"]), st.integers(0, 29)),

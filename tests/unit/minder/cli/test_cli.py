@@ -13,6 +13,7 @@ from tests.minder_lab.simulator import simulate
 from tests.unit.minder.cli.command import run, simulated
 
 
+@pytest.mark.slow
 def test_a_simulated_fault_is_found_by_replay_and_run_once(tmp_path, capsys):
     trace = tmp_path / "job.npz"
     truth = simulated(trace, 12, machines=8, minutes=25, fault="nic-dropout")

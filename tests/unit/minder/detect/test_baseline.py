@@ -113,6 +113,7 @@ def test_only_as_much_is_taken_away_as_a_machine_shows():
         assert gap == pytest.approx(expected, abs=0.004)
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_job_is_bounded():
     baseline = Baseline(CONFIG)
     baseline.keep(NAMES)

@@ -35,6 +35,7 @@ def alarms(found):
     return sorted({machine for machines in found.values() for machine in machines})
 
 
+@pytest.mark.slow
 def test_a_lasting_offset_never_alarms_and_a_later_fault_of_the_same_machine_does():
     frame = waves()
     frame.values["cpu_usage"][:, 2] += 9

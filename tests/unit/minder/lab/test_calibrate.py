@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from planish.minder.detect.config import minder_config
 from planish.minder.detect.model_files import default_models, load_models
 from planish.minder.lab.calibrate import CalibrationSettings, Recorded, outcome_with, record, search
@@ -53,6 +55,7 @@ def test_the_search_takes_the_floor_that_finds_faults_without_false_alarms():
     assert "| floor of cpu_usage | 0.05 | 0.03 |" in found.markdown()
 
 
+@pytest.mark.slow
 def test_the_point_of_the_settings_themselves_is_what_a_replay_finds():
     case = simulate(2_500_000, fault="nic-dropout", machines=8, minutes=20)
     config = minder_config({"denoise": {"denoiser": "pca"}})

@@ -98,6 +98,7 @@ def test_what_is_no_trace_is_refused(tmp_path, name, content, message):
         read_frame(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_small_files_that_decode_to_much_are_refused(tmp_path):
     (tmp_path / "t.parquet").write_bytes(bomb("text"))
     with pytest.raises(RecordError, match="must decode to at most 536870912"):

@@ -246,6 +246,7 @@ def play_all(services, clock, until):
         schedule.run_next()
 
 
+@pytest.mark.slow
 def test_jobs_are_found_watched_and_ended_and_a_failing_discovery_ends_none(tmp_path):
     clock = day_of.FastClock()
     day = day_of.Day(clock, 3)
@@ -290,6 +291,7 @@ def test_jobs_do_not_all_start_at_the_same_second():
     assert 45 < max(due) <= 60
 
 
+@pytest.mark.slow
 def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(tmp_path):
     clock = day_of.FastClock()
     day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
@@ -307,6 +309,7 @@ def test_a_new_process_reads_the_state_of_the_old_one_and_raises_nothing_twice(t
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_open_alerts_outlive_a_restart_where_the_baselines_do_not_fit(tmp_path):
     clock = day_of.FastClock()
     day, heard = day_of.Day(clock, 3), day_of.Heard(clock)
@@ -390,6 +393,7 @@ class Election:
         self.leads = False
 
 
+@pytest.mark.slow
 def test_only_the_leader_watches_and_a_new_one_goes_on_with_what_the_old_one_knew(tmp_path):
     clock = day_of.FastClock()
     day, heard = day_of.Day(clock, 3), day_of.Heard(clock)

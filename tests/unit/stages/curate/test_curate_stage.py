@@ -85,6 +85,7 @@ def write_problems(path, count=60):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_workers_or_on_the_path(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()

@@ -96,6 +96,7 @@ def many(count):
     ]
 
 
+@pytest.mark.slow
 def test_near_duplicates_do_not_depend_on_the_number_of_workers():
     rows = many(40)
     one, three = near(rows, workers=1), near(rows, workers=3)

@@ -151,6 +151,7 @@ def test_a_line_of_two_gigabytes_takes_no_memory(tmp_path):
     assert peak < 300
 
 
+@pytest.mark.slow
 def test_packed_lines_are_read_and_a_bomb_is_refused(tmp_path):
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(gzip.compress(GOOD + b"\n" + GOOD.replace(b"1+1", b"2+2")))

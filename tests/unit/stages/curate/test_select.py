@@ -230,6 +230,7 @@ def test_generated_tasks_have_the_sizes_asked_for_and_no_shared_family():
     assert {p.key for p in curated.traced} <= {p.key for p in curated.train}
 
 
+@pytest.mark.slow
 def test_a_task_with_few_prompts_ends():
     config = CurateConfig(num_prompts=300, evaluation_size=40, max_operand_digits=1)
     curated = select(config)

@@ -165,6 +165,7 @@ def test_the_chunk_of_logits_is_that_of_the_trainer():
     assert memory.LOGIT_CHUNK == TOKENS_PER_CHUNK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(("vocabulary", "busiest"), [(96, "a layer"), (8192, "LM head")])

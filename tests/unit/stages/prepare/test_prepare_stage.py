@@ -274,6 +274,7 @@ def test_a_run_in_a_bucket_writes_the_same_run_file(s3_root, file_root):
     assert documents[0] == documents[1]
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_every_parameter(file_root, tmp_path):
     options = {**vars(wish()), "root": file_root, "summary": f"{tmp_path}/s.md"}
     options["values"] = f"{tmp_path}/v.json"

@@ -194,6 +194,7 @@ def test_gathering_twice_gives_equal_facts(healthy_root):
     assert gather(healthy_root) == gather(healthy_root)
 
 
+@pytest.mark.slow
 def test_an_alert_tells_what_the_run_did_on_the_machine_and_whether_it_is_over(short_root):
     alert = {
         "machine": "node-7",

@@ -59,6 +59,7 @@ def healthy_pages(healthy_facts):
     return pages(healthy_facts)
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_numbers_of_the_run(healthy_pages):
     html, markdown = healthy_pages
     text = " ".join(Elements(html).text.split())
@@ -97,6 +98,7 @@ def test_the_page_needs_no_network_and_no_script(healthy_pages):
     assert "default-src 'none'" in html
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_pages(healthy_root, healthy_pages):
     assert pages(gather(healthy_root)) == healthy_pages
 
@@ -194,6 +196,7 @@ def test_the_command_fits_the_kind_of_root():
     ]
 
 
+@pytest.mark.slow
 def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
     facts = ReportFacts("file:///r", curation="a " * 50_000)
     keys = ("reward_mean", "entropy", "clipfrac_high", "approx_kl", "grad_norm", "grad_norm_max")
@@ -210,6 +213,7 @@ def test_a_page_of_a_thousand_iterations_stays_below_one_mebibyte():
     assert "and 460 more" in html
 
 
+@pytest.mark.slow
 def test_a_page_that_would_be_too_large_loses_its_samples_first():
     sample = Sample("0" * 16, "p", "a", "x" * 1500, True)
     facts = ReportFacts("file:///r", updates={1: {"entropy": 1.0}, 2: {"entropy": 0.9}})
@@ -261,6 +265,7 @@ def test_fewer_unreadable_answers_are_better():
     assert (change.text, change.is_better) == ("-5.0 points", True)
 
 
+@pytest.mark.slow
 def test_evaluations_on_the_way_are_drawn_and_the_best_is_named(healthy_facts):
     first, last = healthy_facts.evaluations
     between = [Evaluation(n, {"accuracy": 0.3 + 0.01 * (n == 2)}, {}) for n in range(1, 8)]

@@ -23,6 +23,7 @@ def report(root: str, folder: Path, *, state: str) -> None:
     run(root=root, state=state, failed_task="", error_message="", max_restarts=0, **outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", ["", "rollout.no_such_key=1"])
 def test_a_run_that_is_refused_writes_nothing_under_a_root_in_use(
     short_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str
@@ -50,6 +51,7 @@ def test_a_refused_local_run_writes_nothing_either(short_root: str, tmp_path: Pa
     assert files(short_root) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_has_handed_its_root_over_still_reports(
     short_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,6 +64,7 @@ def test_a_run_that_has_handed_its_root_over_still_reports(
     assert Path(layout.report(short_root).removeprefix("file://"), "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_by_hand_a_run_that_has_ended_is_reported_on(short_root: str, tmp_path: Path) -> None:
     acquire(short_root, Holder("cluster", run_id="first"), now=1000.0)
     report(short_root, tmp_path, state="SUCCEEDED")

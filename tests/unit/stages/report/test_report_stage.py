@@ -27,6 +27,7 @@ def report(root, artifacts, *, state="SUCCEEDED", failed_task="", error_message=
     return {name: Path(artifact.path).read_text() for name, artifact in artifacts.items()}
 
 
+@pytest.mark.slow
 def test_artifacts_and_the_copy_in_the_root_are_the_same(short_root, artifacts):
     written = report(short_root, artifacts)
     folder = layout.report(short_root)
@@ -35,6 +36,7 @@ def test_artifacts_and_the_copy_in_the_root_are_the_same(short_root, artifacts):
     assert artifacts["report"].metadata["accuracy_after"] == 0.4831
 
 
+@pytest.mark.slow
 def test_the_summary_has_what_the_demo_prints(short_root, artifacts):
     report(short_root, artifacts)
     summary = read_json(f"{layout.report(short_root)}/summary.json")
@@ -79,6 +81,7 @@ def test_a_store_that_is_down_at_the_end_fails_the_stage_as_transient(artifacts,
     assert "everything under the run root" in page
 
 
+@pytest.mark.slow
 def test_a_page_that_can_not_be_stored_fails_the_stage(short_root, artifacts):
     store.write(layout.report(short_root), b"a file where the folder goes")
     code, page = failed(short_root, artifacts)
@@ -86,11 +89,13 @@ def test_a_page_that_can_not_be_stored_fails_the_stage(short_root, artifacts):
     assert "<svg" in page
 
 
+@pytest.mark.slow
 def test_a_webhook_that_fails_does_not_fail_the_stage(short_root, artifacts, monkeypatch):
     monkeypatch.setenv("PLANISH_WEBHOOK", "http://127.0.0.1:1/x")
     assert "<svg" in report(short_root, artifacts)["report"]
 
 
+@pytest.mark.slow
 def test_the_webhook_of_the_secret_gets_the_summary_and_its_address_shows_nowhere(
     short_root, artifacts, monkeypatch, caplog
 ):
@@ -106,6 +111,7 @@ def test_the_webhook_of_the_secret_gets_the_summary_and_its_address_shows_nowher
     assert "s3cret" not in "".join([caplog.text, *written.values(), *stored])
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_the_same_page(short_root, artifacts, tmp_path):
     expected = report(short_root, artifacts)["report"]
     target = tmp_path / "again.html"

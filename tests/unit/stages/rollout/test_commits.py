@@ -62,6 +62,7 @@ def commits(run, shard=0):
     return sorted({uri.removeprefix(prefix).partition("/")[0] for uri in uris})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [WHOLE, WINDOWS], ids=["whole", "windows"])
 def test_a_kill_after_any_commit_changes_no_digest(new_run, count_tokens, changes):
     digest = new_run(**changes).call()[0].manifest_sha256

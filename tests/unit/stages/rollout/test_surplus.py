@@ -152,6 +152,7 @@ def play(letters, rooms, shards, staleness, factor):
         cursor = advance(cursor, consumed)
 
 
+@pytest.mark.slow
 @given(
     st.text("mmmrwi", min_size=1, max_size=20),
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=6),

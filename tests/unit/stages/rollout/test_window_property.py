@@ -83,6 +83,7 @@ def check_nothing_is_lost(run: Simulation) -> None:
     assert sorted([*run.drawn, *run.data.cursor["pending"]]) == list(below)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(options=RUNS, shards=SHARDS)
 def test_every_token_is_in_one_window_and_no_response_is_lost(place, options, shards):
@@ -108,6 +109,7 @@ def test_every_token_is_in_one_window_and_no_response_is_lost(place, options, sh
             assert len(tokens) < len(script)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(options=RUNS, shards=SHARDS, whole_groups=st.booleans())
 def test_held_responses_enter_once_with_all_their_tokens(place, options, shards, whole_groups):

@@ -30,6 +30,7 @@ def rows_of(run, number, shard=0, place=layout.rollouts):
     return rollouts, {(ordinals[g], s): row for row, (g, s) in enumerate(keys)}
 
 
+@pytest.mark.slow
 def test_windows_under_one_policy_give_the_tokens_of_whole_responses(new_run):
     whole = new_run(**{**WINDOWS, "window_tokens": 0})
     whole.call()

@@ -100,6 +100,7 @@ def test_trained_model_can_be_trained_on_by_force(file_root, tmp_path):
     assert not torch.equal(policy.model.model.norm.weight, given.model.model.norm.weight)
 
 
+@pytest.mark.slow
 def test_adapters_change_linear_layers_alone_and_are_merged(file_root, tmp_path):
     folder = tmp_path / "given"
     given = build_policy(tiny_model(), seed=5)
@@ -184,6 +185,7 @@ def test_run_without_traces_skips_the_cold_start_with_one_line(file_root, tmp_pa
     assert start(file_root, tmp_path, digest, prompts) == first
 
 
+@pytest.mark.slow
 def test_control_learns_for_the_seconds_it_is_given(file_root, tmp_path, capsys):
     prompts, digest = write_data(file_root), make_run(file_root)
     start(file_root, tmp_path, digest, prompts)

@@ -50,6 +50,7 @@ def test_first_loss_is_the_mean_over_response_tokens_of_the_untrained_policy():
     assert not step.skipped
 
 
+@pytest.mark.slow
 def test_loss_falls_and_equal_seeds_give_equal_bits():
     first, traces = prepared()
     second, _ = prepared()
@@ -119,6 +120,7 @@ def test_training_ends_at_the_cap_with_a_last_measurement():
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_probe_sees_the_present_weights_and_leaves_them_trainable():
     policy, traces = prepared()
     prompts, _ = sums(PAIRS)

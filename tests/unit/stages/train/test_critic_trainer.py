@@ -279,6 +279,7 @@ def telling_batch(policy, seed):
     return batch.updated(input_ids=ids, reward=torch.where(solved, 1.0, -1.0))
 
 
+@pytest.mark.slow
 def test_value_pretraining_raises_the_explained_variance_of_fresh_rollouts(tiny):
     trainer = trainer_of(tiny)
     policy = flat(trainer.policy)

@@ -133,6 +133,7 @@ def saved(tiny, name, policy):
     return save_policy(f"{tiny.root}/{name}", policy, version=0, parents={}, attributes={}).pin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_policy_as_its_own_reference_has_its_log_probabilities(tiny, batch, temperature):
     trainer = trainer_of(tiny, temperature)
@@ -142,6 +143,7 @@ def test_the_policy_as_its_own_reference_has_its_log_probabilities(tiny, batch, 
     assert torch.equal(wanted, other) is (temperature == 1.0)
 
 
+@pytest.mark.slow
 def test_a_reference_of_other_sizes_is_scored_by_its_own_forward(tiny, batch):
     large = build_policy(ModelConfig(num_layers=3, hidden_size=48, head_dim=16), seed=8)
     trainer = trainer_of(tiny, activation_checkpointing=True)
@@ -152,6 +154,7 @@ def test_a_reference_of_other_sizes_is_scored_by_its_own_forward(tiny, batch):
     assert (seen[~batch.policy_mask] == 0).all()
 
 
+@pytest.mark.slow
 def test_the_reference_is_gone_after_the_pass_and_changed_nothing(tiny, batch):
     trainer = trainer_of(tiny)
     kind = type(trainer.policy.scorer.model)

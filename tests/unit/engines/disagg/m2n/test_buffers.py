@@ -81,6 +81,7 @@ def test_tensors_that_differ_from_their_header_are_refused(counts, rows):
         payload_views(header(5), counts, rows)
 
 
+@pytest.mark.slow
 def test_released_counts_reach_the_sender_and_wrap():
     buffers, credits = ReceiveBuffers(0, LIMITS), Credits(1)
     empty = header(0)

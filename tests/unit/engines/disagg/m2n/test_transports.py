@@ -93,6 +93,7 @@ def test_replies_and_control_come_back(pair):
     assert bytes(receive(a)[0].rows.flatten().tolist()) == b"stop"
 
 
+@pytest.mark.slow
 def test_a_stream_in_one_direction_never_runs_out_of_credits(pair):
     a, b = pair
     seen = []
@@ -252,6 +253,7 @@ def serve(transport):
             left -= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_frames_of_four_by_four_ranks_keep_order_and_content(kind):
     transports = make(kind, 8, FrameLimits(2, 40, 64, 3), replace(QUICK, send_s=20))
