@@ -378,7 +378,8 @@ def test_what_is_equal_in_every_iteration_stands_once():
 
 MEASURED = [(12, 351_000), (30, 777_000)]
 """Iterations of two shards and bytes of the specification on Kubeflow Pipelines 2.17, Argo 4.0, as
-that pipeline was compiled: with loops and with all iterations written out."""
+that pipeline was compiled: with loops and with all iterations written out. Since then settings and
+descriptions have been added, about 17 kB whatever the number of iterations."""
 
 
 def written_out(count):
@@ -394,7 +395,7 @@ def written_out(count):
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "measured"), MEASURED)
 def test_the_size_of_a_specification_is_that_of_the_back_end(count, measured):
-    assert spec_bytes(written_out(count)) == pytest.approx(measured, rel=0.05)
+    assert spec_bytes(written_out(count)) == pytest.approx(measured + 17_000, rel=0.03)
 
 
 def test_the_size_of_a_status_is_that_of_the_back_end():
