@@ -9,6 +9,8 @@ import json
 import textwrap
 from pathlib import Path
 
+from planish import __version__
+
 REAL = Path(__file__).resolve().parents[2] / "src" / "planish"
 
 _COMMON = '''
@@ -146,14 +148,18 @@ def write_fake_stages(folder: Path) -> Path:
     """Write the package below `folder` and return what belongs in front of the module path."""
     package = folder / "planish"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(_COMMON.replace("{real!r}", repr(str(REAL))))
+    common = _COMMON.replace("{real!r}", repr(str(REAL)))
+    (package / "__init__.py").write_text(f"__version__ = {__version__!r}\n{common}")
     (package / "stages").mkdir()
-    (package / "stages" / "__init__.py").write_text("")
+    # What pipelines ask stages for without running one comes from the real ones.
+    real = f"__path__.append({str(REAL / 'stages')!r})\n"
+    (package / "stages" / "__init__.py").write_text(real)
     for stage, body in _STAGES.items():
         name, _, module = stage.partition("/")
         folder_of_stage = package / "stages" / name
         folder_of_stage.mkdir(exist_ok=True)
-        (folder_of_stage / "__init__.py").write_text("")
+        real = f"__path__.append({str(REAL / 'stages' / name)!r})\n"
+        (folder_of_stage / "__init__.py").write_text(real)
         head = "import json, os, time\nfrom pathlib import Path\nfrom planish import note, write\n"
         (folder_of_stage / f"{module or 'stage'}.py").write_text(head + textwrap.dedent(body))
     return folder
