@@ -230,9 +230,11 @@ def test_strangers_are_refused_and_the_real_peer_still_comes(stranger):
     waiting = threading.Thread(target=transports[1].connect, args=({0: ("", 0)},))
     waiting.start()
     with socket.create_connection(transports[1].address, 20) as caller:
-        caller.sendall(told)
-        caller.shutdown(socket.SHUT_WR)
-        answer = caller.recv(64)
+        answer = b""
+        with contextlib.suppress(OSError):  # it may have hung up already
+            caller.sendall(told)
+            caller.shutdown(socket.SHUT_WR)
+            answer = caller.recv(64)
         assert answer == b"" or answer[5] > 0
     transports[0].connect({1: transports[1].address})
     waiting.join(20)
