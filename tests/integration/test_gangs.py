@@ -6,6 +6,7 @@ Every request is made with the account and the role of `manifests/runs`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -39,7 +40,11 @@ from tests.servers.program import REPOSITORY
 from tests.servers.run_trainer import start_trainer
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    # Clients of the package `kubernetes` keep a connection until they are collected.
+    pytest.mark.filterwarnings("ignore:.*ssl.SSLSocket:pytest.PytestUnraisableExceptionWarning"),
+]
 
 STAND_IN = "stand-in"
 ONE_A_NODE = {"resources": {"requests": {"cpu": "3"}}}
@@ -147,6 +152,13 @@ class Site:
             for name, process in node.processes.items()
             if name.startswith("planish-") and process.poll() is None
         ]
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Collect what a test has left while its warnings are still those of this file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
