@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import pytest
@@ -65,6 +66,39 @@ def test_an_expert_address_where_no_expert_answers_fails_the_start_in_time(what)
             engine.start(ModelRef(policy=qwen3_policy(**FAMILIES["experts"])))
     assert time.monotonic() - begin < 120.0
     assert engine.pids == {}
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_ready_too_late_listens_no_more():
+    """The coordinator has left, for the other rank could not start."""
+    opened, has_left = [], threading.Event()
+
+    class LateRank(ThreadRank):
+        def kill(self):
+            has_left.set()
+
+    def new_transport(settings):
+        if settings.role == "expert":
+            raise EngineError("no network here")
+        transport, address = open_transport(settings)
+        opened.append(transport)
+        assert has_left.wait(60.0)
+        return transport, address
+
+    config = EngineConfig(name="disagg")
+    ranks = []
+
+    def launcher(end):
+        ranks.append(LateRank(end, new_transport=new_transport))
+        return ranks[-1]
+
+    engine = DisaggEngine(max_rows=4, config=config, timeout_s=1.0, launcher=launcher)
+    with pytest.raises(EngineError, match="no network here"):
+        engine.start(ModelRef(policy=qwen3_policy(**FAMILIES["experts"])))
+    for rank in ranks:
+        rank.wait(60.0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(opened[0].address)
 
 
 @pytest.mark.slow

@@ -137,13 +137,14 @@ def serve(
             from planish.engines.disagg.expert_rank import ExpertRank
 
             role = ExpertRank(settings)
-        transport, address = new_transport(settings)
         held.hold()
+        transport, address = new_transport(settings)
     except Exception as error:
         channel.send({"re": message["id"], **_fault(error)})
         return
-    channel.send({"re": message["id"], "address": address, **role.handle({"op": "stats"})})
     try:
+        # The coordinator may have left already, for another rank that could not start.
+        channel.send({"re": message["id"], "address": address, **role.handle({"op": "stats"})})
         work(role, transport, channel, inbox, held)
     finally:
         transport.close()
