@@ -28,7 +28,7 @@ from planish.run.gang.cluster import PERMISSIONS, TRAINER_PERMISSIONS
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import GANG_LABEL, Gang, GangPods, job_manifest
 from planish.stages.prepare.cluster import KubernetesApi, Permission
-from planish.stages.train.job import TrainJob
+from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.stage import launch, train
 from planish.submit.cleanup import KubernetesJanitor
 from tests.images.containers import Here

@@ -18,7 +18,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.values import ValueSet
-from planish.stages.train.job import TrainJob
+from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.stage import launch, train
 from tests.integration.test_train_stage import all_tensors
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config

@@ -90,10 +90,10 @@ def main(path: str) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     # The other side's imports are not timed either.
     for module in (
-        "engines.transformers_engine",
-        "rollout.generate",
-        "train.worker",
-        "train.fsdp2",
+        "engines.transformers.engine",
+        "stages.rollout.generate",
+        "stages.train.ranks.worker",
+        "stages.train.fsdp2",
     ):
         importlib.import_module(f"planish.{module}")
     load_policy(iterations.policy_pin, dtype=torch.float32)

@@ -17,7 +17,7 @@ from planish.run.gang import cluster as module
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.manifests import Gang, GangPods, job_manifest, service_manifest
 
-GANG = Gang("ab" * 32, 4, 8, ("planish.stages.train.worker", "pin"))
+GANG = Gang("ab" * 32, 4, 8, ("planish.stages.train.ranks.worker", "pin"))
 POD = {
     "metadata": {"name": "stage", "uid": "u1"},
     "spec": {

@@ -93,7 +93,7 @@ class Gang:
     """Several pods that run one module under torchrun.
 
     Example:
-        >>> gang = Gang("ab" * 32, 3, 2, ("planish.stages.train.worker",))
+        >>> gang = Gang("ab" * 32, 3, 2, ("planish.stages.train.ranks.worker",))
         >>> gang.name, gang.address
         ('planish-abababababababab', 'planish-abababababababab-0.planish-abababababababab')
     """

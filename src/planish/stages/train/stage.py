@@ -29,7 +29,7 @@ from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import RUN_LABEL, STAGE_LABEL, Gang, GangPods
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
-from planish.stages.train.job import JobResult, TrainJob, already_done, write_job
+from planish.stages.train.ranks.job import JobResult, TrainJob, already_done, write_job
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
             job, cluster or GangCluster.from_pod(job.train.launcher), num_nodes, pods or GangPods()
         )
     elif (processes := job.train.num_processes or num_devices(job.train.device)) == 1:
-        from planish.stages.train.worker import train_iteration
+        from planish.stages.train.ranks.worker import train_iteration
 
         try:
             result = train_iteration(job)
@@ -168,7 +168,7 @@ def launch(job: TrainJob, processes: int) -> JobResult:
     forget_result(pin)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", str(processes)]
-    line += ["-m", "planish.stages.train.worker", pin]
+    line += ["-m", "planish.stages.train.ranks.worker", pin]
     # Only the ranks get ahead; this process waits for them.
     telemetry.forget("planish_stage_progress_timestamp_seconds")
     logger.info("launching processes=%d", processes)
@@ -203,7 +203,7 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
         digest=hashlib.sha256(work.encode()).hexdigest(),
         num_nodes=num_nodes,
         num_processes=processes,
-        words=("planish.stages.train.worker", pin),
+        words=("planish.stages.train.ranks.worker", pin),
         pods=pods,
         labels={
             STAGE_LABEL: "train",

@@ -20,10 +20,10 @@ from planish.records.refs import Ref
 from planish.stages.train.batching import split_by_gradient, train_batch
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.fsdp2 import decoder_layers
-from planish.stages.train.job import TrainJob, write_job
 from planish.stages.train.model_trainer import STILL_ROWS
+from planish.stages.train.ranks.job import TrainJob, write_job
+from planish.stages.train.ranks.worker import main
 from planish.stages.train.trainer import open_trainer
-from planish.stages.train.worker import main
 from planish.store.documents import read_json
 from tests.unit.stages.train.runs import (
     TINY,

@@ -20,8 +20,8 @@ from planish.models.logprobs import TokenScorer
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.batching import train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.job import TrainJob
 from planish.stages.train.progress import Progress
+from planish.stages.train.ranks.job import TrainJob
 from planish.stages.train.sharded_model import ShardedModel
 from planish.stages.train.trainer import open_trainer
 from planish.stages.train.update import run_update

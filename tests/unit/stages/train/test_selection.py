@@ -24,8 +24,8 @@ from planish.base.errors import ConfigError
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.job import TrainJob, draw_order, read_inputs
 from planish.stages.train.progress import Progress
+from planish.stages.train.ranks.job import TrainJob, draw_order, read_inputs
 from planish.stages.train.selection import preferred_groups, select_groups
 from planish.stages.train.update import run_update
 from tests.unit.algorithms.batches import make_batch, ragged_mask

@@ -11,7 +11,7 @@ from planish.records.io import read_manifest, write_set
 from planish.records.ragged import Ragged
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
-from planish.stages.train.job import TrainJob, read_inputs
+from planish.stages.train.ranks.job import TrainJob, read_inputs
 
 
 def one_group(version):

@@ -1,7 +1,7 @@
 """The work of one training process, alone or as a rank under torchrun.
 
-The launcher starts `python -m planish.stages.train.worker PIN` on every rank; the pin names the
-job under the root of the run. Result and error are written beside it.
+The launcher starts `python -m planish.stages.train.ranks.worker PIN` on every rank; the pin names
+the job under the root of the run. Result and error are written beside it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from planish.records.schema import Record
 from planish.records.stream import StreamState
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
-from planish.stages.train.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
-from planish.stages.train.leaving import hear_sigterm, leaving
 from planish.stages.train.progress import Progress
+from planish.stages.train.ranks.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
+from planish.stages.train.ranks.leaving import hear_sigterm, leaving
 from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
