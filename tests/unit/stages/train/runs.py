@@ -63,7 +63,8 @@ def start_run(root, config=None, **model):
     config = config or tiny_config()
     digest = config_sha256(config)
     store.write(layout.run_file(root), json.dumps({"config": config}).encode())
-    policy = build_policy(ModelConfig(num_layers=2, hidden_size=32, head_dim=16, **model), seed=3)
+    sizes = {"num_layers": 2, "hidden_size": 32, "head_dim": 16, **model}
+    policy = build_policy(ModelConfig(**sizes), seed=3)
     ref = save_policy(
         layout.policy(root, 0), policy, version=0, parents={},
         attributes={"config_sha256": digest},
