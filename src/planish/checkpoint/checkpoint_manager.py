@@ -196,7 +196,10 @@ class CheckpointManager:
         return handle
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> SaveHandle:
-        """Save now; a collective. Retention follows once the checkpoint is visible."""
+        """Save now; a collective. Retention follows once the checkpoint is visible.
+
+        A save that is skipped (`inflight="skip"`) is no failure: nothing waits for it.
+        """
         chosen = SaveOptions(
             self.place(step), step=step, context=str(self.framework), **{**self._options, **options}
         )
@@ -205,7 +208,8 @@ class CheckpointManager:
             chosen,
             after_commit=self._retain,
         )
-        self._handles.append(handle)
+        if not handle.skipped:
+            self._handles.append(handle)
         return handle
 
     def wait(self, timeout: float | None = None) -> None:
@@ -304,7 +308,7 @@ class CheckpointManager:
             except Exception as error:
                 logger.error(telemetry.event("save_failed", uri=handle.uri, reason=error))
                 self.failures.append((handle.uri, error))
-                self._failed_in_a_row += 0 if handle.skipped else 1
+                self._failed_in_a_row += 1
                 if self._failed_in_a_row > self.schedule.max_failures:
                     raise
             else:

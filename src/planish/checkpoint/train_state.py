@@ -106,7 +106,7 @@ def save(
     from planish.checkpoint import api
 
     uri = uri.rstrip("/")
-    roles = _roles(state)
+    roles = by_role(state)
     roles.setdefault(POLICY, {})["extra"] = dict(state.get("extra", {}))
     step = int(attributes.get("step", 0))
     handle = api.save(
@@ -156,7 +156,7 @@ def load(
     from planish.checkpoint import api
 
     place = checkpoint_pin(pin)
-    roles = _roles(state)
+    roles = by_role(state)
     if strict:
         held = parts(pin) - {"random"}
         left = sorted(p for p in held if PARTS[p][1] not in roles.get(PARTS[p][0], {}))
@@ -176,8 +176,8 @@ def load(
     return read_state_info(pin) if extra is None else extra
 
 
-def _roles(state: State) -> dict[str, dict[str, Any]]:
-    """Sort the parts of a state by role.
+def by_role(state: State) -> dict[str, dict[str, Any]]:
+    """Return the parts of a state by role, as `api.save` takes them.
 
     Raises:
         CheckpointError: a part that no state has.

@@ -128,6 +128,14 @@ def train_job(root: str, number: int, digest: str) -> str:
     return f"{iteration(root, number)}/jobs/{digest[:16]}"
 
 
+def step_commits(root: str, number: int) -> str:
+    """What training of an iteration has committed between its steps; gone when its state is there.
+
+    Below it lies a folder for each digest of inputs and settings.
+    """
+    return f"{iteration(root, number)}/steps"
+
+
 def state(root: str, step: int) -> str:
     """Sharded train state after `step` optimizer steps."""
     return f"{root}/states/step-{step:08d}"

@@ -12,6 +12,14 @@ from planish.base.parallel import Grid, Ranks
 from planish.records.refs import is_pin
 from planish.store.sources import parse_source
 
+PLACEMENT = (
+    *("trainer", "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
+    *("num_processes", "num_nodes", "launcher", "queue", "device", "num_threads"),
+    *("tokens_per_microbatch", "activation_checkpointing", "timeout_seconds", "commit_steps"),
+)
+"""Settings of `TrainConfig` that say how the work is shared out: results differ by rounding alone,
+so committed steps are of use under others."""
+
 
 class TrainConfig(Section):
     """How the policy is updated; what the loss is belongs to `[algorithm]`."""
@@ -81,6 +89,11 @@ class TrainConfig(Section):
     """Optimizer steps skipped in a row for non-finite gradients before an error is logged."""
     timeout_seconds: float = Field(default=1800.0, gt=0.0)
     """How long a rank waits for its peers."""
+    commit_steps: int = Field(default=0, ge=0)
+    """Optimizer steps between commits within an iteration: a retry goes on from the newest, on any
+    number of ranks. Steps wait for a copy to host memory, up to two of each rank's share of the
+    state, and not for the upload; while both are in use a commit is left out. 0 commits the state
+    at the end of an iteration only."""
     reference_policy: str = ""
     """Pin (`<uri>#sha256=<digest>`) of the policy that `algorithm.kl_coefficient` holds the policy
     near; empty is the one that training began with, after the supervised start: its train states

@@ -29,7 +29,13 @@ from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import RUN_LABEL, STAGE_LABEL, Gang, GangPods
 from planish.run.stage import Artifact, Context, Outcome, execute, is_stopped, read_ref
-from planish.stages.train.ranks.job import JobResult, TrainJob, already_done, write_job
+from planish.stages.train.ranks.job import (
+    JobResult,
+    TrainJob,
+    already_done,
+    clear_steps,
+    write_job,
+)
 from planish.store.documents import read_json
 
 logger = logging.getLogger(__name__)
@@ -115,6 +121,7 @@ def train(job: TrainJob, cluster: GangCluster | None = None) -> Outcome:
     if done is not None:
         report = read_report(UpdateReport, layout.update(job.root, job.iteration))
         result = JobResult(done, report.scalars)
+        clear_steps(job)
     elif pods or num_nodes > 1:
         result = launch_gang(
             job, cluster or GangCluster.from_pod(job.train.launcher), num_nodes, pods or GangPods()

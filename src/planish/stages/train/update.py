@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,27 @@ from planish.stages.train.waiting import StepPlan, plan_steps
 logger = logging.getLogger(__name__)
 
 Step = dict[str, float]
+
+
+class Boundaries(Protocol):
+    """What happens between the steps of an iteration, on every rank alike."""
+
+    def resume(
+        self, trainer: Trainer, progress: Progress, num_steps: int
+    ) -> tuple[list[Step], Progress]:
+        """Bring the trainer to where an earlier attempt has left off.
+
+        Args:
+            trainer: the weights before the iteration are not needed any more.
+            progress: counters before the first step.
+            num_steps: of the iteration.
+
+        Returns:
+            The metrics of the steps that are done, and the counters after them.
+        """
+
+    def reach(self, trainer: Trainer, steps: Sequence[Step], progress: Progress) -> None:
+        """Keep what is done, or leave; called before each step that is left to do."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,7 @@ def run_update(
     earlier_values: Tensor | None = None,
     waiting: WaitingSet | None = None,
     reference_pin: str = "",
+    boundaries: Boundaries | None = None,
 ) -> UpdateResult:
     """Train on one rollout batch: policy and critic, or during value pretraining the critic alone.
 
@@ -104,6 +126,7 @@ def run_update(
             all others; None where there are none.
         waiting: finished responses that the critic has still to be trained on; None for none.
         reference_pin: pinned URI of the reference policy, for algorithms that need one.
+        boundaries: between the steps; None does nothing there.
     """
     critic = critic or CriticConfig()
     if len(batch) == 0:
@@ -127,7 +150,9 @@ def run_update(
     parts = split_minibatches(len(batch), config.rollouts_per_minibatch, passes, seed=seed)
     least = critic.min_finished if algorithm.needs_values else 1
     plan = plan_steps(batch, parts, waiting, min_finished=least, num_passes=passes, seed=seed)
-    minibatches, progress = _run_steps(trainer, algorithm, batch, plan, rates, config, progress)
+    minibatches, progress = _run_steps(
+        trainer, algorithm, batch, plan, rates, config, progress, boundaries
+    )
     scalars = step_summary(minibatches) | scalars | {"learning_rate": rates.policy or 0.0}
     if rates.critic is not None:
         scalars["critic_learning_rate"] = rates.critic
@@ -227,13 +252,19 @@ def _run_steps(
     rates: _Rates,
     config: TrainConfig,
     progress: Progress,
+    boundaries: Boundaries | None,
 ) -> tuple[list[Step], Progress]:
     """Make the steps of all mini-batches: in each the critic's first, then the policy's."""
     start, whole = progress, algorithm.counts(batch)
     critic = cast(ActorCritic, algorithm) if rates.critic is not None else None
     whole_values = critic.value_counts(plan.values) if critic is not None else {}
     results: list[Step] = []
-    for rows, value_rows in zip(plan.parts, plan.value_parts, strict=True):
+    parts = list(zip(plan.parts, plan.value_parts, strict=True))
+    if boundaries is not None:
+        results, progress = boundaries.resume(trainer, progress, len(parts))
+    for rows, value_rows in parts[len(results) :]:
+        if boundaries is not None:
+            boundaries.reach(trainer, results, progress)
         minibatch = batch.take(torch.from_numpy(rows))
         progress = replace(progress, step=progress.step + 1)
         step: Step = {}

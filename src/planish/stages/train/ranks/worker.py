@@ -7,6 +7,7 @@ the job under the root of the run. Result and error are written beside it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import sys
@@ -30,11 +31,12 @@ from planish.records.refs import parse_pin
 from planish.records.reports import UpdateReport, write_report
 from planish.records.schema import Record
 from planish.records.stream import StreamState
+from planish.run.signals import Terminated
 from planish.run.stage_metrics import StageMetrics
 from planish.stages.train.batching import train_batch
 from planish.stages.train.progress import Progress
+from planish.stages.train.ranks.boundaries import StartOver, StepBoundaries, hear_sigterm
 from planish.stages.train.ranks.job import JobResult, TrainJob, read_inputs, read_job, relative_pin
-from planish.stages.train.ranks.leaving import hear_sigterm, leaving
 from planish.stages.train.trainer import Trainer, open_trainer
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
@@ -47,6 +49,20 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = 
 
     Every rank calls it; the first one writes what is not sharded. All leave once one is `asked` to.
     """
+    boundaries = StepBoundaries(job, ranks, asked)
+    try:
+        with contextlib.suppress(StartOver):
+            return _train(job, ranks, boundaries)
+        # Sharded modules refer to each other in circles; the second attempt needs their memory.
+        gc.collect()
+        return _train(job, ranks, boundaries)
+    except Terminated:
+        boundaries.leave()
+        raise
+
+
+def _train(job: TrainJob, ranks: Ranks, boundaries: StepBoundaries) -> JobResult:
+    """Train from the weights before the iteration, or go on from what was committed."""
     config = job.train
     inputs = read_inputs(job)
     info = job.info
@@ -74,7 +90,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = 
     if ordinals is not None:
         stored = earlier_values(batch, rollouts, rewards, ordinals, inputs.values)
     result = run_update(
-        leaving(trainer, ranks, asked),
+        trainer,
         algorithm,
         batch,
         config=config,
@@ -85,6 +101,7 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = 
         earlier_values=stored,
         waiting=inputs.waiting if algorithm.needs_values else None,
         reference_pin=job.reference_pin,
+        boundaries=boundaries,
     )
     seconds = time.perf_counter() - started
     scalars = result.scalars | trainer.sizes()
@@ -119,7 +136,10 @@ def train_iteration(job: TrainJob, ranks: Ranks = SINGLE, asked: Event | None = 
         ranks=ranks,
     )
     trainer.close()
-    speed = scalars.get("num_tokens", 0.0) * config.num_passes / max(seconds, 1e-9)
+    boundaries.close()
+    # What an earlier attempt has trained on took none of the time.
+    share = 1 - boundaries.resumed / max(1, len(result.minibatches))
+    speed = scalars.get("num_tokens", 0.0) * config.num_passes * share / max(seconds, 1e-9)
     return JobResult(state, {**scalars, "update_seconds": seconds, "tokens_per_second": speed})
 
 
