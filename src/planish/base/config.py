@@ -47,6 +47,9 @@ SECTIONS: dict[str, str] = {
 CHECKS: tuple[str, ...] = ("planish.stages.prepare.checks:check_config",)
 """`module:function` of checks that look across sections; each returns a list of faults."""
 
+PLACED: dict[str, str] = {"train": "planish.stages.train.config:DEFAULT_PLACEMENT"}
+"""Section name to `module:name` of its settings that say no more than where a run is computed."""
+
 _MAX_DEPTH = 16
 """Most tables and lists inside each other; settings need three."""
 
@@ -325,14 +328,39 @@ def resolve_config(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     return resolved
 
 
+def unplaced(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with every setting that says where it is computed at its default.
+
+    Two configurations that are equal then are of one run: it may go on on other machines.
+
+    Example:
+        >>> unplaced({"train": {"num_nodes": 4, "tensor_parallel": 2, "grad_clip": 1.0}})
+        {'train': {'num_nodes': 0, 'grad_clip': 1.0}}
+    """
+    result = dict(resolved)
+    for section, reference in PLACED.items():
+        table = resolved.get(section)
+        if isinstance(table, Mapping):
+            # None for those that a dump leaves out.
+            defaults = _resolve(reference)
+            merged = {name: defaults.get(name, value) for name, value in table.items()}
+            result[section] = {
+                name: value
+                for name, value in merged.items()
+                if name not in defaults or value is not None
+            }
+    return result
+
+
 def config_sha256(resolved: Mapping[str, Any]) -> str:
-    """Return the sha256 of the canonical JSON of a resolved configuration.
+    """Return the sha256 of the canonical JSON of a resolved configuration, as `unplaced` has it.
 
     Raises:
         ConfigError: a number is infinite or NaN.
     """
+    table = unplaced(resolved)
     try:
-        canonical = json.dumps(resolved, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        canonical = json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
         raise ConfigError(f"a configuration must be finite, got {error}") from None
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -14,8 +14,10 @@ from planish.base.config import (
     preset_names,
     resolve_config,
     section_class,
+    unplaced,
 )
 from planish.base.errors import ConfigError
+from planish.stages.train.config import DEFAULT_PLACEMENT, TrainConfig
 
 
 class Toy(Section):
@@ -98,3 +100,13 @@ def test_faults_of_all_sections_come_in_one_message() -> None:
 def test_the_seed_must_be_an_integer() -> None:
     with pytest.raises(ConfigError, match=r"run\.seed"):
         parse_section(RunConfig, {"seed": 1.5}, section="run")
+
+
+def test_where_a_run_is_computed_is_not_part_of_its_digest() -> None:
+    defaults = resolve_config({"train": {}})
+    assert unplaced(defaults) == defaults
+    moved = {"trainer": "megatron", "tensor_parallel": 2, "num_processes": 4, "queue": "team"}
+    assert config_sha256(resolve_config({"train": moved})) == config_sha256(defaults)
+    assert {*moved} < {*DEFAULT_PLACEMENT} < {*TrainConfig.model_fields}
+    other = {**moved, "learning_rate": 1e-3}
+    assert config_sha256(resolve_config({"train": other})) != config_sha256(defaults)

@@ -14,7 +14,7 @@ from typing import Any
 
 import planish
 from planish import store
-from planish.base.config import config_sha256
+from planish.base.config import config_sha256, unplaced
 from planish.base.errors import ConfigError, ObjectMissing, RecordError
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -113,16 +113,17 @@ def check_same_config(
     """Return the settings that differ from those of an earlier run.
 
     Raises:
-        ConfigError: some differ and that was not allowed; they are listed.
+        ConfigError: some differ that say more than where the run is computed, and that was not
+            allowed; they are listed.
     """
-    changed = differences(before.config, config)
+    changed = differences(unplaced(before.config), unplaced(config))
     if changed and not allow_config_change:
         raise ConfigError(
             f"the configuration must equal that of `{layout.run_file(root)}`, but differs in "
             f"{'; '.join(changed)}; undo the change, choose a new root, or set "
             "`chain.allow_config_change=true`"
         )
-    return changed
+    return differences(before.config, config)
 
 
 def open_run_file(

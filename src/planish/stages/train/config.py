@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,7 @@ PLACEMENT = (
     *("tokens_per_microbatch", "activation_checkpointing", "timeout_seconds", "commit_steps"),
 )
 """Settings of `TrainConfig` that say how the work is shared out: results differ by rounding alone,
-so committed steps are of use under others."""
+so committed steps are of use under others, and the digest of a run leaves them out."""
 
 
 class TrainConfig(Section):
@@ -156,6 +156,12 @@ class TrainConfig(Section):
                 f"{self.max_groups!r} for {self.selection!r}"
             )
         return self
+
+
+DEFAULT_PLACEMENT: dict[str, Any] = {
+    name: TrainConfig().model_dump().get(name) for name in PLACEMENT
+}
+"""Their defaults as a configuration is dumped; None is left out there."""
 
 
 class CriticConfig(Section):

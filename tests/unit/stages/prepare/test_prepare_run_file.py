@@ -69,6 +69,24 @@ def test_another_configuration_lists_the_differing_keys(file_root):
     assert read_run_file(file_root).config == CONFIG
 
 
+def test_a_run_goes_on_on_other_machines_without_being_asked(file_root):
+    table = {**CONFIG["train"], "num_nodes": 0}
+    first, _, _ = begin(
+        file_root, {**CONFIG, "train": {**table, "trainer": "megatron", "tensor_parallel": 2}}
+    )
+    elsewhere = {**CONFIG, "train": {**table, "trainer": "fsdp2", "num_nodes": 3}}
+    run, changed, is_new = begin(file_root, elsewhere)
+    assert (run.sha256, is_new) == (first.sha256, False)
+    assert changed == [
+        "`train.num_nodes`: 0 -> 3",
+        "`train.tensor_parallel`: 2 -> '(absent)'",
+        "`train.trainer`: 'megatron' -> 'fsdp2'",
+    ]
+    assert read_run_file(file_root).config == elsewhere
+    with pytest.raises(ConfigError, match=r"differs in `train.learning_rate`: [^`]* undo"):
+        begin(file_root, {**OTHER, "train": {**elsewhere["train"], **OTHER["train"]}})
+
+
 def test_an_allowed_change_is_listed_and_written(file_root):
     begin(file_root)
     run, changed, is_new = begin(file_root, OTHER, allow_config_change=True)
