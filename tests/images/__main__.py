@@ -134,10 +134,13 @@ def emptied(folder: Path) -> Path:
 def one_iteration(containers: Containers, work: Path) -> None:
     """Train a tiny model on rows of a file, and look at what was written and by whom."""
     root = work / "root"
+    model = make_model("Qwen2", work / "model")
+    for path in model.iterdir():
+        path.chmod(0o644)  # safetensors writes for the owner alone, and stages are another user
     parameters = {
         "root": root.as_uri(),
         "preset": "dapo-tiny",
-        "model": str(make_model("Qwen2", work / "model")),
+        "model": str(model),
         "dataset": str(write_rows(work / "mine.jsonl")),
         "overrides": SMALL,
     }

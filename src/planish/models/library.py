@@ -17,7 +17,10 @@ def load_transformers() -> Any:
         sys.modules["sklearn"] = None  # type: ignore[assignment]
     try:
         import transformers
-        import transformers.generation.utils
+
+        # Stages that only look at a model have no torch in their image.
+        if transformers.is_torch_available():
+            import transformers.generation.utils
     finally:
         if hides:
             del sys.modules["sklearn"]

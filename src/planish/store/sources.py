@@ -172,6 +172,29 @@ def hub_fault(error: Exception, *, key: str, place: str, revision: str) -> Confi
     return ConfigError(f"`{key}` must be {what} that the hub gives, got {place!r}; {remedy}")
 
 
+def check_readable(path: Path, *, key: str) -> None:
+    """Refuse a file, or the files of a folder, that this process may not open.
+
+    Pods run as a user of their own, and safetensors writes files for their owner alone.
+
+    Args:
+        path: what is there; nothing is checked of what is not.
+        key: setting that names it, for messages.
+
+    Raises:
+        ConfigError: one of them may not be read.
+    """
+    try:
+        for file in path.iterdir() if path.is_dir() else [path]:
+            if file.is_file():
+                file.open("rb").close()
+    except PermissionError as error:
+        raise ConfigError(
+            f"`{key}` must be readable by the user {os.geteuid()}, as whom this process runs, got "
+            f"{error.filename!r}: {error.strerror}; `chmod -R a+rX` lets everybody read it"
+        ) from None
+
+
 def fetch_file(source: Source, *, key: str) -> Path:
     """Return a local path of a single file, fetching it unless it is here.
 
@@ -185,6 +208,7 @@ def fetch_file(source: Source, *, key: str) -> Path:
     """
     if source.kind == "path":
         path = Path(source.place).expanduser()
+        check_readable(path, key=key)
         if path.is_file():
             return path
         raise ConfigError(
@@ -387,6 +411,7 @@ def fetch_folder(
     """
     if source.kind == "path":
         folder = Path(source.place).expanduser()
+        check_readable(folder, key=key)
         if folder.is_dir():
             return folder
         raise ConfigError(

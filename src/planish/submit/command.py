@@ -88,6 +88,7 @@ def add_commands(commands: Any) -> None:
     logs.add_argument("--stage", default="", help="such as train; what failed, and the last one")
     logs.add_argument("--iteration", type=int, default=-1, help="0 for what runs once")
     logs.add_argument("--lines", type=int, default=40, help="of each attempt (default 40)")
+    logs.add_argument("--follow", action="store_true", help="go on until the run has ended")
     stop = commands.add_parser(
         "stop", parents=[server], help="end a run after the iteration in progress"
     )
@@ -266,16 +267,26 @@ def _root_of(options: argparse.Namespace) -> str:
 
 
 def logs(options: argparse.Namespace) -> Lines:
-    """Yield the last lines of the tasks of a run."""
-    from planish.submit.root import logs
+    """Yield the last lines of the tasks of a run, and those to come where they are followed."""
+    from planish.submit import root as of_root
+    from planish.submit.server import ENDED
 
-    found = logs(
-        _root_of(options),
-        stage=options.stage,
-        iteration=options.iteration,
-        num_lines=options.lines,
-    )
-    yield from found
+    root = _root_of(options)
+    which = {"stage": options.stage, "iteration": options.iteration, "num_lines": options.lines}
+    if not options.follow:
+        yield from of_root.logs(root, **which)
+        return
+
+    if "/" in options.run:
+        yield from of_root.follow(root, lambda: of_root.has_report(root), **which)
+        return
+    server = _connected(options)
+
+    def has_ended() -> bool:
+        with server.asked():
+            return str(server.run(options.run).state) in ENDED
+
+    yield from of_root.follow(root, has_ended, **which)
 
 
 def stop(options: argparse.Namespace) -> Lines:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from planish import store
 from planish.base.errors import ConfigError, ObjectMissing
@@ -13,6 +14,9 @@ from planish.records import layout
 from planish.run import avoid as nodes
 from planish.store import normal_uri
 from planish.store.documents import read_json
+
+LOOK_SECONDS = 5.0
+"""Between two looks for new lines."""
 
 _LOG = re.compile(
     r"(?P<iteration>\d{5,})-(?P<stage>[a-z_]+)-(?P<shard>\d{2,})-(?P<attempt>\d+)\.txt"
@@ -59,6 +63,37 @@ def avoid(root: str, node: str, *, undo: bool = False) -> list[str]:
     return [uri]
 
 
+@dataclass(frozen=True, order=True)
+class _Attempt:
+    """One attempt of a task that has written lines."""
+
+    start_seconds: float
+    uri: str
+    state: str
+
+    @property
+    def head(self) -> str:
+        return f"== {self.uri.rpartition('/')[2]} {self.state}".rstrip()
+
+    def lines(self) -> list[str]:
+        return store.read(self.uri).decode("utf-8", "replace").splitlines()
+
+
+def _attempts(folder: str, stage: str, iteration: int) -> list[_Attempt]:
+    """Return those of a stage and an iteration as in `logs`, in the order of their starts."""
+    attempts = []
+    for uri in store.list_uris(folder):
+        found = _LOG.fullmatch(uri.rpartition("/")[2])
+        if found is None or stage not in ("", found["stage"]):
+            continue
+        if iteration in (-1, int(found["iteration"])):
+            known = f"{uri.rpartition('-')[0]}.json"
+            entry = read_json(known) if store.exists(known) else {}
+            start, state = float(entry.get("start_seconds", 0)), str(entry.get("state", ""))
+            attempts.append(_Attempt(start, uri, state))
+    return sorted(attempts)
+
+
 def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40) -> Iterator[str]:
     """Yield the last lines of task attempts, each below a line that says whose they are.
 
@@ -76,23 +111,72 @@ def logs(root: str, *, stage: str = "", iteration: int = -1, num_lines: int = 40
     if num_lines < 1:
         raise ConfigError(f"`--lines` must be at least 1, got {num_lines}")
     folder = layout.logs(normal_uri(root))
-    attempts: list[tuple[float, str, dict[str, Any]]] = []
-    for uri in store.list_uris(folder):
-        found = _LOG.fullmatch(uri.rpartition("/")[2])
-        if found is None or stage not in ("", found["stage"]):
-            continue
-        if iteration in (-1, int(found["iteration"])):
-            known = f"{uri.rpartition('-')[0]}.json"
-            entry = read_json(known) if store.exists(known) else {}
-            attempts.append((float(entry.get("start_seconds", 0)), uri, entry))
-    attempts.sort(key=lambda attempt: attempt[:2])
+    attempts = _attempts(folder, stage, iteration)
     if not attempts:
         raise ObjectMissing(
             f"`{folder}` must hold a log of {stage or 'a stage'}, got none; lines arrive a minute "
             "after a task began"
         )
     if not stage and iteration < 0:
-        attempts = [a for a in attempts[:-1] if a[2].get("state") == "failed"] + attempts[-1:]
-    for _, uri, entry in attempts:
-        yield f"== {uri.rpartition('/')[2]} {entry.get('state', '')}".rstrip()
-        yield from store.read(uri).decode("utf-8", "replace").splitlines()[-num_lines:]
+        attempts = [a for a in attempts[:-1] if a.state == "failed"] + attempts[-1:]
+    for attempt in attempts:
+        yield attempt.head
+        yield from attempt.lines()[-num_lines:]
+
+
+def follow(
+    root: str,
+    has_ended: Callable[[], bool],
+    *,
+    stage: str = "",
+    iteration: int = -1,
+    num_lines: int = 40,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[str]:
+    """Yield lines as tasks write them until the run has ended.
+
+    Attempts that ended before are left out, but for the one that began last. Tasks hand their lines
+    over once a minute. A line that says whose they are stands above each change of task.
+
+    Args:
+        root, stage, iteration, num_lines: as in `logs`; lines of before, of each attempt.
+        has_ended: asked before each look; what is there then is the last.
+        sleep: waits between two looks, in seconds.
+
+    Raises:
+        ConfigError: no lines are asked for.
+    """
+    if num_lines < 1:
+        raise ConfigError(f"`--lines` must be at least 1, got {num_lines}")
+    folder = layout.logs(normal_uri(root))
+    shown: dict[str, int] = {}
+    complete: set[str] = set()
+    shown_last = ""
+    is_first = True
+    while True:
+        is_last = has_ended()
+        attempts = _attempts(folder, stage, iteration)
+        if is_first:
+            complete |= {a.uri for a in attempts[:-1] if a.state in ("done", "failed")}
+        for attempt in attempts:
+            if attempt.uri in complete:
+                continue
+            if attempt.state in ("done", "failed") and attempt.uri in shown:
+                complete.add(attempt.uri)  # its lines come before the next look
+            lines = attempt.lines()
+            begin = shown.get(attempt.uri, max(0, len(lines) - num_lines) if is_first else 0)
+            if lines[begin:] and attempt.uri != shown_last:
+                yield attempt.head
+                shown_last = attempt.uri
+            yield from lines[begin:]
+            shown[attempt.uri] = len(lines)
+        if is_last:
+            return
+        is_first = False
+        sleep(LOOK_SECONDS)
+
+
+def has_report(root: str) -> bool:
+    """Tell whether the last stage of a run, its report, is done."""
+    uri = layout.stage_log(normal_uri(root), "report", 0, 0)
+    return store.exists(uri) and read_json(uri).get("state") == "done"

@@ -12,8 +12,10 @@ import ssl
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,33 @@ def test_each_form_of_an_address_is_read(text, expected):
 def test_other_forms_are_refused_with_the_forms_there_are(text):
     with pytest.raises(ConfigError, match=r"`curate\.dataset` must be a path, `owner/name`"):
         parse_source(text, key="curate.dataset")
+
+
+@pytest.fixture
+def shared_folder():
+    """A folder that every user may search."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+        os.seteuid(os.getuid())
+
+
+def test_files_that_this_user_may_not_read_are_refused_by_name(shared_folder):
+    """A pod is a user of its own, and safetensors writes files for their owner alone."""
+    folder = shared_folder
+    model, rows = folder / "model", folder / "closed" / "rows.jsonl"
+    for path in (model / "config.json", model / "model.safetensors", rows):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    (model / "model.safetensors").chmod(0o200)
+    rows.parent.chmod(0o600)
+    if os.getuid() == 0:
+        os.seteuid(65532)
+    told = rf"must be readable by the user {os.geteuid()}, .* got .*{{}}.*`chmod -R a\+rX`"
+    with pytest.raises(ConfigError, match=told.format("model.safetensors")):
+        open_folder(parse_source(str(model), key="model.path"), key="model.path")
+    with pytest.raises(ConfigError, match=told.format("rows.jsonl")):
+        fetch_file(parse_source(str(rows), key="curate.dataset"), key="curate.dataset")
 
 
 def test_https_without_a_digest_is_refused():

@@ -16,7 +16,7 @@ from planish.records import layout
 from planish.run.avoid import avoided
 from planish.run.stage import is_stopped, mark_stopped
 from planish.submit import cleanup, parameters, pipeline
-from planish.submit.root import stop
+from planish.submit.root import follow, stop
 from planish.submit.server import check_times, connect
 from tests.unit.submit.kfp_server import Server
 
@@ -333,6 +333,53 @@ def test_options_that_can_not_be_are_refused_before_anybody_is_asked(words, told
 def test_a_root_that_is_no_uri_is_refused(root, capsys):
     assert main(["submit", root]) == 2
     assert "must be a URI" in capsys.readouterr().err
+
+
+def write_log(root, stage, lines, state, *, shard=0, start=0.0):
+    """Write what an attempt of the first iteration leaves."""
+    uri = layout.stage_log(root, stage, 1, shard)
+    store.write(uri, json.dumps({"state": state, "start_seconds": start}).encode())
+    text = "".join(f"{line}\n" for line in lines)
+    store.write(f"{uri.removesuffix('.json')}-0.txt", text.encode())
+
+
+def test_following_yields_each_line_once_below_the_name_of_its_task(file_root):
+    """Reward has ended before; train goes on, and a second task begins while it is watched."""
+    write_log(file_root, "reward", ["old"], "done")
+    write_log(file_root, "train", ["a", "b", "c"], "running", start=1.0)
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 1:
+            write_log(file_root, "train", ["a", "b", "c", "d"], "running", start=1.0)
+        elif len(looks) == 2:
+            write_log(file_root, "checkpoint", ["x", "y"], "done", start=2.0)
+        elif len(looks) == 3:
+            # What a stage says while it ends comes after its state.
+            write_log(file_root, "checkpoint", ["x", "y", "z"], "done", start=2.0)
+            write_log(file_root, "train", ["a", "b", "c", "d", "e"], "done", start=1.0)
+
+    lines = list(follow(file_root, lambda: len(looks) == 4, num_lines=2, sleep=sleep))
+    train, checkpoint = "== 00001-train-00-0.txt", "== 00001-checkpoint-00-0.txt"
+    assert lines == [
+        f"{train} running", "b", "c", "d", f"{checkpoint} done", "x", "y",
+        f"{train} done", "e", f"{checkpoint} done", "z",
+    ]  # fmt: skip
+
+
+def test_logs_are_followed_until_the_run_has_ended(server, file_root, capsys, monkeypatch):
+    write_log(file_root, "train", ["loss=0.5"], "running")
+    run = server.add_run(runtime_config={"parameters": {"root": file_root}})
+    server.states = ["RUNNING", "RUNNING", "SUCCEEDED"]
+    monkeypatch.setattr("planish.submit.root.LOOK_SECONDS", 0.0)
+    words = ["logs", run["run_id"], "--follow", "--host", server.url]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines() == ["== 00001-train-00-0.txt running", "loss=0.5"]
+    store.write(layout.stage_log(file_root, "report", 0, 0), b'{"state": "done"}')
+    assert main(["logs", file_root, "--follow", "--stage", "train"]) == 0
+    assert "loss=0.5" in capsys.readouterr().out
+    assert main(["logs", file_root, "--follow", "--lines", "0"]) == 2
 
 
 def test_stopping_ends_the_run_after_the_iteration_and_can_be_undone(file_root, capsys):

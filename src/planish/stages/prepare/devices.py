@@ -20,6 +20,7 @@ from planish.models.shapes import ModelShape, built_shape, known_shape, shape_of
 from planish.stages.prepare.cluster import Pod, PodRequests
 from planish.stages.prepare.memory import (
     MemoryPart,
+    cold_start_parts,
     engine_parts,
     host_bytes,
     opening_bytes,
@@ -51,7 +52,7 @@ class Demand:
     """What one device of a stage must hold."""
 
     stage: str
-    """`train`, `rollout` or `evaluate`."""
+    """`sft`, `train`, `rollout` or `evaluate`."""
     device: str
     """What holds it, in words: `each of 8 GPUs`."""
     parts: tuple[MemoryPart, ...]
@@ -246,7 +247,7 @@ def device_warnings(config: Config, requests: PodRequests) -> list[str]:
 
 
 def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[Demand]:
-    """Return what each stage of an iteration and the evaluation needs of a device.
+    """Return what the cold start, each stage of an iteration and the evaluation need of a device.
 
     Args:
         config: resolved tables.
@@ -260,6 +261,15 @@ def demands(config: Config, shape: ModelShape, requests: PodRequests) -> list[De
         found += train_demands(config, shape, pod, requests.gpu_bytes, num_nodes)
     if config["engine"].get("name", "transformers") in APART:
         return found
+    if (pod := requests.stages.get("sft")) and (
+        config["sft"]["force"] or not config["model"]["path"]
+    ):
+        room = int(USABLE * requests.gpu_bytes) if pod.gpus else pod.memory_bytes - PROGRAM_BYTES
+        start = cold_start_parts(config, shape, requests.gpu_bytes, on_cpu=not pod.gpus)
+        remedy = "lower `sft.traces_per_minibatch` or `sft.max_rows`"
+        if config["model"]["path"]:
+            remedy += ", or begin with the model as it is (`sft.force=false`)"
+        found.append(Demand("sft", "one GPU" if pod.gpus else HOST, tuple(start), room, remedy))
     remedy = "take a smaller model, `model.dtype=bfloat16`, or devices with more memory"
     for stage in ("rollout", "evaluate"):
         pod = requests.stages.get(stage)

@@ -24,6 +24,8 @@ LOGIT_CHUNK = 4096
 """Tokens whose logits exist at once: `planish.models.logprobs.TOKENS_PER_CHUNK`."""
 LOGIT_BYTES = 16
 """Of each of these logits: scaled logits, log-probabilities, and two copies for the entropy."""
+COLD_LOGIT_BYTES = 12
+"""The same in a cold start, which wants no entropy."""
 BATCH_TOKENS = 8192
 """Tokens of one forward pass of vLLM where `engine.batch_tokens` leaves it open."""
 SAMPLER_BYTES = 24
@@ -137,12 +139,62 @@ def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[MemoryPar
     return parts
 
 
+def cold_start_parts(
+    config: Config, shape: ModelShape, room_bytes: int, *, on_cpu: bool
+) -> list[MemoryPart]:
+    """Return what learning from traces takes of one device, beside the engine that measures.
+
+    Everything is float32, one process has all of it, and nothing is computed again.
+
+    Args:
+        config: resolved tables.
+        shape: of the policy.
+        room_bytes: memory of the device.
+        on_cpu: the device is the machine's own memory.
+    """
+    sft, rank = config["sft"], config["model"].get("lora_rank", 0)
+    # A model that is built has nothing to keep: it learns with all of its weights.
+    has_adapters = rank and config["model"]["path"]
+    trained = rank * shape.layers * shape.adapter_rows if has_adapters else shape.parameters
+    longest = config["rollout"]["max_prompt_tokens"] + sft["max_response_tokens"]
+    tokens, precision = sft["traces_per_minibatch"] * longest, Precision.of("float32", 1)
+    layer = kept_by_layer(shape, precision)
+    moments = [
+        logits_moment(shape, precision, 1, min(tokens, LOGIT_CHUNK), COLD_LOGIT_BYTES),
+        layer_moment(shape, precision, 1, 0, tokens),
+    ]
+    engine = {**config["engine"], "memory_share": sft["probe_memory_share"]}
+    probe = engine_parts({**config, "engine": engine}, shape, "sft", room_bytes, on_cpu=on_cpu)
+    return [
+        MemoryPart("weights, float32", 4 * shape.parameters, f"4 B x {shape.parameters:,}"),
+        MemoryPart("AdamW moments and gradients", 12 * trained, f"12 B x {trained:,}"),
+        MemoryPart(
+            "activations kept",
+            tokens * shape.layers * layer,
+            f"{sft['traces_per_minibatch']} traces x {longest:,} tokens x {shape.layers} layers x "
+            f"{layer:,} B; longer traces take more",
+        ),
+        max(moments, key=lambda part: part.num_bytes),
+        MemoryPart(
+            "engine that measures",
+            sum(part.num_bytes for part in probe),
+            ", ".join(part.name for part in probe),
+        ),
+    ]
+
+
 def _outer(shape: ModelShape) -> int:
     """Return the parameters outside of layers: embedding, LM head, norm."""
     return shape.parameters - shape.layers * shape.layer_parameters
 
 
-def logits_moment(shape: ModelShape, precision: Precision, ranks: int, chunk: int) -> MemoryPart:
+def logits_moment(
+    shape: ModelShape,
+    precision: Precision,
+    ranks: int,
+    chunk: int,
+    logit_bytes: int = LOGIT_BYTES,
+) -> MemoryPart:
     """Return what the LM head takes while it scores a chunk of tokens.
 
     Args:
@@ -150,9 +202,10 @@ def logits_moment(shape: ModelShape, precision: Precision, ranks: int, chunk: in
         precision: of the forward pass.
         ranks: training processes.
         chunk: tokens that are scored at once.
+        logit_bytes: of each of their logits.
     """
-    logits = LOGIT_BYTES * chunk * shape.vocab_size
-    how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {LOGIT_BYTES} B"
+    logits = logit_bytes * chunk * shape.vocab_size
+    how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {logit_bytes} B"
     copies = 0
     if ranks > 1:
         copies = precision.product * _outer(shape)
@@ -223,7 +276,7 @@ def engine_parts(
     Args:
         config: resolved tables.
         shape: of the policy.
-        section: `rollout` or `evaluate`.
+        section: `rollout`, `evaluate` or `sft`.
         room_bytes: memory of the device.
         on_cpu: the device is the machine's own memory.
     """

@@ -76,6 +76,29 @@ def test_the_engine_says_how_many_tokens_its_cache_holds():
     assert "883,587 tokens x 57,344 B, room for 86.3 of the longest responses" in cache.how
 
 
+def test_a_cold_start_is_planned_where_there_is_one():
+    """A given model begins as it is, unless it is told to learn from traces."""
+
+    def stages(preset, overrides=""):
+        config = configured(preset, overrides)
+        found = demands(config, find_shape(config), profile_requests(GPUS))
+        return {demand.stage: demand for demand in found}
+
+    assert "sft" in stages("dapo-tiny")
+    assert "sft" not in stages("dapo-qwen2.5-0.5b")
+    forced = "sft.force=true sft.traces_per_minibatch=4 sft.max_response_tokens=1024"
+    start = stages("dapo-qwen2.5-0.5b", forced)["sft"]
+    weights, moments, activations, _, engine = start.parts
+    assert weights.num_bytes + moments.num_bytes == 16 * 494_032_768
+    assert "4 traces x " in activations.how
+    # vLLM takes its share whatever it needs of it.
+    assert engine.num_bytes == pytest.approx(0.3 * 80e9, rel=0.01)
+    assert not start.fault
+    fault = stages("dapo-qwen2.5-7b", forced.replace("=4", "=1"))["sft"].fault
+    assert "are AdamW moments and gradients" in fault
+    assert "(`sft.force=false`)" in fault
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

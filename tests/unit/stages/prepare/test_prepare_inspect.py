@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -86,6 +88,28 @@ def test_data_and_model_are_told_in_a_short_table(tmp_path, model):
     # <bos>, `be brief.` and `0+1=`
     assert table["- prompts"] == "median 14 tokens, longest 14"
     assert found.warnings == []
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_the_image_of_prepare_needs_no_torch(tmp_path, model, engine):
+    """The same is found in a process that has none; with adapters, which are counted."""
+    path = jsonl(tmp_path, *sums(3, verifier="trace"))
+    config = {
+        "curate": {"dataset": str(path), "dataset_map": MAP},
+        "model": {"path": str(model), "lora_rank": 2},
+        "engine": {"name": engine},
+        "rollout": {"max_prompt_tokens": 64},
+    }
+    code = (
+        "import json, sys; sys.modules['torch'] = None\n"
+        "from planish.stages.prepare.inspect import inspect_sources\n"
+        f"found = inspect_sources({config!r})\n"
+        "print(json.dumps([found.rows, found.warnings]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    here = inspect_sources(config)
+    assert json.loads(done.stdout) == [[list(row) for row in here.rows], here.warnings]
 
 
 def test_parameters_that_adapters_train_are_told_against_all(tmp_path, model):
