@@ -41,7 +41,8 @@ def logits(policy_pin):
 @pytest.mark.slow
 def test_experts_are_pretrained_sampled_trained_by_two_processes_and_exported(tmp_path):
     root = f"file://{tmp_path}/run"
-    overrides = f"{EXPERTS} train.num_processes=2 algorithm.correction=off"
+    overrides = f"{EXPERTS} train.num_processes=2 train.replay_routing=true"
+    overrides += " algorithm.correction=off"
     runs.run(root, tmp_path / "log", shards=1, compact=True, overrides=overrides)
     before, after = (PinnedWeights(pin(root, version)) for version in (0, 1))
     assert after.names() == before.names()
@@ -53,6 +54,7 @@ def test_experts_are_pretrained_sampled_trained_by_two_processes_and_exported(tm
     scalars = read_report(UpdateReport, layout.update(root, 1)).scalars
     assert scalars["num_rollouts"] > 0
     assert scalars["mismatch_logprob_max"] < 1e-4
+    assert scalars["routing_disagreement"] < 0.01
     check_three_processes_go_on(tmp_path, root)
     check_a_merged_folder(tmp_path, root)
 

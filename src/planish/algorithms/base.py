@@ -63,6 +63,9 @@ class TrainBatch:
     """[B] bool, reached the overall maximum length without an end token."""
     is_finished: Tensor
     """[B] bool, ended by a stop token or by the overall maximum length."""
+    routing: Tensor | None = None
+    """[B, S, layers with experts, experts per token] of the smallest integer type: the experts that
+    the engine sent `input_ids[:, t]` to as an input; -1 unknown. None where nobody kept it."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -74,20 +77,29 @@ class TrainBatch:
             rows: [K] int64 row numbers.
             num_columns: columns to keep; None keeps all. Only padding may be cut.
         """
-        picked = {f.name: getattr(self, f.name).index_select(0, rows) for f in fields(self)}
+        picked = {name: value.index_select(0, rows) for name, value in self.tensors().items()}
         if num_columns is not None:
             for name, value in picked.items():
-                if value.dim() == 2:
+                if value.dim() >= 2:
                     picked[name] = value[:, :num_columns]
         return TrainBatch(**picked)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is there by name; those of each token have two dims or more."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
     def to(self, device: Any) -> TrainBatch:
         """Return the batch on another device."""
-        return TrainBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return TrainBatch(**{name: value.to(device) for name, value in self.tensors().items()})
 
     def updated(self, **changes: Tensor) -> TrainBatch:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
+
+    def without_routing(self) -> TrainBatch:
+        """Return a copy for a model that chooses experts by itself."""
+        return replace(self, routing=None)
 
 
 @dataclass(frozen=True)

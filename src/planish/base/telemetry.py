@@ -124,6 +124,9 @@ _GAUGES = {
     ),
     "planish_train_grad_norm": "Norm of the last gradient of the policy.",
     "planish_train_loss": "Loss of the last mini-batch of the policy.",
+    "planish_train_routing_disagreement_ratio": (
+        "Share of the experts chosen in the rollout that the trainer's routers would not choose."
+    ),
     "planish_train_value_loss": "Loss of the last mini-batch of the critic.",
 }
 _HISTOGRAMS = {

@@ -90,8 +90,8 @@ def routing_dtype(config: Mapping[str, Any]) -> str:
     count = num_experts(config)
     if not count:
         raise ConfigError(
-            "`rollout.keep_routing` must be false for a model without experts, got true for one "
-            f"of {config.get('model_type')!r}"
+            "`rollout.keep_routing` and `train.replay_routing` must be false for a model without "
+            f"experts, got true for one of {config.get('model_type')!r}"
         )
     return "int8" if count <= 128 else "int16"
 

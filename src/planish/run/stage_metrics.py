@@ -50,6 +50,7 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
     "train": {
         "entropy": "planish_train_entropy",
         "explained_variance": "planish_train_explained_variance_ratio",
+        "routing_disagreement": "planish_train_routing_disagreement_ratio",
     },
 }
 """Stage to its scalars that are shown, each with the name of its gauge."""

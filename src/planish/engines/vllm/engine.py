@@ -253,7 +253,7 @@ class VllmEngine(BaseEngine):
         if "AuxOutput" in fault:
             return ConfigError(
                 "`rollout.keep_routing` must be false where vLLM can not return the experts of "
-                f"a token, got true ({fault})"
+                f"a token, and `train.replay_routing`, which asks for them, got true ({fault})"
             )
         if "less than desired" in fault:
             return EngineError(
@@ -512,7 +512,8 @@ def _refuse_on_cpu(settings: EngineConfig, config: dict[str, Any], *, routing: b
     if routing:
         raise ConfigError(
             "`rollout.keep_routing` must be false with the engine `vllm` on the CPU, which "
-            "can not return the experts of a token, got true; take the engine `transformers`"
+            "can not return the experts of a token, and so must `train.replay_routing`, got true; "
+            "take the engine `transformers`"
         )
     sizes = _head_sizes()
     size = config.get("head_dim")

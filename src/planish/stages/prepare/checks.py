@@ -142,17 +142,17 @@ def _training(look: Look) -> Iterator[str]:
             "`algorithm.kl_coefficient` must be above 0 with `train.reference_policy`, got 0 and "
             f"{pin!r}; without a penalty no reference is used"
         )
-    if not look("rollout.keep_routing"):
+    asking = [key for key in ("rollout.keep_routing", "train.replay_routing") if look(key)]
+    if not asking:
         return
     experts, origin = _experts(look)
     if experts == 0:
         yield (
-            "`rollout.keep_routing` must be false for a model without experts, got true with "
-            f"{origin} = 0"
+            f"`{asking[-1]}` must be false for a model without experts, got true with {origin} = 0"
         )
     if look("engine.name") == "vllm" and look("rollout.device") == "cpu":
         yield (
-            "`rollout.keep_routing` must be false with the engine `vllm` on the CPU, which can not "
+            f"`{asking[-1]}` must be false with the engine `vllm` on the CPU, which can not "
             "return the experts of a token, got true; `engine.name = 'transformers'` can"
         )
 

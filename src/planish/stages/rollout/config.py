@@ -72,7 +72,8 @@ class RolloutConfig(Section):
     for a retry, at the price of one prefill of what goes on. 0 commits whole shards only."""
     keep_routing: bool = False
     """Keep which experts each token of prompt and response was sent to, one or two bytes for each
-    choice of each layer, beside the rollouts. For models with experts."""
+    choice of each layer, beside the rollouts. For models with experts; `train.replay_routing` needs
+    them, and keeps them by itself."""
     max_rows: int = Field(default=256, ge=1)
     """Responses that the engine generates at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

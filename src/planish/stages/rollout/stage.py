@@ -64,6 +64,8 @@ def run(
 def sample(context: Context, num_shards: int, policy_pin: str, state_pin: str) -> Outcome:
     """Sample one shard unless an earlier attempt has; the arguments are those of `run`."""
     config = context.section(RolloutConfig, "rollout")
+    if context.config.get("train", {}).get("replay_routing"):
+        config = config.model_copy(update={"keep_routing": True})
     if not 0 <= context.shard < num_shards <= config.prompts_per_iteration:
         raise ConfigError(
             f"shards must number 0..{num_shards - 1}, at most one per group of the "

@@ -26,7 +26,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     """Join rollouts and their rewards, row by row, into padded sequences.
 
     Rows with `keep` False take no part. A row trains on the tokens that were sampled in this
-    iteration, from `window_start` on.
+    iteration, from `window_start` on. The experts of tokens before a new window are unknown.
 
     Args:
         rollouts: all shards of the iteration, one after the other.
@@ -56,6 +56,16 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
     trained = real & (np.arange(shape[1]) >= starts[:, None])
     logprobs = np.zeros(shape, np.float32)
     logprobs[in_response] = rollouts.rollout_logprobs.take(rows).values
+    routing = None
+    if rollouts.num_rows and (known := rollouts.routing_of(0)) is not None:
+        assert rollouts.routing is not None
+        choices = np.full((*shape, *known.shape[1:]), -1, known.dtype)
+        choices[real] = rollouts.routing.take(rows).values.reshape(-1, *known.shape[1:])
+        # For a new window the engine has computed the tokens before it again, under other weights
+        # than those whose choices are recorded; the last of them was no input before.
+        later = (rollouts.window_start[rows] > 0)[:, None]
+        choices[later & (np.arange(shape[1]) < starts[:, None] - 1)] = -1
+        routing = torch.from_numpy(choices)
     truncated = rollouts.finish[rows] == FinishReason.LENGTH
     zeros = torch.zeros(shape, dtype=torch.float32)
     return TrainBatch(
@@ -76,6 +86,7 @@ def train_batch(rollouts: RolloutSet, rewards: RewardSet) -> TrainBatch:
         group_index=torch.from_numpy(groups),
         is_truncated=torch.from_numpy(truncated),
         is_finished=torch.from_numpy(truncated | (rollouts.finish[rows] == FinishReason.STOP)),
+        routing=routing,
     )
 
 
@@ -240,6 +251,8 @@ def gather_rows(batch: TrainBatch, rows: Rows, *, num_columns: int) -> TrainBatc
     if len(rows) == 0:
         idle = batch.take(torch.zeros(1, dtype=torch.int64), num_columns=num_columns)
         off = torch.zeros_like(idle.policy_mask)
+        if idle.routing is not None:
+            idle = idle.updated(routing=torch.full_like(idle.routing, -1))
         return idle.updated(attention_mask=off, policy_mask=off, value_mask=off, positive_mask=off)
     return batch.take(torch.from_numpy(np.ascontiguousarray(rows)), num_columns=num_columns)
 

@@ -83,6 +83,11 @@ class TrainConfig(Section):
     """Padded tokens of one forward pass on one rank; a longer sequence goes alone."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
+    replay_routing: bool = False
+    """Send each token to the experts that the engine sent it to, in every forward pass of the
+    policy; their weights come from the present router. The rollouts then keep these experts, as
+    with `rollout.keep_routing`. Critic and reference policy choose by themselves. Rollout Routing
+    Replay, arXiv 2510.11370."""
     deterministic: bool = True
     """Ask torch for deterministic kernels, so that a run again gives equal bits."""
     alarm_after_skipped: int = Field(default=3, ge=1)
@@ -126,6 +131,7 @@ class TrainConfig(Section):
         off = [] if self.selection != "all" else ["selection", "max_groups"]
         off += [] if self.tensor_parallel > 1 else ["tensor_parallel", "sequence_parallel"]
         off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
+        off += [] if self.replay_routing else ["replay_routing"]
         return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")
@@ -135,6 +141,11 @@ class TrainConfig(Section):
                 "`tensor_parallel` and `pipeline_parallel` must be 1 for the trainer 'fsdp2', got "
                 f"{self.tensor_parallel} and {self.pipeline_parallel}; `trainer = 'megatron'` cuts "
                 "matrices"
+            )
+        if self.replay_routing and self.trainer == "megatron":
+            raise ValueError(
+                "`replay_routing` must be false for the trainer 'megatron', got true; "
+                "`trainer = 'fsdp2'` replays"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -18,6 +18,7 @@ from planish.base.parallel import Grid, data_mesh
 from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.lora import plain_name
+from planish.models.routing import replay_in
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.sharded_model import Micro
 
@@ -34,10 +35,13 @@ class Fsdp2Sharding:
         self.config, self.grid, self.device = config, grid, device
         is_critic = isinstance(model, Critic)
         body = model.body if is_critic else getattr(model, model.base_model_prefix)
+        self.routing = replay_in(body, forces=config.replay_routing)
         if config.activation_checkpointing and not is_frozen:
             # transformers only recomputes in training mode, so the layers themselves, and nothing
             # below them, are put into it: dropout stays off.
-            body.gradient_checkpointing_enable({"use_reentrant": False})
+            body.gradient_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": self.routing.again}
+            )
             for layer in decoder_layers(body):
                 layer.training = True
         scorer: nn.Module = ValueScorer(model) if is_critic else TokenScorer(model)
@@ -79,7 +83,11 @@ class Fsdp2Sharding:
         # Sharded models compute in half precision by themselves.
         half = self.config.compute_dtype == "bfloat16" and self.grid.dp == 1
         for micro in micros:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+            recorded = micro.batch.routing
+            with (
+                torch.autocast(self.device.type, torch.bfloat16, enabled=half),
+                self.routing.using(None if recorded is None else recorded.flatten(0, 1)),
+            ):
                 results = forward(micro)
             loss = take(micro, results)
             if learns:

@@ -142,10 +142,17 @@ class ModelTrainer:
             )
         logger.info("new critic init=%s path=%s", self.critic_config.init, self.critic_config.path)
 
-    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Score the tokens in `policy_mask`; log-probabilities and entropies."""
+    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Score the tokens in `policy_mask`; log-probabilities, entropies and what routers did."""
+        routing = self.policy.sharding.routing
+        if routing is not None:
+            routing.counts.zero_()
         results = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
-        return results[0], results[1]
+        metrics = {}
+        if routing is not None and batch.routing is not None:
+            others, known = self.grid.ranks.sum(routing.counts.to(self.device)).tolist()
+            metrics = {"routing_disagreement": others / known} if known else {}
+        return results[0], results[1], metrics
 
     def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:
         """Score the tokens in `policy_mask` under a policy that is loaded for this call alone."""
@@ -163,7 +170,8 @@ class ModelTrainer:
         def score(micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
             return (reference.scorer(micro.input_ids, None, select, self.temperature, False)[0],)
 
-        scored = reference.compute(batch, batch.policy_mask, score)[0]
+        # Its routers are others: forced choices would make another policy of it.
+        scored = reference.compute(batch.without_routing(), batch.policy_mask, score)[0]
         reference.close()
         # Sharded modules refer to each other in circles; the first step needs their memory.
         gc.collect()
@@ -172,7 +180,8 @@ class ModelTrainer:
     def values(self, batch: TrainBatch) -> Tensor:
         """Return the values of the tokens in `value_mask`, [B, S] float32 on CPU."""
         assert self.critic is not None, "a trainer without a critic has no values"
-        return self.critic.compute(batch, batch.value_mask, self._value)[0]
+        # So are the critic's, whose tokens no engine has sampled.
+        return self.critic.compute(batch.without_routing(), batch.value_mask, self._value)[0]
 
     def step(
         self,
@@ -199,8 +208,8 @@ class ModelTrainer:
     ) -> dict[str, float]:
         """Make one optimizer step of the critic."""
         assert self.critic is not None, "a trainer without a critic makes no value step"
-        mask = minibatch.value_mask
-        return self.critic.step(minibatch, mask, self._value, loss_fn, learning_rate=learning_rate)
+        mask, batch = minibatch.value_mask, minibatch.without_routing()
+        return self.critic.step(batch, mask, self._value, loss_fn, learning_rate=learning_rate)
 
     def _score(self, micro: TrainBatch, select: Tensor) -> tuple[Tensor, Tensor]:
         # Rows begin at column 0, so positions are those that the model takes by default, at the

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
 from planish.base.parallel import Grid
+from planish.models.routing import RoutingReplay
 from planish.stages.train.batching import (
     Rows,
     gather_rows,
@@ -53,6 +54,8 @@ class Sharding(Protocol):
     """What this rank has of each parameter, by any name."""
     buffers: dict[str, Tensor]
     """What is saved with them as it is."""
+    routing: RoutingReplay | None
+    """What the routers of the model ask; None where none asks."""
 
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
@@ -259,6 +262,9 @@ class ShardedModel:
         def forward(micro: Micro) -> list[Tensor]:
             results = score(micro.batch, micro.select)
             return [scatter_tokens(micro.select, result) for result in results]
+
+        if batch.routing is not None and self.sharding.routing is not None:
+            self.sharding.routing.check(batch.routing)
 
         def micros() -> Iterator[Micro]:
             lengths = selected_lengths(mask)

@@ -47,11 +47,12 @@ class Trainer(Protocol):
             ConfigError: saved with other adapters.
         """
 
-    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the tokens in `policy_mask`.
+    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Return log-probabilities and entropies of the tokens in `policy_mask`, and metrics.
 
         Returns:
-            Two of [B, S] float32 on CPU, 0 outside the mask.
+            Two of [B, S] float32 on CPU, 0 outside the mask. The metric `routing_disagreement` is
+            the share of recorded choices that the routers would not make, where some are recorded.
         """
 
     def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:

@@ -226,19 +226,20 @@ def _score_old_policy(
     Where the algorithm takes the engine's own, the first mini-batch alone is scored, to compare.
 
     Returns:
-        The batch, and metrics over all tokens that were scored: of mismatch, and the entropy of
-        the policy before the iteration. (The entropy of a mini-batch is over rows that train.)
+        The batch, and metrics over all tokens that were scored: of mismatch, of routers that choose
+        other experts than the engine's, and the entropy of the policy before the iteration. (The
+        entropy of a mini-batch is over rows that train.)
     """
     if algorithm.needs_old_logprobs:
-        old, entropy = trainer.logprobs(batch)
+        old, entropy, routed = trainer.logprobs(batch)
         batch = part = batch.updated(old_logprobs=old)
     else:
         first = split_minibatches(len(batch), config.rollouts_per_minibatch, 1, seed=seed)[0]
         part = batch.take(torch.from_numpy(first))
-        old, entropy = trainer.logprobs(part)
+        old, entropy, routed = trainer.logprobs(part)
         part = part.updated(old_logprobs=old)
         batch = batch.updated(old_logprobs=batch.rollout_logprobs)
-    metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask)
+    metrics = mismatch_metrics(part.old_logprobs, part.rollout_logprobs, part.policy_mask) | routed
     if metrics:
         metrics["entropy"] = float(masked_mean(entropy, part.policy_mask))
     return batch, metrics

@@ -11,7 +11,7 @@ Source: ours; T-PPO, arXiv 2506.15050, does not say how small a step of the crit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -122,8 +122,8 @@ def with_waiting(batch: TrainBatch, waiting: WaitingSet) -> TrainBatch:
     known = {"input_ids": ids, "attention_mask": real, "value_mask": response, **numbers}
     known["is_finished"] = np.ones(len(ids), np.bool_)
     joined: dict[str, Tensor] = {}
-    for name in (f.name for f in fields(TrainBatch)):
-        own = getattr(batch, name)
+    # What the policy's experts were is nothing to the critic.
+    for name, own in batch.without_routing().tensors().items():
         if own.dim() == 2:
             own = torch.cat([own, own.new_zeros((len(own), width - own.shape[1]))], 1)
         blank = own.new_zeros((len(ids), *own.shape[1:]))

@@ -44,7 +44,7 @@ def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluat
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("", "false for a model without experts, got true with `model.num_experts` = 0"),
+        ("", "for a model without experts, got true with `model.num_experts` = 0"),
         (
             "model.num_experts=4 engine.name=vllm rollout.device=cpu",
             "with the engine `vllm` on the CPU, which can",
@@ -52,8 +52,9 @@ def test_training_rollouts_from_a_truncated_distribution_are_refused_and_evaluat
     ],
 )
 def test_experts_that_nothing_can_tell_are_not_kept(overrides, words):
-    with pytest.raises(ConfigError, match=words):
-        build_config(**BASE, overrides=f"rollout.keep_routing=true {overrides}")
+    for key in ("rollout.keep_routing", "train.replay_routing"):
+        with pytest.raises(ConfigError, match=f"`{key}` must be false.*{words}"):
+            build_config(**BASE, overrides=f"{key}=true {overrides}")
     for good in ("engine.name=transformers", "engine.name=vllm rollout.device=cuda"):
         overrides = f"rollout.keep_routing=true model.num_experts=4 {good}"
         assert build_config(**BASE, overrides=overrides)["rollout"]["keep_routing"] is True

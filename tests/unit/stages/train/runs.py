@@ -72,8 +72,11 @@ def start_run(root, config=None, **model):
     return TinyRun(root, config, digest, policy, ref.pin())
 
 
-def random_rollouts(policy, seed, *, num_groups=4, group_size=4, vocab=None):
-    """Random token sequences whose log-probabilities are the policy's own."""
+def random_rollouts(policy, seed, *, num_groups=4, group_size=4, vocab=None, experts=None):
+    """Random token sequences whose log-probabilities are the policy's own.
+
+    Each token is given a random pair of `experts`, of each of two layers; None is no column.
+    """
     rng = np.random.default_rng(seed)
     rows = num_groups * group_size
     vocab = vocab or policy.tokenizer.vocab_size
@@ -89,6 +92,11 @@ def random_rollouts(policy, seed, *, num_groups=4, group_size=4, vocab=None):
         with torch.no_grad():
             logprobs.append(scorer(ids, None, select, 1.0)[0].numpy())
     ids = [f"{int(rng.integers(1 << 60)):016x}" for _ in range(num_groups)]
+    routing = None
+    if experts:
+        sizes = [len(prompts[g]) + len(r) for g, r in zip(groups, responses, strict=True)]
+        pairs = [rng.permuted(np.tile(np.arange(experts), (2 * n, 1)), axis=1) for n in sizes]
+        routing = Ragged.from_lists([pair[:, :2].flatten() for pair in pairs], np.int8)
     return RolloutSet(
         group_index=groups.astype(np.int32),
         sample_index=np.tile(np.arange(group_size), num_groups).astype(np.int32),
@@ -103,6 +111,8 @@ def random_rollouts(policy, seed, *, num_groups=4, group_size=4, vocab=None):
         response=["x"] * rows,
         answer=["1"] * rows,
         verifier=["exact"] * rows,
+        routing=routing,
+        experts_per_token=np.full(rows, 2, np.int32) if experts else None,
     )
 
 
@@ -127,12 +137,14 @@ def rewards_for(rollouts, seed, *, keep=None):
     )
 
 
-def add_iteration(tiny, iteration, *, keep_none=False, num_groups=4):
+def add_iteration(tiny, iteration, *, keep_none=False, num_groups=4, experts=None):
     """Write rollouts and rewards of one iteration; returns the Ref of the rewards."""
     sets, parents = [], {}
     facts = {"config_sha256": tiny.digest, "iteration": iteration}
     for shard in range(tiny.num_shards):
-        made = random_rollouts(tiny.policy, 100 * iteration + shard, num_groups=num_groups)
+        made = random_rollouts(
+            tiny.policy, 100 * iteration + shard, num_groups=num_groups, experts=experts
+        )
         start = (iteration - 1) * 2 * num_groups
         consumed = [start + shard + tiny.num_shards * k for k in range(num_groups)]
         ref = write_set(

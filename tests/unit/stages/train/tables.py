@@ -29,7 +29,7 @@ class TableTrainer:
     def logprobs(self, batch):
         self.scored.append(len(batch))
         logprobs = (self.table.detach() * batch.policy_mask).float()
-        return logprobs, torch.full_like(logprobs, 0.5) * batch.policy_mask
+        return logprobs, torch.full_like(logprobs, 0.5) * batch.policy_mask, {}
 
     def reference_logprobs(self, batch, pin):
         self.referred.append((len(batch), pin))

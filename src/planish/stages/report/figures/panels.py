@@ -180,6 +180,15 @@ PANELS: tuple[Panel, ...] = (
         ),
         is_log=True,
     ),
+    Panel(
+        "Routers against the engine",
+        "share of recorded experts",
+        "Experts that the engine sent a token to and the router of the trainer would not. A few "
+        "per mille are near ties; with replay they do not part engine and trainer.",
+        (Curve("other experts", "violet", (update("routing_disagreement"),)),),
+        unit="percent",
+        from_zero=True,
+    ),
 )
 """Charts of every run, in the order of the page: `all_charts` puts others between the first."""
 

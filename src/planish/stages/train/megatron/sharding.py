@@ -69,6 +69,7 @@ class MegatronSharding:
         if is_critic and self.is_last:
             self.parameters |= {f"head.{name}": p for name, p in model.head.named_parameters()}
         self.buffers: dict[str, Tensor] = {}
+        self.routing = None
         self.wholes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         boxes = Boxes(
             self.wholes,

@@ -223,6 +223,7 @@ def read_inputs(job: TrainJob) -> Inputs:
 
     Raises:
         RecordError: a set is damaged, or the rewards score other rollouts.
+        ConfigError: experts are to be replayed, and nobody has recorded them.
     """
     uri, digest = parse_pin(job.rewards_pin)
     scored = set(read_manifest(uri, sha256=digest).parents.values())
@@ -240,7 +241,7 @@ def read_inputs(job: TrainJob) -> Inputs:
                 f"`{uri}` must score the rollouts at `{place}`, got rewards of other rollouts "
                 f"({sorted(scored)}); run the reward stage of iteration {job.iteration} again"
             )
-        sets.append(read_set(RolloutSet, place, sha256=manifest.sha256, with_optional=False))
+        sets.append(read_set(RolloutSet, place, sha256=manifest.sha256))
         consumed += _ordinals(manifest, place, "consumed")
         side = _side_set(job, layout.surplus(job.root, job.iteration, shard), manifest, "surplus")
         if side is not None:
@@ -251,11 +252,18 @@ def read_inputs(job: TrainJob) -> Inputs:
         if side is not None:
             carry.append(side[0])
             ordinals += _ordinals(manifest, place, "ordinals", count=sets[-1].num_groups)
+    rollouts = RolloutSet.concat(sets)
+    if job.train.replay_routing and rollouts.num_rows and rollouts.routing is None:
+        raise ConfigError(
+            "rollouts must have the column `routing` with `train.replay_routing = true`, got "
+            f"{rollouts.num_rows} rollouts without it in iteration {job.iteration}; the rollout "
+            "stage keeps it under this setting, and `train.replay_routing = false` needs none"
+        )
     # The sets that the state before names are used up: the rollouts took over all their groups.
     before = parse_data(job.info.get("data", fresh_cursor()))
     places = ordinals if carry else draw_order([part.num_groups for part in sets])
     return Inputs(
-        rollouts=RolloutSet.concat(sets),
+        rollouts=rollouts,
         rewards=rewards,
         stream=StreamState(advance(before.cursor, consumed), surplus, carry),
         ordinals=ordinals if carry else None,

@@ -1,0 +1,277 @@
+"""Recorded experts in the trainer: which tokens get them, when, and what it gains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from planish.algorithms.base import Denominators
+from planish.algorithms.dapo import Dapo, DapoConfig
+from planish.algorithms.mismatch import mismatch_metrics
+from planish.base.parallel import Grid, Ranks
+from planish.engines.requests import ModelRef, Request, Sampling
+from planish.engines.transformers.engine import TransformersEngine
+from planish.models.policy import load_policy, save_policy
+from planish.records import layout
+from planish.records.ragged import Ragged
+from planish.records.reports import UpdateReport, read_report
+from planish.records.rollouts import FinishReason, RolloutSet
+from planish.stages.train.batching import gather_rows, train_batch
+from planish.stages.train.config import CriticConfig, TrainConfig
+from planish.stages.train.trainer import open_trainer
+from tests.integration.ckpt_forks import run_ranks
+from tests.unit.algorithms.batches import make_batch, ragged_mask
+from tests.unit.engines.tiny import family_policy, prompt
+from tests.unit.stages.train import runs
+from tests.unit.stages.train.runs import TINY, rewards_for
+
+CPU = torch.device("cpu")
+ALGORITHM = Dapo(DapoConfig())
+GROUPS, SIZE, LAYERS, EXPERTS, CHOSEN = 8, 4, 2, 8, 2
+POLICY = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.fixture(scope="module")
+def pin(tmp_path_factory):
+    uri = f"file://{tmp_path_factory.mktemp('policy')}"
+    policy = family_policy("Qwen3Moe", **POLICY)
+    return save_policy(uri, policy, version=0, parents={}, attributes={}).pin()
+
+
+def sample(pin, prefix=None):
+    """Return a real rollout with its experts, each response behind its part of `prefix`."""
+    before = prefix or [()] * (GROUPS * SIZE)
+    requests = [
+        Request(
+            f"r{i}", f"g{i // SIZE}", prompt(i // SIZE, 3 + i // SIZE),
+            Sampling(max_new_tokens=12 + i % 13, seed=i, ignore_eos=True, want_routing=True),
+            response_prefix=tuple(before[i]),
+        )
+        for i in range(GROUPS * SIZE)
+    ]  # fmt: skip
+    with TransformersEngine(max_rows=32, routing=True) as engine:
+        engine.start(ModelRef(policy=load_policy(pin)))
+        outputs = list(engine.generate(requests))
+    responses = [[*b, *o.token_ids] for b, o in zip(before, outputs, strict=True)]
+    logprobs = [[0.0] * len(b) + o.logprobs for b, o in zip(before, outputs, strict=True)]
+    last = np.full((1, LAYERS, CHOSEN), -1, np.int8)
+    rows = len(requests)
+    return RolloutSet(
+        group_index=np.repeat(np.arange(GROUPS, dtype=np.int32), SIZE),
+        sample_index=np.tile(np.arange(SIZE, dtype=np.int32), GROUPS),
+        prompt_tokens=Ragged.from_lists([r.prompt_ids for r in requests[::SIZE]], np.int32),
+        response_tokens=Ragged.from_lists(responses, np.int32),
+        rollout_logprobs=Ragged.from_lists(logprobs, np.float32),
+        policy_version=Ragged.from_lists([np.zeros(len(r)) for r in responses], np.int32),
+        window_start=np.array([len(b) for b in before], np.int32),
+        finish=np.full(rows, FinishReason.LENGTH, np.int8),
+        rollout_id=[f"{i // SIZE:016x}-{i % SIZE:03d}" for i in range(rows)],
+        prompt_id=[f"{i // SIZE:016x}" for i in range(rows)],
+        response=["x"] * rows,
+        answer=["1"] * rows,
+        verifier=["exact"] * rows,
+        routing=Ragged.from_lists(
+            [np.concatenate([o.routing, last]).flatten() for o in outputs], np.int8
+        ),
+        experts_per_token=np.full(rows, CHOSEN, np.int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def rollouts(pin):
+    made = sample(pin)
+    made.validate()
+    return made
+
+
+def batch_of(rollouts):
+    return ALGORITHM.advantages(train_batch(rollouts, rewards_for(rollouts, 6)))
+
+
+@pytest.fixture(scope="module")
+def batch(rollouts):
+    return batch_of(rollouts)
+
+
+def shuffled(batch, seed=0):
+    """Return the batch with the choices of each row in another order of tokens."""
+    routing, generator = batch.routing.clone(), torch.Generator().manual_seed(seed)
+    for row in routing:
+        known = (row >= 0).all(-1).all(-1).nonzero().flatten()
+        row[known] = row[known[torch.randperm(len(known), generator=generator)]]
+    return batch.updated(routing=routing)
+
+
+def trainer_of(pin, ranks=None, critic=None, **changes):
+    config = TrainConfig(**{**TINY, "tokens_per_microbatch": 4096, **changes})
+    grid = Grid(ranks) if ranks else Grid()
+    return open_trainer(config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=critic)
+
+
+def one_step(trainer, batch):
+    counts = ALGORITHM.counts(batch)
+
+    def loss_fn(logprobs, entropy, micro):
+        return ALGORITHM.loss(logprobs, entropy, micro, Denominators(counts, counts, 1))
+
+    return trainer.step(batch, loss_fn, learning_rate=5e-4)
+
+
+def mismatch(pin, batch, **changes):
+    """Return the divergence of a trainer in half precision from the engine, and its metrics."""
+    found = trainer_of(pin, compute_dtype="bfloat16", **changes).logprobs(batch)
+    k3 = mismatch_metrics(found[0], batch.rollout_logprobs, batch.policy_mask)["mismatch_k3"]
+    return k3, found[2]["routing_disagreement"]
+
+
+@pytest.mark.slow
+def test_experts_are_those_of_the_tokens_and_of_nothing_else(rollouts, batch):
+    assert batch.routing.dtype == torch.int8
+    for row in range(rollouts.num_rows):
+        length = int(rollouts.num_tokens()[row])
+        assert batch.routing[row, :length].numpy().tolist() == rollouts.routing_of(row).tolist()
+        assert (batch.routing[row, length:] == -1).all()
+    assert gather_rows(batch, np.zeros(0, np.int64), num_columns=2).routing.unique().tolist() == [
+        -1
+    ]
+    kept = rewards_for(rollouts, 6)
+    kept.keep[::2] = False
+    assert torch.equal(train_batch(rollouts, kept).routing, batch.routing[1::2])
+    assert batch.without_routing().take(torch.arange(2)).routing is None
+
+
+@pytest.mark.slow
+def test_every_forward_pass_of_the_policy_has_the_recorded_experts_in_every_layer(pin, batch):
+    batch = shuffled(batch)  # no router would choose these
+    trainer = trainer_of(pin, replay_routing=True, activation_checkpointing=True)
+    heard: dict[str, list] = {}
+    for name, module in trainer.policy.scorer.named_modules():
+        if name.endswith(".mlp.experts"):
+            calls = heard.setdefault(name, [])
+            module.register_forward_pre_hook(lambda _, given, to=calls: to.append(given[1]))
+    old = trainer.logprobs(batch)[0]
+    one_step(trainer, batch.updated(old_logprobs=old))
+    assert len(heard) == LAYERS
+    lengths = (batch.policy_mask * torch.arange(1, old.shape[1] + 1)).amax(1)
+    order = lengths.argsort(stable=True)
+    recorded = batch.routing[order].flatten(0, 1)
+    known = (recorded >= 0).all(-1).all(-1)
+    for layer, calls in enumerate(heard.values()):
+        assert len(calls) == 3  # old log-probabilities, loss, and the loss again for its gradient
+        for chosen in calls:
+            assert torch.equal(chosen[known], recorded[known, layer].long())
+
+
+@pytest.mark.slow
+def test_micro_batches_and_recomputation_change_no_loss_and_no_gradient(pin, batch):
+    batch = shuffled(batch).updated(old_logprobs=batch.rollout_logprobs)
+    wanted = one_step(trainer_of(pin, replay_routing=True), batch)
+    free = one_step(trainer_of(pin), batch)
+    assert abs(free["grad_norm"] / wanted["grad_norm"] - 1) > 0.01
+    for changes in ({"tokens_per_microbatch": 60}, {"activation_checkpointing": True}):
+        seen = one_step(trainer_of(pin, replay_routing=True, **changes), batch)
+        assert seen == pytest.approx(wanted, abs=1e-5, rel=1e-4)
+
+
+def step_of_a_rank(rank, size, folder, *, pin):
+    """Return log-probabilities, disagreement and the metrics of a step; experts are random."""
+    mask = ragged_mask([4 + row % 9 for row in range(21)], 13) & (torch.arange(13) > 1)
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randint(EXPERTS, (*mask.shape, LAYERS, 1), generator=generator)
+    routing = torch.cat([first, (first + 3) % EXPERTS], -1).to(torch.int8)
+    routing[~ragged_mask([4 + row % 9 for row in range(21)], 13)] = -1
+    batch = make_batch(mask, advantages=mask * torch.linspace(-1.0, 1.0, 21)[:, None])
+    trainer = trainer_of(
+        pin, Ranks(rank, size), replay_routing=True, activation_checkpointing=True,
+        tokens_per_microbatch=40,
+    )  # fmt: skip
+    old, _, routed = trainer.logprobs(batch.updated(routing=routing))
+    metrics = one_step(trainer, batch.updated(routing=routing, old_logprobs=old - 0.05))
+    return [old.tolist(), routed, metrics]
+
+
+@pytest.mark.slow
+def test_two_ranks_replay_as_one_does(tmp_path, pin):
+    old, routed, metrics = step_of_a_rank(0, 1, tmp_path, pin=pin)
+    assert 0.7 < routed["routing_disagreement"] < 0.8  # two of eight at random
+    for other in run_ranks(f"{__name__}:step_of_a_rank", 2, tmp_path, pin=pin):
+        torch.testing.assert_close(*map(torch.tensor, (other[0], old)), atol=1e-5, rtol=1e-5)
+        assert other[1] == pytest.approx(routed)
+        assert other[2] == pytest.approx(metrics, abs=1e-5, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_replay_takes_routing_out_of_the_mismatch(pin, batch):
+    """The engine computes in float32, the trainer in bfloat16: routers waver, and nothing is set up
+    to make them."""
+    without, share = mismatch(pin, batch)
+    replayed, left = mismatch(pin, batch, replay_routing=True)
+    wrong, _ = mismatch(pin, shuffled(batch), replay_routing=True)
+    print(f"mismatch_k3 without={without:.3e} replay={replayed:.3e} shuffled={wrong:.3e}")
+    print(f"disagreement without={share:.4f} replay={left:.4f}")
+    assert replayed <= 0.1 * without
+    assert wrong > 10 * without
+    assert 0.001 < left <= share < 0.05
+    assert mismatch(pin, shuffled(batch))[1] > 0.3
+
+
+@pytest.mark.slow
+def test_before_a_new_window_the_trainer_chooses_as_the_engine_did_under_the_same_weights(pin):
+    """The engine computes earlier windows again; what it chose under older weights is history."""
+    rng = np.random.default_rng(0)
+    prefix = [rng.integers(4, 50, i % 6).tolist() for i in range(GROUPS * SIZE)]
+    rollouts = sample(pin, prefix)
+    stale = rollouts.routing.values.copy()
+    starts = rollouts.prompt_tokens.lengths[rollouts.group_index] + rollouts.window_start
+    per_token, offsets = LAYERS * CHOSEN, rollouts.routing.offsets
+    for row in np.flatnonzero(rollouts.window_start):
+        part = stale[offsets[row] : offsets[row] + (starts[row] - 1) * per_token]
+        part[:] = (part + 3) % EXPERTS
+    rollouts.routing.values[:] = stale
+    batch = batch_of(rollouts)
+    for row in range(rollouts.num_rows):
+        first = starts[row] - 1 if rollouts.window_start[row] else 0
+        assert (batch.routing[row, :first] == -1).all()
+        own = batch.routing[row, first : rollouts.num_tokens()[row] - 1].numpy()
+        assert own.tolist() == rollouts.routing_of(row)[first:-1].tolist()
+    old = trainer_of(pin, replay_routing=True).logprobs(batch)[0]
+    assert mismatch_metrics(old, batch.rollout_logprobs, batch.policy_mask)["mismatch_k3"] < 1e-6
+
+
+@pytest.mark.slow
+def test_critic_and_reference_choose_by_themselves(pin, batch):
+    wrong = shuffled(batch)
+    trainer = trainer_of(pin, critic=CriticConfig(head_std=0.3), replay_routing=True)
+    assert torch.equal(trainer.values(wrong), trainer.values(batch.without_routing()))
+    seen = trainer.reference_logprobs(wrong, pin)
+    assert torch.equal(seen, trainer.reference_logprobs(batch.without_routing(), pin))
+    assert not torch.allclose(seen, trainer.logprobs(wrong)[0])
+
+
+@pytest.mark.slow
+def test_the_stage_tells_the_share_of_other_choices_and_refuses_to_replay_nothing(tmp_path):
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 16}
+    config = runs.tiny_config(replay_routing=True)
+    tiny = runs.start_run(f"file://{tmp_path}/root", config, **experts)
+    rewards = runs.add_iteration(tiny, 1)
+    with pytest.raises(SystemExit) as caught:
+        runs.train_once(tiny, 1, "", rewards, tmp_path)
+    assert caught.value.code == 2
+    rewards = runs.add_iteration(tiny, 2, experts=4)
+    runs.train_once(tiny, 2, "", rewards, tmp_path)
+    scalars = read_report(UpdateReport, layout.update(tiny.root, 2)).scalars
+    # Two of four experts at random are those of the router half of the time.
+    assert 0.4 < scalars["routing_disagreement"] < 0.6
+
+
+def test_a_trainer_that_cannot_replay_refuses():
+    with pytest.raises(ValueError, match="`replay_routing` must be false for the trainer 'mega"):
+        TrainConfig(trainer="megatron", replay_routing=True)
