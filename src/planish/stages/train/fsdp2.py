@@ -93,6 +93,11 @@ class Fsdp2Sharding:
             if learns:
                 # Sharded gradients are averaged over ranks; parts of the loss are to be summed.
                 torch.autograd.backward(loss * self.grid.dp)
+        if not learns and self.grid.dp > 1:
+            # Without a backward pass the outermost module keeps what it gathered, and would go on
+            # with it after a load has filled the shards.
+            sharded: Any = self.scorer
+            sharded.reshard()
 
     def clip(self, limit: float) -> float:
         """Limit the norm of the gradient and return what it was."""
