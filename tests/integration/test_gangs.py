@@ -9,12 +9,14 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -231,7 +233,8 @@ def test_the_role_that_ships_allows_every_request_and_no_more(site):
 
 def job_of(root):
     """Return a train job of a tiny run on a root; all of them have equal digests."""
-    tiny = start_run(root, tiny_config(num_nodes=2, tokens_per_microbatch=96, num_passes=3))
+    changes = {"tokens_per_microbatch": 96, "num_passes": 12, "commit_steps": 8}
+    tiny = start_run(root, tiny_config(num_nodes=2, **changes))
     add_iteration(tiny, 1)
     rewards = layout.rewards(tiny.root, 1)
     return TrainJob(
@@ -263,8 +266,9 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     thread = threading.Thread(target=first_attempt)
     began = time.monotonic()
     thread.start()
-    log = wait_for(lambda: site.log_with("rank leaves before"), 90)
+    wait_for(lambda: site.log_with("rank leaves before"), 90)
     print(f"submit to the first rank that hears {time.monotonic() - began:.1f} s")
+    log = wait_for(lambda: site.log_with("resumed steps=0 of=48"), 90)
     pod = log.stem
     site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false")
     asked = time.monotonic()
@@ -273,7 +277,8 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     (error,) = errors
     assert "must end with code 0, got 75" in str(error)
     (told,) = [m for m in caplog.messages if m.startswith("log of the first pod that failed")]
-    assert "left steps_lost=" in told
+    # Whatever it had done is committed: nothing is to be done again.
+    assert "left steps_lost=0 " in told, told
     assert site.has_nothing_left()
     assert not store.exists(layout.update(job.root, 1))
     outcome = train(job, cluster)
@@ -281,6 +286,11 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     submitted = [m for m in caplog.messages if m.startswith("gang submitted")]
     assert len(submitted) == 2
     assert site.has_nothing_left()
+    logs = [path for node in site.nodes for path in (node.folder / "logs").glob("planish-*")]
+    words = re.findall(r"resumed steps=(\d+) of=48", "".join(map(Path.read_text, logs)))
+    print(f"the first attempt and the second begin after step {words}")
+    assert len(set(words) - {"0"}) <= 1
+    assert len(words) == 4
     here = job_of((tmp_path / "here").as_uri())
     result = launch(here, 2)
     assert result.state.manifest_sha256 == outcome.refs["state"].manifest_sha256
