@@ -85,6 +85,7 @@ def step(what: str, timings: list[tuple[str, float]]) -> Iterator[None]:
     began = time.monotonic()
     yield
     timings.append((what, time.monotonic() - began))
+    sys.stdout.write(f"== {timings[-1][1]:.0f} s\n")
 
 
 def make(containers: Containers, timings: list[tuple[str, float]]) -> None:
@@ -161,7 +162,7 @@ def one_iteration(containers: Containers, work: Path) -> None:
     owners = {path.stat().st_uid for path in root.rglob("*") if path.is_file()}
     assert owners == {USER}, owners
     logs = [json.loads(path.read_text()) for path in (root / "logs").glob("*.json")]
-    assert {log["exit_code"] for log in logs} == {0}
+    assert {log["state"] for log in logs} == {"done"}
     ran = {log["stage"] for log in logs}
     wanted = {"prepare", "curate", "sft", "rollout", "reward", "train", "checkpoint", "evaluate"}
     assert wanted <= ran, ran
