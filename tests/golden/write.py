@@ -47,6 +47,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 WIDE = {"num_heads": 4, "num_kv_heads": 2}
 """Sizes of a model whose matrices two ranks can share."""
 WIDE_ALGORITHMS = ("dapo", "grpo_penalty", "vapo", "tppo")
+EXPERTS = {**WIDE, "num_experts": 4, "expert_intermediate_size": 32}
+"""Of one with experts, two of them for each token."""
+EXPERT_ALGORITHMS = ("dapo", "vapo", "tppo")
 
 
 def in_windows(rollouts: RolloutSet, rewards: RewardSet) -> tuple[RolloutSet, RewardSet]:
@@ -122,10 +125,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             text = golden_losses(algorithm, f"file://{folder}/root")
         (LOSSES / f"{algorithm}.txt").write_text(text)
-    for algorithm in WIDE_ALGORITHMS:
-        with tempfile.TemporaryDirectory() as folder:
-            text = golden_losses(algorithm, f"file://{folder}/root", **WIDE)
-        (LOSSES / f"wide_{algorithm}.txt").write_text(text)
+    for kind, sizes, algorithms in (
+        ("wide", WIDE, WIDE_ALGORITHMS),
+        ("experts", EXPERTS, EXPERT_ALGORITHMS),
+    ):
+        for algorithm in algorithms:
+            with tempfile.TemporaryDirectory() as folder:
+                text = golden_losses(algorithm, f"file://{folder}/root", **sizes)
+            (LOSSES / f"{kind}_{algorithm}.txt").write_text(text)
 
 
 if __name__ == "__main__":

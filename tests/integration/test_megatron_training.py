@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from planish.base.errors import ConfigError
 from planish.base.parallel import Grid, Ranks
@@ -17,7 +18,14 @@ from planish.models.policy import load_policy
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.stage import train
 from planish.stages.train.trainer import open_trainer
-from tests.golden.write import LOSSES, WIDE, WIDE_ALGORITHMS, ten_steps
+from tests.golden.write import (
+    EXPERT_ALGORITHMS,
+    EXPERTS,
+    LOSSES,
+    WIDE,
+    WIDE_ALGORITHMS,
+    ten_steps,
+)
 from tests.integration.ckpt_forks import run_ranks
 from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors
@@ -28,6 +36,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
     "tp2": {"tensor_parallel": 2},
     "tp2-sequence": {
         "tensor_parallel": 2,
@@ -37,6 +46,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "pp2": {"pipeline_parallel": 2},
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "ep2": {"expert_parallel": 2},
+    "ep2-pp2": {"expert_parallel": 2, "pipeline_parallel": 2},
+    "tp2-ep4": {
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "activation_checkpointing": True,
+        "expert_parallel": 4,
+    },
 }
 
 
@@ -55,7 +72,7 @@ def preload():
     """Import what takes long before ranks are forked."""
     import warnings
 
-    from transformers import Qwen3ForCausalLM  # noqa: F401
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
 
     with warnings.catch_warnings(action="ignore"):
         import planish.stages.train.megatron.sharding  # noqa: F401
@@ -72,35 +89,49 @@ def losses(rank, size, folder, *, pin, algorithms, settings):
     return found
 
 
-def golden(algorithm):
-    lines = (LOSSES / f"wide_{algorithm}.txt").read_text().splitlines()
+def golden(kind, algorithm):
+    lines = (LOSSES / f"{kind}_{algorithm}.txt").read_text().splitlines()
     return np.array([[float(number) for number in line.split()] for line in lines])
 
 
 @pytest.fixture(scope="module")
-def pin(tmp_path_factory):
-    return start_run(f"file://{tmp_path_factory.mktemp('run')}/root", **WIDE).policy_pin
+def pins(tmp_path_factory):
+    """Policies by the kind of their golden files."""
+    sizes = {"wide": WIDE, "experts": EXPERTS}
+    return {
+        kind: start_run(f"file://{tmp_path_factory.mktemp(kind)}/root", **sizes[kind]).policy_pin
+        for kind in sizes
+    }
+
+
+@pytest.fixture
+def pin(pins):
+    return pins["wide"]
 
 
 @pytest.mark.parametrize(
-    ("layout", "algorithms"),
+    ("kind", "layout", "algorithms"),
     [
-        ("tp2", WIDE_ALGORITHMS),
-        ("tp2-sequence", ["vapo"]),
-        ("dp2", ["dapo"]),
-        ("pp2", ["dapo", "vapo"]),
-        ("tp2-pp2", ["tppo"]),
+        ("wide", "tp2", WIDE_ALGORITHMS),
+        ("wide", "tp2-sequence", ["vapo"]),
+        ("wide", "dp2", ["dapo"]),
+        ("wide", "pp2", ["dapo", "vapo"]),
+        ("wide", "tp2-pp2", ["tppo"]),
+        ("experts", "tp1", ["vapo"]),
+        ("experts", "ep2", EXPERT_ALGORITHMS),
+        ("experts", "ep2-pp2", ["dapo"]),
+        ("experts", "tp2-ep4", ["vapo"]),
     ],
 )
-def test_ten_steps_have_the_losses_of_fsdp2(pin, tmp_path, layout, algorithms):
-    settings = {"trainer": "megatron", **LAYOUTS[layout]}
-    size = 4 if layout == "tp2-pp2" else 2
+def test_ten_steps_have_the_losses_of_fsdp2(pins, tmp_path, kind, layout, algorithms):
+    pin, settings = pins[kind], {"trainer": "megatron", **LAYOUTS[layout]}
+    size = {"tp1": 1, "tp2-pp2": 4, "ep2-pp2": 4, "tp2-ep4": 4}.get(layout, 2)
     found = run_ranks(
         f"{__name__}:losses", size, tmp_path, pin=pin, algorithms=algorithms, settings=settings
     )
     assert all(each == found[0] for each in found)
     for algorithm in algorithms:
-        seen, wanted = np.array(found[0][algorithm]), golden(algorithm)
+        seen, wanted = np.array(found[0][algorithm]), golden(kind, algorithm)
         print(f"{layout} {algorithm}: largest difference {np.abs(seen - wanted).max():.1e}")
         np.testing.assert_allclose(seen, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -137,13 +168,22 @@ def without_random(pin):
     return {name: t for name, t in all_tensors(pin).items() if "random." not in name}
 
 
-def test_a_state_goes_from_trainer_to_trainer_without_a_changed_bit(pin, tmp_path):
-    root = f"file://{tmp_path}"
+@pytest.mark.parametrize(
+    ("kind", "layouts", "matrix"),
+    [
+        ("wide", ["tp2", "pp2"], "self_attn.q_proj.weight"),
+        ("experts", ["ep2"], "mlp.experts.gate_up_proj"),
+    ],
+)
+def test_a_state_goes_from_trainer_to_trainer_without_a_changed_bit(
+    pins, tmp_path, kind, layouts, matrix
+):
+    pin, root = pins[kind], f"file://{tmp_path}"
     first = save(ten_steps("vapo", Run(pin), TrainConfig(**TINY), Grid())[0], root, Grid())
     _, wanted = ten_steps("vapo", Run(pin), TrainConfig(**TINY), Grid(), first)
     before, state_pin = without_random(first), first
-    assert before["optimizer.model.layers.1.self_attn.q_proj.weight.exp_avg_sq"].any()
-    for layout in ("tp2", "pp2"):
+    assert before[f"optimizer.model.layers.1.{matrix}.exp_avg_sq"].any()
+    for layout in layouts:
         pins, steps = run_ranks(
             f"{__name__}:hops", 2, tmp_path / layout, pin=pin, state_pin=state_pin,
             root=f"{root}/{layout}", settings=LAYOUTS[layout],
@@ -165,14 +205,17 @@ FAMILIES = {
         },
         "tie_word_embeddings": True,
     },
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
-"""Beside Qwen3, which all other tests train; 51 tokens leave the second rank one of padding."""
+"""Beside those that other tests train; 51 tokens leave the second rank one of padding."""
 
 
 def tiny_model(family):
-    import transformers
-
-    name = {"qwen2": "Qwen2", "llama": "Llama"}[family]
+    name = {"qwen3_moe": "Qwen3Moe"}.get(family, family.capitalize())
     sizes = {
         "vocab_size": 51, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -188,9 +231,11 @@ def tiny_model(family):
 
 def scores(rank, size, folder):
     """Return the largest difference of log-probabilities and of entropies for each family."""
+    from planish.stages.train.megatron.model import without_accelerator
     from planish.stages.train.megatron.sharding import MegatronSharding
 
-    config = TrainConfig(**TINY, trainer="megatron", tensor_parallel=size)
+    settings = {"tensor_parallel": size, "sequence_parallel": True}
+    config = TrainConfig(**TINY, trainer="megatron", **settings)
     ids = torch.randint(0, 51, (3, 17), generator=torch.Generator().manual_seed(2))
     select = torch.arange(17).expand(3, 17) > 0
     found = {}
@@ -200,7 +245,8 @@ def scores(rank, size, folder):
         sharding = MegatronSharding(
             model, config=config, grid=config.grid(Ranks(rank, size)), device=CPU, is_frozen=True
         )
-        seen = sharding.scorer(ids, None, select, 0.7)
+        with without_accelerator(CPU):
+            seen = sharding.scorer(ids, None, select, 0.7)
         found[family] = [(a - b).abs().max().item() for a, b in zip(seen, wanted, strict=True)]
     return found
 
@@ -218,15 +264,25 @@ def test_a_model_that_does_not_divide_is_refused(pin):
     with pytest.raises(ConfigError, match=r"must divide .* 2 x 1 for 1"):
         config.grid(Ranks(0, 1))
     with pytest.raises(ConfigError, match="heads, heads of keys and values"):
-        build_gpt_of(tiny_model("qwen2").config, tp=4)
+        build_gpt_of(tiny_model("qwen2").config, tensor_parallel=4)
+    experts = tiny_model("qwen3_moe").config
+    with pytest.raises(ConfigError, match="must divide the 4 experts of a layer, got 3"):
+        build_gpt_of(experts, expert_parallel=3)
+    with pytest.raises(ConfigError, match="must be true for a model with experts"):
+        build_gpt_of(experts, tensor_parallel=2)
+    experts.mlp_only_layers = [1]
+    with pytest.raises(ConfigError, match="got layers without experts; train it with"):
+        build_gpt_of(experts)
+    with pytest.raises(ConfigError, match="`model_type` 'deepseek_v3'"):
+        build_gpt_of(transformers.DeepseekV3Config())
 
 
-def build_gpt_of(model, tp):
+def build_gpt_of(model, **settings):
     preload()
     from planish.stages.train.megatron.model import build_gpt
 
-    config = TrainConfig(**TINY, trainer="megatron", tensor_parallel=tp)
-    grid = Grid(Ranks(0, tp), tp=tp)
+    config = TrainConfig(**TINY, trainer="megatron", **settings)
+    grid = config.grid(Ranks(0, config.tensor_parallel * config.expert_parallel))
     return build_gpt(model, has_head=False, config=config, grid=grid, device=CPU)
 
 

@@ -74,12 +74,15 @@ class Grid:
     """Where the processes of a training stand: which rows and which part of the model each has.
 
     Ranks count through tensor parallelism first, then data parallelism, then pipeline stages, so
-    that those who talk most are neighbours. Experts are spread over data-parallel ranks.
+    that those who talk most are neighbours. Experts are spread over the ranks of a stage in the
+    same order, whole ones to each, and every `ep`-th rank has the same.
 
     Example:
         >>> grid = Grid(Ranks(5, 8), tp=2, pp=2)
         >>> grid.dp, (grid.pp_rank, grid.dp_rank, grid.tp_rank)
         (2, (1, 0, 1))
+        >>> [Grid(Ranks(rank, 4), tp=2, ep=2).ep_rank for rank in range(4)]
+        [0, 1, 0, 1]
     """
 
     ranks: Ranks = SINGLE
@@ -89,7 +92,7 @@ class Grid:
     pp: int = 1
     """Stages of consecutive layers."""
     ep: int = 1
-    """Data-parallel ranks that share the experts of a layer; divides `dp`."""
+    """Ranks of a stage that share the experts of a layer; divides `tp` x `dp`."""
 
     @property
     def dp(self) -> int:
@@ -111,6 +114,16 @@ class Grid:
         """Which stage is here."""
         return self.ranks.rank // (self.tp * self.dp)
 
+    @property
+    def ep_rank(self) -> int:
+        """Which part of the experts of each layer is here."""
+        return self.ranks.rank % (self.tp * self.dp) % self.ep
+
+    @property
+    def has_first_experts(self) -> bool:
+        """True on the first of the ranks that have the same experts."""
+        return self.ranks.rank % (self.tp * self.dp) < self.ep
+
     def to_json(self) -> dict[str, int]:
         """Return all sizes, as a manifest names them."""
         return {
@@ -126,6 +139,26 @@ class Grid:
         if self.tp_rank or self.pp_rank:
             tensor.zero_()
         return self.ranks.sum(tensor)
+
+
+def grid_fault(size: int, *, tp: int, pp: int, ep: int) -> str:
+    """Return why so many training processes cannot stand in a grid; "" when they can.
+
+    Example:
+        >>> grid_fault(4, tp=2, pp=2, ep=2)
+        ''
+    """
+    if size % (tp * pp):
+        return (
+            "`train.tensor_parallel` x `train.pipeline_parallel` must divide the number of "
+            f"training processes, got {tp} x {pp} for {size}; `train.num_processes` sets it"
+        )
+    if size // pp % ep:
+        return (
+            "`train.expert_parallel` must divide the number of training processes of a pipeline "
+            f"stage, got {ep} for {size // pp}; lower it, or raise `train.num_processes`"
+        )
+    return ""
 
 
 def pick_device(name: DeviceName, rank: int = 0) -> torch.device:

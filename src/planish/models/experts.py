@@ -135,6 +135,37 @@ def spread_fault(experts: int, ranks: int, redundant: int) -> str:
     return ""
 
 
+def sharing_fault(experts: int, ranks: int, *, tensor_parallel: int, shares_tokens: bool) -> str:
+    """Return why ranks of the trainer `megatron` cannot share experts; "" when they can.
+
+    Args:
+        experts: routed experts of a layer, 0 in a dense model.
+        ranks: `train.expert_parallel`.
+        tensor_parallel: ranks that share every other matrix.
+        shares_tokens: `train.sequence_parallel`.
+
+    Example:
+        >>> sharing_fault(8, 3, tensor_parallel=1, shares_tokens=False)
+        '`train.expert_parallel` must divide the 8 experts of a layer, got 3'
+    """
+    if not experts:
+        return (
+            f"`train.expert_parallel` must be 1 for a model without experts, got {ranks}; "
+            "`train.tensor_parallel` cuts its matrices"
+            if ranks > 1
+            else ""
+        )
+    if experts % ranks:
+        return f"`train.expert_parallel` must divide the {experts} experts of a layer, got {ranks}"
+    if tensor_parallel > 1 and not shares_tokens:
+        return (
+            "`train.sequence_parallel` must be true for a model with experts and "
+            f"`train.tensor_parallel` above 1, got false and {tensor_parallel}; each token goes to "
+            "its experts from one rank"
+        )
+    return ""
+
+
 def disk_tensors(
     name: str, shape: Sequence[int], config: Mapping[str, Any]
 ) -> Iterator[DiskTensor]:

@@ -22,6 +22,10 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral")
 """`model_type` of config.json whose parameters are counted to the last one."""
 
 
+MEGATRON_FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of the models that megatron-core computes as transformers does."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What memory depends on.
@@ -57,6 +61,8 @@ class ModelShape:
     """Queries, keys and values have a bias, as in Qwen2."""
     has_qk_norm: bool = False
     """Queries and keys are normalised for each head, as in Qwen3."""
+    family: str = ""
+    """`model_type` of config.json."""
 
     @property
     def q_size(self) -> int:
@@ -77,6 +83,11 @@ class ModelShape:
         experts = max(1, self.num_experts)
         router = width * self.num_experts
         return attention + 3 * width * self.intermediate_size * experts + router + 2 * width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of the model; 0 in a dense one."""
+        return 3 * self.hidden_size * self.intermediate_size * self.num_experts * self.layers
 
     @property
     def adapter_rows(self) -> int:
@@ -153,6 +164,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         experts_per_token=size("num_experts_per_tok") if has_experts else 1,
         has_qkv_bias=family.startswith("qwen2") or bool(config.get("attention_bias")),
         has_qk_norm=family.startswith("qwen3"),
+        family=family,
     )
 
 
@@ -173,6 +185,7 @@ def built_shape(config: ModelConfig) -> ModelShape:
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token if config.num_experts else 1,
         has_qk_norm=True,
+        family="qwen3_moe" if config.num_experts else "qwen3",
     )
 
 
@@ -218,4 +231,5 @@ def known_shape(name: str) -> ModelShape | None:
         tied_embeddings=size in _TIED,
         max_model_tokens=_CONTEXT,
         has_qkv_bias=True,
+        family="qwen2",
     )

@@ -83,6 +83,7 @@ LAYER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }
 """Of one layer, the same rows under another name."""
 

@@ -13,13 +13,16 @@ from typing import Any
 
 from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
+from planish.base.parallel import grid_fault
 from planish.base.text import bytes_text
 from planish.engines import APART
 from planish.models.config import ModelConfig
-from planish.models.shapes import ModelShape, built_shape, known_shape, shape_of
+from planish.models.experts import sharing_fault
+from planish.models.shapes import MEGATRON_FAMILIES, ModelShape, built_shape, known_shape, shape_of
 from planish.stages.prepare.cluster import Pod, PodRequests
 from planish.stages.prepare.memory import (
     MemoryPart,
+    Sharing,
     cold_start_parts,
     engine_parts,
     host_bytes,
@@ -169,6 +172,10 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
             f"`train.num_nodes` must be 0 or 1 outside a cluster, got {num_nodes}; submit the run "
             "to a cluster, or take `train.num_processes`"
         )
+    if pod:
+        num_ranks = (processes or max(1, pod.gpus)) * (num_nodes or requests.num_nodes or 1)
+        fault = grid_fault(num_ranks, **grid_of(config))
+        faults += [fault] if fault else []
     engine = config["engine"]
     ranks = engine.get("tensor_parallel", 1)
     for stage in ("rollout", "evaluate"):
@@ -179,6 +186,12 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
                 f"({pod.gpus}), got {ranks}; lower it, or take a profile with more"
             )
     return faults
+
+
+def grid_of(config: Config) -> dict[str, int]:
+    """Return over how many ranks the trainer cuts matrices, layers and experts."""
+    keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
+    return {axis: config["train"].get(key, 1) for axis, key in keys.items()}
 
 
 def missing_packages(config: Config) -> list[str]:
@@ -201,26 +214,30 @@ def trainer_faults(config: Config, shape: ModelShape) -> list[str]:
     train, faults = config["train"], []
     if train["trainer"] != "megatron":
         return []
-    parts = train.get("tensor_parallel", 1)
-    counts = {
-        "heads": shape.num_heads,
-        "heads of keys and values": shape.num_kv_heads,
-        "features between the projections of a layer": shape.intermediate_size,
-    }
+    grid = grid_of(config)
+    parts = grid["tp"]
+    counts = {"heads": shape.num_heads, "heads of keys and values": shape.num_kv_heads}
+    if not shape.num_experts:
+        counts["features between the projections of a layer"] = shape.intermediate_size
     for name, count in counts.items():
         if count % parts:
             faults.append(
                 f"`train.tensor_parallel` must divide the {count} {name} of the model, got {parts}"
             )
-    if shape.layers % (stages := train.get("pipeline_parallel", 1)):
+    if shape.layers % grid["pp"]:
         faults.append(
             f"`train.pipeline_parallel` must divide the {shape.layers} layers of the model, got "
-            f"{stages}"
+            f"{grid['pp']}"
         )
-    if shape.num_experts:
+    shares_tokens = train.get("sequence_parallel", False)
+    fault = sharing_fault(
+        shape.num_experts, grid["ep"], tensor_parallel=parts, shares_tokens=shares_tokens
+    )
+    faults += [fault] if fault else []
+    if shape.family not in MEGATRON_FAMILIES:
         faults.append(
-            "`train.trainer` must be 'fsdp2' for a model with experts, got 'megatron' and "
-            f"{shape.num_experts} experts"
+            f"`train.trainer` must be 'fsdp2' for a model of {shape.family!r}, got 'megatron', "
+            f"which trains {', '.join(MEGATRON_FAMILIES)}"
         )
     if rank := config["model"].get("lora_rank", 0):
         faults.append(
@@ -307,6 +324,10 @@ def memory_rows(
     try:
         shape = shape_of(model_config) if config["model"]["path"] else find_shape(config)
     except ConfigError as error:
+        if config["train"]["trainer"] == "megatron":
+            raise ConfigError(
+                f"`train.trainer` must be 'fsdp2' for such a model, got 'megatron': {error}"
+            ) from None
         return [("memory", f"not counted: {error}")]
     found = demands(config, shape, requests)
     faults = [*trainer_faults(config, shape), *(each.fault for each in found if each.fault)]
@@ -340,9 +361,10 @@ def train_demands(
         smaller = f"set `train.activation_checkpointing=true`, {smaller}"
     remedy = f"{smaller}, or take a smaller model or a profile with more memory"
     # Data-parallel ranks of the other trainer have a copy each.
-    sharing = ranks * num_nodes
+    sharing = Sharing(ranks * num_nodes, ranks * num_nodes, gathers=ranks * num_nodes > 1)
     if train["trainer"] == "megatron":
-        sharing = train.get("tensor_parallel", 1) * train.get("pipeline_parallel", 1)
+        grid = grid_of(config)
+        sharing = Sharing(grid["tp"] * grid["pp"], grid["ep"] * grid["pp"], gathers=False)
     parts = train_parts(config, shape, sharing)
     if not pod.gpus:
         room = pod.memory_bytes - ranks * PROGRAM_BYTES
@@ -354,19 +376,18 @@ def train_demands(
     room = int(USABLE * gpu_bytes)
     device = f"each of {num_nodes * pod.gpus} GPUs"
     whole = "take a smaller model: one that a GPU can not hold in float32 is not opened"
-    opened = MemoryPart(
-        "a model in float32 before it is shared, beside what is",
-        opening_bytes(config, shape, sharing),
-        "while models are opened, one after the other",
-    )
     host = MemoryPart(
         "models in float32 on their way to the GPUs",
         host_bytes(config, shape, ranks),
         f"{ranks} processes x 4 B x parameters",
     )
     room_on_host = pod.memory_bytes - ranks * PROGRAM_BYTES
-    return [
-        Demand("train", device, tuple(parts), room, remedy),
-        Demand("train", device, (opened,), room, whole),
-        Demand("train", HOST, (host,), room_on_host, whole),
-    ]
+    found = [Demand("train", device, tuple(parts), room, remedy)]
+    if train["trainer"] != "megatron":  # which takes its part of a model to the GPU
+        opened = MemoryPart(
+            "a model in float32 before it is shared, beside what is",
+            opening_bytes(config, shape, sharing.ranks),
+            "while models are opened, one after the other",
+        )
+        found.append(Demand("train", device, (opened,), room, whole))
+    return [*found, Demand("train", HOST, (host,), room_on_host, whole)]

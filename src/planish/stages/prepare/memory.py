@@ -45,6 +45,36 @@ class MemoryPart:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How many training processes share parameters, gradients and moments.
+
+    Example:
+        >>> Sharing(2, 4, gathers=False).of(100, 60)
+        35
+    """
+
+    ranks: int
+    """That share what is outside of experts."""
+    expert_ranks: int
+    """That share the experts."""
+    gathers: bool
+    """A layer is whole on every rank while it computes, as under FSDP2; else each rank computes
+    with its part."""
+
+    def of(self, parameters: int, experts: int) -> int:
+        """Return the numbers on one process of so many, of which some are those of experts."""
+        return (self.expert_ranks * (parameters - experts) + self.ranks * experts) // (
+            self.ranks * self.expert_ranks
+        )
+
+    def __str__(self) -> str:
+        """Return what follows a count of parameters."""
+        if self.ranks == self.expert_ranks:
+            return f" / {self.ranks} ranks" if self.ranks > 1 else ""
+        return f" / {self.ranks} ranks, experts / {self.expert_ranks}"
+
+
+@dataclass(frozen=True)
 class Precision:
     """Bytes of numbers in a forward pass."""
 
@@ -56,11 +86,11 @@ class Precision:
     """1 where each product makes a copy of its input in its own type, else 0."""
 
     @classmethod
-    def of(cls, compute_dtype: str, ranks: int) -> Precision:
-        """Return those of the trainer: sharded models compute in bfloat16, one rank by autocast."""
+    def of(cls, compute_dtype: str, *, gathers: bool) -> Precision:
+        """Return those of the trainer: what is gathered is in bfloat16 already, else autocast."""
         if compute_dtype == "float32":
             return cls(4, 4, 0)
-        return cls(2, 2, 0) if ranks > 1 else cls(2, 4, 1)
+        return cls(2, 2, 0) if gathers else cls(2, 4, 1)
 
 
 def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
@@ -71,7 +101,7 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
         precision: of the forward pass.
 
     Example:
-        >>> kept_by_layer(known_shape("Qwen2.5-7B"), Precision.of("bfloat16", 8)) // 1024
+        >>> kept_by_layer(known_shape("Qwen2.5-7B"), Precision.of("bfloat16", gathers=True)) // 1024
         221
     """
     width, heads = shape.hidden_size, shape.q_size + shape.kv_size
@@ -89,38 +119,39 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
     return norms + inputs + attention + feed_forward
 
 
-def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[MemoryPart]:
+def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[MemoryPart]:
     """Return what one training process holds at the busiest moment of a step.
 
     Args:
         config: resolved tables.
         shape: of the policy; a critic is taken to have the same sizes.
-        ranks: training processes that share parameters, gradients and moments.
+        sharing: of what is trained.
     """
     train, rollout = config["train"], config["rollout"]
-    precision = Precision.of(train["compute_dtype"], ranks)
+    precision = Precision.of(train["compute_dtype"], gathers=sharing.gathers)
     policy = shape.parameters
     # Only algorithms with a critic have a decay of its target.
     critic = shape.body_parameters if "lambda_critic" in config["algorithm"] else 0
     whose = "policy and critic" if critic else "policy"
+    experts = shape.expert_parameters
+    models = 2 if critic else 1
     trained, largest = policy + critic, max(policy, critic)
+    weights = sharing.of(4 * (policy + critic), 4 * models * experts)
     if rank := config["model"].get("lora_rank", 0):
         # Adapters on every matrix of every layer, the most that there can be.
         largest = rank * shape.layers * shape.adapter_rows
-        trained = largest * (2 if critic else 1)
+        trained, experts = largest * models, 0
     longest = rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
     tokens = max(train["tokens_per_microbatch"], longest)
-    shared = f" / {ranks} ranks" if ranks > 1 else ""
     of = f"{policy + critic:,} parameters of {whose}"
+    moments_of = sharing.of(8 * trained, 8 * models * experts)
     parts = [
-        MemoryPart(
-            "weights, float32 masters", 4 * (policy + critic) // ranks, f"4 B x {of}{shared}"
-        ),
-        MemoryPart("AdamW moments, float32", 8 * trained // ranks, f"8 B x {trained:,}{shared}"),
+        MemoryPart("weights, float32 masters", weights, f"4 B x {of}{sharing}"),
+        MemoryPart("AdamW moments, float32", moments_of, f"8 B x {trained:,}{sharing}"),
         MemoryPart(
             "gradients, float32",
-            4 * largest // ranks,
-            f"4 B x {largest:,}{shared}" + ", one model at a time" * bool(critic),
+            sharing.of(4 * largest, 4 * experts),
+            f"4 B x {largest:,}{sharing}" + ", one model at a time" * bool(critic),
         ),
     ]
     layer = kept_by_layer(shape, precision)
@@ -132,8 +163,8 @@ def train_parts(config: Config, shape: ModelShape, ranks: int) -> list[MemoryPar
         how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, no checkpointing"
     parts.append(MemoryPart("activations kept", tokens * shape.layers * each, how))
     moments = [
-        logits_moment(shape, precision, ranks, min(tokens, LOGIT_CHUNK)),
-        layer_moment(shape, precision, ranks, 0 if each == layer else tokens * layer, tokens),
+        logits_moment(shape, precision, sharing, min(tokens, LOGIT_CHUNK)),
+        layer_moment(shape, precision, sharing, 0 if each == layer else tokens * layer, tokens),
     ]
     parts.append(max(moments, key=lambda part: part.num_bytes))
     return parts
@@ -157,11 +188,13 @@ def cold_start_parts(
     has_adapters = rank and config["model"]["path"]
     trained = rank * shape.layers * shape.adapter_rows if has_adapters else shape.parameters
     longest = config["rollout"]["max_prompt_tokens"] + sft["max_response_tokens"]
-    tokens, precision = sft["traces_per_minibatch"] * longest, Precision.of("float32", 1)
+    alone = Sharing(1, 1, gathers=False)
+    tokens = sft["traces_per_minibatch"] * longest
+    precision = Precision.of("float32", gathers=alone.gathers)
     layer = kept_by_layer(shape, precision)
     moments = [
-        logits_moment(shape, precision, 1, min(tokens, LOGIT_CHUNK), COLD_LOGIT_BYTES),
-        layer_moment(shape, precision, 1, 0, tokens),
+        logits_moment(shape, precision, alone, min(tokens, LOGIT_CHUNK), COLD_LOGIT_BYTES),
+        layer_moment(shape, precision, alone, 0, tokens),
     ]
     engine = {**config["engine"], "memory_share": sft["probe_memory_share"]}
     probe = engine_parts({**config, "engine": engine}, shape, "sft", room_bytes, on_cpu=on_cpu)
@@ -191,7 +224,7 @@ def _outer(shape: ModelShape) -> int:
 def logits_moment(
     shape: ModelShape,
     precision: Precision,
-    ranks: int,
+    sharing: Sharing,
     chunk: int,
     logit_bytes: int = LOGIT_BYTES,
 ) -> MemoryPart:
@@ -200,34 +233,33 @@ def logits_moment(
     Args:
         shape: of the policy.
         precision: of the forward pass.
-        ranks: training processes.
+        sharing: of what is trained.
         chunk: tokens that are scored at once.
         logit_bytes: of each of their logits.
     """
     logits = logit_bytes * chunk * shape.vocab_size
     how = f"{chunk:,} tokens x {shape.vocab_size:,} logits x {logit_bytes} B"
     copies = 0
-    if ranks > 1:
+    if sharing.gathers:
         copies = precision.product * _outer(shape)
         how += ", gathered embedding and head"
     elif precision.casts:
         # Autocast keeps its copies of the weights until the forward pass ends.
-        copies = precision.product * (
-            shape.layers * shape.layer_parameters + shape.embedding_parameters
-        )
+        copied = shape.layers * shape.layer_parameters + shape.embedding_parameters
+        copies = precision.product * sharing.of(copied, shape.expert_parameters)
         how += ", bfloat16 copies of the weights"
     return MemoryPart("busiest moment: LM head", logits + copies, how)
 
 
 def layer_moment(
-    shape: ModelShape, precision: Precision, ranks: int, again: int, tokens: int
+    shape: ModelShape, precision: Precision, sharing: Sharing, again: int, tokens: int
 ) -> MemoryPart:
     """Return what the backward pass of one layer takes.
 
     Args:
         shape: of the policy.
         precision: of the forward pass.
-        ranks: training processes.
+        sharing: of what is trained.
         again: bytes that the layer's second forward pass keeps; 0 without checkpointing.
         tokens: of a micro-batch.
     """
@@ -237,14 +269,16 @@ def layer_moment(
     flow = tokens * (feed_forward + 2 * precision.stream * shape.hidden_size)
     how = f"one layer of {tokens:,} tokens{' again' if again else ''} and its gradients"
     copies = 0
-    if ranks > 1:
+    if sharing.gathers:
         # Two layers gathered, a third in the buffer it arrives in, gradients in both types.
         copies = (4 * wide + 8) * shape.layer_parameters
         copies += wide * (_outer(shape) + shape.embedding_parameters)
         how += ", weights gathered"
     elif precision.casts:
         checkpointed = 1 if again else shape.layers
-        copies = wide * (checkpointed * shape.layer_parameters + shape.embedding_parameters)
+        copied = checkpointed * shape.layer_parameters + shape.embedding_parameters
+        experts = checkpointed * shape.expert_parameters // shape.layers
+        copies = wide * sharing.of(copied, experts)
         how += ", bfloat16 copies of its weights"
     return MemoryPart("busiest moment: a layer", again + flow + copies, how)
 

@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 
 from planish.base.config import Section
 from planish.base.errors import ConfigError
-from planish.base.parallel import Grid, Ranks
+from planish.base.parallel import Grid, Ranks, grid_fault
 from planish.records.refs import is_pin
 from planish.store.sources import parse_source
 
 PLACEMENT = (
-    *("trainer", "tensor_parallel", "pipeline_parallel", "sequence_parallel"),
+    *("trainer", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
     *("num_processes", "num_nodes", "launcher", "queue", "device", "num_threads"),
     *("tokens_per_microbatch", "activation_checkpointing", "timeout_seconds", "commit_steps"),
 )
@@ -32,9 +32,12 @@ class TrainConfig(Section):
     pipeline_parallel: int = Field(default=1, ge=1)
     """Stages of consecutive layers, each on ranks of its own; divides the layers and the number of
     processes. Needs the trainer `megatron`."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks of a stage that share the experts of every layer, whole ones each; divides
+    the experts and the ranks of a stage. Needs the trainer `megatron` and a model with experts."""
     sequence_parallel: bool = False
     """Ranks that share matrices also share the tokens between them: less memory. Needs
-    `tensor_parallel` above 1."""
+    `tensor_parallel` above 1, and models with experts need it there."""
     num_processes: int = Field(default=0, ge=0)
     """Training processes on this machine; above 1 they are started under torchrun. 0 is one for
     each accelerator that the stage sees, and one on the CPU."""
@@ -119,28 +122,30 @@ class TrainConfig(Section):
         Raises:
             ConfigError: there are too few processes, or some would be left over.
         """
-        if ranks.size % (self.tensor_parallel * self.pipeline_parallel):
-            raise ConfigError(
-                "`train.tensor_parallel` x `train.pipeline_parallel` must divide the number of "
-                f"training processes, got {self.tensor_parallel} x {self.pipeline_parallel} for "
-                f"{ranks.size}; `train.num_processes` sets it"
-            )
-        return Grid(ranks, tp=self.tensor_parallel, pp=self.pipeline_parallel)
+        sizes = {
+            "tp": self.tensor_parallel,
+            "pp": self.pipeline_parallel,
+            "ep": self.expert_parallel,
+        }
+        if fault := grid_fault(ranks.size, **sizes):
+            raise ConfigError(fault)
+        return Grid(ranks, **sizes)
 
     def _off(self) -> list[str]:
         off = [] if self.selection != "all" else ["selection", "max_groups"]
         off += [] if self.tensor_parallel > 1 else ["tensor_parallel", "sequence_parallel"]
         off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
         off += [] if self.replay_routing else ["replay_routing"]
+        off += [] if self.expert_parallel > 1 else ["expert_parallel"]
         return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")
     def _has_its_trainer(self) -> TrainConfig:
-        if self.tensor_parallel * self.pipeline_parallel > 1 and self.trainer == "fsdp2":
+        sizes = (self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+        if max(sizes) > 1 and self.trainer == "fsdp2":
             raise ValueError(
-                "`tensor_parallel` and `pipeline_parallel` must be 1 for the trainer 'fsdp2', got "
-                f"{self.tensor_parallel} and {self.pipeline_parallel}; `trainer = 'megatron'` cuts "
-                "matrices"
+                "`tensor_parallel`, `pipeline_parallel` and `expert_parallel` must be 1 for the "
+                f"trainer 'fsdp2', got {sizes}; `trainer = 'megatron'` cuts matrices"
             )
         if self.replay_routing and self.trainer == "megatron":
             raise ValueError(

@@ -10,6 +10,7 @@ import transformers
 from planish.__main__ import main
 from planish.base.config import preset_names
 from planish.base.errors import ConfigError
+from planish.models.shapes import shape_of
 from planish.stages.prepare.cluster import PodRequests
 from planish.stages.prepare.devices import (
     demands,
@@ -215,6 +216,7 @@ def test_the_command_tells_all_and_ends_with_2_where_something_does_not_fit(caps
 
 
 MEGATRON = 'train.trainer="megatron" train.tensor_parallel=4 train.num_processes=0'
+SPARSE = "model.num_heads=8 model.num_kv_heads=4 model.num_experts=4"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,13 @@ MEGATRON = 'train.trainer="megatron" train.tensor_parallel=4 train.num_processes
         ("model.num_heads=8 model.num_kv_heads=4", ()),
         ("", ("the 2 heads of", "the 1 heads of keys and values")),
         ("model.num_heads=8 model.num_kv_heads=4 model.lora_rank=4", ("`model.lora_rank`",)),
-        ("model.num_heads=8 model.num_kv_heads=4 model.num_experts=4", ("4 experts",)),
+        (f"{SPARSE} train.sequence_parallel=true train.expert_parallel=2", ()),
+        (SPARSE, ("`train.sequence_parallel` must be true",)),
+        (f"{SPARSE} train.expert_parallel=3", ("must divide the 4 experts of a layer, got 3",)),
+        (
+            "model.num_heads=8 model.num_kv_heads=4 train.expert_parallel=2",
+            ("`train.expert_parallel` must be 1 for a model without experts, got 2",),
+        ),
     ],
 )
 def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(changes, words):
@@ -240,6 +248,7 @@ def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(change
     ("settings", "words"),
     [
         ("train.tensor_parallel=2", "`trainer = 'megatron'` cuts matrices"),
+        ("train.expert_parallel=2", "the trainer 'fsdp2', got (1, 1, 2)"),
         (MEGATRON + " train.num_processes=6", "a multiple of `tensor_parallel` (4), got 6"),
         ('train.trainer="megatron" train.sequence_parallel=true', "with `tensor_parallel = 1`"),
     ],
@@ -247,6 +256,52 @@ def test_a_model_that_ranks_can_not_share_is_refused_before_any_is_opened(change
 def test_a_grid_that_is_none_is_refused(settings, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         configured("dapo-tiny", settings)
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "words"),
+    [
+        ("gpu-1x8", "train.expert_parallel=16", "got 16 for 8; lower it"),
+        ("gpu-4x8", "train.expert_parallel=16", ""),
+        ("gpu-4x8", "train.expert_parallel=16 train.pipeline_parallel=4", "got 16 for 8; lower it"),
+        ("gpu-1x8", "train.tensor_parallel=3", "got 3 x 1 for 8; `train.num_processes` sets it"),
+        ("cpu-tiny", "train.expert_parallel=2", "got 2 for 1; lower it"),
+        ("cpu-tiny", "train.expert_parallel=2 train.num_processes=2", ""),
+    ],
+)
+def test_a_grid_that_the_pods_do_not_fill_is_refused(profile, settings, words):
+    config = configured("dapo-tiny", f'train.trainer="megatron" train.num_processes=0 {settings}')
+    faults = device_faults(config, profile_requests(profile))
+    assert len(faults) == bool(words)
+    assert not words or words in faults[0]
+
+
+def test_a_family_that_megatron_does_not_train_is_refused_by_name():
+    config = configured("dapo-qwen2.5-7b", 'train.trainer="megatron"')
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 128, "vocab_size": 1024}
+    with pytest.raises(ConfigError, match="'fsdp2' for a model of 'mistral', got 'megatron'"):
+        memory_rows(config, {"model_type": "mistral", **sizes}, this_machine())
+    deep = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
+    with pytest.raises(ConfigError, match=r"'fsdp2' for such a model.*'deepseek_v3'"):
+        memory_rows(config, deep, this_machine())
+
+
+def test_ranks_that_share_experts_hold_their_part_of_them():
+    """Qwen3-30B-A3B on eight GPUs: most of it is experts, of which each holds an eighth."""
+    model = transformers.Qwen3MoeConfig(num_hidden_layers=48, head_dim=128).to_dict()
+    shape, requests = shape_of(model), profile_requests(GPUS)
+    settings = 'train.trainer="megatron" train.expert_parallel='
+    weights, moments = [], []
+    for ranks in (1, 8):
+        config = configured("dapo-qwen2.5-7b", f"{settings}{ranks}")
+        parts = demands(config, shape, requests)[0].parts
+        weights.append(parts[0].num_bytes)
+        moments.append(parts[1].num_bytes)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert weights[0] == 4 * shape.parameters
+    assert weights[0] - weights[1] == 4 * experts * 7 // 8
+    assert moments[1] == 2 * weights[1]
 
 
 def test_a_machine_without_megatron_is_told_before_the_run(monkeypatch):

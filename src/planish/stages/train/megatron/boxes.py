@@ -1,9 +1,10 @@
 """Which rows of a parameter of megatron-core are which box of a tensor of transformers.
 
 Megatron keeps queries, keys and values of a group next to each other and the gate above the up
-projection, cuts matrices over tensor-parallel ranks and pads the vocabulary. All of that is a
-choice of rows, so a checkpoint is read and written in place under the names of transformers: each
-trainer resumes what any other has saved, moments included, and no state is ever converted.
+projection, cuts matrices over tensor-parallel ranks, spreads experts and pads the vocabulary. All
+of that is a choice of rows, so a checkpoint is read and written in place under the names of
+transformers: each trainer resumes what any other has saved, moments included, and no state is ever
+converted.
 
 Source: megatron-core 0.16.1, `SelfAttention.get_query_key_value_tensors` and `MLP.forward`.
 """
@@ -23,6 +24,8 @@ from planish.checkpoint.adapters.placement import FlatShard
 from planish.checkpoint.convert.hf_names import LAYER_NAMES, TOP_NAMES
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+EXPERTS = "mlp.experts."
+"""In the names of all experts of a rank, here and in transformers."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 Shape = tuple[int, ...]
@@ -93,6 +96,9 @@ class Boxes:
                 there = TOP_NAMES["embedding.word_embeddings.weight"]
             return self._cut(self._renamed(there), shape, slice(0, shape[0]))
         layer, short = self._renamed(f"model.layers.{self.first_layer + int(match[1])}."), match[2]
+        if short.startswith(EXPERTS):
+            first = self.grid.ep_rank * shape[0]
+            return [Piece(layer + short, (first, 0, 0), shape, slice(0, shape[0]))]
         if short in LAYER_NAMES:
             return self._cut(layer + LAYER_NAMES[short], shape, slice(0, shape[0]))
         if short == "mlp.linear_fc1.weight":

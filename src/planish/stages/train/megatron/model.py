@@ -5,7 +5,8 @@ transformers for, so the scorers, and with them every loss, are those of all tra
 between accelerators and the CPU is in `kernels` and `without_accelerator` alone.
 
 Source: Megatron-LM, arXiv 1909.08053, section 3 (tensor parallelism of attention and MLP); arXiv
-2205.05198, section 4 (sequence parallelism).
+2205.05198, section 4 (sequence parallelism); GShard, arXiv 2006.16668, section 3 (experts spread
+over ranks, here without a limit of tokens for each and without a loss that balances them).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -39,10 +42,9 @@ from torch.nn import functional
 
 from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
+from planish.models.experts import num_experts, sharing_fault
+from planish.models.shapes import MEGATRON_FAMILIES
 from planish.stages.train.config import TrainConfig
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type` of the models that a GPTModel computes alike."""
 
 
 def join_grid(grid: Grid, timeout_seconds: float) -> None:
@@ -60,6 +62,8 @@ def join_grid(grid: Grid, timeout_seconds: float) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=grid.tp,
             pipeline_model_parallel_size=grid.pp,
+            expert_model_parallel_size=grid.ep,
+            expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         )
@@ -68,8 +72,9 @@ def join_grid(grid: Grid, timeout_seconds: float) -> None:
     sizes = {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
     }
-    if sizes != {"tp": grid.tp, "pp": grid.pp}:
+    if sizes != {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep}:
         raise ConfigError(
             f"a process can be part of one grid only, got {grid.to_json()} in one of {sizes}; "
             "start another process"
@@ -82,15 +87,26 @@ def without_accelerator(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    held = torch.cuda.current_device, torch.cuda.synchronize
+
+    def count_splits(sender: Any, point: str, tokens_per_expert: Tensor) -> Tensor:
+        """Take the place of copies from an accelerator: the tokens to and from each rank."""
+        if point == sender.cuda_dtoh_point and sender.ep_size > 1:
+            sender.input_splits = sender.input_splits.tolist()
+            sender.output_splits = sender.output_splits.tolist()
+        return tokens_per_expert
+
+    sender = MoEAlltoAllTokenDispatcher
+    held = torch.cuda.current_device, torch.cuda.synchronize, sender._maybe_dtoh_and_synchronize
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None
     schedules.torch = _Torch
+    sender.cuda_dtoh_stream, sender._maybe_dtoh_and_synchronize = _Torch, count_splits
     try:
         yield
     finally:
-        torch.cuda.current_device, torch.cuda.synchronize = held
+        torch.cuda.current_device, torch.cuda.synchronize, copied = held
         schedules.torch = torch
+        sender.cuda_dtoh_stream, sender._maybe_dtoh_and_synchronize = None, copied
 
 
 class _TorchOnCpu:
@@ -129,6 +145,43 @@ class _Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _Router(TopKRouter):  # type: ignore[misc]
+    """Choice of experts in float32, whatever `compute_dtype` says.
+
+    The library's own product wants Transformer Engine.
+    """
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Return the score of each expert, [S, B, E] float32 of [S, B, H]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional.linear(hidden.float(), self.weight.float())
+
+
+class _Experts(nn.Module):
+    """A rank's experts of a layer in two tensors, as transformers has those of all ranks."""
+
+    def __init__(self, count: int, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__()
+        width, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, width))
+
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, shares: Tensor
+    ) -> tuple[Tensor, None]:
+        """Compute [K, H] tokens, sorted by expert, each times its share, [K] float32."""
+        kind = tokens.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tokens.dtype
+        ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+
+        def product(rows: Tensor, weights: Tensor) -> Tensor:
+            return functional.grouped_mm(rows.to(dtype), weights.to(dtype).mT, offs=ends)
+
+        gate, up = product(tokens, self.gate_up_proj).chunk(2, dim=-1)
+        read = functional.silu(gate) * up * shares.to(dtype)[:, None]
+        return product(read, self.down_proj), None
+
+
 def kernels(device: torch.device) -> dict[str, Any]:
     """Return the options of a TransformerConfig that depend on the device."""
     return {
@@ -158,12 +211,14 @@ def build_gpt(
     Raises:
         ConfigError: the decoder is none that the library computes alike.
     """
-    _check(model, grid)
-    has_qk_norm = model.model_type == "qwen3"
+    _check(model, config, grid)
+    has_qk_norm = model.model_type.startswith("qwen3")
+    experts = num_experts(model.to_dict())
+    width = getattr(model, "moe_intermediate_size", model.intermediate_size)
     options = TransformerConfig(
         num_layers=model.num_hidden_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.intermediate_size,
+        ffn_hidden_size=width,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_key_value_heads,
         kv_channels=head_size(model),
@@ -171,6 +226,14 @@ def build_gpt(
         pipeline_model_parallel_size=grid.pp,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=grid.pp > 1,
+        num_moe_experts=experts or None,
+        moe_ffn_hidden_size=width if experts else None,
+        moe_router_topk=model.num_experts_per_tok if experts else 2,
+        # Weights of the chosen experts are shares of all experts, else of the chosen.
+        moe_router_pre_softmax=not getattr(model, "norm_topk_prob", True),
+        moe_router_load_balancing_type="none",
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=1,
         moe_token_dispatcher_type="alltoall",  # the other one refuses lengths that vary
         sequence_parallel=config.sequence_parallel and grid.tp > 1,
         perform_initialization=False,
@@ -185,12 +248,16 @@ def build_gpt(
         attention_dropout=0.0,
         **kernels(device),
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        experts or None, qk_layernorm=has_qk_norm, normalization="RMSNorm"
+    )
     parts, attention = spec.submodules, spec.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
     attention.core_attention = _Attention
     if has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = _Norm
+    if experts:
+        parts.mlp.submodules.router, parts.mlp.submodules.experts = _Router, _Experts
     block = TransformerBlockSubmodules([spec] * get_num_layers_to_build(options), _Norm)
     with without_accelerator(device):
         return GPTModel(
@@ -215,7 +282,7 @@ def padded_vocabulary(size: int, tp: int) -> int:
     return -(-size // tp) * tp
 
 
-def _check(model: Any, grid: Grid) -> None:
+def _check(model: Any, config: TrainConfig, grid: Grid) -> None:
     """Refuse what a GPTModel would compute in another way.
 
     Raises:
@@ -223,8 +290,9 @@ def _check(model: Any, grid: Grid) -> None:
     """
     turn = getattr(model, "rope_parameters", None) or {}
     windows = "sliding_attention" in (getattr(model, "layer_types", None) or ())
+    experts = num_experts(model.to_dict())
     faults = {
-        f"`model_type` {model.model_type!r}": model.model_type not in FAMILIES,
+        f"`model_type` {model.model_type!r}": model.model_type not in MEGATRON_FAMILIES,
         f"`hidden_act` {model.hidden_act!r}": model.hidden_act != "silu",
         "biases of its projections": model.model_type != "qwen2"
         and bool(getattr(model, "attention_bias", False) or getattr(model, "mlp_bias", False)),
@@ -232,7 +300,26 @@ def _check(model: Any, grid: Grid) -> None:
         f"`rope_type` {turn.get('rope_type')!r}": turn.get("rope_type", "default")
         not in ("default", "linear", "llama3"),
     }
-    sizes = (model.num_attention_heads, model.num_key_value_heads, model.intermediate_size)
+    if model.model_type in ("mixtral", "qwen3_moe"):
+        dense = getattr(model, "mlp_only_layers", ()), getattr(model, "decoder_sparse_step", 1)
+        faults |= {
+            "sliding windows": bool(model.sliding_window),
+            "layers without experts": bool(dense[0]) or dense[1] != 1,
+            "one expert for each token": model.num_experts_per_tok == 1,
+        }
+    found = [name for name, is_there in faults.items() if is_there]
+    if found:
+        raise ConfigError(
+            f"a model of the trainer 'megatron' must be one of {', '.join(MEGATRON_FAMILIES)} as "
+            f"published, got {', '.join(found)}; train it with `train.trainer = 'fsdp2'`"
+        )
+    fault = sharing_fault(
+        experts, grid.ep, tensor_parallel=grid.tp, shares_tokens=config.sequence_parallel
+    )
+    if fault:
+        raise ConfigError(fault)
+    sizes = [model.num_attention_heads, model.num_key_value_heads]
+    sizes += [] if experts else [model.intermediate_size]
     if model.num_hidden_layers % grid.pp:
         raise ConfigError(
             f"`train.pipeline_parallel` must divide the {model.num_hidden_layers} layers of the "
@@ -242,12 +329,6 @@ def _check(model: Any, grid: Grid) -> None:
         raise ConfigError(
             "`train.tensor_parallel` must divide heads, heads of keys and values, and features "
             f"between the projections of a layer, {sizes} in this model, got {grid.tp}"
-        )
-    found = [name for name, is_there in faults.items() if is_there]
-    if found:
-        raise ConfigError(
-            f"a model of the trainer 'megatron' must be one of {', '.join(FAMILIES)} as they were "
-            f"published, got {', '.join(found)}; train it with `train.trainer = 'fsdp2'`"
         )
 
 

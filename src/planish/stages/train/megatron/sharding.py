@@ -1,5 +1,7 @@
 """The Megatron-core trainer's part: a model cut over tensor-parallel ranks, one copy a data rank.
 
+Experts are spread over the ranks of a stage, whole ones to each; tokens travel to them and back.
+
 What is trained, and how a step is made, is the same for all trainers; here are the parameters and
 what ranks do together. Optimizer moments lie where their parameters do.
 
@@ -26,7 +28,7 @@ from planish.base.parallel import Grid
 from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.megatron.boxes import Boxes, fill_pieces
+from planish.stages.train.megatron.boxes import EXPERTS, Boxes, fill_pieces
 from planish.stages.train.megatron.model import (
     Decoder,
     LanguageModel,
@@ -97,6 +99,9 @@ class MegatronSharding:
             if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
             or getattr(tensor, "sequence_parallel", False)
         }
+        self.experts = {
+            name for name in self.parameters if EXPERTS in name
+        }  # for all ranks' tokens
         weights = dict(model.named_parameters())
         fill_pieces(self.parameters, self.pieces, weights)
         # A weight that is on no rank, such as an adapter, would be lost.
@@ -198,7 +203,11 @@ class MegatronSharding:
             (p.grad for name, p in trained.items() if name in self.partial),
             parallel_state.get_tensor_model_parallel_group(),
         )
-        _sum((p.grad for p in trained.values()), parallel_state.get_data_parallel_group())
+        for is_expert, group in (
+            (False, parallel_state.get_data_parallel_group()),
+            (True, parallel_state.get_expert_data_parallel_group()),
+        ):
+            _sum((p.grad for n, p in trained.items() if (n in self.experts) == is_expert), group)
         twin = "output_layer.weight" if self.is_tied_apart else ""
         if self.is_tied_apart and (self.is_last or self.grid.pp_rank == 0):
             shared = trained[twin if self.is_last else "embedding.word_embeddings.weight"]
@@ -206,7 +215,8 @@ class MegatronSharding:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in trained.items():
             is_copy = name == twin or bool(self.grid.tp_rank and name in self.copies)
-            if not self.grid.dp_rank and not is_copy:
+            is_counted = not self.grid.dp_rank and not is_copy
+            if self.grid.has_first_experts if name in self.experts else is_counted:
                 assert parameter.grad is not None
                 square += parameter.grad.double().square().sum()
         norm = self.grid.ranks.sum(square).sqrt().float()
