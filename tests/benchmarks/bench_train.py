@@ -4,9 +4,9 @@
 `results/train.json`. Ratios are medians over rounds of the quotient within one round, of processor
 seconds of one thread: other work on the machine disturbs them less than wall seconds.
 
-Systems: `ours` (length-sorted micro-batches, all metrics), `bare` (micro-batches as they come, each
-padded to its longest row, logits of every position, no metrics), `bare_selected` (the same, LM head
-on response tokens only), `packed` (ours, on rows of packed sequences with a block-diagonal mask).
+Systems: `ours` (packed rows, all metrics), `padded` (the same without packing: micro-batches of
+similar lengths), `bare` (micro-batches as they come, each padded to its longest row, logits of all
+positions, no metrics), `bare_selected` (the same, LM head on response tokens only).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from planish.algorithms.base import Denominators, TrainBatch
 from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
-from planish.stages.train.batching import scatter_tokens
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.fsdp2 import Fsdp2Sharding
 from planish.stages.train.model_trainer import ModelTrainer, set_up_torch
@@ -36,7 +35,7 @@ from tests.benchmarks.facts import write_result
 
 ROLLOUTS = 64
 MINIBATCHES = 8
-SYSTEMS = ("ours", "bare", "bare_selected", "packed")
+SYSTEMS = ("ours", "padded", "bare", "bare_selected")
 CPU = torch.device("cpu")
 SHAPES = {
     # Median, sigma and cap of log-normal response lengths, in tokens.
@@ -136,39 +135,14 @@ class BareSelected(Bare):
         return torch.zeros(mask.shape).masked_scatter(mask, chosen)
 
 
-class Packed(Ours):
-    """Our scorer on packed rows: no padding at all, a mask over the whole row instead."""
+class Padded(Ours):
+    """The trainer of the program on rows padded to the longest of their micro-batch."""
 
-    def step(self, batch: TrainBatch, counts: Denominators) -> None:
-        trainer, real = self.trainer, batch.attention_mask
-        lengths = real.sum(1)
-        budget = trainer.config.tokens_per_microbatch
-        start = 0
-        while start < len(batch):
-            fits = int((lengths[start:].cumsum(0) <= budget).sum())
-            rows = slice(start, start + max(1, fits))
-            start = rows.stop
-            kept = real[rows]
-            flat = {
-                name: getattr(batch, name)[rows][kept][None]
-                for name in ("input_ids", "position_ids", "policy_mask", "old_logprobs",
-                             "rollout_logprobs", "advantages")
-            }  # fmt: skip
-            scored, entropy = trainer.policy.scorer(
-                flat["input_ids"], flat["position_ids"], flat["policy_mask"], 1.0
-            )
-            mask = flat["policy_mask"]
-            one = batch.take(torch.zeros(1, dtype=torch.int64)).updated(**flat)
-            output = self.algorithm.loss(
-                scatter_tokens(mask, scored), scatter_tokens(mask, entropy), one, counts
-            )
-            output.loss.backward()
-        trainer.policy._clip()
-        trainer.policy.optimizer.step()
-        trainer.policy.optimizer.zero_grad()
+    def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
+        super().__init__(pin, config.model_copy(update={"packing": False}), algorithm)
 
 
-CLASSES = {"ours": Ours, "bare": Bare, "bare_selected": BareSelected, "packed": Packed}
+CLASSES = {"ours": Ours, "padded": Padded, "bare": Bare, "bare_selected": BareSelected}
 
 
 def build(name: str, folder: str, budget: int):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models import selected_states
+from planish.models.packing import Packing
 
 TOKENS_PER_CHUNK = 4096
 """Selected tokens whose logits exist in memory at once."""
@@ -38,17 +39,16 @@ class VocabularyPart(Protocol):
         """Take the largest value of each element over all parts, without a gradient."""
 
 
-def hidden_before(
-    body: Any, input_ids: Tensor, position_ids: Tensor | None, select: Tensor
-) -> Tensor:
+def hidden_before(body: Any, input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
     """Return the last hidden state before each selected token.
 
     Args:
         body: decoder of transformers without its head (untyped, hence Any).
         input_ids: [B, S] int64, padded on the right; padding needs no attention mask since
             attention is causal.
-        position_ids: [B, S] int64, or None for 0..S-1. Positions that start again at 0 inside a
-            row separate packed sequences.
+        packing: computes rows end to end, without their padding, by a body whose attention
+            `packing.pack_attention` has changed, or that takes `packing` itself; None computes all
+            columns.
         select: [B, S] bool; column 0 has no token before it and must be False.
 
     Returns:
@@ -62,12 +62,16 @@ def hidden_before(
             "`select` must be False in column 0, got True in rows "
             f"{select[:, 0].nonzero().flatten()[:8].tolist()}; nothing comes before a first token"
         )
-    if position_ids is None and selected_states.fits(body):
-        rows, columns = select.nonzero(as_tuple=True)
-        return selected_states.hidden_at(body, input_ids, rows, columns - 1)
-    extra: dict[str, Tensor] = {} if position_ids is None else {"position_ids": position_ids}
+    extra: dict[str, Any] = {}
+    before = select.roll(-1, 1)
+    if packing is not None:
+        input_ids, before = packing.take(input_ids)[None], packing.take(before)[None]
+        extra = {"position_ids": packing.positions[None], "packing": packing}
+    if selected_states.fits(body):
+        where = before.flatten().nonzero().flatten()
+        return selected_states.hidden_at(body, input_ids, where, packing)
     output = body(input_ids=input_ids, use_cache=False, **extra)
-    hidden: Tensor = output.last_hidden_state[:, :-1][select[:, 1:]]
+    hidden: Tensor = output.last_hidden_state[before]
     return hidden
 
 
@@ -102,7 +106,7 @@ class TokenScorer(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        position_ids: Tensor | None,
+        packing: Packing | None,
         select: Tensor,
         temperature: float,
         with_entropy: bool = True,
@@ -111,7 +115,7 @@ class TokenScorer(nn.Module):
 
         Args:
             input_ids: [B, S] int64, as for `hidden_before`.
-            position_ids: [B, S] int64, or None for 0..S-1.
+            packing: as for `hidden_before`.
             select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
             temperature: of the distribution that is scored, > 0.
             with_entropy: False returns zeros as entropies and saves their time.
@@ -128,7 +132,7 @@ class TokenScorer(nn.Module):
                 f"`temperature` must be above 0, got {temperature!r}; pass the rollouts' own"
             )
         body = getattr(self.model, self.model.base_model_prefix)
-        hidden = hidden_before(body, input_ids, position_ids, select)
+        hidden = hidden_before(body, input_ids, packing, select)
         targets = input_ids[select]
         return self._score(hidden, targets, temperature, with_entropy)
 
@@ -197,12 +201,12 @@ class ValueScorer(nn.Module):
         super().__init__()
         self.critic = critic
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None, select: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, packing: Packing | None, select: Tensor) -> Tensor:
         """Return the value of the state before each selected token.
 
         Args:
             input_ids: [B, S] int64, as for `hidden_before`.
-            position_ids: [B, S] int64, or None for 0..S-1.
+            packing: as for `hidden_before`.
             select: [B, S] bool; column `t` selects the token `input_ids[:, t]`.
 
         Returns:
@@ -211,7 +215,7 @@ class ValueScorer(nn.Module):
         Raises:
             RecordError: column 0 is selected.
         """
-        hidden = hidden_before(self.critic.body, input_ids, position_ids, select)
+        hidden = hidden_before(self.critic.body, input_ids, packing, select)
         # Values are subtracted from each other: half precision would drown small advantages.
         with torch.autocast(hidden.device.type, enabled=False):
             scores: Tensor = self.critic.head(hidden.float())

@@ -5,8 +5,7 @@ all tokens, but what comes after it (output projection, MLP, norm) is needed whe
 in reinforcement learning behind the prompt and before padding. In a small model that is a good part
 of the work. Norms are one node in the graph of gradients in place of six.
 
-Only whole rows from position 0, in float32 on CPU, of models that are in one piece; everything else
-is left to the modules.
+Only in float32 on CPU, of models that are in one piece; everything else is left to the modules.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from planish.models.packing import Packing, attend
+
 LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 """Classes whose computation is that below; sharding gives them other names."""
 
 
 def fits(body: Any) -> bool:
-    """Return whether the lines below compute what the decoder computes, for whole rows on CPU."""
+    """Return whether the lines below compute what the decoder computes."""
     layers = list(getattr(body, "layers", []))
     weight = getattr(getattr(body, "embed_tokens", None), "weight", None)
     if not layers or weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -40,33 +41,44 @@ def fits(body: Any) -> bool:
     )
 
 
-def hidden_at(body: Any, input_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def hidden_at(
+    body: Any, input_ids: Tensor, where: Tensor, packing: Packing | None = None
+) -> Tensor:
     """Return the last hidden states of some tokens.
 
     Args:
         body: decoder of transformers that `fits` (untyped, hence Any).
-        input_ids: [B, S] int64, padded on the right; positions are 0..S-1.
-        rows: [K] int64, of the tokens.
-        columns: [K] int64.
+        input_ids: [B, S] int64, padded on the right; positions are 0..S-1. Or [1, T], packed.
+        where: [K] int64, places of the tokens in the flattened `input_ids`.
+        packing: how rows were packed; None: they were not.
 
     Returns:
         [K, H] float32, after the final norm.
     """
     x: Tensor = body.embed_tokens(input_ids)
-    turn = body.rotary_emb(x, torch.arange(input_ids.shape[1])[None])
-    where = rows * input_ids.shape[1] + columns
+    positions = torch.arange(input_ids.shape[1]) if packing is None else packing.positions
+    turn = body.rotary_emb(x, positions[None])
     for number, layer in enumerate(body.layers, 1):
         is_last = number == len(body.layers)
-        compute = partial(_layer, layer, turn=turn, where=where if is_last else None)
+        compute = partial(
+            _layer, layer, turn=turn, packing=packing, where=where if is_last else None
+        )
         # As the modules do with gradient checkpointing: less memory for a second forward pass.
         again = layer.training and layer.gradient_checkpointing and torch.is_grad_enabled()
         x = checkpoint(compute, x, use_reentrant=False) if again else compute(x)
     return _norm(body.norm, x)
 
 
-def _layer(layer: Any, x: Tensor, *, turn: tuple[Tensor, Tensor], where: Tensor | None) -> Tensor:
+def _layer(
+    layer: Any,
+    x: Tensor,
+    *,
+    turn: tuple[Tensor, Tensor],
+    packing: Packing | None,
+    where: Tensor | None,
+) -> Tensor:
     """Compute a decoder layer for all tokens [B, S, H], or for those at `where`, [K, H]."""
-    attended = _attend(layer, x, turn)
+    attended = _attend(layer, x, turn, packing)
     if where is not None:
         x, attended = (part.flatten(0, 1).index_select(0, where) for part in (x, attended))
     x = x + layer.self_attn.o_proj(attended)
@@ -75,7 +87,7 @@ def _layer(layer: Any, x: Tensor, *, turn: tuple[Tensor, Tensor], where: Tensor 
     return x + cast(Tensor, mlp.down_proj(mlp.act_fn(mlp.gate_proj(y)) * mlp.up_proj(y)))
 
 
-def _attend(layer: Any, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def _attend(layer: Any, x: Tensor, turn: tuple[Tensor, Tensor], packing: Packing | None) -> Tensor:
     """Return what the heads of attention read, [B, S, heads * head size]."""
     attention = layer.self_attn
     shape = (*x.shape[:-1], -1, attention.head_dim)
@@ -86,6 +98,9 @@ def _attend(layer: Any, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     if hasattr(attention, "q_norm"):
         queries, keys = _norm(attention.q_norm, queries), _norm(attention.k_norm, keys)
     queries, keys = _rotated(queries, turn), _rotated(keys, turn)
+    if packing is not None:
+        read = attend(queries[0], keys[0], values[0], packing, attention.scaling)
+        return read.flatten(1)[None]
     queries, keys, values = (part.transpose(1, 2) for part in (queries, keys, values))
     read = functional.scaled_dot_product_attention(
         queries,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ from torch import nn
 
 from planish.base.errors import ConfigError, RecordError
 from planish.models.logprobs import TokenScorer, ValueScorer, hidden_before
+from planish.models.packing import pack_rows
 
 SMALL = {
     "vocab_size": 23,
@@ -176,15 +178,16 @@ def test_right_padding_does_not_change_scores():
 
 
 def test_packed_sequences_score_as_if_they_were_alone():
-    scorer = TokenScorer(make_model())
+    scorer = TokenScorer(make_model(), tokens_per_chunk=2)
     first, second = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 11]])
-    packed = torch.cat([first, second], dim=1)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    select = torch.tensor([[False, True, True, True, False, True, True]])
+    both = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+    select = torch.tensor([[False, True, True, True], [False, True, True, False]])
+    packing = pack_rows(np.array([4, 3]), 4)
     with torch.no_grad():
-        together, _ = scorer(packed, positions, select, 1.0)
-        alone = [scorer(ids, None, ids.cumsum(1) > ids[:, :1], 1.0)[0] for ids in (first, second)]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-6)
+        together, entropies = scorer(both, packing, select, 1.0)
+        alone = [scorer(ids, None, ids.cumsum(1) > ids[:, :1], 1.0) for ids in (first, second)]
+    assert torch.allclose(together, torch.cat([found[0] for found in alone]), atol=1e-6)
+    assert torch.allclose(entropies, torch.cat([found[1] for found in alone]), atol=1e-6)
 
 
 def test_selection_is_read_row_by_row():

@@ -82,7 +82,7 @@ def test_behind_attention_the_last_layer_computes_the_selected_tokens_alone():
     assert seen == [int(select.sum())]
 
 
-def test_what_is_not_whole_rows_in_one_float32_piece_is_left_to_the_modules():
+def test_what_is_not_in_one_float32_piece_is_left_to_the_modules():
     model = a_model("qwen3")
     assert selected_states.fits(model.model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -92,8 +92,3 @@ def test_what_is_not_whole_rows_in_one_float32_piece_is_left_to_the_modules():
     assert not selected_states.fits(a_model("qwen3").bfloat16().model)
     config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert not selected_states.fits(Qwen2ForCausalLM(config).eval().model)
-    # positions that start again are packed sequences, which only the modules can tell apart
-    ids, select = a_batch()
-    positions = torch.arange(13).repeat(6, 1) % 7
-    packed = hidden_before(a_model("qwen3").model, ids, positions, select)
-    assert not torch.allclose(packed, hidden_before(a_model("qwen3").model, ids, None, select))

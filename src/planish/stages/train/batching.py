@@ -6,6 +6,7 @@ so only gradients and a few sums have to travel between ranks.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -188,6 +189,47 @@ def split_by_gradient(
     counted = ~rows & minibatch.policy_mask.any(1)
     moving, still = (minibatch.take(part.nonzero().flatten()) for part in (rows, counted))
     return moving, still
+
+
+def plan_packed(
+    lengths: npt.NDArray[np.int64], tokens_per_microbatch: int, num_ranks: int
+) -> list[list[Rows]]:
+    """Cut the sequences of an optimizer step into micro-batches of as many tokens, for each rank.
+
+    Sequences go, from the longest down, to the micro-batch with the fewest tokens so far; there are
+    as few micro-batches as keep to the budget. Those of length 0 are left out; every rank gets the
+    same number, as from `plan_microbatches`.
+
+    Args:
+        lengths: [B] int64, tokens of each sequence that are to be computed.
+        tokens_per_microbatch: the sum of lengths must not exceed it; a longer row goes alone.
+        num_ranks: data-parallel processes.
+
+    Returns:
+        Per rank a list of row numbers; together each row of a length above 0 exactly once.
+
+    Example:
+        >>> plan = plan_packed(np.array([3, 9, 4, 8]), 12, 1)
+        >>> [rows.tolist() for rows in plan[0]]
+        [[1, 0], [3, 2]]
+    """
+    order = np.argsort(-lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    count = -(-int(lengths.sum()) // tokens_per_microbatch)
+    while True:
+        count += -count % num_ranks
+        parts: list[list[int]] = [[] for _ in range(count)]
+        filled = [(0, number) for number in range(count)]
+        for row in order:
+            tokens, number = filled[0]
+            parts[number].append(int(row))
+            heapq.heapreplace(filled, (tokens + int(lengths[row]), number))
+        full = [part for part in parts if len(part) > 1]
+        if all(int(lengths[part].sum()) <= tokens_per_microbatch for part in full):
+            break
+        count += 1
+    rows = [np.array(part, np.int64) for part in parts]
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def plan_microbatches(

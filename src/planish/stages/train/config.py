@@ -15,7 +15,8 @@ from planish.store.sources import parse_source
 PLACEMENT = (
     *("trainer", "tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
     *("num_processes", "num_nodes", "launcher", "queue", "device", "num_threads"),
-    *("tokens_per_microbatch", "activation_checkpointing", "timeout_seconds", "commit_steps"),
+    *("tokens_per_microbatch", "packing", "activation_checkpointing", "timeout_seconds"),
+    "commit_steps",
 )
 """Settings of `TrainConfig` that say how the work is shared out: results differ by rounding alone,
 so committed steps are of use under others, and the digest of a run leaves them out."""
@@ -83,7 +84,11 @@ class TrainConfig(Section):
     """Groups of an iteration that train the policy; None is no limit. Needed by `mixed_first`; the
     public code of T-PPO's authors: 510 of 1536."""
     tokens_per_microbatch: int = Field(default=24_576, ge=1)
-    """Padded tokens of one forward pass on one rank; a longer sequence goes alone."""
+    """Tokens of one forward pass on one rank, with padding where there is any; a longer sequence
+    goes alone."""
+    packing: bool = True
+    """Lay sequences end to end in place of padding them to the longest of the micro-batch;
+    attention never crosses them. Decoders whose attention can not be told so are padded."""
     activation_checkpointing: bool = False
     """Recompute each decoder layer in the backward pass: less memory, about a third more time."""
     replay_routing: bool = False
@@ -137,6 +142,7 @@ class TrainConfig(Section):
         off += [] if self.pipeline_parallel > 1 else ["pipeline_parallel"]
         off += [] if self.replay_routing else ["replay_routing"]
         off += [] if self.expert_parallel > 1 else ["expert_parallel"]
+        off += ["packing"] if self.packing else []
         return off + ([] if self.reference_policy else ["reference_policy"])
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ Source: ZeRO-3, arXiv 1910.02054, section 5 (sharded parameters, gradients and o
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,9 +19,12 @@ from planish.base.parallel import Grid, data_mesh
 from planish.models.critic import Critic
 from planish.models.logprobs import TokenScorer, ValueScorer
 from planish.models.lora import plain_name
+from planish.models.packing import pack_attention
 from planish.models.routing import replay_in
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.sharded_model import Micro
+
+logger = logging.getLogger(__name__)
 
 
 class Fsdp2Sharding:
@@ -36,6 +40,9 @@ class Fsdp2Sharding:
         is_critic = isinstance(model, Critic)
         body = model.body if is_critic else getattr(model, model.base_model_prefix)
         self.routing = replay_in(body, forces=config.replay_routing)
+        self.packs = config.packing and pack_attention(body)
+        if config.packing and not self.packs:
+            logger.info("packing=off model_type=%s", body.config.model_type)
         if config.activation_checkpointing and not is_frozen:
             # transformers only recomputes in training mode, so the layers themselves, and nothing
             # below them, are put into it: dropout stays off.
@@ -84,9 +91,12 @@ class Fsdp2Sharding:
         half = self.config.compute_dtype == "bfloat16" and self.grid.dp == 1
         for micro in micros:
             recorded = micro.batch.routing
+            if recorded is not None:
+                packing = micro.packing
+                recorded = recorded.flatten(0, 1) if packing is None else packing.take(recorded)
             with (
                 torch.autocast(self.device.type, torch.bfloat16, enabled=half),
-                self.routing.using(None if recorded is None else recorded.flatten(0, 1)),
+                self.routing.using(recorded),
             ):
                 results = forward(micro)
             loss = take(micro, results)

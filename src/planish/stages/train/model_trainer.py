@@ -32,7 +32,7 @@ from planish.models.critic import (
 from planish.models.lora import add_adapters
 from planish.models.policy import load_policy
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.sharded_model import ShardedModel, Sharding, Tally
+from planish.stages.train.sharded_model import Micro, ShardedModel, Sharding, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,9 @@ class ModelTrainer:
             )
         reference = ShardedModel(loaded.model, **self._shared, is_frozen=True)
 
-        def score(micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
-            return (reference.scorer(micro.input_ids, None, select, self.temperature, False)[0],)
+        def score(micro: Micro) -> tuple[Tensor]:
+            ids, select = micro.batch.input_ids, micro.select
+            return (reference.scorer(ids, micro.packing, select, self.temperature, False)[0],)
 
         # Its routers are others: forced choices would make another policy of it.
         scored = reference.compute(batch.without_routing(), batch.policy_mask, score)[0]
@@ -211,17 +212,15 @@ class ModelTrainer:
         mask, batch = minibatch.value_mask, minibatch.without_routing()
         return self.critic.step(batch, mask, self._value, loss_fn, learning_rate=learning_rate)
 
-    def _score(self, micro: TrainBatch, select: Tensor) -> tuple[Tensor, Tensor]:
-        # Rows begin at column 0, so positions are those that the model takes by default, at the
-        # price of one row.
+    def _score(self, micro: Micro) -> tuple[Tensor, Tensor]:
         scored: tuple[Tensor, Tensor] = self.policy.scorer(
-            micro.input_ids, None, select, self.temperature
+            micro.batch.input_ids, micro.packing, micro.select, self.temperature
         )
         return scored
 
-    def _value(self, micro: TrainBatch, select: Tensor) -> tuple[Tensor]:
+    def _value(self, micro: Micro) -> tuple[Tensor]:
         assert self.critic is not None
-        return (self.critic.scorer(micro.input_ids, None, select),)
+        return (self.critic.scorer(micro.batch.input_ids, micro.packing, micro.select),)
 
     def state(self) -> HeldState:
         """Return weights, moments by parameter name, and this rank's random streams."""

@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from planish.algorithms.base import LossOutput, TrainBatch
 from planish.base.parallel import Grid
+from planish.models.packing import Packing, pack_rows
 from planish.models.routing import RoutingReplay
 from planish.stages.train.batching import (
     Rows,
     gather_rows,
     plan_microbatches,
+    plan_packed,
     scatter_tokens,
     selected_lengths,
 )
@@ -37,10 +40,12 @@ class Micro(NamedTuple):
     """On the device: b rows, or one of padding where there is none."""
     select: Tensor
     """Of the batch's shape, bool: the tokens whose results are needed."""
+    packing: Packing | None = None
+    """How the rows are laid end to end; None computes them padded."""
 
 
-Score = Callable[[TrainBatch, Tensor], tuple[Tensor, ...]]
-"""Micro-batch and [B, S] selection to per-token results, [K] each of the K selected tokens."""
+Score = Callable[[Micro], tuple[Tensor, ...]]
+"""Micro-batch to per-token results, [K] each of the K selected tokens."""
 
 
 class Sharding(Protocol):
@@ -56,6 +61,8 @@ class Sharding(Protocol):
     """What is saved with them as it is."""
     routing: RoutingReplay | None
     """What the routers of the model ask; None where none asks."""
+    packs: bool
+    """The scorer takes a `Packing`."""
 
     def __init__(
         self, model: Any, *, config: TrainConfig, grid: Grid, device: torch.device, is_frozen: bool
@@ -260,7 +267,7 @@ class ShardedModel:
         """Compute this rank's part of a batch; `take` gets [B, S] results, 0 outside the mask."""
 
         def forward(micro: Micro) -> list[Tensor]:
-            results = score(micro.batch, micro.select)
+            results = score(micro)
             return [scatter_tokens(micro.select, result) for result in results]
 
         if batch.routing is not None and self.sharding.routing is not None:
@@ -268,7 +275,8 @@ class ShardedModel:
 
         def micros() -> Iterator[Micro]:
             lengths = selected_lengths(mask)
-            plan = plan_microbatches(lengths, self.config.tokens_per_microbatch, self.grid.dp)
+            make_plan = plan_packed if self.sharding.packs else plan_microbatches
+            plan = make_plan(lengths, self.config.tokens_per_microbatch, self.grid.dp)
             for rows in plan[self.grid.dp_rank]:
                 width = int(lengths[rows].max(initial=2))
                 micro = gather_rows(batch, rows, num_columns=width).to(self.device)
@@ -278,7 +286,12 @@ class ShardedModel:
                     # Ranks need a forward and backward pass each, even without tokens.
                     select = torch.zeros_like(micro.policy_mask)
                     select[0, 1] = True
-                yield Micro(rows, micro, select)
+                packing = None
+                if self.sharding.packs:
+                    # One token before the one that is needed, also where there is none.
+                    counts = lengths[rows] if len(rows) else np.full(1, 2)
+                    packing = pack_rows(counts, width).to(self.device)
+                yield Micro(rows, micro, select, packing)
 
         self.sharding.run(micros(), forward, take, learns=learns)
 

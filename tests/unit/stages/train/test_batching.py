@@ -16,6 +16,7 @@ from planish.records.rollouts import FinishReason
 from planish.stages.train.batching import (
     gather_rows,
     plan_microbatches,
+    plan_packed,
     scatter_tokens,
     selected_lengths,
     split_by_gradient,
@@ -118,7 +119,31 @@ def test_micro_batches_cover_every_row_once_within_the_budget(lengths, budget, r
         assert len(part) <= 1 or len(part) * array[part].max() <= budget
 
 
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    budget=st.integers(1, 200),
+    ranks=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_packed_micro_batches_cover_every_row_once_within_the_budget(lengths, budget, ranks):
+    array = np.array(lengths)
+    plan = plan_packed(array, budget, ranks)
+    assert len({len(parts) for parts in plan}) == 1
+    rows = [rows for parts in plan for rows in parts]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(len(lengths)))
+    for part in rows:
+        assert len(part) <= 1 or array[part].sum() <= budget
+
+
+def test_packed_micro_batches_are_few_and_hold_as_many_tokens_each():
+    plan = plan_packed(np.array([30, 10, 10, 10, 0, 20, 20]), 50, 2)
+    assert [part.tolist() for parts in plan for part in parts] == [[0, 1, 2], [5, 6, 3]]
+    assert plan_packed(np.zeros(3, np.int64), 8, 2) == [[], []]
+
+
 def test_ranks_without_sequences_get_an_idle_row(rollouts):
+    plan = plan_packed(np.array([5]), 100, 3)
+    assert [[p.tolist() for p in parts] for parts in plan] == [[[0]], [[]], [[]]]
     plan = plan_microbatches(np.array([5]), 100, 3)
     assert [[p.tolist() for p in parts] for parts in plan] == [[[0]], [[]], [[]]]
     batch = train_batch(rollouts, rewards_for(rollouts, 2))

@@ -17,7 +17,7 @@ from planish.checkpoint import train_state as checkpoint
 from planish.models.critic import critic_from_policy
 from planish.models.logprobs import ValueScorer
 from planish.records import layout
-from planish.stages.train.batching import train_batch
+from planish.stages.train.batching import selected_lengths, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
 from planish.stages.train.progress import Progress
 from planish.stages.train.trainer import open_trainer
@@ -84,11 +84,10 @@ def rows_and_tokens(model):
     """Count what the backbone and the head of a model in training compute."""
     inner = model.scorer.critic if hasattr(model.scorer, "critic") else model.scorer.model
     body = inner.body if hasattr(inner, "body") else inner.model
-    seen = {"rows": 0, "columns": 0, "scored": 0}
+    seen = {"tokens": 0, "scored": 0}
 
     def count_body(_, args):
-        seen["rows"] += args[0].shape[0]
-        seen["columns"] = max(seen["columns"], args[0].shape[1])
+        seen["tokens"] += args[0].numel()
 
     def count_head(_, args):
         seen["scored"] += args[0].shape[0]
@@ -147,7 +146,7 @@ def test_rows_without_a_target_are_not_computed(tiny, batch):
     trainer, alone = trainer_of(tiny), trainer_of(tiny)
     seen = rows_and_tokens(trainer.critic)
     mine = value_step(trainer, some)
-    assert seen["rows"] == int(finished.sum())
+    assert seen["tokens"] == int(selected_lengths(some.value_mask)[finished].sum() - finished.sum())
     theirs = value_step(alone, batch.take(finished.nonzero().flatten()))
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     assert (flat(trainer.critic) - flat(alone.critic)).abs().max() < 1e-6
@@ -163,7 +162,9 @@ def test_prefix_tokens_never_meet_the_lm_head_and_rows_without_a_token_no_layer(
     trainer = trainer_of(tiny)
     seen = rows_and_tokens(trainer.policy)
     policy_step(trainer, batch.updated(policy_mask=window, positive_mask=positive))
-    assert seen["rows"] == len(batch) - 3
+    lengths = selected_lengths(window | positive)
+    assert seen["tokens"] == int(lengths.sum() - (lengths > 0).sum())
+    assert (lengths > 0).sum() == len(batch) - 3
     assert seen["scored"] == int((window | positive).sum())
 
 
@@ -172,7 +173,9 @@ def test_columns_behind_the_last_selected_token_are_not_computed(tiny, batch):
     trainer = trainer_of(tiny)
     seen = rows_and_tokens(trainer.policy)
     found = trainer.logprobs(batch.updated(policy_mask=early))[0]
-    assert seen["columns"] == 10
+    lengths = selected_lengths(early)
+    assert lengths.max() == 10
+    assert seen["tokens"] == int(lengths.sum() - len(batch))
     whole = trainer.logprobs(batch)[0]
     assert (found - whole * early).abs().max() < 1e-6
 

@@ -161,8 +161,9 @@ def test_every_forward_pass_of_the_policy_has_the_recorded_experts_in_every_laye
     one_step(trainer, batch.updated(old_logprobs=old))
     assert len(heard) == LAYERS
     lengths = (batch.policy_mask * torch.arange(1, old.shape[1] + 1)).amax(1)
-    order = lengths.argsort(stable=True)
-    recorded = batch.routing[order].flatten(0, 1)
+    # Rows are packed from the longest down, each without its last token.
+    order = (-lengths).argsort(stable=True)
+    recorded = torch.cat([batch.routing[row, : lengths[row] - 1] for row in order])
     known = (recorded >= 0).all(-1).all(-1)
     for layer, calls in enumerate(heard.values()):
         assert len(calls) == 3  # old log-probabilities, loss, and the loss again for its gradient

@@ -43,6 +43,7 @@ from torch.nn import functional
 from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.models.experts import num_experts, sharing_fault
+from planish.models.packing import Packing, attend
 from planish.models.shapes import MEGATRON_FAMILIES
 from planish.stages.train.config import TrainConfig
 
@@ -128,8 +129,23 @@ class _Attention(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
+    ) -> Tensor:
         """Attend; [S, B, heads, head size] each, keys and values with a head for each group."""
+        if packed_seq_params is not None:
+            packing = packed_seq_params.packing
+            end = len(packing.tokens)
+            q, k, v = (part[:end, 0] for part in (query, key, value))
+            read = attend(q, k, v, packing)
+            # What sequence parallelism has added behind the last row is never read.
+            return functional.pad(read.flatten(1), (0, 0, 0, len(query) - end))[:, None]
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         read = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
@@ -348,29 +364,47 @@ class Decoder(nn.Module):
         self.gpt = gpt
         self.register_buffer("frequencies", frequencies.clone(), persistent=False)
 
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
-        """Return `last_hidden_state`, [B, S, H], of [B, S] int64 padded on the right."""
-        hidden = self.stage(input_ids)
+    def forward(
+        self,
+        input_ids: Tensor,
+        use_cache: bool = False,
+        position_ids: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> Any:
+        """Return `last_hidden_state`, [B, S, H], of [B, S] int64 padded on the right, or packed."""
+        hidden = self._layers(input_ids, packing)
         if self.gpt.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return SimpleNamespace(last_hidden_state=hidden[: input_ids.shape[1]].transpose(0, 1))
 
-    def stage(self, input_ids: Tensor) -> Tensor:
-        """Return what the layers of this rank make of [B, S] int64: [S, B, H].
+    def stage(self, input_ids: Tensor, packing: Packing | None) -> Tensor:
+        """Return what the layers of this rank make of [B, S] int64: [S, B, H], or [T, 1, H] packed.
 
         Behind the first stage the layers take what the stage before has sent. With sequence
         parallelism S is that of this rank.
         """
+        ids = input_ids if packing is None else packing.take(input_ids)[None]
+        return self._layers(ids, packing)
+
+    def _layers(self, ids: Tensor, packing: Packing | None) -> Tensor:
         options = self.gpt.config
-        ids = input_ids
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        packed = None
+        if packing is not None:
+            # The library only hands it on: a format of None has it do nothing by itself.
+            positions, packed = packing.positions, SimpleNamespace(qkv_format=None, packing=packing)
         if options.sequence_parallel:
             # Every rank has as many tokens; attention is causal, so those added change nothing.
-            ids = functional.pad(ids, (0, -ids.shape[1] % options.tensor_model_parallel_size))
-        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), self.frequencies)
+            ids, positions = (
+                functional.pad(x, (0, -ids.shape[1] % options.tensor_model_parallel_size))
+                for x in (ids, positions)
+            )
+        angles = torch.outer(positions, self.frequencies)
         hidden: Tensor = self.gpt.decoder(
             hidden_states=self.gpt.embedding(ids, None) if self.gpt.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
+            packed_seq_params=packed,
         )
         return hidden
 

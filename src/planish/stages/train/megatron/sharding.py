@@ -56,6 +56,7 @@ class MegatronSharding:
         """
         join_grid(grid, config.timeout_seconds)
         self.config, self.grid, self.device = config, grid, device
+        self.packs = config.packing
         is_critic = isinstance(model, Critic)
         decoder = model.body if is_critic else getattr(model, model.base_model_prefix)
         is_tied = not is_critic and bool(decoder.config.tie_word_embeddings)
@@ -171,7 +172,7 @@ class MegatronSharding:
             micro = next(waiting)
             if self.is_last:
                 return forward(micro), partial(take_scores, micro)
-            return self.body.stage(micro.batch.input_ids), None
+            return self.body.stage(micro.batch.input_ids, micro.packing), None
 
         if not micros:
             return
