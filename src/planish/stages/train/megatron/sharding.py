@@ -100,9 +100,6 @@ class MegatronSharding:
             if name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
             or getattr(tensor, "sequence_parallel", False)
         }
-        self.experts = {
-            name for name in self.parameters if EXPERTS in name
-        }  # for all ranks' tokens
         weights = dict(model.named_parameters())
         fill_pieces(self.parameters, self.pieces, weights)
         # A weight that is on no rank, such as an adapter, would be lost.
@@ -208,7 +205,7 @@ class MegatronSharding:
             (False, parallel_state.get_data_parallel_group()),
             (True, parallel_state.get_expert_data_parallel_group()),
         ):
-            _sum((p.grad for n, p in trained.items() if (n in self.experts) == is_expert), group)
+            _sum((p.grad for n, p in trained.items() if (EXPERTS in n) == is_expert), group)
         twin = "output_layer.weight" if self.is_tied_apart else ""
         if self.is_tied_apart and (self.is_last or self.grid.pp_rank == 0):
             shared = trained[twin if self.is_last else "embedding.word_embeddings.weight"]
@@ -217,7 +214,7 @@ class MegatronSharding:
         for name, parameter in trained.items():
             is_copy = name == twin or bool(self.grid.tp_rank and name in self.copies)
             is_counted = not self.grid.dp_rank and not is_copy
-            if self.grid.has_first_experts if name in self.experts else is_counted:
+            if self.grid.has_first_experts if EXPERTS in name else is_counted:
                 assert parameter.grad is not None
                 square += parameter.grad.double().square().sum()
         norm = self.grid.ranks.sum(square).sqrt().float()
