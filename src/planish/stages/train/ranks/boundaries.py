@@ -153,18 +153,18 @@ class StepBoundaries:
             asked = bool(heard.item())
         is_new, self._steps = len(steps) > self._steps, len(steps)
         manager = self._manager
-        if manager is not None and is_new and (asked or manager.will_save_at(self._steps)):
+        if manager is not None and is_new and (asked or manager.will_save_at(progress.step)):
             state = self._state(trainer, steps, progress)
             if asked:
                 limits = {"inflight": "wait", "timeout_s": LEAVE_SECONDS}
-                handle: SaveHandle | None = manager.save(self._steps, state, **limits)
+                handle: SaveHandle | None = manager.save(progress.step, state, **limits)
             else:
-                handle = manager.step(self._steps, state)
+                handle = manager.step(progress.step, state)
             assert handle is not None, "the manager saves when it says so"
             if not handle.skipped:
                 self._saves.append((self._steps, time.monotonic(), handle))
                 stall = handle.stall_seconds
-                logger.info("commit begun step=%d stall_seconds=%.3f", self._steps, stall)
+                logger.info("commit begun step=%d stall_seconds=%.3f", progress.step, stall)
         if asked:
             raise Terminated(signal.SIGTERM, EXIT_TRANSIENT)
 

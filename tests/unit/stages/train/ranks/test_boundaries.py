@@ -72,7 +72,9 @@ def committed(job):
     from planish.checkpoint.save.engine import default_engine
 
     default_engine().wait()
-    return [entry.step for entry in api.list_checkpoints(layout.step_commits(job.root, 1))]
+    return [
+        entry.step for entry in api.list_checkpoints(layout.step_commits(job.root, job.iteration))
+    ]
 
 
 def leave_at(job, steps, **options):
@@ -212,6 +214,18 @@ def test_a_commit_is_found_by_what_it_depends_on_and_not_by_who_shares_the_work(
         replace(job, config={**job.config, "algorithm": {"name": "vapo"}}),
     ):
         assert other.steps_place != job.steps_place
+
+
+def test_steps_are_counted_over_the_run_and_an_iteration_goes_on_from_its_own(job):
+    first = train_iteration(job).state
+    add_iteration(start_run(job.root, tiny_config(num_passes=2)), 2)
+    uri = layout.rewards(job.root, 2)
+    rewards = read_manifest(uri).ref(uri).pin()
+    second = replace(job, iteration=2, state_pin=first.pin(), rewards_pin=rewards)
+    undisturbed = outcome_of(second, train_iteration(with_train(second, commit_steps=0)))
+    crash_at(second, 5)
+    assert committed(second) == [NUM_STEPS + 2, NUM_STEPS + 4]
+    assert outcome_of(second, train_iteration(second)) == undisturbed
 
 
 def test_an_iteration_that_is_done_is_rid_of_its_commits_by_the_next_attempt(job):
