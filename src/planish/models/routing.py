@@ -81,8 +81,8 @@ class RoutingReplay:
         """Let the forward passes inside meet recorded choices.
 
         Args:
-            recorded: [tokens, layers of this rank, experts per token] of any integer type, in the
-                order in which the routers get the tokens; -1 where unknown. None is no choice.
+            recorded: [tokens, layers, experts per token] of any integer type, in the order in
+                which the routers get the tokens; -1 where unknown. None is no choice.
         """
         before, self._recorded = self._recorded, recorded
         try:
@@ -101,7 +101,7 @@ class RoutingReplay:
         """Return the experts of each token in one layer.
 
         Args:
-            layer: among those with experts on this rank, from 0.
+            layer: among those with experts, from 0.
             own: [tokens, experts per token] int64, the choice of the router.
 
         Returns:

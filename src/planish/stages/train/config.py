@@ -153,11 +153,6 @@ class TrainConfig(Section):
                 "`tensor_parallel`, `pipeline_parallel` and `expert_parallel` must be 1 for the "
                 f"trainer 'fsdp2', got {sizes}; `trainer = 'megatron'` cuts matrices"
             )
-        if self.replay_routing and self.trainer == "megatron":
-            raise ValueError(
-                "`replay_routing` must be false for the trainer 'megatron', got true; "
-                "`trainer = 'fsdp2'` replays"
-            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(
                 "`sequence_parallel` must be false with `tensor_parallel = 1`, got true; tokens "

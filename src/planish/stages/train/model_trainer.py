@@ -145,13 +145,11 @@ class ModelTrainer:
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Score the tokens in `policy_mask`; log-probabilities, entropies and what routers did."""
         routing = self.policy.sharding.routing
-        if routing is not None:
-            routing.counts.zero_()
+        routing.counts.zero_()
         results = self.policy.compute(batch, batch.policy_mask, self._score, num_results=2)
-        metrics = {}
-        if routing is not None and batch.routing is not None:
-            others, known = self.grid.ranks.sum(routing.counts.to(self.device)).tolist()
-            metrics = {"routing_disagreement": others / known} if known else {}
+        # Ranks that share matrices may count the same tokens, all of them alike.
+        others, known = self.grid.ranks.sum(routing.counts.to(self.device)).tolist()
+        metrics = {"routing_disagreement": others / known} if known else {}
         return results[0], results[1], metrics
 
     def reference_logprobs(self, batch: TrainBatch, pin: str) -> Tensor:

@@ -59,8 +59,8 @@ class Sharding(Protocol):
     """What this rank has of each parameter, by any name."""
     buffers: dict[str, Tensor]
     """What is saved with them as it is."""
-    routing: RoutingReplay | None
-    """What the routers of the model ask; None where none asks."""
+    routing: RoutingReplay
+    """What the routers of the model ask."""
     packs: bool
     """The scorer takes a `Packing`."""
 
@@ -270,7 +270,7 @@ class ShardedModel:
             results = score(micro)
             return [scatter_tokens(micro.select, result) for result in results]
 
-        if batch.routing is not None and self.sharding.routing is not None:
+        if batch.routing is not None:
             self.sharding.routing.check(batch.routing)
 
         def micros() -> Iterator[Micro]:

@@ -9,7 +9,7 @@ import torch
 from planish.algorithms.base import Denominators
 from planish.algorithms.dapo import Dapo, DapoConfig
 from planish.algorithms.mismatch import mismatch_metrics
-from planish.base.parallel import Grid, Ranks
+from planish.base.parallel import SINGLE, Ranks
 from planish.engines.requests import ModelRef, Request, Sampling
 from planish.engines.transformers.engine import TransformersEngine
 from planish.models.policy import load_policy, save_policy
@@ -37,6 +37,14 @@ POLICY = {
     "num_experts_per_tok": CHOSEN,
     "norm_topk_prob": True,
 }
+SPLIT = {
+    "trainer": "megatron",
+    "tensor_parallel": 2,
+    "pipeline_parallel": 2,
+    "expert_parallel": 2,
+    "sequence_parallel": True,
+}
+"""Tokens, layers and experts are on four ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +120,7 @@ def shuffled(batch, seed=0):
 
 def trainer_of(pin, ranks=None, critic=None, **changes):
     config = TrainConfig(**{**TINY, "tokens_per_microbatch": 4096, **changes})
-    grid = Grid(ranks) if ranks else Grid()
+    grid = config.grid(ranks or SINGLE)
     return open_trainer(config, pin, temperature=1.0, seed=3, grid=grid, device=CPU, critic=critic)
 
 
@@ -182,17 +190,28 @@ def test_micro_batches_and_recomputation_change_no_loss_and_no_gradient(pin, bat
         assert seen == pytest.approx(wanted, abs=1e-5, rel=1e-4)
 
 
-def step_of_a_rank(rank, size, folder, *, pin):
-    """Return log-probabilities, disagreement and the metrics of a step; experts are random."""
+def preload():
+    """Import what takes long before ranks are forked."""
+    import warnings
+
+    from transformers import Qwen3MoeForCausalLM  # noqa: F401
+
+    with warnings.catch_warnings(action="ignore"):
+        import planish.stages.train.megatron.sharding  # noqa: F401
+
+
+def step_of_a_rank(rank, size, folder, *, pin, **settings):
+    """Return log-probabilities, disagreement and the metrics of a step; all is random."""
     mask = ragged_mask([4 + row % 9 for row in range(21)], 13) & (torch.arange(13) > 1)
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(EXPERTS, (*mask.shape, LAYERS, 1), generator=generator)
     routing = torch.cat([first, (first + 3) % EXPERTS], -1).to(torch.int8)
-    routing[~ragged_mask([4 + row % 9 for row in range(21)], 13)] = -1
+    routing[~ragged_mask([3 + row % 9 for row in range(21)], 13)] = -1  # the last is no input
     batch = make_batch(mask, advantages=mask * torch.linspace(-1.0, 1.0, 21)[:, None])
+    batch = batch.updated(input_ids=torch.randint(4, 50, mask.shape, generator=generator))
     trainer = trainer_of(
         pin, Ranks(rank, size), replay_routing=True, activation_checkpointing=True,
-        tokens_per_microbatch=40,
+        tokens_per_microbatch=40, **settings,
     )  # fmt: skip
     old, _, routed = trainer.logprobs(batch.updated(routing=routing))
     metrics = one_step(trainer, batch.updated(routing=routing, old_logprobs=old - 0.05))
@@ -200,10 +219,15 @@ def step_of_a_rank(rank, size, folder, *, pin):
 
 
 @pytest.mark.slow
-def test_two_ranks_replay_as_one_does(tmp_path, pin):
+@pytest.mark.parametrize(
+    "settings", [{}, SPLIT, {**SPLIT, "packing": False}], ids=["fsdp2", "megatron", "padded"]
+)
+def test_ranks_replay_as_one_does(tmp_path, pin, settings):
     old, routed, metrics = step_of_a_rank(0, 1, tmp_path, pin=pin)
     assert 0.7 < routed["routing_disagreement"] < 0.8  # two of eight at random
-    for other in run_ranks(f"{__name__}:step_of_a_rank", 2, tmp_path, pin=pin):
+    size = 4 if settings else 2
+    found = run_ranks(f"{__name__}:step_of_a_rank", size, tmp_path, pin=pin, **settings)
+    for other in found:
         torch.testing.assert_close(*map(torch.tensor, (other[0], old)), atol=1e-5, rtol=1e-5)
         assert other[1] == pytest.approx(routed)
         assert other[2] == pytest.approx(metrics, abs=1e-5, rel=1e-4)
@@ -271,8 +295,3 @@ def test_the_stage_tells_the_share_of_other_choices_and_refuses_to_replay_nothin
     scalars = read_report(UpdateReport, layout.update(tiny.root, 2)).scalars
     # Two of four experts at random are those of the router half of the time.
     assert 0.4 < scalars["routing_disagreement"] < 0.6
-
-
-def test_a_trainer_that_cannot_replay_refuses():
-    with pytest.raises(ValueError, match="`replay_routing` must be false for the trainer 'mega"):
-        TrainConfig(trainer="megatron", replay_routing=True)

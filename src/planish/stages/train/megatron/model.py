@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +44,7 @@ from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.models.experts import num_experts, sharing_fault
 from planish.models.packing import Packing, attend
+from planish.models.routing import RoutingReplay
 from planish.models.shapes import MEGATRON_FAMILIES
 from planish.stages.train.config import TrainConfig
 
@@ -196,6 +197,54 @@ class _Experts(nn.Module):
         gate, up = product(tokens, self.gate_up_proj).chunk(2, dim=-1)
         read = functional.silu(gate) * up * shares.to(dtype)[:, None]
         return product(read, self.down_proj), None
+
+
+class RecordedChoice:
+    """What a router asks for its choice, in place of the library's `RouterReplay`.
+
+    That one knows no unknown choice, and recomputes micro-batches in the order of their forward
+    passes alone.
+    """
+
+    def __init__(self, replay: RoutingReplay, layer: int) -> None:
+        """Ask `replay` for a layer of the whole model."""
+        self._replay, self._layer = replay, layer
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores of the chosen experts and these, [tokens, topk] each.
+
+        Args:
+            scores: [tokens, experts].
+            topk: experts of a token.
+            num_groups: of experts.
+            group_topk: groups of a token.
+            choose: makes the router's own choice of the arguments before.
+        """
+        own_scores, own = choose(scores, topk, num_groups, group_topk)
+        chosen = self._replay.choose(self._layer, own)
+        return (own_scores if chosen is own else scores.gather(1, chosen)), chosen
+
+
+def replay_in_gpt(gpt: Any, model: Any, *, forces: bool) -> RoutingReplay:
+    """Let the routers of a stage ask a new `RoutingReplay`.
+
+    Args:
+        gpt: what `build_gpt` has returned (untyped, hence Any).
+        model: configuration that it was built of.
+        forces: as for `RoutingReplay`.
+    """
+    experts = num_experts(model.to_dict())
+    replay = RoutingReplay(model.num_hidden_layers if experts else 0, experts, forces=forces)
+    for layer in gpt.decoder.layers if experts else ():
+        layer.mlp.router.router_replay = RecordedChoice(replay, layer.layer_number - 1)
+    return replay
 
 
 def kernels(device: torch.device) -> dict[str, Any]:

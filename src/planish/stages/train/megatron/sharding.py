@@ -11,6 +11,7 @@ Source: Megatron-LM, arXiv 1909.08053, section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from planish.stages.train.megatron.model import (
     build_gpt,
     head_size,
     join_grid,
+    replay_in_gpt,
     without_accelerator,
 )
 from planish.stages.train.sharded_model import Micro
@@ -63,6 +65,7 @@ class MegatronSharding:
         gpt = build_gpt(
             decoder.config, has_head=not is_tied, config=config, grid=grid, device=device
         )
+        self.routing = replay_in_gpt(gpt, decoder.config, forces=config.replay_routing)
         self.is_last = grid.pp_rank == grid.pp - 1
         self.is_tied_apart = is_tied and grid.pp > 1
         if is_critic and self.is_last:
@@ -72,7 +75,6 @@ class MegatronSharding:
         if is_critic and self.is_last:
             self.parameters |= {f"head.{name}": p for name, p in model.head.named_parameters()}
         self.buffers: dict[str, Tensor] = {}
-        self.routing = None
         self.wholes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         boxes = Boxes(
             self.wholes,
@@ -124,7 +126,7 @@ class MegatronSharding:
             # The library's own way wants an accelerator.
             layers = gpt.decoder.layers
             for number, layer in enumerate(layers):
-                layers[number] = checkpoint_wrapper(layer)
+                layers[number] = checkpoint_wrapper(layer, context_fn=self.routing.again)
         self.scorer = scorer.to(device)
 
     def run(
@@ -145,9 +147,22 @@ class MegatronSharding:
                 self._run_stages(list(micros), forward, take, learns=learns)
                 return
             for micro in micros:
-                loss = take(micro, forward(micro))
+                with self._recorded(micro):
+                    results = forward(micro)
+                loss = take(micro, results)
                 if learns:
                     torch.autograd.backward(loss)
+
+    def _recorded(self, micro: Micro) -> AbstractContextManager[None]:
+        """Let the routers of this rank meet the recorded experts of their tokens."""
+        routing, packing = micro.batch.routing, micro.packing
+        if routing is None:
+            return nullcontext()
+        routing = routing.transpose(0, 1) if packing is None else packing.take(routing)[:, None]
+        if self.body.gpt.config.sequence_parallel:
+            added = routing.new_full((-len(routing) % self.grid.tp, *routing.shape[1:]), -1)
+            routing = torch.cat([routing, added]).chunk(self.grid.tp)[self.grid.tp_rank]
+        return self.routing.using(routing.flatten(0, 1))
 
     def _run_stages(
         self,
@@ -167,9 +182,10 @@ class MegatronSharding:
 
         def step(waiting: Iterator[Micro], model: Any) -> tuple[Any, Any]:
             micro = next(waiting)
-            if self.is_last:
-                return forward(micro), partial(take_scores, micro)
-            return self.body.stage(micro.batch.input_ids, micro.packing), None
+            with self._recorded(micro):
+                if self.is_last:
+                    return forward(micro), partial(take_scores, micro)
+                return self.body.stage(micro.batch.input_ids, micro.packing), None
 
         if not micros:
             return
