@@ -87,6 +87,11 @@ def test_an_alert_is_told_to_pods_workflow_and_root(fleet, tmp_path):
             "end": 0,
         }
     ]
+    history = stored.pop("history")
+    assert [(one["second"], one["action"].split(":")[0]) for one in history] == [
+        (NOW, "evict waiting"),
+        (NOW + 60, "evict dry_run"),
+    ]
     assert stored == told
     (shown,) = gather(root).alerts
     assert (shown.machine, shown.metric, shown.score) == (fleet.name(1), "cpu_usage", 2.5)

@@ -166,6 +166,16 @@ def stage_log(root: str, stage: str, iteration_number: int, shard: int) -> str:
     return f"{logs(root)}/{iteration_number:05d}-{stage}-{shard:02d}.json"
 
 
+def events(root: str) -> str:
+    """Attempts that failed, gangs and commits gone on from, one object each."""
+    return f"{root}/events"
+
+
+def event(root: str, name: str) -> str:
+    """One of them; names begin with the time."""
+    return f"{events(root)}/{name}.json"
+
+
 def failed(root: str) -> str:
     """Tasks that failed for a reason that no retry mends, one object each."""
     return f"{root}/failed"

@@ -17,6 +17,7 @@ from planish.base.errors import PlanishError
 from planish.base.telemetry import LOG_FORMAT, LogFormatter
 from planish.records import layout
 from planish.run import lock
+from planish.run.events import record_earlier_attempt
 from planish.store.documents import write_json
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class StageLog:
         """Write the state (`running`, `done`, `failed`) with more facts."""
         if self._gave_up:
             return
+        if state == "running":
+            record_earlier_attempt(self._root, self.uri, self.entry["start_seconds"])
         now = time.time()
         self.entry.update(state=state, seconds=now - self.entry["start_seconds"], **facts)
         try:

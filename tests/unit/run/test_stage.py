@@ -10,7 +10,7 @@ import pytest
 
 from planish import store
 from planish.base.config import Section, config_sha256
-from planish.base.errors import ConfigError, RecordError, StoreUnavailable
+from planish.base.errors import ConfigError, PeerLost, RecordError, StoreUnavailable
 from planish.records import layout
 from planish.records.refs import Ref
 from planish.run.stage import (
@@ -225,3 +225,24 @@ def test_a_wrong_boolean_on_the_command_line_is_refused(
         stage_main(run, ["--fast", "yes"])
     assert caught.value.code == 2
     assert "true or false" in capsys.readouterr().err
+
+
+def test_attempts_before_the_last_are_kept_as_events(root: str, tmp_path: Path) -> None:
+    def fail(context: Context) -> Outcome:
+        raise PeerLost("gone for a while")
+
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            call(root, fail, tmp_path, iteration=2)
+    # Killed: its entry says that it runs.
+    uri = layout.stage_log(root, "toy", 2, 0)
+    write_json(uri, {**read_json(uri), "state": "running", "error": None, "exit_code": None})
+    call(root, lambda context: Outcome(), tmp_path, iteration=2)
+    call(root, lambda context: Outcome(), tmp_path, iteration=2)
+    failed, killed = (read_json(event) for event in store.list_uris(layout.events(root)))
+    assert failed["begin_seconds"] <= failed["end_seconds"] <= killed["begin_seconds"]
+    facts = {"kind": "attempt", "stage": "toy", "iteration": 2, "shard": 0, "exit_code": 75}
+    assert facts.items() <= failed.items()
+    assert "gone for a while" in failed["error"]
+    assert killed["exit_code"] is None
+    assert killed["end_seconds"] == pytest.approx(read_json(uri)["start_seconds"], abs=30)

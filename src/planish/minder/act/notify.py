@@ -26,6 +26,9 @@ from planish.records import layout
 
 logger = logging.getLogger(__name__)
 
+MAX_HISTORY = 20
+"""Newest reports of an alert that are kept with it."""
+
 
 class RunTable:
     """Which pod of which run was on which machine, also after the pod has ended."""
@@ -85,6 +88,8 @@ class Notifier:
         """Write through one book of Events, so that none comes too often."""
         self._cluster, self._config = cluster, cluster.config
         self._events, self._table = events, table
+        self._history: dict[str, list[dict[str, Any]]] = {}
+        """Alert to what was reported of it, and when."""
 
     def report(
         self, alert: Alert, job: JobInfo | None, action: str, dry_run: str, breaker: str, now: int
@@ -110,6 +115,11 @@ class Notifier:
         if job is None or alert.state == "candidate" or not self._config.link_runs:
             return
         record = alert_record(alert, job, self._table.of_alert(alert, job), action)
+        history = self._history.setdefault(alert.id, [])
+        history.append({"second": now, "state": alert.state, "action": action})
+        record["history"] = history[-MAX_HISTORY:]
+        if alert.state == "resolved":
+            del self._history[alert.id]
         if alert.state != "resolved":
             what = alert.metric or alert.kind
             many = f"{len(alert.machines)} machines"
@@ -118,7 +128,9 @@ class Notifier:
             for pod in job.pods:
                 if pod.machine in _machines(alert):
                     self._events.note(pod, names.POD_REASON, message, now)
-        text = json.dumps({k: v for k, v in record.items() if k != "pods"}, sort_keys=True)
+        text = json.dumps(
+            {k: v for k, v in record.items() if k not in ("pods", "history")}, sort_keys=True
+        )
         for workflow in sorted({pod.workflow for pod in job.pods if pod.workflow}):
             try:
                 self._cluster.annotate_workflow(job.namespace, workflow, {names.ANOMALY: text})

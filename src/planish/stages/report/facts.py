@@ -163,6 +163,24 @@ class MachineAlert:
     """Stage that ran on the machine."""
     iteration: int = 0
     """1, 2, ...; 0 outside iterations."""
+    history: tuple[tuple[float, str], ...] = ()
+    """Seconds since 1970 and what was done or refused then, in words."""
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One thing that disturbed a run, or that it did about it."""
+
+    row: str
+    """Which row of the picture shows it."""
+    begin_seconds: float
+    """Seconds since 1970."""
+    end_seconds: float
+    """The same; 0 where it has no end."""
+    text: str
+    """What it was."""
+    is_bad: bool = False
+    """It was a fault, or ended in one."""
 
 
 @dataclass
@@ -195,6 +213,8 @@ class ReportFacts:
     """Whether this run is started again; empty where restarts are off or none was due."""
     curation: str = ""
     """Markdown of the curation report."""
+    happenings: list[Happening] = field(default_factory=list)
+    """Faults and what was done about them, by begin; empty for an undisturbed run."""
     comparisons: list[SampleComparison] = field(default_factory=list)
     """Sample rollouts."""
     missing: list[str] = field(default_factory=list)

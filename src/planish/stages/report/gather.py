@@ -19,6 +19,7 @@ from planish.records.io import read_manifest
 from planish.records.reports import EvalReport, UpdateReport, read_best, read_report
 from planish.run.avoid import avoided
 from planish.stages.report.facts import Evaluation, MachineAlert, ReportFacts, Saved, TaskLog
+from planish.stages.report.happenings import happenings
 from planish.stages.report.samples import sample_comparisons
 from planish.stages.report.words import one_line
 from planish.store.documents import read_json
@@ -107,6 +108,12 @@ def gather(root: str, state: str = "") -> ReportFacts:
         "",
     )
     facts.alerts = _alerts(reader, facts.tasks)
+    events = [
+        (scalars(event), {str(k): v for k, v in event.items() if isinstance(v, str)})
+        for uri in reader.list(layout.events(reader.root), "the events")
+        if isinstance(event := reader.json(uri, f"event {_tail(uri)}"), dict)
+    ]
+    facts.happenings = happenings(events, facts.tasks, facts.alerts)
     facts.avoided = reader.attempt("the avoided nodes", partial(avoided, reader.root), [])
     facts.comparisons = sample_comparisons(reader, facts)
     facts.missing = reader.missing
@@ -237,6 +244,14 @@ def _alerts(reader: Reader, tasks: Sequence[TaskLog]) -> list[MachineAlert]:
                 reader.missing.append(f"alert {_tail(uri)}: not an alert")
             continue
         machines = raw.get("machines")
+        reports = raw.get("history")
+        history = tuple(
+            (_number(told, "second"), str(told.get("action", "")))
+            for told in (reports if isinstance(reports, list) else ())
+            if isinstance(told, dict)
+        )
+        # The end of an alert is reported without an action; what was done before it stays true.
+        done = [action for _, action in history if action]
         whole_job = f"{len(machines)} machines" if isinstance(machines, list) else "?"
         alert = MachineAlert(
             machine=str(raw.get("machine", "?")) or whole_job,
@@ -244,11 +259,12 @@ def _alerts(reader: Reader, tasks: Sequence[TaskLog]) -> list[MachineAlert]:
             score=_number(raw, "score"),
             first_second=_number(raw, "first_second"),
             last_second=_number(raw, "last_second"),
-            action=str(raw.get("action", "")),
+            action=str(raw.get("action", "")) or (done[-1] if done else ""),
             kind=str(raw.get("kind", "")),
             state=str(raw.get("state", "")),
             stage=str(raw.get("stage", "")),
             iteration=int(_number(raw, "iteration")),
+            history=history,
         )
         if alert.last_second == 0.0 or alert.last_second >= begin:
             alerts.append(alert)

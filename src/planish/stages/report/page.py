@@ -12,7 +12,7 @@ from planish.records.rewards import nothing_learnt
 from planish.stages.report import tables
 from planish.stages.report.facts import CANCELLED, ReportFacts, SampleComparison
 from planish.stages.report.figures.charts import Chart
-from planish.stages.report.figures.run_charts import all_charts
+from planish.stages.report.figures.run_charts import all_charts, recovery
 from planish.stages.report.tables import ScoreChange, ScoreTable, change_of
 from planish.stages.report.words import number, one_line, percent, seconds, visible
 
@@ -77,6 +77,10 @@ class Page:
     """None after success."""
     unlearnt: list[str] = field(default_factory=list)
     """Iterations that could teach nothing, and why."""
+    recovery: list[Chart] = field(default_factory=list)
+    """The picture of what disturbed the run; empty where nothing did."""
+    happenings: list[tuple[str, str]] = field(default_factory=list)
+    """UTC time and what happened."""
     charts: list[Chart] = field(default_factory=list)
     """Curves."""
     scores: list[ScoreTable] = field(default_factory=list)
@@ -149,6 +153,8 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
             for task in facts.tasks
             if task.stage == "reward" and (told := nothing_learnt(task.metrics))
         ][-MAX_LISTED:],
+        recovery=[chart] if (chart := recovery(facts)) else [],
+        happenings=[(_utc(one.begin_seconds), one.text) for one in facts.happenings[:MAX_LISTED]],
         charts=all_charts(facts),
         scores=tables.score_tables(facts.evaluations, facts.best),
         evaluation_lead=_evaluation_lead(facts),

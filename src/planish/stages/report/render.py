@@ -36,18 +36,19 @@ def render_html(page: Page) -> str:
         (),
         ("comparisons",),
         ("comparisons", "curation"),
-        ("comparisons", "curation", "charts"),
+        ("comparisons", "curation", "charts", "recovery"),
     ):
         kept: dict[str, Any] = {**vars(page), **{name: [] for name in drop}}
-        kept["charts"] = [
-            {
-                **vars(chart),
-                "svg": Markup(chart.svg),
-                "narrow": Markup(chart.narrow),
-                "values": chart.values(),
-            }
-            for chart in kept["charts"]
-        ]
+        for name in ("recovery", "charts"):
+            kept[name] = [
+                {
+                    **vars(chart),
+                    "svg": Markup(chart.svg),
+                    "narrow": Markup(chart.narrow),
+                    "values": chart.values(),
+                }
+                for chart in kept[name]
+            ]
         kept["curation"] = _safe_markdown(str(kept["curation"] or ""))
         text = template.render(page=kept, css=css)
         if len(text.encode()) < MAX_BYTES:

@@ -11,20 +11,22 @@ import logging
 import os
 import subprocess
 import sys
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from planish import store
 from planish.base import errors, telemetry
 from planish.base.errors import ConfigError, PeerLost, PlanishError
-from planish.base.parallel import leave, num_devices
+from planish.base.parallel import Ranks, leave, num_devices
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
 from planish.records.stream import state_root
+from planish.run.events import record_event
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.launch import run_gang
 from planish.run.gang.manifests import RUN_LABEL, STAGE_LABEL, Gang, GangPods
@@ -222,11 +224,23 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
         launcher=job.train.launcher,
     )
     telemetry.forget("planish_stage_progress_timestamp_seconds")
-    lost = None
+    lost, end, began = None, "left by the stage", time.time()
+    grid = job.train.grid(Ranks(0, num_nodes * processes)).to_json()
+    facts: dict[str, Any] = {
+        "name": gang.name,
+        "nodes": num_nodes,
+        "trainer": job.train.trainer,
+        **grid,
+    }
+    record_event(job.root, "gang", job.iteration, begin_seconds=began, **facts)
     try:
         run_gang(cluster, gang, before=lambda: forget_result(pin))
+        end = "complete"
     except PeerLost as error:
-        lost = error
+        lost, end = error, str(error)
+    finally:
+        facts |= {"end_seconds": time.time(), "end": end}
+        record_event(job.root, "gang", job.iteration, begin_seconds=began, **facts)
     return result_of(pin, lost)
 
 

@@ -9,6 +9,7 @@ import pytest
 from planish.records.reports import BestPolicy
 from planish.stages.report.facts import (
     Evaluation,
+    Happening,
     MachineAlert,
     ReportFacts,
     Sample,
@@ -115,6 +116,10 @@ def hostile_facts():
         ],
         policies=[Saved("policy", 1, f"file:///runs/{HOSTILE}/policies/00001", "0" * 64)],
         alerts=[MachineAlert(HOSTILE, HOSTILE, 1.0, 1e300, -1.0, *[HOSTILE] * 4, 3)],
+        happenings=[
+            Happening("attempts", 1e300, -1.0, HOSTILE, True),
+            Happening("gangs", 5.0, 1e300, HOSTILE),
+        ],
         curation=f"# {HOSTILE}\n\n| filter | unit | in | out | dropped |\n| --- | --- | --- | --- "
         f"| --- |\n| x | rows | 5 | 4 | 1 |\n\n{HOSTILE}\n\n<div onclick=x>\n\n<b>\n",
         comparisons=[SampleComparison(HOSTILE, [(HOSTILE, [sample])])],

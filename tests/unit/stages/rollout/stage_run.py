@@ -35,14 +35,16 @@ ROLLOUT = {
 
 
 @functools.cache
-def trained_weights(spaces=0, num_experts=0):
+def trained_weights(spaces=0, num_experts=0, **sizes):
     """Weights that answer any sum with one of the digits 0 to 3 and stop: a few quick updates.
 
     Args:
         spaces: most spaces before the digit that the updates show, for responses that take long.
         num_experts: of the layer.
+        sizes: of the model, where they are not those of one small layer.
     """
-    policy = build_policy(ModelConfig(num_layers=1, num_experts=num_experts), 0)
+    config = ModelConfig(**{"num_layers": 1, "num_experts": num_experts, **sizes})
+    policy = build_policy(config, 0)
     encode = policy.tokenizer.encode_prompt
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
     draw = torch.Generator().manual_seed(0)
@@ -68,9 +70,10 @@ def trained_weights(spaces=0, num_experts=0):
     return policy.model.state_dict()
 
 
-def easy_policy(spaces=0, num_experts=0):
-    policy = build_policy(ModelConfig(num_layers=1, num_experts=num_experts), 0)
-    policy.model.load_state_dict(trained_weights(spaces, num_experts))
+def easy_policy(spaces=0, num_experts=0, **sizes):
+    config = ModelConfig(**{"num_layers": 1, "num_experts": num_experts, **sizes})
+    policy = build_policy(config, 0)
+    policy.model.load_state_dict(trained_weights(spaces, num_experts, **sizes))
     return policy
 
 

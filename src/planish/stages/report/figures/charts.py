@@ -345,7 +345,14 @@ def _average(values: Sequence[float], stride: int) -> np.ndarray[Any, np.dtype[n
     return np.asarray(means, dtype=np.float64)
 
 
-def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: int = 1124) -> str:
+def timeline(
+    name: str,
+    rows: Sequence[str],
+    spans: Sequence[Span],
+    *,
+    width: int = 1124,
+    since: str = "the run began",
+) -> str:
     """Draw when each task ran as SVG.
 
     Args:
@@ -353,6 +360,7 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
         rows: labels from top to bottom.
         spans: bars; each names one of `rows`.
         width: CSS pixels.
+        since: what happened at second 0.
     """
     height = 52 + 26 * len(rows)
     end = max(span.start + span.length for span in spans)
@@ -374,7 +382,7 @@ def timeline(name: str, rows: Sequence[str], spans: Sequence[Span], *, width: in
         axes.grid(visible=True, axis="x")
         axes.xaxis.set_major_locator(_times(end, width // 120))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: seconds(value)))
-        axes.set_xlabel("time since the run began", labelpad=4)
+        axes.set_xlabel(f"time since {since}", labelpad=4)
     return page.svg
 
 

@@ -29,7 +29,15 @@ from planish.stages.report.figures.panels import (
     SeriesSource,
     update,
 )
-from planish.stages.report.words import seconds
+from planish.stages.report.happenings import (
+    ALERTS,
+    ATTEMPTS,
+    COMMITS,
+    CORDONS,
+    GANGS,
+    ROWS,
+)
+from planish.stages.report.words import one_line, seconds
 
 GROUPS: tuple[tuple[str, str, str], ...] = (
     ("kept", "blue", "ds/kept_frac"),
@@ -49,6 +57,18 @@ STAGE_COLORS: dict[str, str] = {
     "evaluate": "violet",
 }
 """Stage to colour; stages outside iterations may share one with each other."""
+
+
+LAST_SECOND = 1e11
+"""Unix time after which nothing happens: in the year 5138."""
+HAPPENING_COLORS: dict[str, str] = {
+    ATTEMPTS: "teal",
+    GANGS: "blue",
+    COMMITS: "violet",
+    ALERTS: "red",
+    CORDONS: "orange",
+}
+"""Row of the picture of faults to the colour of what went well."""
 
 
 def all_charts(facts: ReportFacts) -> list[Chart]:
@@ -300,6 +320,31 @@ def task_timeline(facts: ReportFacts) -> Chart | None:
     svg = timeline("Timeline", [*rows], spans)
     narrow = timeline("Timeline, narrow", [*rows], spans, width=NARROW)
     return Chart("Timeline", svg, hint, is_wide=True, narrow=narrow)
+
+
+def recovery(facts: ReportFacts) -> Chart | None:
+    """Draw what disturbed a run and what was done about it; None for an undisturbed run."""
+    known = [one for one in facts.happenings if 0 < one.begin_seconds < LAST_SECOND]
+    if not known:
+        return None
+    zero = min(one.begin_seconds for one in known)
+    ends = [max(one.begin_seconds, one.end_seconds) for one in known]
+    last = min(LAST_SECOND, max([*ends, *(task.end_seconds for task in facts.tasks)]))
+    spans = []
+    for one in known:
+        start, end = one.begin_seconds - zero, min(one.end_seconds or last, last) - zero
+        color = "red" if one.is_bad else HAPPENING_COLORS[one.row]
+        spans.append(Span(one.row, color, start, max(0.0, end - start), one_line(one.text)))
+    rows = [row for row in ROWS if any(one.row == row for one in known)]
+    svg, narrow = (
+        timeline(name, rows, spans, width=width, since="the first of them")
+        for name, width in (("Recovery", 1124), ("Recovery, narrow", NARROW))
+    )
+    hint = (
+        "Red bars are faults, or ended in one. Gangs are the pods that trained together, commits "
+        "the training that went on from one, cordons the time in which a machine takes no pods."
+    )
+    return Chart("What happened when", svg, hint, is_wide=True, narrow=narrow)
 
 
 def _spans(task: TaskLog, rows: Collection[str], zero: float) -> list[Span]:

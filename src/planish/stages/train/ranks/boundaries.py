@@ -31,6 +31,7 @@ from planish.checkpoint import CheckpointManager, RandomStreams, SaveHandle, Sch
 from planish.checkpoint.commit import catalog
 from planish.checkpoint.train_state import POLICY, by_role
 from planish.records import layout
+from planish.run.events import record_event
 from planish.run.signals import Terminated
 from planish.stages.train.progress import Progress
 from planish.stages.train.ranks.job import TrainJob, clear_steps
@@ -130,6 +131,17 @@ class StepBoundaries:
             committed = state[POLICY]["extra"]
             steps, progress = committed["steps"], Progress.from_json(committed["progress"])
         self._steps = self.resumed = len(steps)
+        if steps and self._ranks.is_first:
+            grid = config.grid(self._ranks).to_json()
+            record_event(
+                self._job.root,
+                "resumed",
+                self._job.iteration,
+                step=len(steps),
+                of=num_steps,
+                trainer=config.trainer,
+                **grid,
+            )
         logger.info(
             "resumed steps=%d of=%d commit_steps=%d", len(steps), num_steps, config.commit_steps
         )

@@ -1,0 +1,589 @@
+"""Break a machine while a gang trains, and follow the run until it has recovered on other ranks.
+
+`python -m tests.integration.recovery --times 5` plays a fault again and again: at a random moment
+of an iteration a machine becomes slow and unlike its peers; the monitor names it, cordons its node
+and evicts its pod; the gang ends, and the run is submitted again with fewer machines and another
+grid. It must go on from the newest commit and consume the prompts that an undisturbed run has
+consumed, in this iteration and in the next one. `--seed` repeats the moments and the grids.
+`--break state` hands the second attempt no train state, `--break prompts` other prompts: both must
+be found out, and the exit code is 1.
+
+API server, controllers, scheduler, MinIO, Prometheus, monitor, stages and ranks are real; nodes
+run pods as processes of this machine, and metrics of machines come from a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import yaml
+
+from planish import store
+from planish.base.errors import EXIT_TRANSIENT
+from planish.checkpoint.train_state import read_state_info
+from planish.minder.act.kube import names
+from planish.records import layout
+from planish.records.io import read_manifest, read_set
+from planish.records.reports import UpdateReport, read_report
+from planish.records.rollouts import RolloutSet
+from planish.run.chain import with_settings
+from planish.run.signals import stops_with
+from planish.run.stage import PathArtifact
+from planish.stages.export import stage as export_stage
+from planish.stages.prepare.cluster import KubernetesApi
+from planish.stages.prepare.stage import Wish, prepare
+from planish.stages.report import stage as report_stage
+from planish.stages.report.gather import gather
+from planish.stages.report.happenings import ROWS
+from planish.stages.reward import stage as reward_stage
+from planish.stages.rollout import stage as rollout_stage
+from planish.stages.train import stage as train_stage
+from planish.store.documents import read_json
+from tests.images.containers import Here
+from tests.images.node import Node
+from tests.integration.gang_launcher import connect
+from tests.integration.minder_service import Served, raw_settings, serving
+from tests.integration.scheduling import running_scheduler
+from tests.integration.test_minder_end_to_end import past
+from tests.integration.waiting import wait_for
+from tests.processes import below
+from tests.servers.exporter_fleet import Fault, Fleet
+from tests.servers.program import REPOSITORY
+from tests.servers.run_control_plane import ControlPlane
+from tests.servers.run_minio import Minio
+from tests.servers.run_prometheus import PrometheusServer
+from tests.unit.stages.rollout.stage_run import easy_policy, write_template
+
+MACHINES = 4
+"""The fewest that the monitor compares."""
+SIZES = {"num_layers": 2, "hidden_size": 32, "head_dim": 16, "num_heads": 4, "num_kv_heads": 2}
+OVERRIDES = " ".join(
+    [
+        *(f"model.{name}={value}" for name, value in SIZES.items()),
+        "curate.num_prompts=200 rollout.prompts_per_iteration=8 rollout.group_size=4",
+        "rollout.max_generation_rounds=0 train.rollouts_per_minibatch=8 train.num_passes=20",
+        # A smaller one makes a step of the order in which ranks add up, where a gradient is near 0.
+        "train.adam_epsilon=1e-5 train.learning_rate=1e-4 train.commit_steps=4 train.device=cpu",
+    ]
+)
+BEFORE = {
+    "tp 2, dp 2": "train.trainer=megatron train.tensor_parallel=2",
+    "pp 2, dp 2": "train.trainer=megatron train.pipeline_parallel=2",
+    "tp 2, pp 2": "train.trainer=megatron train.tensor_parallel=2 train.pipeline_parallel=2",
+    "FSDP2 on 4": "train.trainer=fsdp2",
+}
+"""Name of a grid of four ranks to its overrides."""
+AFTER = {
+    "dp 3": "train.trainer=megatron train.num_nodes=3",
+    "FSDP2 on 3": "train.trainer=fsdp2 train.num_nodes=3",
+    "tp 2": "train.trainer=megatron train.tensor_parallel=2 train.num_nodes=2",
+    "pp 2": "train.trainer=megatron train.pipeline_parallel=2 train.num_nodes=2",
+}
+"""The same of at most three."""
+SLOWEST_SECONDS = 900.0
+"""Of one attempt, however much else this machine has to do."""
+RANK = {"cpu": "3"}
+"""What a pod of the gang requests: a machine."""
+REQUESTS = {"pod": RANK, "total": {"cpu": "12"}, "num_nodes": MACHINES, "rank": RANK}
+"""What the profile of this cluster would tell the first stage."""
+ALONE = "train.num_nodes=1 train.num_processes=1"
+LATEST_SECONDS = 5.0
+"""From the first step to the fault; what is left of the iteration lasts until the monitor acts."""
+STOPPED_SECONDS, RUNNING_SECONDS = 0.7, 0.3
+"""In turns, of the ranks of a slow machine."""
+LOSS_TOLERANCE = 1e-3
+"""Between the losses of a recovered iteration and those of an undisturbed one."""
+BREAKS = ("state", "prompts")
+
+
+class Timeline:
+    """What has happened, and how many seconds after the beginning."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.lines: list[str] = []
+
+    def note(self, what: str) -> None:
+        """Add a line and print it."""
+        self.lines.append(f"{time.monotonic() - self.began:7.1f} s  {what}")
+        print(self.lines[-1], flush=True)
+
+
+@dataclass
+class Slowness:
+    """Makes the ranks of a pod slow, as a machine does whose link or clock has failed."""
+
+    process_id: int
+    """First process of the pod."""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Slowness:
+        self.thread = threading.Thread(target=self._stop_and_go, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join(10)
+
+    def _stop_and_go(self) -> None:
+        while not self.ended.is_set():
+            ranks = below(self.process_id)
+            for number, seconds in (
+                (signal.SIGSTOP, STOPPED_SECONDS),
+                (signal.SIGCONT, RUNNING_SECONDS),
+            ):
+                for rank in ranks:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(rank, number)
+                # What was stopped goes on before this ends.
+                time.sleep(seconds)
+
+
+class Site:
+    """A cluster of four machines for training and one for stages, with its store and monitor."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
+        """Start everything but the monitor."""
+        self.folder, self.number = folder, 0
+        self.minio = Minio(folder / "minio" / "data")
+        stack.callback(self.minio.kill)
+        self.minio.start()
+        self.minio.make_bucket("planish")
+        stack.enter_context(mock.patch.dict(os.environ, self.minio.environment))
+        self.plane = ControlPlane(folder / "plane")
+        stack.callback(self.plane.stop)
+        self.plane.start()
+        overlay = self.plane.kubectl("kustomize", str(REPOSITORY / "manifests/overlays/local"))
+        kinds = ("Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole")
+        wanted = (*kinds, "ClusterRoleBinding")
+        self.plane.apply(*(o for o in yaml.safe_load_all(overlay.stdout) if o["kind"] in wanted))
+        self.plane.kubectl("label", "namespace", "planish", f"{names.OPT_IN_LABEL}=evict")
+        token = self.plane.kubectl("-n", "planish", "create", "token", "planish-runner").stdout
+        self.access = {
+            "server": f"https://127.0.0.1:{self.plane.port}",
+            "certificate": str(self.plane.folder / "certificates" / "apiserver.crt"),
+            "token": token.strip(),
+        }
+        self.api = KubernetesApi(connect(**self.access, pod="")._core.api_client, "planish")
+        stack.enter_context(running_scheduler(self.plane))
+        self.machines = [f"machine-{number}" for number in range(MACHINES)]
+        self.nodes = {
+            name: stack.enter_context(Node(self.plane, Here(), folder / name, name=name, cpu="4"))
+            for name in (*self.machines, "stages")
+        }
+        for name in self.nodes:
+            pool = "stages" if name == "stages" else "training"
+            self.plane.kubectl("label", "node", name, f"pool={pool}")
+        self.exporters = Fleet(tuple(self.machines))
+        stack.callback(self.exporters.close)
+        self.prometheus = PrometheusServer(folder / "prometheus")
+        stack.callback(self.prometheus.stop)
+        self.prometheus.config = self.exporters.scrape_config()
+        self.prometheus.backfill(past(self.exporters, int(time.time())))
+        self.prometheus.start()
+
+    @contextlib.contextmanager
+    def monitor(self) -> Iterator[Served]:
+        """Run the monitor, which remembers nothing of earlier faults."""
+        self.number += 1
+        folder = self.folder / f"monitor-{self.number}"
+        folder.mkdir()
+        raw = raw_settings(
+            folder,
+            self.prometheus.url,
+            [],
+            kubernetes={
+                "kubeconfig": str(self.plane.kubeconfig),
+                "namespaces": ["planish"],
+                "own_namespace": "planish",
+                "run_roots": ["s3://planish"],
+                "state_config_map": f"minder-state-{self.number}",
+                "actor_config_map": f"minder-actor-{self.number}",
+            },
+            alertmanager={"honour_silences": False},
+            act={
+                "mode": "evict",
+                "dry_run": False,
+                "gpu_resource": "",
+                "max_node_share": 1.0,
+                # The gang has all machines; the run goes on with fewer.
+                "allow_without_spare": True,
+            },
+        )
+        del raw["jobs"]
+        served = serving(folder, raw)
+        try:
+            yield served
+        finally:
+            served.terminate()
+
+    def stage_pod(self, words: Sequence[str], run_id: str) -> str:
+        """Create the pod of a train stage as the profile of this cluster would; return its name."""
+        self.number += 1
+        name = f"train-{self.number}"
+        gang = {
+            "num_nodes": MACHINES,
+            "container": {"resources": {"requests": RANK}},
+            "spec": {"nodeSelector": {"pool": "training"}},
+        }
+        variables = {
+            "PYTHONPATH": os.environ.get("PYTHONPATH", str(REPOSITORY)),
+            "OMP_NUM_THREADS": "1",
+            "PLANISH_GANG": json.dumps(gang),
+            "GANG_ACCESS": json.dumps(self.access),
+            "RUN_ID": run_id,
+            **self.minio.environment,
+        }
+        env: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in variables.items()]
+        of_pod = {"fieldRef": {"fieldPath": "metadata.name"}}
+        env.append({"name": "POD_NAME", "valueFrom": of_pod})
+        main = {
+            "name": "main",
+            "image": "planish/train:0.1.0",
+            "command": ["python", "-m", "tests.integration.stage_in_pod", "train", *words],
+            "env": env,
+        }
+        self.plane.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name, "namespace": "planish"},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "nodeSelector": {"pool": "stages"},
+                    "activeDeadlineSeconds": 1800,
+                    "automountServiceAccountToken": False,
+                    "containers": [main],
+                },
+            }
+        )
+        return name
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        """Return an object."""
+        words = ("-n", "planish", "get", kind, name, "-o", "json")
+        found: dict[str, Any] = json.loads(self.plane.kubectl(*words).stdout)
+        return found
+
+    def exit_code(self, pod: str) -> int | None:
+        """Return how the container of a pod has ended; None while it runs."""
+        for container in self.get("pod", pod)["status"].get("containerStatuses") or ():
+            if over := container["state"].get("terminated"):
+                return int(over["exitCode"])
+        return None
+
+    def wait_for_end(self, pod: str, seconds: float = SLOWEST_SECONDS) -> int:
+        """Return the exit code of the pod of a stage."""
+        log = self.nodes["stages"].log
+        wait_for(lambda: self.exit_code(pod) is not None, seconds, lambda: log(pod))
+        code = self.exit_code(pod)
+        assert code is not None
+        return code
+
+    def gang_pods(self) -> dict[str, str]:
+        """Return the pods of gangs whose process lives, and the machine of each."""
+        return {
+            pod: name
+            for name in self.machines
+            for pod, process in [*self.nodes[name].processes.items()]
+            if process.poll() is None
+        }
+
+    def said(self, pods: Mapping[str, str], words: str) -> list[str]:
+        """Return the lines of the logs of some pods with these words."""
+        logs = [self.nodes[name].log(pod).splitlines() for pod, name in pods.items()]
+        return [line for lines in logs for line in lines if words in line]
+
+    def repair(self, machine: str) -> None:
+        """Do what a person does after a machine was mended."""
+        self.exporters.heal()
+        kept = dict.fromkeys(names.OWNED)
+        change = {"spec": {"unschedulable": None, "taints": None}}
+        patch = json.dumps({**change, "metadata": {"annotations": kept}})
+        self.plane.kubectl("patch", "node", machine, "--type=merge", "-p", patch)
+
+
+class Training:
+    """One run on a root: iteration 1 is done, and the rollouts of iteration 2 are scored."""
+
+    def __init__(self, site: Site, root: str, placement: str) -> None:
+        """Submit the run, as far as its first stage."""
+        self.site, self.root = site, root
+        self.out = site.folder / root.rpartition("/")[2]
+        self.submit(placement)
+
+    def submit(self, placement: str) -> None:
+        """Do what the first stage of a submitted run does; on other machines it is the same run."""
+        wish = Wish(
+            preset="dapo-tiny", config="", overrides=f"{OVERRIDES} {placement}", model="",
+            dataset="", seed=3, chain=with_settings("", index=-1), num_iterations=3, num_shards=1,
+            requests=json.dumps(REQUESTS), max_avoided_nodes=0,
+        )  # fmt: skip
+        self.digest = str(prepare(self.root, wish, api=self.site.api).values["config_sha256"])
+
+    def artifact(self, name: str, number: int) -> PathArtifact:
+        """Return an artifact of an iteration as a file."""
+        return PathArtifact(str(self.out / f"{number}-{name}"))
+
+    def policy_pin(self, version: int) -> str:
+        """Return the pin of a policy."""
+        uri = layout.policy(self.root, version)
+        return read_manifest(uri).ref(uri).pin()
+
+    def sample(self, number: int, state_pin: str) -> None:
+        """Sample the rollouts of an iteration and score them."""
+        policy = self.policy_pin(number - 1)
+        rollouts, metrics = (self.artifact(name, number) for name in ("rollouts", "metrics"))
+        rollout_stage.run(
+            self.root, self.digest, number, 0, 0, 1, policy, state_pin, rollouts, metrics
+        )
+        rewards = self.artifact("rewards", number)
+        reward_stage.run(self.root, self.digest, number, 0, 1, policy, rewards, metrics)
+
+    def train_options(self, number: int, state_pin: str) -> dict[str, Any]:
+        """Return the inputs and outputs of the train stage."""
+        uri = layout.rewards(self.root, number)
+        rewards = self.artifact("rewards", number)
+        self.out.mkdir(exist_ok=True)
+        Path(rewards.path).write_text(read_manifest(uri).ref(uri).to_json())
+        return {
+            "root": self.root, "config_sha256": self.digest, "number": number, "offset": 0,
+            "num_shards": 1, "policy_pin": self.policy_pin(number - 1), "state_pin": state_pin,
+            "rewards": rewards, "state": self.artifact("state", number),
+            "metrics": self.artifact("metrics", number),
+        }  # fmt: skip
+
+    def start_training(self, number: int, state_pin: str, run_id: str) -> str:
+        """Start the train stage in a pod; return its name."""
+        options = self.train_options(number, state_pin)
+        options["values"] = self.out / f"{number}-values"
+        words = [
+            f"--{name.replace('_', '-')}={value.path if isinstance(value, PathArtifact) else value}"
+            for name, value in options.items()
+        ]
+        return self.site.stage_pod(words, run_id)
+
+    def export(self, number: int, state_pin: str) -> None:
+        """Export the policy after an iteration."""
+        export_stage.run(
+            self.root, self.digest, number, 0, self.policy_pin(number - 1),
+            self.artifact("state", number), self.artifact("policy", number),
+        )  # fmt: skip
+
+    def consumed(self, state_pin: str) -> str:
+        """Return a digest of the prompts of all iterations, and of where the stream stands."""
+        told: list[Any] = [read_state_info(state_pin)["data"]["next"]]
+        for number in (1, 2, 3):
+            uri = layout.rollouts(self.root, number, 0)
+            told.append(read_manifest(uri).attributes["consumed"])
+            told.append(read_set(RolloutSet, uri).prompt_id)
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def losses(self) -> list[float]:
+        """Return the losses of the steps of iteration 2."""
+        steps = read_report(UpdateReport, layout.update(self.root, 2)).minibatches
+        return [step["loss"] for step in steps]
+
+    def finish(self, state_pin: str) -> str:
+        """Export the policy of iteration 2, sample for iteration 3, and return `consumed`."""
+        self.export(2, state_pin)
+        self.sample(3, state_pin)
+        return self.consumed(state_pin)
+
+
+@dataclass
+class Undisturbed:
+    """The same run without a fault."""
+
+    root: str
+    """Where trials begin: it is copied."""
+    state_path: str
+    """Pin of the state after iteration 1, without the root."""
+    digest: str
+    """Of what was consumed."""
+    losses: list[float]
+
+
+def copy(source: str, target: str) -> None:
+    """Copy all objects below a root."""
+    for uri in store.list_uris(f"{source}/"):
+        store.write(target + uri.removeprefix(source), store.read(uri))
+
+
+def undisturbed(site: Site) -> Undisturbed:
+    """Train two iterations in one process, and keep what stood before the second."""
+    template, root = site.folder / "template", "s3://planish/undisturbed"
+    template.mkdir()
+    write_template(template, num_prompts=200, policy=easy_policy(**SIZES))
+    copy(template.as_uri(), root)
+    training = Training(site, root, ALONE)
+    training.sample(1, "")
+    state_pin = train_stage.run(**training.train_options(1, "")).state_pin
+    training.export(1, state_pin)
+    training.sample(2, state_pin)
+    begin = "s3://planish/begin"
+    copy(root, begin)
+    after = train_stage.run(**training.train_options(2, state_pin)).state_pin
+    path = state_pin.removeprefix(root)
+    return Undisturbed(begin, path, training.finish(after), training.losses())
+
+
+@dataclass
+class Trial:
+    """One fault and what came of it."""
+
+    before: str
+    after: str
+    moment: float
+    """Seconds from the first step to the fault."""
+    machine: str
+    """Which becomes slow."""
+    faults: list[str] = field(default_factory=list)
+    """What was not as it must be."""
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def expect(self, holds: bool, fault: str) -> bool:
+        """Note a fault where something does not hold, and return whether it holds."""
+        self.faults += [] if holds else [fault]
+        return holds
+
+
+def disturb(site: Site, training: Training, trial: Trial, state_pin: str) -> None:
+    """Let a gang train, make one of its machines slow, and wait until the stage has ended."""
+    timeline, root = trial.timeline, training.root
+    pod = training.start_training(2, state_pin, "first")
+    timeline.note(f"submitted, {trial.before}")
+
+    def training_pods() -> dict[str, str]:
+        pods = site.gang_pods()
+        return pods if len(pods) == MACHINES and site.said(pods, "resumed steps=") else {}
+
+    pods = wait_for(training_pods, SLOWEST_SECONDS, lambda: site.nodes["stages"].log(pod))
+    timeline.note("ranks train")
+    time.sleep(trial.moment)
+    slow = next(each for each, machine in pods.items() if machine == trial.machine)
+    site.exporters.inject(Fault(trial.machine, "shift", "gpu_duty_cycle", -45.0))
+    timeline.note(f"{trial.machine} is slow, its duty cycle has fallen by half")
+    with Slowness(site.nodes[trial.machine].processes[slow].pid):
+        alerts = f"{layout.alerts(root)}/"
+        wait_for(lambda: [*store.list_uris(alerts)], 120, lambda: site.nodes["stages"].log(pod))
+        (uri,) = store.list_uris(alerts)
+        named = read_json(uri)["machine"]
+        timeline.note(f"alert on {named}")
+        wait_for(lambda: site.get("node", trial.machine)["spec"].get("unschedulable"), 60)
+        timeline.note(f"{trial.machine} is cordoned")
+        code = site.wait_for_end(pod)
+    wait_for(lambda: not site.gang_pods(), 120)
+    lost = re.findall(r"left steps_lost=\d+", "\n".join(site.said(pods, "left steps_lost")))
+    timeline.note(f"stage ended with {code}, {(lost or ['no rank has told what is lost'])[0]}")
+    trial.expect(code == EXIT_TRANSIENT, f"the stage must end with 75, got {code}")
+    trial.expect(named == trial.machine, f"the monitor named {named}")
+
+
+def recover(site: Site, training: Training, trial: Trial, state_pin: str) -> bool:
+    """Submit the run again on another grid; return whether it has trained the iteration."""
+    timeline, digest = trial.timeline, training.digest
+    training.submit(AFTER[trial.after])
+    trial.expect(training.digest == digest, "the run has another digest on other machines")
+    pod = training.start_training(2, state_pin, "second")
+    timeline.note(f"submitted again, {trial.after}")
+    pods: dict[str, str] = {}
+    while site.exit_code(pod) is None:
+        pods |= site.gang_pods()
+        time.sleep(0.2)
+    code = site.wait_for_end(pod)
+    timeline.note(f"stage ended with {code}")
+    trial.expect(trial.machine not in pods.values(), "a pod was on the cordoned machine")
+    found = re.findall(r"resumed steps=(\d+) of=(\d+)", "\n".join(site.said(pods, "resumed")))
+    if code or not found:
+        print(site.nodes["stages"].log(pod)[-3000:], file=sys.stderr)
+        return trial.expect(False, f"the second attempt ended with {code}")
+    timeline.note("went on from step {} of {}".format(*found[0]))
+    trial.expect(found[0][0] != "0", "the second attempt began the iteration anew")
+    return True
+
+
+def play(site: Site, calm: Undisturbed, trial: Trial, root: str, broken: str) -> None:
+    """Break a machine, let the run recover, and note in the trial what is wrong."""
+    copy(calm.root, root)
+    state_pin = root + calm.state_path
+    training = Training(site, root, BEFORE[trial.before])
+    with site.monitor():
+        disturb(site, training, trial, state_pin)
+    if broken == "prompts":
+        for part in ("rollouts", "rewards"):
+            for uri in store.list_uris(f"{layout.iteration(root, 2)}/{part}/"):
+                store.delete(uri)
+        training.sample(2, "")
+    if not recover(site, training, trial, "" if broken == "state" else state_pin):
+        return
+    values = json.loads((training.out / "2-values").read_text())
+    consumed = training.finish(values["state_pin"])
+    trial.expect(consumed == calm.digest, "other prompts were consumed than undisturbed")
+    losses = np.array(training.losses())
+    difference = np.abs(losses - calm.losses).max() if len(losses) == len(calm.losses) else np.inf
+    trial.timeline.note(f"largest difference of {len(losses)} losses {difference:.1e}")
+    trial.expect(difference < LOSS_TOLERANCE, f"losses differ by {difference:.1e}")
+    # The exit task of the run draws what has happened.
+    page, summary = (PathArtifact(str(training.out / name)) for name in ("report.html", "summary"))
+    report_stage.run(root, "SUCCEEDED", "", "", 0, page, summary)
+    told = {one.row for one in gather(root).happenings}
+    trial.expect(told == {*ROWS}, f"the report tells of {sorted(told)} alone")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play all trials; return 1 if one of them did not recover as it must."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--break", dest="broken", choices=BREAKS, default="")
+    parser.add_argument("--keep", type=Path, help="folder for the reports of the runs")
+    given = parser.parse_args(arguments)
+    rng, failed = random.Random(given.seed), 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stops_with(EXIT_TRANSIENT))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        site = Site(stack, folder)
+        calm = undisturbed(site)
+        print(f"seed {given.seed}, undisturbed: {len(calm.losses)} steps, {calm.digest[:16]}")
+        for number in range(given.times):
+            trial = Trial(
+                before=rng.choice([*BEFORE]) if number else "tp 2, dp 2",
+                after=rng.choice([*AFTER]) if number else "dp 3",
+                moment=rng.uniform(0.0, LATEST_SECONDS),
+                machine=rng.choice(site.machines),
+            )
+            play(site, calm, trial, f"s3://planish/trial-{number}", given.broken)
+            site.repair(trial.machine)
+            page = folder / f"trial-{number}" / "report.html"
+            if given.keep and page.exists():
+                given.keep.mkdir(parents=True, exist_ok=True)
+                shutil.copy(page, given.keep / f"trial-{number}.html")
+            text = "; ".join(trial.faults) or "recovered, the prompts are those of undisturbed"
+            print(f"{number}: {trial.before} -> {trial.after}, {text}", flush=True)
+            failed += bool(trial.faults)
+    print(f"verdict: {given.times - failed} of {given.times} recovered")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
