@@ -162,6 +162,20 @@ class _Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _InputNorm(_Norm):
+    """A norm before a product, in the type of that product.
+
+    The library shares out a gradient in the type of its tokens, which must be that of the product.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., H] float32; bfloat16 where products are."""
+        kind, normed = x.device.type, super().forward(x)
+        return (
+            normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
+        )
+
+
 class _Router(TopKRouter):  # type: ignore[misc]
     """Choice of experts in float32, whatever `compute_dtype` says.
 
@@ -317,7 +331,7 @@ def build_gpt(
         experts or None, qk_layernorm=has_qk_norm, normalization="RMSNorm"
     )
     parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = _InputNorm
     attention.core_attention = _Attention
     if has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = _Norm
