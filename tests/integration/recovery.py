@@ -111,6 +111,8 @@ STOPPED_SECONDS, RUNNING_SECONDS = 0.7, 0.3
 """In turns, of the ranks of a slow machine."""
 LOSS_TOLERANCE = 1e-3
 """Between the losses of a recovered iteration and those of an undisturbed one."""
+BUCKET = f"s3://recovery-{os.getpid()}"
+"""Two programs at once must have gangs of different names: both meet on this machine."""
 BREAKS = ("state", "prompts")
 
 
@@ -167,7 +169,7 @@ class Site:
         self.minio = Minio(folder / "minio" / "data")
         stack.callback(self.minio.kill)
         self.minio.start()
-        self.minio.make_bucket("planish")
+        self.minio.make_bucket(BUCKET.removeprefix("s3://"))
         stack.enter_context(mock.patch.dict(os.environ, self.minio.environment))
         self.plane = ControlPlane(folder / "plane")
         stack.callback(self.plane.stop)
@@ -215,7 +217,7 @@ class Site:
                 "kubeconfig": str(self.plane.kubeconfig),
                 "namespaces": ["planish"],
                 "own_namespace": "planish",
-                "run_roots": ["s3://planish"],
+                "run_roots": [BUCKET],
                 "state_config_map": f"minder-state-{self.number}",
                 "actor_config_map": f"minder-actor-{self.number}",
             },
@@ -278,18 +280,15 @@ class Site:
         )
         return name
 
-    def get(self, kind: str, name: str) -> dict[str, Any]:
-        """Return an object."""
-        words = ("-n", "planish", "get", kind, name, "-o", "json")
-        found: dict[str, Any] = json.loads(self.plane.kubectl(*words).stdout)
-        return found
-
     def exit_code(self, pod: str) -> int | None:
-        """Return how the container of a pod has ended; None while it runs."""
-        for container in self.get("pod", pod)["status"].get("containerStatuses") or ():
-            if over := container["state"].get("terminated"):
-                return int(over["exitCode"])
-        return None
+        """Return how the process of a stage has ended; None before its end."""
+        process = self.nodes["stages"].processes.get(pod)
+        return None if process is None else process.poll()
+
+    def is_cordoned(self, machine: str) -> bool:
+        """Tell whether the node of a machine takes no pods."""
+        node = self.nodes["stages"].core.read_node(machine)
+        return bool(node.spec.unschedulable)
 
     def wait_for_end(self, pod: str, seconds: float = SLOWEST_SECONDS) -> int:
         """Return the exit code of the pod of a stage."""
@@ -431,7 +430,7 @@ def copy(source: str, target: str) -> None:
 
 def undisturbed(site: Site) -> Undisturbed:
     """Train two iterations in one process, and keep what stood before the second."""
-    template, root = site.folder / "template", "s3://planish/undisturbed"
+    template, root = site.folder / "template", f"{BUCKET}/undisturbed"
     template.mkdir()
     write_template(template, num_prompts=200, policy=easy_policy(**SIZES))
     copy(template.as_uri(), root)
@@ -440,7 +439,7 @@ def undisturbed(site: Site) -> Undisturbed:
     state_pin = train_stage.run(**training.train_options(1, "")).state_pin
     training.export(1, state_pin)
     training.sample(2, state_pin)
-    begin = "s3://planish/begin"
+    begin = f"{BUCKET}/begin"
     copy(root, begin)
     after = train_stage.run(**training.train_options(2, state_pin)).state_pin
     path = state_pin.removeprefix(root)
@@ -489,7 +488,7 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str) -> Non
         (uri,) = store.list_uris(alerts)
         named = read_json(uri)["machine"]
         timeline.note(f"alert on {named}")
-        wait_for(lambda: site.get("node", trial.machine)["spec"].get("unschedulable"), 60)
+        wait_for(lambda: site.is_cordoned(trial.machine), 60)
         timeline.note(f"{trial.machine} is cordoned")
         code = site.wait_for_end(pod)
     wait_for(lambda: not site.gang_pods(), 120)
@@ -509,7 +508,7 @@ def recover(site: Site, training: Training, trial: Trial, state_pin: str) -> boo
     pods: dict[str, str] = {}
     while site.exit_code(pod) is None:
         pods |= site.gang_pods()
-        time.sleep(0.2)
+        time.sleep(0.5)
     code = site.wait_for_end(pod)
     timeline.note(f"stage ended with {code}")
     trial.expect(trial.machine not in pods.values(), "a pod was on the cordoned machine")
@@ -572,7 +571,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 moment=rng.uniform(0.0, LATEST_SECONDS),
                 machine=rng.choice(site.machines),
             )
-            play(site, calm, trial, f"s3://planish/trial-{number}", given.broken)
+            play(site, calm, trial, f"{BUCKET}/trial-{number}", given.broken)
             site.repair(trial.machine)
             page = folder / f"trial-{number}" / "report.html"
             if given.keep and page.exists():
