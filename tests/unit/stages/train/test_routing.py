@@ -19,7 +19,8 @@ from planish.records.reports import UpdateReport, read_report
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.train.batching import gather_rows, train_batch
 from planish.stages.train.config import CriticConfig, TrainConfig
-from planish.stages.train.trainer import open_trainer
+from planish.stages.train.trainer import TRAINERS, open_trainer
+from planish.stages.train.waiting import as_waiting, with_waiting
 from tests.integration.ckpt_forks import run_ranks
 from tests.unit.algorithms.batches import make_batch, ragged_mask
 from tests.unit.engines.tiny import family_policy, prompt
@@ -154,6 +155,9 @@ def test_experts_are_those_of_the_tokens_and_of_nothing_else(rollouts, batch):
     kept.keep[::2] = False
     assert torch.equal(train_batch(rollouts, kept).routing, batch.routing[1::2])
     assert batch.without_routing().take(torch.arange(2)).routing is None
+    pool = with_waiting(batch, as_waiting(batch.take(torch.arange(3))))
+    assert len(pool) == len(batch) + 3
+    assert pool.routing is None  # the critic's, with what earlier iterations left it
 
 
 @pytest.mark.slow
@@ -233,19 +237,32 @@ def test_ranks_replay_as_one_does(tmp_path, pin, settings):
         assert other[2] == pytest.approx(metrics, abs=1e-5, rel=1e-4)
 
 
+def mismatches(rank, size, folder, *, pin, trainer):
+    """Return (divergence, disagreement) without replay, with it, and with other tokens' choices."""
+    batch = batch_of(sample(pin))
+    wrong = shuffled(batch)
+    replays = {"trainer": trainer, "replay_routing": True}
+    return [
+        mismatch(pin, batch, trainer=trainer),
+        mismatch(pin, batch, **replays),
+        mismatch(pin, wrong, **replays),
+        mismatch(pin, wrong, trainer=trainer),
+    ]
+
+
 @pytest.mark.slow
-def test_replay_takes_routing_out_of_the_mismatch(pin, batch):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_replay_takes_routing_out_of_the_mismatch(tmp_path, pin, trainer):
     """The engine computes in float32, the trainer in bfloat16: routers waver, and nothing is set up
     to make them."""
-    without, share = mismatch(pin, batch)
-    replayed, left = mismatch(pin, batch, replay_routing=True)
-    wrong, _ = mismatch(pin, shuffled(batch), replay_routing=True)
-    print(f"mismatch_k3 without={without:.3e} replay={replayed:.3e} shuffled={wrong:.3e}")
-    print(f"disagreement without={share:.4f} replay={left:.4f}")
+    (found,) = run_ranks(f"{__name__}:mismatches", 1, tmp_path, pin=pin, trainer=trainer)
+    (without, share), (replayed, left), (wrong, _), (_, others) = found
+    print(f"{trainer} mismatch_k3: own={without:.2e} replay={replayed:.2e} shuffled={wrong:.2e}")
+    print(f"{trainer} disagreement: own={share:.4f} replay={left:.4f} shuffled={others:.4f}")
     assert replayed <= 0.1 * without
     assert wrong > 10 * without
     assert 0.001 < left <= share < 0.05
-    assert mismatch(pin, shuffled(batch))[1] > 0.3
+    assert others > 0.3
 
 
 @pytest.mark.slow
