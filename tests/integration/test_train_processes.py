@@ -202,7 +202,7 @@ def killed_at_random(job, seed):
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line += ["-m", "tests.integration.killed_rank", write_job(job)]
     began = time.monotonic()
-    killed = subprocess.run([*line, str(rank), str(step), str(seconds)], timeout=90, check=False)
+    killed = subprocess.run([*line, str(rank), str(step), str(seconds)], timeout=300, check=False)
     assert killed.returncode != 0
     assert not store.exists(layout.update(job.root, 1))
     steps = [e.step for e in list_checkpoints(layout.step_commits(job.root, 1))]
