@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 import torch
@@ -66,7 +64,7 @@ def check_split_order_and_padding(loss, batch, new, step, seed):
     split_value, split_gradient = loss_and_gradient(loss, batch, new, parts, step)
     assert split_value == pytest.approx(value, abs=1e-6)
     torch.testing.assert_close(split_gradient, gradient, atol=1e-6, rtol=0)
-    per_token = [f.name for f in fields(batch) if getattr(batch, f.name).dim() == 2]
+    per_token = [name for name, tensor in batch.tensors().items() if tensor.dim() == 2]
     wide = {name: torch.nn.functional.pad(getattr(batch, name), (0, 3)) for name in per_token}
     garbage = torch.nn.functional.pad(new, (0, 3), value=float("nan"))
     padded_value, padded_gradient = loss_and_gradient(
@@ -118,7 +116,7 @@ def test_i1_holds_for_the_value_loss_too(algorithm, seed):
 def test_i1_advantages_do_not_depend_on_padding_or_order(algorithm, seed):
     batch, _ = random_batch(seed)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(6))
-    per_token = [f.name for f in fields(batch) if getattr(batch, f.name).dim() == 2]
+    per_token = [name for name, tensor in batch.tensors().items() if tensor.dim() == 2]
     wide = {name: torch.nn.functional.pad(getattr(batch, name), (2, 3)) for name in per_token}
     seen, wanted = (
         algorithm.advantages(batch.updated(**wide).take(order)),
