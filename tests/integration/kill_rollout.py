@@ -380,7 +380,8 @@ def prepare(template: Path, folder: Path, engine: str, setting: str, rows: int) 
     (folder / "ready").mkdir(parents=True)
     changes = {"max_rows": rows, "commit_steps": ROW_STEPS // rows}
     table = ENGINE_TABLES.get(engine)
-    run = Run(template, folder / "ready", engine=table, **SETTINGS[setting], **changes)
+    tables = {"engine": table} if table else None
+    run = Run(template, folder / "ready", tables=tables, **SETTINGS[setting], **changes)
     shard = Shard(run.folder, run.digest, 1, run.policy_pin)
     if setting == "windows":
         assert Round(shard).attempt() == 0, shard.log()[-3000:]

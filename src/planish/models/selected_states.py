@@ -121,12 +121,22 @@ def _rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    """Apply a root-mean-square norm of transformers."""
+    return rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Divide by the root mean square over the last dim, and scale each feature.
+
+    Args:
+        x: [..., H] float32.
+        weight: [H] float32.
+        epsilon: added to the mean square.
+    """
     if not torch.is_grad_enabled():
-        normed, _ = _normed(x, module.variance_epsilon)
-        return normed.mul_(module.weight)
+        normed, _ = _normed(x, epsilon)
+        return normed.mul_(weight)
     apply: Any = _Norm.apply  # untyped in torch
-    result: Tensor = apply(x, module.weight, module.variance_epsilon)
+    result: Tensor = apply(x, weight, epsilon)
     return result
 
 

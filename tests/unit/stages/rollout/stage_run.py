@@ -99,12 +99,11 @@ def write_template(folder: Path, *, num_prompts=10, spaces=0, policy=None) -> No
 class Run:
     """One root, and calls of the stage on it."""
 
-    def __init__(self, template: Path, folder: Path, *, engine=None, train=None, **changes) -> None:
+    def __init__(self, template: Path, folder: Path, *, tables=None, **changes) -> None:
         shutil.copytree(template, folder / "root")
         self.folder, self.root = folder, (folder / "root").as_uri()
         self.config = {"run": {"seed": 3}, "rollout": {**ROLLOUT, **changes}}
-        self.config |= {"engine": engine} if engine else {}
-        self.config |= {"train": train} if train else {}
+        self.config |= tables or {}
         self.digest = config_sha256(self.config)
         run = {"config": self.config, "config_sha256": self.digest}
         write_json(layout.run_file(self.root), run)

@@ -69,7 +69,7 @@ def test_whole_responses_keep_the_experts_of_prompt_and_response(experts_run):
     assert rollouts.routing.values.dtype == np.int8
     shares = [share_of_others(rollouts, r, run.policy_pin) for r in range(rollouts.num_rows)]
     assert np.mean(shares) < MOST_BORDERS
-    replayed = experts_run(train={"replay_routing": True})
+    replayed = experts_run(tables={"train": {"replay_routing": True}})
     assert read_set(RolloutSet, replayed.call()[0].uri) == rollouts
     plain = experts_run()
     other = read_set(RolloutSet, plain.call()[0].uri)

@@ -45,6 +45,7 @@ from planish.base.parallel import Grid
 from planish.models.experts import num_experts, sharing_fault
 from planish.models.packing import Packing, attend
 from planish.models.routing import RoutingReplay
+from planish.models.selected_states import rms_norm
 from planish.models.shapes import MEGATRON_FAMILIES
 from planish.stages.train.config import TrainConfig
 
@@ -160,6 +161,13 @@ class _Norm(nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., H]; torch has one kernel on accelerators, and a dozen on the CPU."""
+        if x.is_cuda or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return super().forward(x)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class _InputNorm(_Norm):
