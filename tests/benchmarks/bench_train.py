@@ -1,12 +1,14 @@
-"""Train-step speed and memory against a bare PyTorch loop with the same model, batch and loss.
+"""Train-step speed and memory of the trainers against a bare PyTorch loop of the same work.
 
-`python -m tests.benchmarks.bench_train` measures rounds in which all systems take turns, and writes
-`results/train.json`. Ratios are medians over rounds of the quotient within one round, of processor
-seconds of one thread: other work on the machine disturbs them less than wall seconds.
+`python -m tests.benchmarks.bench_train --trainers fsdp2,megatron` measures rounds in which all
+systems take turns at every step of the same model, batch and loss, and writes `results/train.json`.
+Ratios are medians over rounds of the quotient within one round, of processor seconds of one thread:
+other work on the machine disturbs them less than wall seconds, which stand beside them.
 
-Systems: `ours` (packed rows, all metrics), `padded` (the same without packing: micro-batches of
-similar lengths), `bare` (micro-batches as they come, each padded to its longest row, logits of all
-positions, no metrics), `bare_selected` (the same, LM head on response tokens only).
+Systems: each trainer in one process, `fsdp2` and `megatron` (packed rows, all metrics), and as
+`..._padded` without packing (micro-batches of similar lengths); `bare` (micro-batches as they come,
+each padded to its longest row, logits of all positions, no metrics) and `bare_selected` (the same,
+LM head on response tokens only).
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from planish.base.parallel import Grid
 from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, load_policy, save_policy
 from planish.stages.train.config import TrainConfig
-from planish.stages.train.fsdp2 import Fsdp2Sharding
-from planish.stages.train.model_trainer import ModelTrainer, set_up_torch
+from planish.stages.train.model_trainer import set_up_torch
+from planish.stages.train.trainer import TRAINERS, open_trainer
 from tests.benchmarks.facts import write_result
 
 ROLLOUTS = 64
 MINIBATCHES = 8
-SYSTEMS = ("ours", "padded", "bare", "bare_selected")
+BUDGETS = (1024, 4096, TrainConfig().tokens_per_microbatch)
+COMMAND = "tests.benchmarks.bench_train"
 CPU = torch.device("cpu")
 SHAPES = {
     # Median, sigma and cap of log-normal response lengths, in tokens.
@@ -79,12 +82,10 @@ def make_batch(shape: str, seed: int) -> TrainBatch:
 
 
 class Ours:
-    """The trainer of the program with the real algorithm."""
+    """A trainer of the program with the real algorithm."""
 
     def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
-        self.trainer = ModelTrainer(
-            config, pin, shard=Fsdp2Sharding, temperature=1.0, seed=0, grid=Grid(), device=CPU
-        )
+        self.trainer = open_trainer(config, pin, temperature=1.0, seed=0, grid=Grid(), device=CPU)
         self.algorithm = algorithm
 
     def step(self, batch: TrainBatch, counts: Denominators) -> None:
@@ -92,6 +93,9 @@ class Ours:
             return self.algorithm.loss(logprobs, entropy, micro, counts)
 
         self.trainer.step(batch, loss_fn, learning_rate=5e-4)
+
+    def scores(self, batch: TrainBatch) -> torch.Tensor:
+        return self.trainer.logprobs(batch)[0]
 
 
 class Bare:
@@ -124,6 +128,10 @@ class Bare:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def scores(self, batch: TrainBatch) -> torch.Tensor:
+        with torch.no_grad():
+            return self.logprobs(batch.input_ids, batch.policy_mask) * batch.policy_mask
+
 
 class BareSelected(Bare):
     """The bare loop with the LM head on response tokens only."""
@@ -135,24 +143,39 @@ class BareSelected(Bare):
         return torch.zeros(mask.shape).masked_scatter(mask, chosen)
 
 
-class Padded(Ours):
-    """The trainer of the program on rows padded to the longest of their micro-batch."""
-
-    def __init__(self, pin: str, config: TrainConfig, algorithm) -> None:
-        super().__init__(pin, config.model_copy(update={"packing": False}), algorithm)
+BARE = {"bare": Bare, "bare_selected": BareSelected}
 
 
-CLASSES = {"ours": Ours, "padded": Padded, "bare": Bare, "bare_selected": BareSelected}
+def systems_of(trainers: list[str]) -> list[str]:
+    """Return the names of all systems: each trainer, packed and padded, and the bare loops."""
+    return [name for trainer in trainers for name in (trainer, f"{trainer}_padded")] + list(BARE)
+
+
+def quotients(trainers: list[str]) -> list[tuple[str, str]]:
+    """Return which systems' speeds are divided by which."""
+    pairs = [(trainer, f"{trainer}_padded") for trainer in trainers]
+    pairs += [(trainers[0], name) for name in BARE]
+    for other in trainers[1:]:
+        pairs += [(other, trainers[0]), (f"{other}_padded", f"{trainers[0]}_padded")]
+    return pairs
 
 
 def build(name: str, folder: str, budget: int):
     """Return a system and the algorithm it trains with."""
-    config = TrainConfig(learning_rate=5e-4, weight_decay=0.01, tokens_per_microbatch=budget)
+    trainer, _, padded = name.partition("_")
+    config = TrainConfig(
+        trainer="fsdp2" if name in BARE else trainer,
+        packing=not padded,
+        device="cpu",
+        learning_rate=5e-4,
+        weight_decay=0.01,
+        tokens_per_microbatch=budget,
+    )
     set_up_torch(config, CPU)
     policy = build_policy(ModelConfig(), seed=0)
     ref = save_policy(f"file://{folder}/{name}", policy, version=0, parents={}, attributes={})
     algorithm = build_algorithm({"name": "dapo"})
-    return CLASSES[name](ref.pin(), config, algorithm), algorithm
+    return BARE.get(name, Ours)(ref.pin(), config, algorithm), algorithm
 
 
 def steps_of(algorithm, batch: TrainBatch):
@@ -170,61 +193,65 @@ def one_iteration(system, algorithm, batch: TrainBatch) -> None:
         system.step(minibatch, counts)
 
 
-def one_round(systems: dict, batch: TrainBatch, number: int) -> dict[str, float]:
-    """Processor seconds of each system for one rollout batch; they take turns at every step."""
-    seconds = dict.fromkeys(systems, 0.0)
+def one_round(systems: dict, batch: TrainBatch, number: int) -> dict[str, tuple[float, float]]:
+    """Processor and wall seconds of each system for one rollout batch; they take turns."""
+    seconds = dict.fromkeys(systems, (0.0, 0.0))
+    names = list(systems)
     algorithm = build_algorithm({"name": "dapo"})
     for step, (minibatch, counts) in enumerate(steps_of(algorithm, batch)):
-        first = (number + step) % len(SYSTEMS)
-        for name in SYSTEMS[first:] + SYSTEMS[:first]:
-            started = time.process_time()
+        first = (number + step) % len(names)
+        for name in names[first:] + names[:first]:
+            started = time.process_time(), time.perf_counter()
             systems[name].step(minibatch, counts)
-            seconds[name] += time.process_time() - started
+            cpu, wall = seconds[name]
+            cpu += time.process_time() - started[0]
+            seconds[name] = cpu, wall + time.perf_counter() - started[1]
     return seconds
 
 
-def check_equal(folder: str, batch: TrainBatch, algorithm) -> float:
-    """Largest difference of weights between ours and each other system after one iteration."""
-    weights = {}
-    for name in SYSTEMS:
+def check_equal(names: list[str], folder: str, batch: TrainBatch, algorithm) -> float:
+    """Largest difference of log-probabilities to the first system after one iteration of each."""
+    found = []
+    for name in names:
         system, _ = build(name, folder, 4096)
         one_iteration(system, algorithm, batch)
-        model = system.trainer.policy.scorer.model if hasattr(system, "trainer") else system.model
-        weights[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return max((weights["ours"] - w).abs().max().item() for w in weights.values())
+        found.append(system.scores(batch))
+    return max((scores - found[0]).abs().max().item() for scores in found)
 
 
-def measure_speed(shape: str, budget: int, rounds: int, folder: str) -> dict:
-    """Tokens per second of each system and the median ratios to ours."""
+def measure_speed(trainers: list[str], shape: str, budget: int, rounds: int, folder: str) -> dict:
+    """Tokens per second of each system and the median quotients."""
     batch = build_algorithm({"name": "dapo"}).advantages(make_batch(shape, 0))
     tokens = int(batch.attention_mask.sum())
-    systems = {name: build(name, folder, budget)[0] for name in SYSTEMS}
+    systems = {name: build(name, folder, budget)[0] for name in systems_of(trainers)}
     # The first round warms caches and allocators up.
     measured = [one_round(systems, batch, number) for number in range(rounds + 1)][1:]
-    seconds = {name: [taken[name] for taken in measured] for name in SYSTEMS}
-    speed = {name: tokens / statistics.median(taken) for name, taken in seconds.items()}
-    ratios = {
-        f"ours_over_{name}": statistics.median(
-            other / ours for ours, other in zip(seconds["ours"], seconds[name], strict=True)
-        )
-        for name in SYSTEMS[1:]
-    }
-    padded = float(batch.attention_mask.float().mean())
-    return {"tokens_per_second": speed, **ratios, "real_share_when_padded": padded}
+    result: dict = {"real_share_when_padded": float(batch.attention_mask.float().mean())}
+    for place, clock in enumerate(("", "wall_")):
+        seconds = {name: [taken[name][place] for taken in measured] for name in systems}
+        result[f"{clock}tokens_per_second"] = {
+            name: tokens / statistics.median(taken) for name, taken in seconds.items()
+        }
+        for one, other in quotients(trainers):
+            result[f"{clock}{one}_over_{other}"] = statistics.median(
+                theirs / ours for ours, theirs in zip(seconds[one], seconds[other], strict=True)
+            )
+    return result
 
 
-def measure_memory(shape: str, budget: int) -> dict:
+def measure_memory(trainers: list[str], shape: str, budget: int) -> dict:
     """Peak resident bytes of a process that trains three iterations, per system."""
     peaks = {}
-    for name in SYSTEMS:
+    for name in systems_of(trainers):
         line = [sys.executable, "-m", "tests.benchmarks.bench_train", "--memory-of", name,
                 "--shape", shape, "--budget", str(budget)]  # fmt: skip
         done = subprocess.run(line, check=True, capture_output=True, text=True)
         peaks[name] = json.loads(done.stdout.strip().splitlines()[-1])
-    ratio = {
-        f"ours_over_{n}": peaks["ours"]["peak_bytes"] / peaks[n]["peak_bytes"] for n in SYSTEMS[1:]
+    ratios = {
+        f"{one}_over_{other}": peaks[one]["peak_bytes"] / peaks[other]["peak_bytes"]
+        for one, other in quotients(trainers)
     }
-    return {"systems": peaks, **ratio}
+    return {"systems": peaks, **ratios}
 
 
 def peak_bytes() -> int:
@@ -247,28 +274,35 @@ def print_memory(name: str, shape: str, budget: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--trainers", default="fsdp2,megatron")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=int, default=0)
-    parser.add_argument("--shape", default="")
-    parser.add_argument("--memory-of", default="", choices=["", *SYSTEMS])
+    parser.add_argument("--shape", default="", choices=["", *SHAPES])
+    parser.add_argument("--memory-of", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory_of:
         print_memory(options.memory_of, options.shape, options.budget)
         return
+    trainers = options.trainers.split(",")
+    unknown = sorted(set(trainers) - set(TRAINERS))
+    if unknown:
+        parser.error(f"--trainers must be of {', '.join(TRAINERS)}, got {', '.join(unknown)}")
     result: dict = {"rollouts_per_minibatch": ROLLOUTS, "minibatches": MINIBATCHES}
     with tempfile.TemporaryDirectory() as folder:
         algorithm = build_algorithm({"name": "dapo"})
         batch = algorithm.advantages(make_batch("column_traces", 0))
-        result["largest_weight_difference"] = check_equal(folder, batch, algorithm)
-        for shape in SHAPES:
-            for budget in [options.budget] if options.budget else [512, 1024, 2048, 4096]:
+        result["largest_logprob_difference"] = check_equal(
+            systems_of(trainers), folder, batch, algorithm
+        )
+        for shape in [options.shape] if options.shape else SHAPES:
+            for budget in [options.budget] if options.budget else BUDGETS:
                 key = f"{shape}/tokens_per_microbatch={budget}"
-                result[key] = measure_speed(shape, budget, options.rounds, folder)
-                print(key, json.dumps(result[key]))
-            result[f"{shape}/memory"] = measure_memory(shape, options.budget or 4096)
-            print(shape, json.dumps(result[f"{shape}/memory"]))
-    print(write_result("train", "measured-cpu", result, "tests.benchmarks.bench_train"))
+                result[key] = measure_speed(trainers, shape, budget, options.rounds, folder)
+                print(key, json.dumps(result[key]), flush=True)
+        result[f"{shape}/memory"] = measure_memory(trainers, shape, options.budget or 4096)
+        print(shape, json.dumps(result[f"{shape}/memory"]), flush=True)
+    print(write_result("train", "measured-cpu", result, COMMAND))
 
 
 if __name__ == "__main__":
