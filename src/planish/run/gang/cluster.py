@@ -87,7 +87,7 @@ class GangCluster:
             ConfigError: this process is not in a pod.
         """
         pod = os.environ.get("POD_NAME", "")
-        if not pod or not SERVICE_ACCOUNT.is_dir():
+        if not pod or not (SERVICE_ACCOUNT / "token").is_file():
             raise ConfigError(
                 "`train.num_nodes` above 1 must be trained by the pods of a cluster, got a process "
                 "outside of one; submit the run to a cluster, or set `train.num_nodes=1` and "

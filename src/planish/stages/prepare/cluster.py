@@ -278,7 +278,7 @@ class PodRequests:
 
 def inside_cluster() -> bool:
     """Tell whether this process is a pod with a service account."""
-    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and SERVICE_ACCOUNT.is_dir()
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and (SERVICE_ACCOUNT / "token").is_file()
 
 
 def check_cluster(api: ClusterApi, requests: PodRequests, *, assume_autoscaling: bool) -> Findings:
