@@ -155,17 +155,22 @@ def idle(cluster):
     wait_for(lambda: cluster.readiness() == [(503, "")] * 4, 20.0)
 
 
+def ready(cluster, pin):
+    """Wait until every pod says that it holds these weights: a rank tells its pod by a pipe."""
+    wait_for(lambda: cluster.readiness() == [(200, pin)] * 4, 20.0)
+
+
 def test_pods_have_the_weights_that_are_wanted_and_give_the_tokens_of_the_model(cluster, pins):
     idle(cluster)
     expected = [ids_of(start(moe_policy("Qwen3Moe", s)).generate(REQUESTS)) for s in range(2)]
     with cluster.engine() as engine:
         engine.start(ModelRef(pin=pins[0]))
-        assert cluster.readiness() == [(200, pins[0])] * 4
+        ready(cluster, pins[0])
         assert ids_of(engine.generate(REQUESTS)) == expected[0]
         with pytest.raises(EngineBusy, match="another coordinator has"):
             cluster.engine(rank_timeout_seconds=1.0).start(ModelRef(pin=pins[0]))
         engine.update_weights(PinnedWeights(pins[1]), 1)
-        assert cluster.readiness() == [(200, pins[1])] * 4
+        ready(cluster, pins[1])
         pod = cluster.pods[0]
         assert pod.page(f"/readyz?pin={pins[1].replace('#', '%23')}")[0] == 200
         assert pod.page(f"/readyz?pin={pins[0].replace('#', '%23')}")[0] == 503
@@ -241,7 +246,7 @@ def test_ranks_end_with_a_coordinator_that_is_killed(cluster, pins, tmp_path):
         env=marks(tmp_path),
     ) as coordinator:
         assert coordinator.stdout.readline() == b"ready\n"
-        assert cluster.readiness() == [(200, pins[0])] * 4
+        ready(cluster, pins[0])
         coordinator.kill()
     assert marked(tmp_path) == []
     idle(cluster)

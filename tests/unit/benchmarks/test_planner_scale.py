@@ -129,5 +129,5 @@ def test_a_simulation_reports_what_was_planned():
         8 * counts["column_bytes_per_rank"], rel=0.05
     )
     assert set(report.watch.cpu) >= {"decode", "gather", "dedup", "validate", "offsets", "share"}
-    assert report.watch.wall["cached_plan"] < 5e-3
+    assert report.watch.wall["cached_plan"] < 50e-3
     assert report.summary["plan_wall_s"] > 0

@@ -175,3 +175,21 @@ def test_a_refusal_is_told_at_once(clock, status, kind, words):
     with pytest.raises(kind, match=words):
         GangCluster(None, "n", "p").call(answer_after(clock, 1.0, fault))
     assert clock.seconds == 0
+
+
+def test_a_server_that_has_just_started_may_forbid_for_a_while(clock):
+    """It knows the rules of no account yet; one that goes on forbidding is believed."""
+    cluster = GangCluster(None, "n", "p")
+    silent = ConnectionResetError()
+    calm = answer_after(clock, 10.0, silent)
+
+    def starting(*rest, **options):
+        if 3.0 < clock.seconds < 10.0:
+            raise ApiException(403)
+        return calm(*rest, **options)
+
+    starting.__name__ = calm.__name__
+    assert cluster.call(starting) == {"kind": "Job"}
+    with pytest.raises(ConfigError, match="must be allowed to read namespaced job"):
+        cluster.call(answer_after(clock, 1e9, ApiException(403)))
+    assert clock.seconds < 10.0 + module.STARTING_SECONDS + 2 * module.POLL_SECONDS

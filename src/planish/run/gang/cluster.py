@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 REQUEST_SECONDS = 20.0
 PATIENCE_SECONDS = 600.0
 """An API server that does not answer for so long is given up."""
+STARTING_SECONDS = 30.0
+"""An API server that did not answer may forbid everything for so long after it was last silent."""
 WATCH_SECONDS = 60
 """A watch is renewed after so long, so that an event that was lost delays nothing for longer."""
 POLL_SECONDS = 5.0
@@ -78,6 +81,7 @@ class GangCluster:
         self._custom = CustomObjectsApi(client)
         self.namespace, self.pod, self.launcher = namespace, pod, launcher
         self.patience_seconds = patience_seconds
+        self._silent_at = -math.inf
 
     @classmethod
     def from_pod(cls, launcher: Launcher) -> GangCluster:
@@ -122,10 +126,13 @@ class GangCluster:
                 return json.loads(text) if is_json else text
             except ApiException as error:
                 status, reason = int(error.status or 0), f"{error.status} {error.reason}"
-                if 0 < status < 500 and status != 429:
+                # One that has just started knows the rules of no account yet, and forbids all.
+                is_starting = time.monotonic() - self._silent_at < STARTING_SECONDS
+                if 0 < status < 500 and status != 429 and not (status == 403 and is_starting):
                     raise refusal(function.__name__, status, str(error.body)) from None
             except (HTTPError, OSError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
+                self._silent_at = time.monotonic()
             if time.monotonic() + pause > deadline:
                 raise ClusterError(
                     f"the API server must answer {function.__name__} within "
