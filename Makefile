@@ -81,6 +81,7 @@ static:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint images/*.Dockerfile examples/own_reward/Dockerfile
 
 fast-tests:
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)

@@ -72,7 +72,7 @@ def timed_simulation() -> dict[str, float]:
     model = MoeModel(**{**vars(MODELS["mixtral-8x22b"]), "layers": 60})
     pair = (GPUS["a800"], GPUS["a800"])
     one = deploy(model, Workload(), pair, Constants(), {}, tp_a=2, tp_e=1, n_a=8, n_e=8)
-    planned = PlannedRun(one, Workload(), 3, 50, 0.1, 1.0, 1e-9)
+    planned = PlannedRun(one, Workload(), 3, 50, 0.1, 1.0, 1e-9, "disaggregate")
     disturbed = Disturbances(jitter=0.1, imbalance=1.25, length_spread=0.5)
     began, processor = time.perf_counter(), time.process_time()
     found = run(planned, 1000, disturbed)

@@ -79,7 +79,7 @@ OVERRIDES = " ".join(
     [
         *(f"model.{name}={value}" for name, value in SIZES.items()),
         "curate.num_prompts=200 rollout.prompts_per_iteration=8 rollout.group_size=4",
-        "rollout.max_generation_rounds=0 train.rollouts_per_minibatch=8 train.num_passes=20",
+        "rollout.max_generation_rounds=0 train.rollouts_per_minibatch=8 train.num_passes=40",
         # A smaller one makes a step of the order in which ranks add up, where a gradient is near 0.
         "train.adam_epsilon=1e-5 train.learning_rate=1e-4 train.commit_steps=4 train.device=cpu",
     ]
@@ -107,6 +107,8 @@ REQUESTS = {"pod": RANK, "total": {"cpu": "12"}, "num_nodes": MACHINES, "rank": 
 ALONE = "train.num_nodes=1 train.num_processes=1"
 LATEST_SECONDS = 5.0
 """From the first step to the fault; what is left of the iteration lasts until the monitor acts."""
+WINDOW_SECONDS = 60
+"""What the monitor looks back on."""
 STOPPED_SECONDS, RUNNING_SECONDS = 0.7, 0.3
 """In turns, of the ranks of a slow machine."""
 LOSS_TOLERANCE = 1e-3
@@ -165,7 +167,7 @@ class Site:
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         """Start everything but the monitor."""
-        self.folder, self.number = folder, 0
+        self.folder, self.number, self.healed = folder, 0, 0.0
         self.minio = Minio(folder / "minio" / "data")
         stack.callback(self.minio.kill)
         self.minio.start()
@@ -205,7 +207,8 @@ class Site:
 
     @contextlib.contextmanager
     def monitor(self) -> Iterator[Served]:
-        """Run the monitor, which remembers nothing of earlier faults."""
+        """Run the monitor, which neither remembers nor sees earlier faults."""
+        time.sleep(max(0.0, self.healed + WINDOW_SECONDS - time.monotonic()))
         self.number += 1
         folder = self.folder / f"monitor-{self.number}"
         folder.mkdir()
@@ -222,6 +225,7 @@ class Site:
                 "actor_config_map": f"minder-actor-{self.number}",
             },
             alertmanager={"honour_silences": False},
+            service={"window_seconds": WINDOW_SECONDS},
             # Scrapes are late where this machine has much else to do.
             preprocess={"silent_after_seconds": 30},
             act={
@@ -483,14 +487,19 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str) -> Non
         pods = site.gang_pods()
         return pods if len(pods) == MACHINES and site.said(pods, "resumed steps=") else {}
 
-    pods = wait_for(training_pods, SLOWEST_SECONDS, lambda: site.nodes["stages"].log(pod))
+    def train_or_ended() -> bool:
+        return bool(training_pods()) or site.exit_code(pod) is not None
+
+    log = site.nodes["stages"].log
+    wait_for(train_or_ended, SLOWEST_SECONDS, lambda: log(pod))
+    pods = training_pods()
+    assert pods, f"no gang of {MACHINES} trains:\n{log(pod)[-3000:]}"
     timeline.note("ranks train")
     time.sleep(trial.moment)
     slow = next(each for each, machine in pods.items() if machine == trial.machine)
     site.exporters.inject(Fault(trial.machine, "shift", "gpu_duty_cycle", -45.0))
     timeline.note(f"{trial.machine} is slow, its duty cycle has fallen by half")
     with Slowness(site.nodes[trial.machine].processes[slow].pid):
-        log = site.nodes["stages"].log
         wait_for(lambda: trial.machine in site.alerted(root), 120, lambda: log(pod))
         timeline.note(f"alert on {trial.machine}")
         wait_for(lambda: site.is_cordoned(trial.machine), 60)
@@ -499,6 +508,7 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str) -> Non
     wait_for(lambda: not site.gang_pods(), 120)
     # What the monitor sees of the next gang begins before the gang does.
     site.exporters.heal()
+    site.healed = time.monotonic()
     lost = re.findall(r"left steps_lost=\d+", "\n".join(site.said(pods, "left steps_lost")))
     timeline.note(f"stage ended with {code}, {(lost or ['no rank has told what is lost'])[0]}")
     trial.expect(code == EXIT_TRANSIENT, f"the stage must end with 75, got {code}")
