@@ -1,8 +1,11 @@
-"""The pages for clusters and for GPUs: their commands work, their names are true."""
+"""The pages for clusters, GPUs and gangs: their commands work, their names are true."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 
+from components.pod_settings import GANG_ENV
 from planish.__main__ import main
 from tests.contract.test_manifests import FOLDER, names, resolve
 from tests.unit.submit.kfp_server import Server
@@ -10,6 +13,7 @@ from tests.unit.submit.kfp_server import Server
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "quickstart-cluster.md"
 GPU_PAGE = REPOSITORY / "docs" / "quickstart-gpu.md"
+GANG_PAGE = REPOSITORY / "docs" / "multi-node.md"
 
 ELSEWHERE = {
     "make images": "builds gigabytes, as root: `make images-test`",
@@ -102,6 +106,27 @@ def test_the_page_for_gpus_is_followed_as_far_as_it_needs_none(capsys, monkeypat
     assert images == {"registry.example/team"}
     starts = [command for command, _ in blocks(GPU_PAGE)]
     assert all(any(command.startswith(each) for command in starts) for each in ELSEWHERE)
+
+
+def test_the_page_for_several_machines_submits_gangs_of_as_many_pods_as_it_says(monkeypatch):
+    """One of its commands, on processors alone, is followed to its end by the rehearsal."""
+    server, seen = Server(), []
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", server.url)
+    for command, _ in blocks(GANG_PAGE):
+        assert main(shlex.split(command)[1:]) == 0, command
+        run = server.posted("runs")[-1]
+        executors = run["pipeline_spec"]["pipeline_spec"]["deploymentSpec"]["executors"]
+        variables = executors["exec-train"]["container"].get("env", ())
+        gangs = [json.loads(each["value"]) for each in variables if each["name"] == GANG_ENV]
+        overrides = run["runtime_config"]["parameters"].get("overrides", "")
+        seen.append(([gang["num_nodes"] for gang in gangs], overrides))
+    server.close()
+    assert seen == [
+        ([4], ""),
+        ([16], "train.num_nodes=8"),
+        ([], "train.num_nodes=2"),
+        ([4], "train.num_nodes=3"),
+    ]
 
 
 def test_pictures_are_there_and_small():

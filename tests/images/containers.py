@@ -6,8 +6,10 @@ stands where the image has its own, `/opt/planish`, in a container of another im
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -143,8 +145,22 @@ class Containers:
         return done
 
 
+SECRETS = "/var/run/secrets/"
+"""Where a pod sees what belongs to its account."""
+
+
+@functools.cache
+def can_mount() -> bool:
+    """Tell whether this user may give a process a `/run` of its own."""
+    line = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/run"]
+    return subprocess.run(line, stderr=subprocess.DEVNULL).returncode == 0
+
+
 class Here:
-    """Every image is the environment that the tests run in: no mounts, no other user."""
+    """Every image is the environment that the tests run in, with no other user.
+
+    Of mounts there are those below `SECRETS` alone, where `can_mount()`.
+    """
 
     settings: Mapping[str, str] = {}
 
@@ -160,4 +176,13 @@ class Here:
         """Return the command line that runs `words` here."""
         variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         variables |= environment or {}
-        return ["env", *(f"{key}={value}" for key, value in variables.items()), *words]
+        line = ["env", *(f"{key}={value}" for key, value in variables.items())]
+        secrets = [(path, at) for path, at in (mounts or {}).items() if path.startswith(SECRETS)]
+        if not secrets or not can_mount():
+            return [*line, *words]
+        script = ["mount -t tmpfs tmpfs /run"]
+        for path, at in secrets:
+            place, source = shlex.quote(path), shlex.quote(str(at))
+            script.append(f"mkdir -p {place} && mount --bind {source} {place}")
+        script.append('exec "$@"')
+        return [*line, "unshare", "--mount", "sh", "-c", " && ".join(script), "sh", *words]

@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +21,8 @@ from pipelines.compile import compile_text
 from pipelines.post_train import build_post_train, profile_named
 from planish import store
 from planish.__main__ import main as planish
-from tests.contract.test_quickstart_page import GPU_PAGE, blocks
-from tests.images.containers import REPOSITORY, Containers, Here
+from tests.contract.test_quickstart_page import GANG_PAGE, GPU_PAGE, blocks
+from tests.images.containers import REPOSITORY, Containers, Here, can_mount
 from tests.images.node import Node
 from tests.images.pipeline import run_tasks
 from tests.images.pods import ACCOUNT, pod_of
@@ -39,7 +41,8 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
     """Install the manifests, submit a run, take its pods one by one, and open what it exported.
 
     Kubeflow is an API that records: what `planish submit` has sent to it is what the pods are made
-    of, and the parameters that they get.
+    of, and the parameters that they get. It is submitted as the page for several machines does it
+    without GPUs, and its train pod submits a gang where pods see the token of their account.
 
     The store of the manifests is a pod of an image that is not here: MinIO runs beside the cluster,
     and the secret of the store names it.
@@ -68,27 +71,34 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
         with mock.patch.dict(os.environ, minio.environment):
             for path in (*model.iterdir(), rows):
                 store.write(f"s3://planish/mine/{path.name}", path.read_bytes())
-            words = ["--pipeline", str(package), "--dataset-map", "answer=label"]
-            for pair in (
-                "preset=dapo-tiny",
-                "model=s3://planish/mine",
-                f"dataset=s3://planish/mine/{rows.name}",
-                f"overrides={SMALL}",
-            ):
+            (line,) = (line for line, _ in blocks(GANG_PAGE) if "--profile cpu-tiny" in line)
+            line = line.replace("s3://bucket/try1", ROOT)
+            line = line.replace("--profile cpu-tiny", f"--pipeline {package}")
+            words = shlex.split(line)[2:]
+            has_gang = isinstance(containers, Containers) or can_mount()
+            words[-1] = f"{words[-1]} {SMALL}" if has_gang else f"overrides={SMALL}"
+            words += ["--dataset-map", "answer=label"]
+            for pair in ("model=s3://planish/mine", f"dataset=s3://planish/mine/{rows.name}"):
                 words += ["--parameter", pair]
-            run = submitted(ROOT, *words)
+            server = Server()
+            stack.callback(server.close)
+            run = submitted(server, *words)
         compiled = list(run["pipeline_spec"].values())
-        node = stack.enter_context(Node(plane, containers, folder / "node"))
+        node, other = (
+            stack.enter_context(Node(plane, containers, folder / "node", name=name))
+            for name in ("node-1", "node-2")
+        )
         artifacts = folder / "artifacts"
         artifacts.mkdir()
         artifacts.chmod(0o777)
         plane.apply(*disk_and_claim("artifacts", artifacts))
         numbers = itertools.count()
+        (run_id,) = server.objects["runs"]
         claims = {"artifacts": str(artifacts)}
 
         def run_task(image: str, command: Sequence[str], variables: Mapping[str, str]) -> int:
             name = f"rehearsal-{next(numbers):02d}"
-            pod = pod_of(compiled, command, name=name, run_id="rehearsal", artifacts=claims)
+            pod = pod_of(compiled, command, name=name, run_id=run_id, artifacts=claims)
             assert image in IMAGES.values()
             assert pod["spec"]["containers"][0]["image"] == image
             node.core.create_namespaced_pod(NAMESPACE, pod)
@@ -98,6 +108,13 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
 
         pipeline = build_post_train(profile, one_machine=True)
         run_tasks(pipeline, run["runtime_config"]["parameters"], artifacts, run_task)
+        ranks = [name for name in (*node.processes, *other.processes) if "rehearsal" not in name]
+        assert len(ranks) == (2 if has_gang else 0), ranks
+        left = plane.kubectl("-n", NAMESPACE, "get", "jobs,services", "-o", "name").stdout
+        assert not re.search(r"planish-[0-9a-f]{16}", left), left
+        words = ["cleanup", run_id, "--host", server.url, "--kfp-namespace", NAMESPACE]
+        settings = {**os.environ, "KUBECONFIG": str(plane.kubeconfig)}
+        subprocess.run([sys.executable, "-m", "planish", *words], check=True, env=settings)
         with mock.patch.dict(os.environ, minio.environment):
             check_export(ROOT, 1, "Qwen2")
             for command, _ in blocks(GPU_PAGE):
@@ -106,15 +123,11 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
                     assert planish(words[1:]) == 0, command
 
 
-def submitted(*words: str) -> dict[str, Any]:
+def submitted(server: Server, *words: str) -> dict[str, Any]:
     """Return the run that Kubeflow is asked for by `planish submit` with these words."""
-    server = Server()
-    try:
-        code = planish(["submit", *words, "--host", server.url, "--kfp-namespace", NAMESPACE])
-        assert code == 0, code
-        (run,) = server.posted("runs")
-    finally:
-        server.close()
+    code = planish(["submit", *words, "--host", server.url, "--kfp-namespace", NAMESPACE])
+    assert code == 0, code
+    (run,) = server.posted("runs")
     assert run["service_account"] == ACCOUNT
     assert list(run["pipeline_spec"]) == ["pipeline_spec", "platform_spec"]
     found: dict[str, Any] = run

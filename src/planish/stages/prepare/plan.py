@@ -55,9 +55,9 @@ def _sizes(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         )
         minibatch = train.get("rollouts_per_minibatch")
         if minibatch:
-            rows.append(
-                ("updates", f"{-(-prompts * group // minibatch)} optimizer steps an iteration")
-            )
+            steps = train.get("num_passes", 1) * -(-prompts * group // minibatch)
+            plural = "" if steps == 1 else "s"
+            rows.append(("updates", f"{steps} optimizer step{plural} an iteration"))
     if algorithm.get("kl_coefficient"):
         near = code_span(train.get("reference_policy") or "")
         near = near or "the policy that training began with"

@@ -71,10 +71,15 @@ def test_a_new_run_is_planned_and_written(file_root, tmp_path):
     assert "| kind | new run |" in summary
     assert "| iterations | 1 to 2 (0 already finished) |" in summary
     assert "| batch | 8 prompts x 8 = 64 rollouts an iteration |" in summary
-    assert "| updates | 1 optimizer steps an iteration |" in summary
+    assert "| updates | 1 optimizer step an iteration |" in summary
     assert metrics["offset"] == 0.0
     assert metrics["num_iterations"] == 2.0
     assert metrics["lock_generation"] == 1.0
+
+
+def test_a_plan_counts_the_steps_of_every_pass(file_root, tmp_path):
+    _, summary, _ = run_stage(tmp_path / "a", file_root, overrides=f"{SMALL} train.num_passes=3")
+    assert "| updates | 3 optimizer steps an iteration |" in summary
 
 
 def test_several_machines_are_refused_outside_a_cluster(file_root, monkeypatch):
