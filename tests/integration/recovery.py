@@ -477,7 +477,7 @@ class Trial:
         return holds
 
 
-def disturb(site: Site, training: Training, trial: Trial, state_pin: str) -> None:
+def disturb(site: Site, training: Training, trial: Trial, state_pin: str, monitor: Served) -> None:
     """Let a gang train, make one of its machines slow, and wait until the stage has ended."""
     timeline, root = trial.timeline, training.root
     pod = training.start_training(2, state_pin, "first")
@@ -500,9 +500,9 @@ def disturb(site: Site, training: Training, trial: Trial, state_pin: str) -> Non
     site.exporters.inject(Fault(trial.machine, "shift", "gpu_duty_cycle", -45.0))
     timeline.note(f"{trial.machine} is slow, its duty cycle has fallen by half")
     with Slowness(site.nodes[trial.machine].processes[slow].pid):
-        wait_for(lambda: trial.machine in site.alerted(root), 120, lambda: log(pod))
+        wait_for(lambda: trial.machine in site.alerted(root), 120, lambda: monitor.log)
         timeline.note(f"alert on {trial.machine}")
-        wait_for(lambda: site.is_cordoned(trial.machine), 60)
+        wait_for(lambda: site.is_cordoned(trial.machine), 60, lambda: monitor.log)
         timeline.note(f"{trial.machine} is cordoned")
         code = site.wait_for_end(pod)
     wait_for(lambda: not site.gang_pods(), 120)
@@ -544,8 +544,8 @@ def play(site: Site, calm: Undisturbed, trial: Trial, root: str, broken: str) ->
     copy(calm.root, root)
     state_pin = root + calm.state_path
     training = Training(site, root, BEFORE[trial.before])
-    with site.monitor():
-        disturb(site, training, trial, state_pin)
+    with site.monitor() as monitor:
+        disturb(site, training, trial, state_pin, monitor)
     if broken == "prompts":
         for part in ("rollouts", "rewards"):
             for uri in store.list_uris(f"{layout.iteration(root, 2)}/{part}/"):
