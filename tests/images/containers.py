@@ -111,7 +111,9 @@ class Containers:
             mounts: path in the container -> folder of this machine.
             user: number of the user; None for the one that the image names.
         """
-        volumes = [f"{folder}:{path}" for path, folder in (mounts or {}).items()]
+        # buildah would follow the link `/var/run` of the image on this machine.
+        places = {re.sub("^/var/run/", "/run/", path): at for path, at in (mounts or {}).items()}
+        volumes = [f"{folder}:{path}" for path, folder in places.items()]
         if self.environment(name).exists():
             volumes.append(f"{self.environment(name)}:{ENVIRONMENT}:ro")
         options = [word for volume in volumes for word in ("--volume", volume)]
