@@ -22,10 +22,8 @@ import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,9 +60,9 @@ from tests.images.node import Node
 from tests.integration.gang_launcher import connect
 from tests.integration.minder_service import Served, raw_settings, serving
 from tests.integration.scheduling import running_scheduler
+from tests.integration.slowness import Slowness
 from tests.integration.test_minder_end_to_end import past
 from tests.integration.waiting import wait_for
-from tests.processes import below
 from tests.servers.exporter_fleet import Fault, Fleet
 from tests.servers.program import REPOSITORY
 from tests.servers.run_control_plane import ControlPlane
@@ -109,8 +107,6 @@ LATEST_SECONDS = 5.0
 """From the first step to the fault; what is left of the iteration lasts until the monitor acts."""
 WINDOW_SECONDS = 60
 """What the monitor looks back on."""
-STOPPED_SECONDS, RUNNING_SECONDS = 0.7, 0.3
-"""In turns, of the ranks of a slow machine."""
 LOSS_TOLERANCE = 1e-3
 """Between the losses of a recovered iteration and those of an undisturbed one."""
 BUCKET = f"s3://recovery-{os.getpid()}"
@@ -129,37 +125,6 @@ class Timeline:
         """Add a line and print it."""
         self.lines.append(f"{time.monotonic() - self.began:7.1f} s  {what}")
         print(self.lines[-1], flush=True)
-
-
-@dataclass
-class Slowness:
-    """Makes the ranks of a pod slow, as a machine does whose link or clock has failed."""
-
-    process_id: int
-    """First process of the pod."""
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def __enter__(self) -> Slowness:
-        self.thread = threading.Thread(target=self._stop_and_go, daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join(10)
-
-    def _stop_and_go(self) -> None:
-        while not self.ended.is_set():
-            ranks = below(self.process_id)
-            for number, seconds in (
-                (signal.SIGSTOP, STOPPED_SECONDS),
-                (signal.SIGCONT, RUNNING_SECONDS),
-            ):
-                for rank in ranks:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rank, number)
-                # What was stopped goes on before this ends.
-                time.sleep(seconds)
 
 
 class Site:
