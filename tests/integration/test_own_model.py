@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from planish import store
+from planish.__main__ import main
 from planish.checkpoint import train_state
 from planish.models.policy import load_policy
 from planish.records import layout
-from planish.records.io import fetch_files, read_manifest
+from planish.records.io import fetch_files, read_manifest, read_set
+from planish.records.reports import UpdateReport, read_report
+from planish.records.rewards import RewardSet
+from planish.records.rollouts import RolloutSet
 from tests.integration.own_model import make_model
 from tests.integration.test_train_stage import all_tensors
+from tests.processes import below
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -42,6 +51,14 @@ def write_rows(path):
     return path
 
 
+VOWELS = '''
+def share(response, answer):
+    """Return the share of the letters that are vowels: random text has some now and then."""
+    letters = [letter for letter in response if letter.isalpha()]
+    return sum(letter in "aeiou" for letter in letters) / max(1, len(letters))
+'''
+
+
 def write_tasks(path):
     """Rows whose answers are tests of the code that a response must hold."""
     rows = [
@@ -54,13 +71,16 @@ def write_tasks(path):
     return path
 
 
-def run_pipeline(root, model, dataset, iterations, overrides="", **environment):
+def pipeline_line(root, model, dataset, iterations, overrides=""):
     line = [sys.executable, "-m", "pipelines.local", "--root", root, "--preset", "dapo-tiny"]
     line += ["--model", model, "--dataset", dataset, "--dataset-map", "answer=label"]
     line += ["--iterations", str(iterations), "--shards", "1", "--compact"]
-    line += ["--overrides", f"{SMALL} {overrides}".strip()]
+    return [*line, "--overrides", f"{SMALL} {overrides}".strip()]
+
+
+def run_pipeline(root, model, dataset, iterations, overrides="", **environment):
     return subprocess.run(
-        line,
+        pipeline_line(root, model, dataset, iterations, overrides),
         cwd=REPOSITORY,
         env={**os.environ, **environment},
         capture_output=True,
@@ -161,7 +181,7 @@ def test_a_start_too_weak_ends_with_advice_and_without_a_retry(file_root, tmp_pa
         2,
         "rollout.max_iterations_without_signal=1",
     )
-    assert done.returncode != 0
+    assert done.returncode == 2, done.stdout[-3000:]
     log = json.loads(store.read(layout.stage_log(file_root, "reward", 1, 0)))
     assert log["exit_code"] == 2
     assert log["error"].startswith("Nothing was learnt: all 4 groups wrong; try easier problems")
@@ -169,17 +189,78 @@ def test_a_start_too_weak_ends_with_advice_and_without_a_retry(file_root, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_a_model_and_rows_in_a_bucket_are_trained_and_exported(s3_root, tmp_path):
+def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_root, tmp_path):
     for path in make_model("Qwen2", tmp_path / "model").iterdir():
         store.write(f"{s3_root}/in/model/{path.name}", path.read_bytes())
     store.write(f"{s3_root}/in/mine.jsonl", write_rows(tmp_path / "mine.jsonl").read_bytes())
+    package = tmp_path / "packages" / "vowels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(VOWELS)
     root = f"{s3_root}/run"
     done = run_pipeline(
         root,
         f"{s3_root}/in/model",
         f"{s3_root}/in/mine.jsonl",
+        3,
+        "curate.verifier=vowels:share",
+        PYTHONPATH=str(package.parent),
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    check_export(root, 3, "Qwen2")
+    scope: dict[str, Any] = {}
+    exec(VOWELS, scope)
+    rollouts = read_set(RolloutSet, layout.rollouts(root, 3, 0))
+    rewards = read_set(RewardSet, layout.rewards(root, 3))
+    assert set(rollouts.verifier) == {"vowels:share"}
+    texts = zip(rollouts.response, rollouts.answer, strict=True)
+    shares = np.array([scope["share"](*pair) for pair in texts])
+    # A share between 0 and 1 lies as far between the rewards of wrong and right ones.
+    assert rewards.has_reward.any()
+    wanted = np.where(rewards.has_reward, 2 * shares - 1, 0)
+    assert rewards.outcome.tolist() == pytest.approx(wanted.tolist())
+    assert len(set(wanted)) > 1
+
+
+@pytest.mark.slow
+def test_a_demo_of_ones_own_outlives_what_follows_it_and_the_trackers_get_all(file_root, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    line = pipeline_line(
+        file_root,
+        str(make_model("Qwen3", tmp_path / "model")),
+        str(write_rows(tmp_path / "mine.jsonl")),
         1,
         "rollout.max_iterations_without_signal=0",
     )
-    assert done.returncode == 0, done.stdout[-3000:]
-    check_export(root, 1, "Qwen2")
+    line[line.index("pipelines.local")] = "pipelines.demo"
+    with subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as demo:
+        deadline = time.monotonic() + 300
+        while not (followers := [pid for pid in below(demo.pid) if follows(pid, file_root)]):
+            assert time.monotonic() < deadline
+            assert demo.poll() is None
+            time.sleep(0.05)
+        os.kill(followers[0], signal.SIGKILL)
+        told, _ = demo.communicate(timeout=600)
+    assert demo.returncode == 0, told
+    assert "the trackers did not get everything" in told
+    assert json.loads(told.splitlines()[-1])["iterations"] == 1
+    # What was killed is made up for by the command that anyone may run.
+    assert main(["track", file_root, "--to", "tensorboard"]) == 0
+    read = EventAccumulator(f"{layout.trackers(file_root)}/tensorboard".removeprefix("file://"))
+    read.Reload()
+    update = read_report(UpdateReport, layout.update(file_root, 1))
+    for name in ("loss", "entropy"):
+        (event,) = read.Scalars(f"train/{name}")
+        assert (event.step, event.value) == (1, pytest.approx(update.scalars[name], rel=1e-6))
+    norms = [event.value for event in read.Scalars("train_step/grad_norm")]
+    wanted = [step["grad_norm"] for step in update.minibatches]
+    assert norms == pytest.approx(wanted, rel=1e-6)
+
+
+def follows(pid, root):
+    """Return whether a process is what sends the curves of a run to its trackers."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return False
+    return "track" in words and root in words
