@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -21,14 +22,14 @@ from pipelines.compile import compile_text
 from pipelines.post_train import build_post_train, profile_named
 from planish import store
 from planish.__main__ import main as planish
-from tests.contract.test_quickstart_page import GANG_PAGE, GPU_PAGE, blocks
+from tests.contract.test_quickstart_page import GANG_PAGE, GPU_PAGE, ON_A_RUN, blocks, is_shown
 from tests.images.containers import REPOSITORY, Containers, Here, can_mount
 from tests.images.node import Node
 from tests.images.pipeline import run_tasks
 from tests.images.pods import ACCOUNT, pod_of
 from tests.integration.own_model import make_model
 from tests.integration.scheduling import running_scheduler
-from tests.integration.test_own_model import SMALL, check_export, write_rows
+from tests.integration.test_own_model import SMALL, check_export, open_export, write_rows
 from tests.servers.run_control_plane import ControlPlane
 from tests.servers.run_minio import Minio
 from tests.unit.submit.kfp_server import Server
@@ -117,10 +118,35 @@ def rehearse(containers: Containers | Here, folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "planish", *words], check=True, env=settings)
         with mock.patch.dict(os.environ, minio.environment):
             check_export(ROOT, 1, "Qwen2")
-            for command, _ in blocks(GPU_PAGE):
-                if command.startswith("planish show"):
-                    words = shlex.split(command.replace("s3://bucket/run1", ROOT), comments=True)
-                    assert planish(words[1:]) == 0, command
+            follow_page(folder)
+
+
+def follow_page(folder: Path) -> None:
+    """Type what the page for GPUs types once there is a run, and compare what it shows."""
+    places = {
+        "s3://bucket/run1": ROOT,
+        "/tmp/run1": str(folder / "curves"),
+        "exported": str(folder / "exported"),
+    }
+    followed = set()
+    for command, expected in blocks(GPU_PAGE):
+        if not command.startswith(ON_A_RUN):
+            continue
+        words = [shlex.split(command)[0]]
+        for word in shlex.split(command)[1:]:
+            for shown, place in places.items():
+                word = word.replace(shown, place)
+            words.append(word)
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            assert planish(words[1:]) == 0, command
+        printed = told.getvalue().strip()
+        sys.stdout.write(f"$ {command}\n{printed}\n")
+        assert printed, command
+        expected = expected.replace(": exported", f": {places['exported']}")
+        assert not expected or is_shown(expected, printed), (command, printed)
+        followed.add(" ".join(words[:2]))
+    assert followed == set(ON_A_RUN)
+    open_export(folder / "exported", "Qwen2")
 
 
 def submitted(server: Server, *words: str) -> dict[str, Any]:

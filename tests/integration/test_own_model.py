@@ -95,10 +95,14 @@ def pin_of(root, version):
 
 
 def check_export(root, version, family):
-    """Open the exported policy with transformers alone and compare its form with the model's."""
+    """Open the policy of a run with transformers alone and compare its form with the model's."""
+    open_export(fetch_files(layout.policy(root, version)), family)
+
+
+def open_export(folder, family):
+    """Open a folder with transformers alone and compare its form with the model's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = fetch_files(layout.policy(root, version))
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert type(model).__name__ == f"{family}ForCausalLM"
