@@ -357,6 +357,28 @@ def test_a_retry_attaches_to_the_gang_of_a_killed_stage_and_there_is_never_a_sec
     assert site.has_nothing_left()
 
 
+def replaces_a_gang_of_other_work(site, folder, gang, caplog):
+    """Leave a gang behind and submit the same digest with other work; the pods must not overlap."""
+    slow = f"trap 'sleep 1; echo over >> {folder}/ends; exit 75' TERM; touch {folder}/up-$$; "
+    old = replace(gang, words=(STAND_IN, slow + "while :; do sleep 0.1; done"), work="old")
+    first = site.launcher(old, site.stage_pod(), folder)
+    wait_for(lambda: len(list(folder.glob("up-*"))) == 2, 60)
+    first.kill()
+    first.wait(10)
+    check = f"cp {folder}/ends {folder}/seen-$$; exit 3"
+    new = replace(gang, words=(STAND_IN, check), work="new")
+    with pytest.raises(PeerLost, match="got 3 from"):
+        run_gang(site.cluster(site.stage_pod(), launcher=gang.launcher), new, before=lambda: None)
+    assert "gang of other work, removed" in caplog.text
+    seen = [path.read_text() for path in folder.glob("seen-*")]
+    assert seen == ["over\nover\n"] * len(seen) != []
+    assert site.has_nothing_left()
+
+
+def test_a_gang_of_other_work_has_ended_before_the_next_begins(site, tmp_path, caplog):
+    replaces_a_gang_of_other_work(site, tmp_path, stand_in("", 11), caplog)
+
+
 def test_a_finished_gang_is_read_and_a_failed_one_makes_way(site, tmp_path):
     for line, end in (("true", "Complete"), (f"test -e {tmp_path}/Failed-ok", "Failed")):
         ran = tmp_path / end
@@ -496,6 +518,10 @@ def test_a_gang_of_kubeflow_trainer_is_attached_to_drained_and_cancelled(trained
     (error,) = errors
     assert isinstance(error, PeerLost)
     assert trained.has_nothing_left()
+
+
+def test_a_gang_of_kubeflow_trainer_of_other_work_has_ended_too(trained, tmp_path, caplog):
+    replaces_a_gang_of_other_work(trained, tmp_path, trainjob("", 27), caplog)
 
 
 def test_a_gang_of_kubeflow_trainer_ends_with_the_deadline_of_its_stage(trained):

@@ -5,6 +5,7 @@ Every request is sent again until it is answered: an API server that restarts mu
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -104,6 +105,12 @@ class GangCluster:
         config.load_incluster_config(client_configuration=settings)
         namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
         return cls(client.ApiClient(settings), namespace, pod, launcher=launcher)
+
+    def with_other_launcher(self) -> GangCluster:
+        """Return the same namespace, seen by who makes jobs of the other kind."""
+        other = copy.copy(self)
+        other.launcher = "job" if self.launcher == "trainjob" else "trainjob"
+        return other
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Send a request until it is answered; return the JSON of the answer, or its text.
@@ -219,8 +226,13 @@ class GangCluster:
         self.call(*self.jobs("patch", name, change))
 
     def delete_job(self, name: str) -> None:
-        """Delete a job, and with it pods and service, unless it is gone already."""
-        body = {"propagationPolicy": "Background"}
+        """Delete a job, and with it pods and service, unless it is gone already.
+
+        A Job is there until its pods are gone. A TrainJob is not: while it is there, its controller
+        makes the pods again that are deleted below it.
+        """
+        is_job = self.launcher == "job"
+        body = {"propagationPolicy": "Foreground" if is_job else "Background"}
         try:
             self.call(*self.jobs("delete", name), body=body)
         except ClusterError as error:

@@ -1,12 +1,14 @@
 """Submit a gang or attach to it, wait for its end, and leave nothing of it behind.
 
-The name of a gang is a digest of its work, so whoever comes to submit the same work again finds
-the gang that is there: a living one is waited for, a finished one is read, one that has failed
-makes way.
+The name of a gang is a digest of what only one may do at a time, so whoever comes to submit it
+again finds the gang that is there: a living one is waited for, a finished one is read, one that has
+failed, or that does the work in another way, makes way. The next one is made when no pod of it is
+there any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +19,8 @@ from planish.base.telemetry import redact
 from planish.run.gang.cluster import GangCluster
 from planish.run.gang.manifests import (
     GANG_LABEL,
+    GRACE_SECONDS,
+    WORK_ANNOTATION,
     Gang,
     deadline_of,
     job_manifest,
@@ -66,10 +70,25 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
     Raises:
         ConfigError: a job of somebody else has the name.
     """
-    pod = cluster.own_pod()
+    pod, others, is_told = cluster.own_pod(), cluster.with_other_launcher(), False
     while True:
-        job = cluster.job(gang.name)
+        job, holder = cluster.job(gang.name), cluster
         if job is None:
+            # An account that may not look at the other kind has made none of it.
+            with contextlib.suppress(ConfigError):
+                job, holder = others.job(gang.name), others
+        if job is None:
+            if left := [each["metadata"]["name"] for each in cluster.pods(gang.digest)]:
+                if not is_told:
+                    logger.warning(
+                        "gang waits for the pods of an earlier one to end name=%s pods=%s; a "
+                        "machine that is off keeps its pod until somebody deletes it by force",
+                        gang.name,
+                        left,
+                    )
+                is_told = True
+                time.sleep(GONE_SECONDS)
+                continue
             before()
             job = cluster.create_job(job_manifest(gang, pod))
             if job is None:
@@ -83,8 +102,12 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
                 f"`{GANG_LABEL}={gang.own_labels[GANG_LABEL]}`, got {seen!r}: it is not of this "
                 "run; delete it, or run in another namespace"
             )
+        work = (job["metadata"].get("annotations") or {}).get(WORK_ANNOTATION, "")
         if "deletionTimestamp" in job["metadata"]:
             time.sleep(GONE_SECONDS)
+        elif holder is not cluster or work != gang.work:
+            logger.warning("gang of other work, removed name=%s", gang.name)
+            holder.delete_job(gang.name)
         elif ended(job).get("type") == "Failed":
             logger.warning("gang of an earlier attempt has failed, removed name=%s", gang.name)
             cluster.delete_job(gang.name)
@@ -164,12 +187,17 @@ def remove(
 ) -> None:
     """Delete a gang and wait until its pods are gone, as long as the API server answers.
 
-    What stays is deleted with the pod of the stage, which owns it.
+    What stays is deleted with the pod of the stage, which owns it. Pods that do not end in their
+    time, as on a machine that is off, are waited for by whoever submits the next gang.
     """
+    deadline = time.monotonic() + 2 * GRACE_SECONDS
     patience, cluster.patience_seconds = cluster.patience_seconds, patience_seconds
     try:
         cluster.delete_job(gang.name)
-        while waits and cluster.job(gang.name) is not None:
+        while waits and (cluster.job(gang.name) is not None or cluster.pods(gang.digest)):
+            if time.monotonic() > deadline:
+                logger.warning("gang removed, but its pods have not ended name=%s", gang.name)
+                return
             time.sleep(GONE_SECONDS)
         logger.info("gang removed name=%s", gang.name)
     except ClusterError as error:

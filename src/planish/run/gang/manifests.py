@@ -28,7 +28,9 @@ GANG_ENV = "PLANISH_GANG"
 RUN_LABEL = "pipeline/runid"
 STAGE_LABEL = "planish/stage"
 GANG_LABEL = "planish/gang"
-"""Of the job, its service and its pods: digest of what the gang does."""
+"""Of the job, its service and its pods: digest of what only one gang may do at a time."""
+WORK_ANNOTATION = "planish/work"
+"""Of the job: digest of all that the gang does."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 KEEP_SECONDS = 3600
@@ -99,13 +101,16 @@ class Gang:
     """
 
     digest: str
-    """sha256 of what it does: the same work has the same name, whoever submits it."""
+    """sha256 of what only one gang may do at a time: all of them have one name, whoever submits
+    them."""
     num_nodes: int
     """Pods, each on a machine of its own where it takes all GPUs of one."""
     num_processes: int
     """Ranks of each pod."""
     words: Sequence[str]
     """Module and arguments of each rank."""
+    work: str = ""
+    """sha256 of all that it does; one of the same digest and other work makes way for it."""
     pods: GangPods = field(default_factory=GangPods)
     """How its pods differ from that of the stage."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -178,11 +183,12 @@ def job_manifest(gang: Gang, pod: Raw) -> dict[str, Any]:
 
 
 def job_metadata(gang: Gang, pod: Raw) -> dict[str, Any]:
-    """Return name, labels and owner of the job of a gang, whatever its kind."""
+    """Return name, labels, work and owner of the job of a gang, whatever its kind."""
     queued = {QUEUE_LABEL: gang.queue} if gang.queue else {}
     return {
         "name": gang.name,
         "labels": {**gang.own_labels, **queued},
+        "annotations": {WORK_ANNOTATION: gang.work},
         "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", **owned_by(pod)}],
     }
 

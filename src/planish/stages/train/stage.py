@@ -199,6 +199,8 @@ def launch(job: TrainJob, processes: int) -> JobResult:
 def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangPods) -> JobResult:
     """Run a job in a gang of pods, or wait for the gang that an earlier attempt has submitted.
 
+    A gang that trains the iteration in another way, left by a run that was terminated, is removed.
+
     Raises:
         PlanishError: the error of the first rank that wrote one.
         PeerLost: a pod failed or was taken away.
@@ -206,10 +208,12 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
     """
     pin = write_job(job)
     processes = job.train.num_processes or pods.gpus or 1
-    work = f"{pin} {num_nodes} {processes}"
+    # However it is shared out, an iteration is trained by one gang at a time.
+    iteration, work = f"{job.root} {job.iteration}", f"{pin} {num_nodes} {processes}"
     run_id = os.environ.get("RUN_ID", "")
     gang = Gang(
-        digest=hashlib.sha256(work.encode()).hexdigest(),
+        digest=hashlib.sha256(iteration.encode()).hexdigest(),
+        work=hashlib.sha256(work.encode()).hexdigest(),
         num_nodes=num_nodes,
         num_processes=processes,
         words=("planish.stages.train.ranks.worker", pin),

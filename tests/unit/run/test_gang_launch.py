@@ -1,0 +1,166 @@
+"""What is there already when a gang is submitted: it is attached to, makes way, or is refused."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from planish.base.errors import ClusterError, ConfigError
+from planish.run.gang import launch
+from planish.run.gang.cluster import GangCluster
+from planish.run.gang.launch import submit
+from planish.run.gang.manifests import Gang, job_manifest
+
+GANG = Gang("ab" * 32, 2, 1, ("m",), work="w1", labels={"planish/stage": "train"})
+POD = {
+    "metadata": {"name": "stage", "uid": "u-stage"},
+    "spec": {"containers": [{"name": "main", "image": "planish/train:0.1.0"}]},
+}
+
+
+class Namespace(GangCluster):
+    """A namespace in memory: answers what a client of Kubernetes would ask an API server.
+
+    Pods outlive their job for `linger` looks at them, as pods that are asked to end do.
+    """
+
+    def __init__(self, launcher="job"):
+        super().__init__(None, "n", "stage", launcher=launcher)
+        self.objects, self.deleted, self.patches = {}, [], []
+        self.pods_left, self.forbidden = [], ""
+
+    def call(self, function, *arguments, **options):
+        name = function.__name__
+        verb = name.partition("_")[0]
+        if self.forbidden and fnmatch.fnmatch(name, self.forbidden):
+            raise ConfigError(f"the service account must be allowed to {name}")
+        if name == "read_namespaced_pod":
+            return POD
+        if name == "list_namespaced_pod":
+            left, self.pods_left = self.pods_left, self.pods_left[:-1]
+            return {"items": [{"metadata": {"name": each}} for each in left]}
+        kind = "service" if "service" in name else "trainjob" if "custom" in name else "job"
+        if verb == "create":
+            manifest = arguments[-1]
+            key = (kind, manifest["metadata"]["name"])
+            if key in self.objects:
+                raise ClusterError("there is one", status=409)
+            uid = f"u-{kind}-{len(self.objects) + len(self.deleted)}"
+            metadata = {**manifest["metadata"], "uid": uid}
+            self.objects[key] = {**manifest, "metadata": metadata}
+            return self.objects[key]
+        key = (kind, GANG.name)
+        assert GANG.name in arguments
+        if key not in self.objects:
+            raise ClusterError("not found", status=404)
+        if verb == "delete":
+            self.deleted.append((kind, options["body"]["propagationPolicy"]))
+            del self.objects[key]
+        if verb == "patch":
+            self.patches.append(arguments[-1])
+        return self.objects.get(key)
+
+    def put(self, gang, **metadata):
+        """Leave a gang as an earlier run did."""
+        kind = "trainjob" if gang.launcher == "trainjob" else "job"
+        job = job_manifest(gang, POD)
+        job["metadata"] |= {"uid": "u-earlier", **metadata}
+        self.objects[kind, gang.name] = job
+        return job
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Count pauses, and take none."""
+    taken = []
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=taken.append, monotonic=lambda: 0.0))
+    return taken
+
+
+@pytest.mark.parametrize("launcher", ["job", "trainjob"])
+def test_a_gang_of_the_same_work_is_attached_to(looks, launcher):
+    cluster, gang = Namespace(launcher), replace(GANG, launcher=launcher)
+    cluster.put(gang)
+    job = submit(cluster, gang, pytest.fail)
+    assert job["metadata"]["uid"] == "u-earlier"
+    assert cluster.deleted == []
+    assert len(cluster.patches) == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "policy"), [("job", "Foreground"), ("trainjob", "Background")]
+)
+def test_a_gang_of_other_work_makes_way_and_its_pods_end_first(looks, launcher, policy, caplog):
+    cluster, gang = Namespace(launcher), replace(GANG, launcher=launcher)
+    cluster.put(replace(gang, num_nodes=4, work="w2"))
+    cluster.pods_left = ["a", "b", "c"]
+    begun = []
+    job = submit(cluster, gang, lambda: begun.append(list(cluster.pods_left)))
+    assert job["metadata"]["uid"] != "u-earlier"
+    assert job["metadata"]["annotations"] == {"planish/work": "w1"}
+    assert cluster.deleted == [(launcher, policy)]
+    assert begun == [[]]
+    assert len(looks) == 3
+    assert "gang of other work, removed" in caplog.text
+    assert caplog.text.count("waits for the pods of an earlier one") == 1
+    assert cluster.patches == []
+
+
+def test_a_gang_of_the_other_launcher_makes_way_too(looks):
+    cluster, other = Namespace("trainjob"), replace(GANG, launcher="trainjob")
+    cluster.put(GANG)
+    assert submit(cluster, other, lambda: None)["kind"] == "TrainJob"
+    assert cluster.deleted == [("job", "Foreground")]
+    cluster = Namespace("job")
+    cluster.put(other)
+    assert submit(cluster, GANG, lambda: None)["kind"] == "Job"
+    assert cluster.deleted == [("trainjob", "Background")]
+
+
+def test_an_account_that_may_not_see_the_other_kind_has_none_of_it(looks):
+    cluster = Namespace()
+    cluster.forbidden = "*custom*"
+    assert submit(cluster, GANG, lambda: None)["kind"] == "Job"
+
+
+def test_a_gang_that_is_being_deleted_is_waited_for_and_not_deleted_again(looks, monkeypatch):
+    cluster = Namespace()
+    cluster.put(replace(GANG, work="w2"), deletionTimestamp="2026-01-01T00:00:00Z")
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            cluster.objects.clear()
+
+    monkeypatch.setattr(launch.time, "sleep", sleep)
+    assert submit(cluster, GANG, lambda: None)["metadata"]["uid"] != "u-earlier"
+    assert (cluster.deleted, len(looks)) == ([], 3)
+
+
+def test_a_job_of_somebody_else_is_refused_whatever_its_work(looks):
+    for launcher in ("job", "trainjob"):
+        cluster = Namespace()
+        job = cluster.put(replace(GANG, launcher=launcher, work="w2"))
+        job["metadata"]["labels"] = {"planish/gang": "other"}
+        with pytest.raises(ConfigError, match="must have the label"):
+            submit(cluster, GANG, pytest.fail)
+        assert cluster.deleted == []
+
+
+def test_pods_that_do_not_end_are_left_to_the_next_attempt(monkeypatch, caplog):
+    now = SimpleNamespace(seconds=0.0)
+
+    def sleep(seconds):
+        now.seconds += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)
+    monkeypatch.setattr(launch, "time", fake)
+    cluster = Namespace()
+    cluster.put(GANG)
+    cluster.pods = lambda digest: [{"metadata": {"name": "on-a-machine-that-is-off"}}]
+    launch.remove(cluster, GANG, patience_seconds=5.0)
+    assert 120.0 <= now.seconds <= 121.0
+    assert "its pods have not ended" in caplog.text
