@@ -29,7 +29,7 @@ class Namespace(GangCluster):
 
     def __init__(self, launcher="job"):
         super().__init__(None, "n", "stage", launcher=launcher)
-        self.objects, self.deleted, self.patches = {}, [], []
+        self.objects, self.deleted = {}, []
         self.pods_left, self.forbidden = [], ""
 
     def call(self, function, *arguments, **options):
@@ -60,7 +60,17 @@ class Namespace(GangCluster):
             self.deleted.append((kind, options["body"]["propagationPolicy"]))
             del self.objects[key]
         if verb == "patch":
-            self.patches.append(arguments[-1])
+            assert kind == ("job" if isinstance(arguments[-1], list) else "trainjob")
+            metadata = self.objects[key]["metadata"]
+            if kind == "job":
+                for step in arguments[-1]:
+                    assert step["op"] == "add"
+                    metadata[step["path"].removeprefix("/metadata/")] = step["value"]
+            else:
+                change = arguments[-1]["metadata"]
+                merged = {**metadata["labels"], **change.pop("labels")}
+                metadata["labels"] = {k: v for k, v in merged.items() if v is not None}
+                metadata.update(change)
         return self.objects.get(key)
 
     def put(self, gang, **metadata):
@@ -87,7 +97,32 @@ def test_a_gang_of_the_same_work_is_attached_to(looks, launcher):
     job = submit(cluster, gang, pytest.fail)
     assert job["metadata"]["uid"] == "u-earlier"
     assert cluster.deleted == []
-    assert len(cluster.patches) == 1
+
+
+@pytest.mark.parametrize("launcher", ["job", "trainjob"])
+@pytest.mark.parametrize("run_id", ["r2", ""])
+def test_whoever_attaches_owns_the_gang_and_cleans_it_up(looks, launcher, run_id):
+    cluster = Namespace(launcher)
+    of_first = {"planish/stage": "train", "pipeline/runid": "r1"}
+    first = replace(GANG, launcher=launcher, labels=of_first, queue="team")
+    job = cluster.put(first)
+    job["metadata"]["labels"]["of/others"] = "stays"
+    job["metadata"]["ownerReferences"][0]["uid"] = "u-of-r1"
+    of_run = {"pipeline/runid": run_id} if run_id else {}
+    submit(cluster, replace(first, labels={"planish/stage": "train", **of_run}), pytest.fail)
+    seen = cluster.objects[launcher, GANG.name]["metadata"]
+    assert [each["uid"] for each in seen["ownerReferences"]] == ["u-stage"]
+    assert seen["labels"] == {
+        "planish/stage": "train",
+        "planish/gang": GANG.digest[:63],
+        "kueue.x-k8s.io/queue-name": "team",
+        "of/others": "stays",
+        **of_run,
+    }
+    # A service that named its run would be deleted with the run that the gang was taken from.
+    services = [each for (kind, _), each in cluster.objects.items() if kind == "service"]
+    assert all("pipeline/runid" not in each["metadata"]["labels"] for each in services)
+    assert len(services) == (launcher == "job")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +141,6 @@ def test_a_gang_of_other_work_makes_way_and_its_pods_end_first(looks, launcher, 
     assert len(looks) == 3
     assert "gang of other work, removed" in caplog.text
     assert caplog.text.count("waits for the pods of an earlier one") == 1
-    assert cluster.patches == []
 
 
 def test_a_gang_of_the_other_launcher_makes_way_too(looks):

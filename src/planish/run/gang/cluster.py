@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.base.errors import ClusterError, ConfigError
-from planish.run.gang.manifests import GANG_LABEL, Launcher
+from planish.run.gang.manifests import GANG_LABEL, RUN_LABEL, Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -217,12 +217,16 @@ class GangCluster:
             return None
         return job
 
-    def own(self, name: str, owner: Mapping[str, Any]) -> None:
-        """Make an object the only owner of a job."""
-        change: Any = [{"op": "add", "path": "/metadata/ownerReferences", "value": [owner]}]
+    def own(self, name: str, owner: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+        """Make an object the only owner of a job, and give the job these labels."""
+        change: Any = [
+            {"op": "add", "path": "/metadata/ownerReferences", "value": [owner]},
+            {"op": "add", "path": "/metadata/labels", "value": dict(labels)},
+        ]
         if self.launcher == "trainjob":
             # The client sends steps for its own kinds, and merges for others.
-            change = {"metadata": {"ownerReferences": [owner]}}
+            absent = {} if RUN_LABEL in labels else {RUN_LABEL: None}
+            change = {"metadata": {"ownerReferences": [owner], "labels": {**labels, **absent}}}
         self.call(*self.jobs("patch", name, change))
 
     def delete_job(self, name: str) -> None:

@@ -20,6 +20,7 @@ from planish.run.gang.cluster import GangCluster
 from planish.run.gang.manifests import (
     GANG_LABEL,
     GRACE_SECONDS,
+    RUN_LABEL,
     WORK_ANNOTATION,
     Gang,
     deadline_of,
@@ -112,7 +113,9 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
             logger.warning("gang of an earlier attempt has failed, removed name=%s", gang.name)
             cluster.delete_job(gang.name)
         else:
-            cluster.own(gang.name, {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)})
+            others_labels = {k: v for k, v in job["metadata"]["labels"].items() if k != RUN_LABEL}
+            owner = {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)}
+            cluster.own(gang.name, owner, {**others_labels, **gang.own_labels})
             logger.info("gang attached name=%s", gang.name)
             break
     if gang.launcher == "job":

@@ -243,14 +243,18 @@ def train_job_manifest(gang: Gang, pod: Raw, metadata: Raw) -> dict[str, Any]:
 
 
 def service_manifest(gang: Gang, job: Raw) -> dict[str, Any]:
-    """Return the headless Service that gives pods their host names; it goes with its job."""
+    """Return the headless Service that gives pods their host names; it goes with its job.
+
+    Of a run it has no label: another run may take over the job.
+    """
+    labels = {name: value for name, value in gang.own_labels.items() if name != RUN_LABEL}
     owner = {"apiVersion": "batch/v1", "kind": "Job", **owned_by(job)}
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {
             "name": gang.name,
-            "labels": gang.own_labels,
+            "labels": labels,
             "ownerReferences": [owner],
         },
         "spec": {
