@@ -285,6 +285,7 @@ GANG_CALLS = {
     "patch_namespaced_job": ("batch", "jobs", "patch"),
     "delete_namespaced_job": ("batch", "jobs", "delete"),
     "create_namespaced_service": ("", "services", "create"),
+    "read_namespaced_service": ("", "services", "get"),
     "read_namespaced_pod": ("", "pods", "get"),
     "list_namespaced_pod": ("", "pods", "list"),
     "read_namespaced_pod_log": ("", "pods/log", "get"),

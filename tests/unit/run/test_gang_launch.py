@@ -11,8 +11,8 @@ import pytest
 from planish.base.errors import ClusterError, ConfigError
 from planish.run.gang import launch
 from planish.run.gang.cluster import GangCluster
-from planish.run.gang.launch import submit
-from planish.run.gang.manifests import Gang, job_manifest
+from planish.run.gang.launch import run_gang, serve, submit
+from planish.run.gang.manifests import Gang, job_manifest, service_manifest
 
 GANG = Gang("ab" * 32, 2, 1, ("m",), work="w1", labels={"planish/stage": "train"})
 POD = {
@@ -109,7 +109,8 @@ def test_whoever_attaches_owns_the_gang_and_cleans_it_up(looks, launcher, run_id
     job["metadata"]["labels"]["of/others"] = "stays"
     job["metadata"]["ownerReferences"][0]["uid"] = "u-of-r1"
     of_run = {"pipeline/runid": run_id} if run_id else {}
-    submit(cluster, replace(first, labels={"planish/stage": "train", **of_run}), pytest.fail)
+    again = replace(first, labels={"planish/stage": "train", **of_run})
+    attached = submit(cluster, again, pytest.fail)
     seen = cluster.objects[launcher, GANG.name]["metadata"]
     assert [each["uid"] for each in seen["ownerReferences"]] == ["u-stage"]
     assert seen["labels"] == {
@@ -120,9 +121,10 @@ def test_whoever_attaches_owns_the_gang_and_cleans_it_up(looks, launcher, run_id
         **of_run,
     }
     # A service that named its run would be deleted with the run that the gang was taken from.
-    services = [each for (kind, _), each in cluster.objects.items() if kind == "service"]
-    assert all("pipeline/runid" not in each["metadata"]["labels"] for each in services)
-    assert len(services) == (launcher == "job")
+    assert service_manifest(again, attached)["metadata"]["labels"] == {
+        "planish/stage": "train",
+        "planish/gang": GANG.digest[:63],
+    }
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,36 @@ def test_a_job_of_somebody_else_is_refused_whatever_its_work(looks):
         with pytest.raises(ConfigError, match="must have the label"):
             submit(cluster, GANG, pytest.fail)
         assert cluster.deleted == []
+
+
+def test_a_service_of_somebody_else_is_refused_and_the_gang_goes(looks):
+    cluster = Namespace()
+    foreign = {"metadata": {"name": GANG.name, "labels": {"app": "theirs"}, "uid": "u-theirs"}}
+    cluster.objects["service", GANG.name] = foreign
+    with pytest.raises(ConfigError, match=r"the service `planish-abab.*must have the label"):
+        run_gang(cluster, GANG, before=lambda: None)
+    assert cluster.objects == {("service", GANG.name): foreign}
+    assert cluster.deleted == [("job", "Foreground")]
+
+
+def test_a_service_goes_with_the_gang_before_and_is_made_again(looks, monkeypatch):
+    cluster = Namespace()
+    before = service_manifest(GANG, cluster.put(GANG))
+    cluster.objects["service", GANG.name] = before
+    job = {"metadata": {"name": GANG.name, "uid": "u-next"}}
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            del cluster.objects["service", GANG.name]
+
+    monkeypatch.setattr(launch.time, "sleep", sleep)
+    serve(cluster, GANG, job)
+    made = cluster.objects["service", GANG.name]
+    assert [each["uid"] for each in made["metadata"]["ownerReferences"]] == ["u-next"]
+    serve(cluster, GANG, job)
+    assert cluster.objects["service", GANG.name] is made
+    assert len(looks) == 3
 
 
 def test_pods_that_do_not_end_are_left_to_the_next_attempt(monkeypatch, caplog):

@@ -38,6 +38,7 @@ PERMISSIONS: tuple[tuple[str, str, str], ...] = (
     ("", "pods", "list"),
     ("", "pods/log", "get"),
     ("", "services", "create"),
+    ("", "services", "get"),
     ("batch", "jobs", "create"),
     ("batch", "jobs", "get"),
     ("batch", "jobs", "watch"),
@@ -199,13 +200,26 @@ class GangCluster:
             return None
         return job
 
-    def create_service(self, manifest: Mapping[str, Any]) -> None:
-        """Create a service unless it is there."""
+    def create_service(self, manifest: Mapping[str, Any]) -> bool:
+        """Create a service; False where there is one of its name."""
         try:
             self.call(self._core.create_namespaced_service, self.namespace, manifest)
         except ClusterError as error:
             if error.status != 409:
                 raise
+            return False
+        return True
+
+    def service(self, name: str) -> dict[str, Any] | None:
+        """Return a service as it is now; None where there is none."""
+        read = self._core.read_namespaced_service
+        try:
+            service: dict[str, Any] = self.call(read, name, self.namespace)
+        except ClusterError as error:
+            if error.status != 404:
+                raise
+            return None
+        return service
 
     def job(self, name: str) -> dict[str, Any] | None:
         """Return a job as it is now; None where there is none."""

@@ -48,12 +48,15 @@ def run_gang(cluster: GangCluster, gang: Gang, *, before: Callable[[], None]) ->
         before: called before a new gang is made, and not where there is one to wait for.
 
     Raises:
-        ConfigError: a job of somebody else has the name, or the cluster takes no such job.
+        ConfigError: a job or a service of somebody else has the name, or the cluster takes no such
+            job.
         PeerLost: a pod failed or was taken away, or the deadline has passed; the gang is gone.
         ClusterError: the API server does not answer any more; the gang goes on.
     """
     job = submit(cluster, gang, before)
     try:
+        if gang.launcher == "job":
+            serve(cluster, gang, job)
         end = wait(cluster, gang, job)
         if end["type"] != "Complete":
             raise failure(cluster, gang, end)
@@ -95,14 +98,8 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
             if job is None:
                 continue
             logger.info("gang submitted name=%s nodes=%d", gang.name, gang.num_nodes)
-            break
-        seen = (job["metadata"].get("labels") or {}).get(GANG_LABEL, "")
-        if seen != gang.own_labels[GANG_LABEL]:
-            raise ConfigError(
-                f"the job `{gang.name}` in the namespace `{cluster.namespace}` must have the label "
-                f"`{GANG_LABEL}={gang.own_labels[GANG_LABEL]}`, got {seen!r}: it is not of this "
-                "run; delete it, or run in another namespace"
-            )
+            return job
+        check_own(gang, "job", job)
         work = (job["metadata"].get("annotations") or {}).get(WORK_ANNOTATION, "")
         if "deletionTimestamp" in job["metadata"]:
             time.sleep(GONE_SECONDS)
@@ -117,10 +114,36 @@ def submit(cluster: GangCluster, gang: Gang, before: Callable[[], None]) -> Job:
             owner = {"apiVersion": "v1", "kind": "Pod", **owned_by(pod)}
             cluster.own(gang.name, owner, {**others_labels, **gang.own_labels})
             logger.info("gang attached name=%s", gang.name)
+            return job
+
+
+def serve(cluster: GangCluster, gang: Gang, job: Job) -> None:
+    """Give the pods of a job their host names.
+
+    Raises:
+        ConfigError: a service of somebody else has the name.
+    """
+    while not cluster.create_service(service_manifest(gang, job)):
+        service = cluster.service(gang.name)
+        if service is None:
+            continue
+        check_own(gang, "service", service)
+        owners = {each["uid"] for each in service["metadata"].get("ownerReferences") or ()}
+        if not owners or job["metadata"]["uid"] in owners:
             break
-    if gang.launcher == "job":
-        cluster.create_service(service_manifest(gang, job))
-    return job
+        # It is of the gang before this one, and goes with that one's job.
+        time.sleep(GONE_SECONDS)
+
+
+def check_own(gang: Gang, kind: str, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an object that has the name of a gang is of somebody else."""
+    seen = (found["metadata"].get("labels") or {}).get(GANG_LABEL, "")
+    if seen != gang.own_labels[GANG_LABEL]:
+        raise ConfigError(
+            f"the {kind} `{gang.name}` in the namespace of the run must have the label "
+            f"`{GANG_LABEL}={gang.own_labels[GANG_LABEL]}`, got {seen!r}: it is not of this run; "
+            "delete it, or run in another namespace"
+        )
 
 
 def ended(job: Job) -> Mapping[str, str]:
