@@ -188,6 +188,7 @@ def test_wrong_parameters_are_told_at_once(package):
     [
         ("gpu-1x8", ["overrides=rollout.device=cpu"], "`rollout.device` must be 'auto' or 'cuda'"),
         ("gpu-4x8", ["overrides=train.num_processes=1"], "must be 0 or 8 in a pod of 8 GPUs"),
+        ("gpu-1x8", ["overrides=train.num_nodes=2"], "take the profile gpu-4x8 or gpu-16x8 with"),
         ("cpu-tiny", ["preset=dapo-qwen2.5-7b"], "fit in the 1.5 GiB that the host memory leaves"),
         ("cpu-tiny", ["model=Qwen/Qwen2.5-7B"], "fit in the 1.5 GiB that the host memory leaves"),
         ("gpu-1x8", ["preset=dapo-paper"], "`train` must fit in the 68.5 GiB that each of 8 GPUs"),

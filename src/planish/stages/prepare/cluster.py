@@ -230,6 +230,9 @@ class PodRequests:
     """Memory of one GPU."""
     num_nodes: int = 1
     """Pods that train together, each as large as `rank`; 0 outside a cluster."""
+    has_gang_pods: bool = False
+    """Whether the pod of `train` only waits for pods with GPUs; those of other profiles have them
+    themselves."""
     rank: Mapping[str, str] = field(default_factory=dict)
     """What one of them requests by resource."""
     launcher: str = "job"
@@ -252,6 +255,7 @@ class PodRequests:
                 stages,
                 gpu_bytes,
                 num_nodes=int(raw.get("num_nodes", 1)),
+                has_gang_pods=int(raw.get("num_nodes", 1)) > 1,
                 rank=dict(raw.get("rank", {})),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -172,6 +172,12 @@ def device_faults(config: Config, requests: PodRequests) -> list[str]:
             f"`train.num_nodes` must be 0 or 1 outside a cluster, got {num_nodes}; submit the run "
             "to a cluster, or take `train.num_processes`"
         )
+    if pod and pod.gpus and num_nodes > 1 and not requests.has_gang_pods:
+        faults.append(
+            f"`train.num_nodes` must be 0 or 1 in a profile whose train stage is {pod}, got "
+            f"{num_nodes}: it would wait in that pod for others like it; take the profile gpu-4x8 "
+            f"or gpu-16x8 with `train.num_nodes={num_nodes}`"
+        )
     if pod:
         num_ranks = (processes or max(1, pod.gpus)) * (num_nodes or requests.num_nodes or 1)
         fault = grid_fault(num_ranks, **grid_of(config))

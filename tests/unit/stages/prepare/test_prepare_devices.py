@@ -225,6 +225,11 @@ SPARSE = "model.num_heads=8 model.num_kv_heads=4 model.num_experts=4"
         ("model.num_heads=8 model.num_kv_heads=4", ()),
         ("", ("the 2 heads of", "the 1 heads of keys and values")),
         ("model.num_heads=8 model.num_kv_heads=4 model.lora_rank=4", ("`model.lora_rank`",)),
+        (
+            "model.num_heads=8 model.num_kv_heads=4 model.num_layers=4 train.pipeline_parallel=3",
+            ("`train.pipeline_parallel` must divide the 4 layers of the model, got 3",),
+        ),
+        ("model.num_heads=8 model.num_kv_heads=4 model.num_layers=4 train.pipeline_parallel=2", ()),
         (f"{SPARSE} train.sequence_parallel=true train.expert_parallel=2", ()),
         (SPARSE, ("`train.sequence_parallel` must be true",)),
         (f"{SPARSE} train.expert_parallel=3", ("must divide the 4 experts of a layer, got 3",)),
@@ -274,6 +279,25 @@ def test_a_grid_that_the_pods_do_not_fill_is_refused(profile, settings, words):
     faults = device_faults(config, profile_requests(profile))
     assert len(faults) == bool(words)
     assert not words or words in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("profile", "num_nodes", "is_refused"),
+    [
+        *(("gpu-1x8", 0, False), ("gpu-1x8", 1, False), ("gpu-1x8", 4, True)),
+        *(("gpu-4x8", 1, False), ("gpu-4x8", 3, False), ("gpu-16x8", 8, False)),
+        ("cpu-tiny", 2, False),
+    ],
+)
+def test_a_pod_with_gpus_does_not_wait_for_others_like_it(profile, num_nodes, is_refused):
+    config = configured("dapo-tiny", f"train.num_processes=0 train.num_nodes={num_nodes}")
+    requests = profile_requests(profile)
+    # Submit asks with what the profile says, and prepare with what the settings make of it.
+    for each in (requests, requests.of_training(config["train"])):
+        faults = device_faults(config, each)
+        assert len(faults) == is_refused
+        words = f"take the profile gpu-4x8 or gpu-16x8 with `train.num_nodes={num_nodes}`"
+        assert not is_refused or words in faults[0]
 
 
 def test_a_family_that_megatron_does_not_train_is_refused_by_name():
