@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from planish.base.errors import ConfigError
@@ -159,6 +160,21 @@ def grid_fault(size: int, *, tp: int, pp: int, ep: int) -> str:
             f"stage, got {ep} for {size // pp}; lower it, or raise `train.num_processes`"
         )
     return ""
+
+
+def trainer_fault(name: str) -> str:
+    """Return why a trainer is not to be had in this environment; "" where it is.
+
+    Example:
+        >>> trainer_fault("fsdp2")
+        ''
+    """
+    if name != "megatron" or find_spec("megatron"):
+        return ""
+    return (
+        f"`train.trainer` must be 'fsdp2' where megatron-core is not installed, got {name!r}; `pip "
+        "install planish[megatron]` installs it"
+    )
 
 
 def pick_device(name: DeviceName, rank: int = 0) -> torch.device:

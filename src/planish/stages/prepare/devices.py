@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -198,16 +197,6 @@ def grid_of(config: Config) -> dict[str, int]:
     """Return over how many ranks the trainer cuts matrices, layers and experts."""
     keys = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel"}
     return {axis: config["train"].get(key, 1) for axis, key in keys.items()}
-
-
-def missing_packages(config: Config) -> list[str]:
-    """Return what this machine, where all stages run, lacks for the configured trainer."""
-    if config["train"]["trainer"] != "megatron" or find_spec("megatron"):
-        return []
-    return [
-        "`train.trainer` must be 'fsdp2' where megatron-core is not installed, got 'megatron'; "
-        "`pip install planish[megatron]` installs it"
-    ]
 
 
 def trainer_faults(config: Config, shape: ModelShape) -> list[str]:

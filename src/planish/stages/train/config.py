@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from planish.base.config import Section
-from planish.base.errors import ConfigError
+from planish.base.errors import ConfigError, LayoutMismatch
 from planish.base.parallel import Grid, Ranks, grid_fault
 from planish.records.refs import is_pin
 from planish.store.sources import parse_source
@@ -219,6 +219,20 @@ class CriticConfig(Section):
     pretrain_patience: int = Field(default=1, ge=1)
     """Rollout batches in a row on which every given rule must hold, each before it is trained on;
     the last of them trains the policy already."""
+
+    def check_new(self, pin: str) -> None:
+        """Check that a new critic may go on with a train state that holds none.
+
+        Raises:
+            LayoutMismatch: the configuration does not say whose it is; a critic lost on the way
+                would be trained anew in silence.
+        """
+        if self.init not in ("model", "state"):
+            raise LayoutMismatch(
+                "the train state before an iteration must hold a critic, since the algorithm has "
+                f"one, got none in {pin!r}; go on with the algorithm that saved it, or name a "
+                f"critic by `critic.init` ('model' or 'state', got {self.init!r}) and `critic.path`"
+            )
 
     def _off(self) -> list[str]:
         return [] if self.min_finished > 1 else ["min_finished"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
-from planish.base.errors import ConfigError, LayoutMismatch
+from planish.base.errors import ConfigError
 from planish.base.parallel import Grid
 from planish.checkpoint import train_state as checkpoint
 from planish.checkpoint.train_state import HeldState
@@ -116,8 +116,10 @@ class ModelTrainer:
         if (info.get("grid"), info["device"]) != (self.grid.to_json(), self.device.type):
             # Streams of other ranks are of no use here; those of this start stay.
             del state["random"]
-        if self.critic is not None and "critic" not in checkpoint.parts(pin):
-            self._keep_new_critic(pin)
+        critic = self.critic_config
+        if critic is not None and "critic" not in checkpoint.parts(pin):
+            critic.check_new(pin)
+            logger.info("new critic init=%s path=%s", critic.init, critic.path)
             del state["critic"], state["critic_optimizer"]
         checkpoint.load(pin, state, framework=framework, ranks=self.grid.ranks)
         for name, stream in state.get("random", {}).items():
@@ -125,22 +127,6 @@ class ModelTrainer:
                 torch.set_rng_state(stream)
             else:
                 torch.cuda.set_rng_state(stream, self.device)
-
-    def _keep_new_critic(self, pin: str) -> None:
-        """Go on with the critic of this start where the configuration says whose it is.
-
-        Raises:
-            LayoutMismatch: it does not; a critic lost on the way would be trained anew in silence.
-        """
-        assert self.critic_config is not None
-        if self.critic_config.init not in ("model", "state"):
-            raise LayoutMismatch(
-                "the train state before an iteration must hold a critic, since the algorithm has "
-                f"one, got only {sorted(checkpoint.parts(pin))} in {pin!r}; go on with the "
-                "algorithm that saved it, or name a critic by `critic.init` ('model' or 'state', "
-                f"got {self.critic_config.init!r}) and `critic.path`"
-            )
-        logger.info("new critic init=%s path=%s", self.critic_config.init, self.critic_config.path)
 
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Score the tokens in `policy_mask`; log-probabilities, entropies and what routers did."""

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planish import store
+from planish.algorithms import build_algorithm
 from planish.base import errors, telemetry
 from planish.base.errors import ConfigError, PeerLost, PlanishError
-from planish.base.parallel import Ranks, leave, num_devices
+from planish.base.parallel import Ranks, leave, num_devices, trainer_fault
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.refs import Ref, parse_pin
@@ -204,8 +205,15 @@ def launch_gang(job: TrainJob, cluster: GangCluster, num_nodes: int, pods: GangP
     Raises:
         PlanishError: the error of the first rank that wrote one.
         PeerLost: a pod failed or was taken away.
-        ConfigError: a job of somebody else has the name of the gang.
+        ConfigError: a job of somebody else has the name of the gang, or its pods, which have the
+            image of this one, would lack the trainer.
+        LayoutMismatch: the state before the iteration lacks the critic that the algorithm needs.
     """
+    if fault := trainer_fault(job.train.trainer):
+        raise ConfigError(fault)
+    has_critic = build_algorithm(job.config.get("algorithm", {})).needs_values
+    if has_critic and job.state_pin and not job.info.get("critic"):
+        job.critic.check_new(job.state_pin)
     pin = write_job(job)
     processes = job.train.num_processes or pods.gpus or 1
     # However it is shared out, an iteration is trained by one gang at a time.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from planish.algorithms.base import LossFn, TrainBatch, ValueLossFn
 from planish.base.errors import ConfigError
-from planish.base.parallel import Grid
+from planish.base.parallel import Grid, trainer_fault
 from planish.checkpoint.train_state import HeldState
 from planish.models.adapters import Adapters
 from planish.stages.train.config import CriticConfig, TrainConfig
@@ -149,19 +149,13 @@ def open_trainer(
         raise ConfigError(
             f"`train.trainer` must be one of {sorted(TRAINERS)}, got {config.trainer!r}"
         )
+    if fault := trainer_fault(config.trainer):
+        raise ConfigError(fault)
     module, _, name = TRAINERS[config.trainer].partition(":")
-    try:
-        # megatron-core speaks of every package that would make it faster.
-        logging.getLogger("megatron").setLevel(logging.ERROR)
-        with warnings.catch_warnings(action="ignore"):
-            shard: type[Sharding] = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("megatron"):
-            raise
-        raise ConfigError(
-            "`train.trainer` must be 'fsdp2' where megatron-core is not installed, got "
-            f"{config.trainer!r}; `pip install planish[megatron]` installs it"
-        ) from None
+    # megatron-core speaks of every package that would make it faster.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"):
+        shard: type[Sharding] = getattr(importlib.import_module(module), name)
     return ModelTrainer(
         config,
         policy_pin,

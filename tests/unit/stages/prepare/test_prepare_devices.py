@@ -18,7 +18,6 @@ from planish.stages.prepare.devices import (
     device_warnings,
     find_shape,
     memory_rows,
-    missing_packages,
     profile_requests,
     this_machine,
     trainer_faults,
@@ -326,11 +325,3 @@ def test_ranks_that_share_experts_hold_their_part_of_them():
     assert weights[0] == 4 * shape.parameters
     assert weights[0] - weights[1] == 4 * experts * 7 // 8
     assert moments[1] == 2 * weights[1]
-
-
-def test_a_machine_without_megatron_is_told_before_the_run(monkeypatch):
-    config = configured("dapo-tiny", 'train.trainer="megatron"')
-    assert missing_packages(config) == []
-    monkeypatch.setattr("planish.stages.prepare.devices.find_spec", lambda name: None)
-    assert "planish[megatron]" in missing_packages(config)[0]
-    assert missing_packages(configured("dapo-tiny")) == []

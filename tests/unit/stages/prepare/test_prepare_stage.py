@@ -88,6 +88,14 @@ def test_several_machines_are_refused_outside_a_cluster(file_root, monkeypatch):
         prepare(file_root, wish(overrides=f"{SMALL} train.num_nodes=2"))
 
 
+def test_a_machine_without_megatron_is_told_before_the_run(file_root, monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("planish.base.parallel.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"planish\[megatron\]"):
+        prepare(file_root, wish(overrides=f'{SMALL} train.trainer="megatron"'))
+    assert not store.exists(layout.run_file(file_root))
+
+
 def test_the_same_command_again_changes_nothing(file_root, tmp_path):
     first, _, _ = run_stage(tmp_path / "a", file_root)
     before = store.read(layout.run_file(file_root))
