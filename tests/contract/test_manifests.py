@@ -19,6 +19,7 @@ from components.images import (
     STAGE_IMAGES,
 )
 from components.pod_settings import (
+    FIELD_ENV,
     GPU_ENV,
     RANKS_ENV,
     SAMPLING_STAGES,
@@ -31,6 +32,7 @@ from planish.minder.act.kube.names import ITERATION_LABEL
 from planish.run.__main__ import stage_run
 from planish.run.gang.cluster import PERMISSIONS as GANG_PERMISSIONS
 from planish.run.gang.cluster import TRAINER_PERMISSIONS
+from planish.run.gang.manifests import GRACE_SECONDS, LONGEST_SECONDS
 from planish.run.stage import stage_parser
 from planish.run.stage_metrics import NUM_PORTS
 from planish.stages.prepare.cluster import CLUSTER_PERMISSIONS, PERMISSIONS, RUNTIME_PERMISSION
@@ -304,6 +306,16 @@ def test_the_rights_of_gangs_are_those_of_their_client_calls():
     assert len(GANG_PERMISSIONS) == len(GANG_CALLS)
 
 
+def test_a_gang_of_kubeflow_trainer_ends_within_a_day_and_replaces_no_pod():
+    (runtime,) = load(FOLDER / "trainer/runtime.yaml")
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert [job["name"] for job in jobs] == ["node"]
+    spec = jobs[0]["template"]["spec"]
+    assert spec["activeDeadlineSeconds"] == LONGEST_SECONDS
+    assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == GRACE_SECONDS
+
+
 WORKFLOW = load(FOLDER / "argo/post-train.yaml")[0]
 TEMPLATES = {template["name"]: template for template in WORKFLOW["spec"]["templates"]}
 STEPS = sorted(name for name, template in TEMPLATES.items() if "container" in template)
@@ -358,6 +370,18 @@ def test_a_step_has_image_secret_limits_and_retries(name):
     else:
         assert "asInt(lastRetry.exitCode) != 2" in template["retryStrategy"]["expression"]
         assert template["retryStrategy"]["affinity"] == {"nodeAntiAffinity": {}}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_knows_its_run_its_node_and_its_pod(name):
+    """Without the name of its pod, the train stage can own no gang."""
+    env = {entry["name"]: entry for entry in TEMPLATES[name]["container"]["env"]}
+    fields = {
+        key: env[key]["valueFrom"]["fieldRef"]["fieldPath"] for key in FIELD_ENV if key != "RUN_ID"
+    }
+    assert {**fields, "RUN_ID": FIELD_ENV["RUN_ID"]} == FIELD_ENV
+    # As the label that its pods get from the workflow.
+    assert env["RUN_ID"]["value"] == WORKFLOW["spec"]["podMetadata"]["labels"]["pipeline/runid"]
 
 
 @pytest.mark.parametrize("name", STEPS)
