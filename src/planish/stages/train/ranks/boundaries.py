@@ -41,7 +41,8 @@ from planish.stages.train.update import Step
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 25.0
-"""Limit on the last commit of ranks that leave; torchrun kills them 30 s after it was asked to."""
+"""Limit on the last commit of ranks that leave. torchrun kills them 30 s after it was asked to end,
+and in the pods of a gang `GRACE_SECONDS - 10` s after (`planish.run.gang.node`)."""
 KEEP_LAST = 2
 """Commits that are kept: where the newest is damaged, the one before is loaded."""
 
