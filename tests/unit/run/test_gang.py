@@ -24,6 +24,8 @@ POD = {
         "nodeName": "node-3",
         "activeDeadlineSeconds": 600,
         "serviceAccountName": "planish-runner",
+        "priorityClassName": "planish-training",
+        "priority": 1000,
         "affinity": {"nodeAffinity": {}},
         "volumes": [
             {"name": "cache", "persistentVolumeClaim": {"claimName": "models"}},
@@ -66,6 +68,8 @@ def test_pods_are_cast_from_the_pod_of_the_stage():
     assert [each["name"] for each in spec["volumes"]] == ["cache"]
     assert [each["name"] for each in container["volumeMounts"]] == ["cache"]
     assert "nodeName" not in spec
+    # Admission makes the number of the class, and refuses one that a pod brings along.
+    assert (spec["priorityClassName"], "priority" in spec) == ("planish-training", False)
     assert spec["affinity"] == {"nodeAffinity": {}}
     assert spec["automountServiceAccountToken"] is False
     assert job["spec"]["activeDeadlineSeconds"] == 600

@@ -41,8 +41,8 @@ LONGEST_SECONDS = 86_400
 """Deadline of a gang whose stage has none."""
 CONTAINER_FIELDS = ("image", "imagePullPolicy", "envFrom", "resources", "securityContext")
 POD_FIELDS = (
-    *("affinity", "imagePullSecrets", "nodeSelector", "runtimeClassName", "schedulerName"),
-    *("securityContext", "serviceAccountName", "tolerations"),
+    *("affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "runtimeClassName"),
+    *("schedulerName", "securityContext", "serviceAccountName", "tolerations"),
 )
 """What a pod of a gang has from the pod of its stage."""
 NOT_COPIED = ("ARGO_", "KFP_", GANG_ENV)
@@ -201,8 +201,8 @@ def deadline_of(pod: Raw) -> int:
 def train_job_manifest(gang: Gang, pod: Raw, metadata: Raw) -> dict[str, Any]:
     """Return the TrainJob of a gang.
 
-    What a TrainJob can not say stands in the runtime: no pod is replaced, and none asks the API
-    server.
+    What a TrainJob can not say stands in the runtime: no pod is replaced, none asks the API server,
+    and there is a deadline. A priority class may stand there too.
     """
     spec = pod_spec(gang, pod["spec"])
     (container,) = spec["containers"]
