@@ -12,7 +12,7 @@ from typing import Any
 
 from planish.base.config import nearest, parse_section
 from planish.base.errors import ConfigError
-from planish.base.parallel import grid_fault
+from planish.base.parallel import grid_fault, trainer_fault
 from planish.base.text import bytes_text
 from planish.engines import APART
 from planish.models.config import ModelConfig
@@ -146,8 +146,13 @@ def find_shape(config: Config) -> ModelShape:
 
 
 def device_faults(config: Config, requests: PodRequests) -> list[str]:
-    """Return where settings ask for other devices than the pods have."""
-    faults = []
+    """Return where settings ask for other devices than the pods have.
+
+    Outside a cluster, where all stages run on this machine, also for a trainer that it lacks; the
+    image of the train stage is another than that of `prepare`, and is looked at there.
+    """
+    fault = "" if requests.num_nodes else trainer_fault(config["train"]["trainer"])
+    faults = [fault] if fault else []
     for stage, path in DEVICES.items():
         pod = requests.stages.get(stage)
         section, _, key = path.partition(".")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from planish.base.config import config_sha256, parse_section
 from planish.base.errors import ConfigError
-from planish.base.parallel import trainer_fault
 from planish.checkpoint.train_state import read_state_info
 from planish.models.adapters import check_same, configured
 from planish.models.config import ModelConfig
@@ -247,11 +246,8 @@ def prepare(root: str, wish: Wish, *, api: ClusterApi | None = None) -> Outcome:
     if api is not None:
         requests = PodRequests.parse(wish.requests).of_training(config["train"])
         findings = check_cluster(api, requests, assume_autoscaling=chain.assume_autoscaling)
-    faults = list(findings.faults)
-    if api is None and (fault := trainer_fault(config["train"]["trainer"])):
-        # Elsewhere the train stage has an image of its own, and looks there.
-        faults.append(fault)
-    if faults := [*check_run(config, wish.num_shards), *faults, *device_faults(config, requests)]:
+    faults = [*check_run(config, wish.num_shards), *findings.faults]
+    if faults := [*faults, *device_faults(config, requests)]:
         raise ConfigError("; ".join(faults))
     lock = acquire(root, me, alive=liveness(api))
     run_file, changed, is_new = open_run_file(
