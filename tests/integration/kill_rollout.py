@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from planish import store
-from planish.engines import ENGINES
+from planish.engines import APART, ENGINES
 from planish.records import layout
 from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import FinishReason, RolloutSet
@@ -487,6 +487,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", nargs="+", default=["transformers"], choices=sorted(ENGINES))
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     given = parser.parse_args(arguments)
+    if apart := [engine for engine in given.engine if engine in APART]:
+        parser.error(
+            f"a shard of {apart[0]!r} is disturbed rank by rank: "
+            f"`python -m tests.integration.kill_ranks --engine {apart[0]}`"
+        )
     missing = [engine for engine in given.engine if not find_spec(engine)]
     if missing:
         parser.exit(

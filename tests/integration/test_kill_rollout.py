@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from planish.engines import APART
 from tests.integration.kill_rollout import main, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,3 +29,11 @@ def test_an_engine_that_is_not_installed_is_named_with_what_provides_it(capsys) 
         main(["--engine", "vllm"])
     assert ended.value.code == 2
     assert "make engines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", APART)
+def test_an_engine_with_ranks_is_sent_to_the_program_that_kills_ranks(engine, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--engine", engine])
+    assert ended.value.code == 2
+    assert f"kill_ranks --engine {engine}`" in capsys.readouterr().err
