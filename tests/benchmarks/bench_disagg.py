@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from tests.benchmarks.disagg import law, m2n, replicas
@@ -18,23 +19,28 @@ from tests.benchmarks.disagg import law, m2n, replicas
 PARTS = ("law", "replicas", "m2n")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the parts; returns 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="all when absent")
     parser.add_argument("--ratio", choices=law.RATIOS, action="append", help="of `law`")
     parser.add_argument("--iterations", type=int, default=law.ITERATIONS, help="of `law`")
     parser.add_argument("--dry", action="store_true", help="short, on any machine, not written")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    met = []
     for part in options.part or PARTS:
         if part == "law":
-            law.run(dry=options.dry, ratios=options.ratio, iterations=options.iterations)
+            met.append(
+                law.run(dry=options.dry, ratios=options.ratio, iterations=options.iterations)
+            )
         elif part == "m2n":
-            m2n.run(dry=options.dry)
+            met.append(m2n.run(dry=options.dry))
         elif options.part or find_spec("vllm"):
-            replicas.run(dry=options.dry)
+            met.append(replicas.run(dry=options.dry))
         else:
             print("replicas: left out, vLLM is not installed here (`make test-engines` does)")
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
