@@ -31,9 +31,8 @@ from unittest.mock import patch
 
 from planish.base.errors import EngineError
 from planish.engines import APART
-from planish.engines.config import EngineConfig
+from planish.engines.config import DEAD_S, EngineConfig
 from planish.engines.disagg.engine import DisaggEngine
-from planish.engines.disagg.settings import DEAD_S
 from planish.engines.requests import ModelRef, Output, Request
 from planish.models.policy import Policy
 from planish.records import layout

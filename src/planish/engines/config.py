@@ -88,6 +88,9 @@ class EngineConfig(Section):
         ]
 
 
+DEAD_S = 10.0
+"""Silence of a rank, asked whether it lives, after which it counts as dead."""
+
 VLLM_SETTINGS = frozenset({"memory_share", "cache_bytes", "batch_tokens"})
 """Of vLLM wherever it runs, the attention side of experts apart included."""
 

@@ -334,7 +334,7 @@ class DisaggEngine(BaseEngine):
         assert self._processes is not None
         self._state = EngineState.FAILED
         reason = f"the engine failed: {error}"
-        logger.error("failed engine=disagg reason=%s", error)
+        logger.error("failed engine=%s reason=%s", self._config.name, error)
         outputs: list[Output] = []
         left = self._attention()
         self._processes.tell(left, {"op": "stop", "reason": str(error)})

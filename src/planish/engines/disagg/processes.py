@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from planish.base.errors import PeerLost, ProtocolError
+from planish.engines.config import DEAD_S
 from planish.engines.disagg.control import Channel, Message
-from planish.engines.disagg.settings import DEAD_S, RankSettings
+from planish.engines.disagg.settings import RankSettings
 
 PING_S = 1.0
 """Between questions to a silent rank whether it lives."""

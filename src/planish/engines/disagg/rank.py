@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from planish.base.errors import ConfigError, PlanishError
+from planish.engines.config import DEAD_S
 from planish.engines.deploy.held import HeldWeights
 from planish.engines.disagg.control import Channel
 from planish.engines.disagg.inbox import Inbox
 from planish.engines.disagg.m2n.frames import Frame, Transport
 from planish.engines.disagg.m2n.peers import Timeouts
-from planish.engines.disagg.settings import DEAD_S, RankSettings
+from planish.engines.disagg.settings import RankSettings
 
 
 def open_transport(

@@ -11,9 +11,6 @@ import torch
 
 from planish.engines.disagg.m2n.frames import FrameLimits
 
-DEAD_S = 10.0
-"""Silence of a rank, asked whether it lives, after which it counts as dead."""
-
 Role = Literal["attention", "expert"]
 
 

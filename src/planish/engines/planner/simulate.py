@@ -19,14 +19,13 @@ from typing import Any
 
 from planish.base.errors import ConfigError
 from planish.base.text import Table, seconds_text
+from planish.engines.config import DEAD_S
 from planish.engines.planner.documents import PlannedRun, read_plan
 from planish.engines.planner.pipeline import KINDS, Pipeline, Served, Work
 from planish.engines.planner.timeline import timeline_svg
 
 NUM_FACTORS = 8191
 """Draws of jitter, used in turn; a prime, so that a rank does not meet the same ones again."""
-DETECTION_SECONDS = 5.0
-"""Without a heartbeat for so long, a rank is dead."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +164,8 @@ def run(
         lost: list[int] = []
         while deaths and deaths[0].seconds < end:
             death = deaths.pop(0)
-            # The others wait for its frames until its heartbeat is missed.
-            end = max(end, death.seconds + DETECTION_SECONDS)
+            # The others wait for its frames until they give it up.
+            end = max(end, death.seconds + DEAD_S)
             if death.role == "experts":
                 alive[death.rank] = False
                 outcome.failed = load.redundancy < 1 or not any(alive)
@@ -303,8 +302,16 @@ def simulate(
         cells = [f"{share:.0%}" for share in (found["mean"], found["least"], found["most"])]
         shares.append([kind, len(found["ranks"]), *cells, f"{1 - found['mean']:.0%}"])
     yield Table("busy", ("", "ranks", "mean", "least", "most", "bubble"), shares)
+    dead = [
+        one for one in disturbed.deaths if one.role == "experts" and one.seconds < outcome.seconds
+    ]
     if outcome.failed:
         yield "an expert rank died and nobody else has its experts: all its requests are in error"
+    elif dead:
+        yield (
+            "an expert rank died and others have its experts: this is what a deployment could do; "
+            "the engines `disagg` and `vllm_disagg` end with the first expert rank that they lose"
+        )
 
 
 def read_disturbances(options: argparse.Namespace, planned: PlannedRun) -> Disturbances:

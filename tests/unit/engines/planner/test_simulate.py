@@ -9,12 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from planish.__main__ import main
+from planish.engines.config import DEAD_S
 from planish.engines.planner.deployment import deploy
 from planish.engines.planner.documents import PlannedRun, read_plan
 from planish.engines.planner.gpus import GPUS
 from planish.engines.planner.models import MODELS, MoeModel
 from planish.engines.planner.performance import Constants, Workload
-from planish.engines.planner.simulate import DETECTION_SECONDS, Death, Disturbances, run
+from planish.engines.planner.simulate import Death, Disturbances, run
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_a_dead_attention_rank_loses_its_requests_and_the_others_go_on(plan):
     outcome = run(planned, planned.places, Disturbances(deaths=(death,)))
     share = planned.places // planned.deployment.n_a
     assert (outcome.finished, outcome.errors) == (planned.places - share, share)
-    assert max(outcome.iterations) == pytest.approx(DETECTION_SECONDS, abs=0.2)
+    assert max(outcome.iterations) == pytest.approx(DEAD_S, abs=0.2)
     assert outcome.lost_tokens > 0
     assert outcome.tokens == 20 * outcome.finished
     assert not outcome.failed
@@ -129,6 +130,19 @@ def test_the_command_prints_shares_and_draws_a_timeline(plan, tmp_path, capsys):
 def test_a_failed_run_is_said(plan, capsys):
     assert main(["rollout", "simulate", str(plan), "--dead", "experts:0@0.2"]) == 0
     assert "nobody else has its experts" in capsys.readouterr().out
+
+
+def test_a_run_that_survives_an_expert_rank_is_said_to_be_more_than_our_engines_do(
+    plan, tmp_path, capsys
+):
+    document = json.loads(plan.read_text())
+    document["workload"]["redundancy"] = 1.0
+    (tmp_path / "twice.json").write_text(json.dumps(document))
+    words = "end with the first expert rank that they lose"
+    for death, is_said in (("experts:0@0.2", True), ("experts:0@9e9", False)):
+        arguments = ["rollout", "simulate", str(tmp_path / "twice.json"), "--requests", "50"]
+        assert main([*arguments, "--dead", death]) == 0
+        assert (words in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(
