@@ -110,7 +110,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _advance(self) -> list[Output]:
-        """Generate one token for each running request; return the finished ones."""
+        """Make one step for the running requests; return the finished ones.
+
+        A step may give each request any number of tokens, none included. What follows a token
+        that ends a response, or lies beyond its budget, is in no output.
+        """
 
     @abstractmethod
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
@@ -295,7 +299,10 @@ class BaseEngine(ABC):
         return self._version
 
     def stats(self) -> dict[str, Any]:
-        """Return counters since the start."""
+        """Return counters since the start.
+
+        `tokens`, of every engine, are those that it has sampled, for running requests too.
+        """
         return {"queued": len(self._queue), "running": self._num_running(), "state": self._state}
 
     def close(self) -> None:

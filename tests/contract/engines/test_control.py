@@ -238,3 +238,16 @@ def test_stats_count_tokens(new_engine):
     assert engine.stats()["tokens"] == 30
     for output in outputs:
         assert {"queue_seconds", "prefill_seconds", "decode_seconds"} <= output.stats.keys()
+
+
+def test_stats_count_the_tokens_of_running_requests_too(new_engine):
+    engine = new_engine()
+    engine.submit([request(i, 40) for i in range(6)])
+    counts = [0]
+    for _ in range(8):
+        assert engine.poll(0.0) == []
+        counts.append(engine.stats()["tokens"])
+    assert counts == sorted(counts)
+    assert counts[-1] > counts[1] > 0
+    assert counts[-1] == sum(output.num_tokens for output in engine.abort(None))
+    assert engine.stats()["tokens"] == counts[-1]

@@ -124,13 +124,21 @@ class AttentionRank(ExchangingRank):
     def step(self, message: Mapping[str, Any]) -> Message:
         """Add a token to each request of some micro-batches."""
         self._begin(message, is_prefill=False)
+        before = self._count("tokens")
         begin, waited = time.monotonic(), self._exchange.seconds["wait"]
         version = self._exchange.version
         jobs = {mb: partial(self._batches[mb].advance, version) for mb in message["micro_batches"]}
         outputs = self._turns.run(jobs, self._exchange.wait)
         spent = time.monotonic() - begin
         self._busy_s += spent - (self._exchange.seconds["wait"] - waited)
-        return {"outputs": encode_outputs([o for mb in sorted(outputs) for o in outputs[mb]])}
+        return {
+            "outputs": encode_outputs([o for mb in sorted(outputs) for o in outputs[mb]]),
+            "num_tokens": self._count("tokens") - before,
+        }
+
+    def _count(self, name: str) -> int:
+        """Return a counter over all micro-batches."""
+        return sum(batch.counts[name] for batch in self._batches)
 
     def withdraw(self, ids: list[str] | None) -> Message:
         """End requests of some ids with ABORT; None ends all."""
@@ -164,12 +172,10 @@ class AttentionRank(ExchangingRank):
             "num_bytes": self._model.num_bytes,
             "busy_s": self._busy_s,
             "wait_s": self._exchange.seconds["wait"],
-            "rows": sum(batch.counts["row_steps"] for batch in self._batches),
+            "rows": self._count("row_steps"),
             "queue": sum(map(len, self._batches)),
             "seconds": self._exchange.seconds,
             "m2n": self._exchange.traffic.plain(),
             "cache_bytes": sum(batch.cache.num_bytes() for batch in self._batches),
-            "counts": {
-                name: sum(batch.counts[name] for batch in self._batches) for name in COUNTERS
-            },
+            "counts": {name: self._count(name) for name in COUNTERS},
         }

@@ -438,13 +438,13 @@ class DisaggEngine(BaseEngine):
         finally:
             self._is_stepping = False
             self._step_seconds += time.monotonic() - begin
+        self._counts["tokens"] += sum(answer["num_tokens"] for answer in given.values())
         outputs = [o for rank in sorted(given) for o in decode_outputs(given[rank]["outputs"])]
         return self._ended(outputs)
 
     def _ended(self, outputs: list[Output]) -> list[Output]:
         for output in outputs:
             del self._running[output.request_id]
-            self._counts["tokens"] += output.num_tokens
         return outputs
 
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:

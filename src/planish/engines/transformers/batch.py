@@ -29,8 +29,9 @@ PREFILL_TOKENS = 16384
 
 
 COUNTERS = ("tokens", "steps", "row_steps", "most_rows", "prefill_tokens")
-"""What a batch counts since it was made: `steps` are forward passes that decode, `row_steps` living
-rows summed over them, `most_rows` the most of any."""
+"""What a batch counts since it was made: `tokens` are sampled, those of running rows included;
+`steps` are forward passes that decode, `row_steps` living rows summed over them, `most_rows` the
+most of any."""
 
 
 class Decoder(Protocol):
@@ -216,6 +217,7 @@ class DecodeBatch:
             self._routing.append(cells)
         ids, logprobs = choose(rows.forbid_stops(logits), rows.uniform(), rows.choice)
         self._counts["steps"] += 1
+        self._counts["tokens"] += len(rows)
         self._counts["row_steps"] += len(rows)
         self._counts["most_rows"] = max(self._counts["most_rows"], len(rows))
         ended = rows.accept(ids, logprobs, cells)
@@ -227,7 +229,7 @@ class DecodeBatch:
         for index, output in zip(ended, outputs, strict=True):
             if output.error:
                 self.cache.clear(index)
-            self._counts["tokens"] += output.num_tokens
+                self._counts["tokens"] -= 1
             row = self._rows.rows[index]
             if self._routing is not None and row.request.sampling.want_routing and output.token_ids:
                 output.routing = self._routing.read(index, row.start + output.num_tokens - 1)

@@ -118,9 +118,11 @@ class VllmAttentionRank(ExchangingRank):
             )
         self._exchange.begin(message["iteration"], is_prefill=True)
         begin, waited = time.monotonic(), self._exchange.seconds["wait"]
+        before = self._engine.stats()["tokens"]
         outputs = self._engine.poll(0.0)
         self._busy_s += time.monotonic() - begin - (self._exchange.seconds["wait"] - waited)
-        return {"outputs": encode_outputs(outputs)}
+        num_tokens = self._engine.stats()["tokens"] - before
+        return {"outputs": encode_outputs(outputs), "num_tokens": num_tokens}
 
     def load(self, message: Mapping[str, Any]) -> Message:
         """Open other weights; vLLM keeps no second copy, so they are read by `commit`."""

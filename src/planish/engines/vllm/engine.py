@@ -413,6 +413,7 @@ class VllmEngine(BaseEngine):
                 )
             row.tokens.append(int(token))
             row.logprobs.append(float(logprob))
+            self._counts["tokens"] += 1
             if token in row.stop_ids:
                 return self._end(row, FinishReason.STOP, stop_token_id=int(token))
             if self._strings is not None and not row.request.sampling.ignore_eos:
@@ -439,7 +440,6 @@ class VllmEngine(BaseEngine):
             else:
                 chunks = row.routed or pending_chunks(self._llm, row.internal_id)
                 routing = inputs_routing(chunks, self._experts, num_seen, self._routing_dtype)
-        self._counts["tokens"] += len(row.tokens)
         self._counts["prefill_tokens"] += num_inputs - row.cached_tokens
         return Output(
             row.request.request_id,

@@ -75,7 +75,6 @@ class GroupSampler:
             self._progress.look(
                 kept=self._num_kept,
                 dropped=self._num_dropped,
-                num_tokens=self.flight.num_tokens,
                 num_rows=self.flight.num_rows,
                 stats=self._engine.stats,
             )

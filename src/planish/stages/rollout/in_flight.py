@@ -69,8 +69,6 @@ class InFlight:
         self._changed: set[int] = set()
         self._before = commits.read()
         self._num_steps = 0
-        self.num_tokens = 0
-        """Response tokens that this process has sampled."""
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, those of earlier attempts included."""
@@ -156,7 +154,6 @@ class InFlight:
         self._waiting = []
         if requests:
             self._engine.submit(requests)
-        self.num_tokens += self.num_rows
         outputs = self._engine.poll(0.0)
         if self._engine.state is EngineState.FAILED:
             # Its outputs end early with an error; what is committed goes on in the next attempt.

@@ -23,7 +23,7 @@ class SamplingProgress:
 
     Example:
         >>> progress = SamplingProgress(goal=64, clock=lambda: 0.0)
-        >>> progress.look(kept=3, dropped=1, num_tokens=900, num_rows=8)
+        >>> progress.look(kept=3, dropped=1, num_rows=8, stats=lambda: {"tokens": 900})
     """
 
     def __init__(self, goal: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,18 +43,17 @@ class SamplingProgress:
         *,
         kept: int,
         dropped: int,
-        num_tokens: int,
         num_rows: int,
-        stats: Callable[[], Mapping[str, Any]] = dict,
+        stats: Callable[[], Mapping[str, Any]],
     ) -> None:
         """Tell the present state, at most as often as the constants above say.
 
         Args:
             kept: of the goal.
             dropped: groups without a signal.
-            num_tokens: response tokens that this process has sampled.
             num_rows: responses that are in the engine now.
-            stats: returns the counters of the engine; asked at most as often.
+            stats: returns the counters of the engine, which this process has started; asked at
+                most as often.
         """
         if self._kept_before is None:
             self._kept_before = kept
@@ -63,7 +62,8 @@ class SamplingProgress:
             return
         self._levels_at = now
         elapsed = now - self._began
-        speed = num_tokens / elapsed
+        counters = stats()
+        speed = counters["tokens"] / elapsed
         new, missing = kept - self._kept_before, max(0, self._goal - kept)
         left = elapsed * missing / new if new > 0 else None
         telemetry.set_level("planish_rollout_kept_groups", kept)
@@ -72,7 +72,7 @@ class SamplingProgress:
         telemetry.set_level("planish_rollout_busy_slots", num_rows)
         if left is not None:
             telemetry.set_level("planish_rollout_remaining_seconds", left)
-        self.show_ranks(stats())
+        self.show_ranks(counters)
         if now - self._line_at < LINE_SECONDS:
             return
         self._line_at = now

@@ -58,7 +58,6 @@ def sample_windows(job: RolloutJob, prompts: PromptSet) -> Sampled:
             progress.look(
                 kept=len(places) - flight.num_running,
                 dropped=0,
-                num_tokens=flight.num_tokens,
                 num_rows=flight.num_rows,
                 stats=flight.stats,
             )

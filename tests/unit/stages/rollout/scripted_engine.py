@@ -45,10 +45,12 @@ def fails(seed: int, version: int) -> bool:
 
 
 class ScriptedEngine(BaseEngine):
-    """Grows every response by one scripted token a step."""
+    """Grows every response by scripted tokens, one a step."""
 
     token = staticmethod(scripted_token)
     """Seed and position to a token."""
+    step_sizes: tuple[int, ...] = (1,)
+    """Tokens that a step gives each response, in turn."""
 
     def __init__(
         self, *, max_rows: int, device: str, config: EngineConfig, max_model_len: int = 0
@@ -56,7 +58,7 @@ class ScriptedEngine(BaseEngine):
         super().__init__()
         self.max_rows = max_rows
         self.rows: list[tuple[Request, Output]] = []
-        self.counts = {"steps": 0, "most_rows": 0, "row_steps": 0}
+        self.counts = {"steps": 0, "most_rows": 0, "row_steps": 0, "tokens": 0}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -83,23 +85,32 @@ class ScriptedEngine(BaseEngine):
         return len(self.rows)
 
     def _advance(self) -> list[Output]:
+        size = self.step_sizes[self.counts["steps"] % len(self.step_sizes)]
         self.counts["steps"] += 1
         self.counts["row_steps"] += len(self.rows)
         self.counts["most_rows"] = max(self.counts["most_rows"], len(self.rows))
         going, done = [], []
         for request, output in self.rows:
-            seed = request.sampling.seed
-            position = len(request.response_prefix) + output.num_tokens
-            output.token_ids.append(self.token(seed, position))
-            output.logprobs.append(scripted_logprob(seed, position))
-            output.versions.append(self._version)
-            if output.token_ids[-1] == EOS:
-                output.finish_reason = FinishReason.STOP
-            ended = output.token_ids[-1] == EOS
-            ended = ended or output.num_tokens == request.sampling.max_new_tokens
-            (done if ended else going).append((request, output))
+            for _ in range(size):
+                if self.grow(request, output):
+                    done.append((request, output))
+                    break
+            else:
+                going.append((request, output))
         self.rows = going
         return [output for _, output in done]
+
+    def grow(self, request: Request, output: Output) -> bool:
+        """Add a token; return whether it ends the response."""
+        seed = request.sampling.seed
+        position = len(request.response_prefix) + output.num_tokens
+        output.token_ids.append(self.token(seed, position))
+        output.logprobs.append(scripted_logprob(seed, position))
+        output.versions.append(self._version)
+        self.counts["tokens"] += 1
+        if output.token_ids[-1] == EOS:
+            output.finish_reason = FinishReason.STOP
+        return output.token_ids[-1] == EOS or output.num_tokens == request.sampling.max_new_tokens
 
     def _withdraw(self, request_ids: Collection[str]) -> list[Output]:
         gone = [output for request, output in self.rows if request.request_id in request_ids]

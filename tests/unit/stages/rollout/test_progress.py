@@ -19,6 +19,11 @@ class Clock:
         return self.now
 
 
+def told(num_tokens):
+    """What an engine answers that has sampled so many tokens."""
+    return lambda: {"tokens": num_tokens}
+
+
 def levels():
     lines = telemetry.metrics_text().splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("planish_rollout_"))
@@ -29,12 +34,12 @@ def test_the_log_and_the_levels_tell_the_pace_so_far(caplog):
     caplog.set_level(logging.INFO)
     clock = Clock()
     progress = SamplingProgress(64, clock=clock)
-    progress.look(kept=0, dropped=0, num_tokens=0, num_rows=8)
+    progress.look(kept=0, dropped=0, num_rows=8, stats=told(0))
     clock.now += 0.5
-    progress.look(kept=1, dropped=0, num_tokens=50, num_rows=8)
+    progress.look(kept=1, dropped=0, num_rows=8, stats=told(50))
     assert caplog.text == ""
     clock.now += 5.5
-    progress.look(kept=16, dropped=4, num_tokens=1200, num_rows=7)
+    progress.look(kept=16, dropped=4, num_rows=7, stats=told(1200))
     found = levels()
     assert (found["kept_groups"], found["dropped_groups"]) == (16, 4)
     assert (found["tokens_per_second"], found["busy_slots"]) == (200, 7)
@@ -42,7 +47,7 @@ def test_the_log_and_the_levels_tell_the_pace_so_far(caplog):
     line = "sampling: 16 of 64 kept, 4 dropped, 200 tokens/s, 7 slots in use, 18 s left"
     assert sampling_line(caplog.text) == line
     clock.now += 1.0
-    progress.look(kept=70, dropped=4, num_tokens=1400, num_rows=1)
+    progress.look(kept=70, dropped=4, num_rows=1, stats=told(1400))
     assert levels()["remaining_seconds"] == 0
     assert len(caplog.records) == 1
 
@@ -51,9 +56,9 @@ def test_groups_of_an_earlier_attempt_say_nothing_of_the_pace(caplog):
     caplog.set_level(logging.INFO)
     clock = Clock()
     progress = SamplingProgress(64, clock=clock)
-    progress.look(kept=60, dropped=0, num_tokens=0, num_rows=8)
+    progress.look(kept=60, dropped=0, num_rows=8, stats=told(0))
     clock.now += 10.0
-    progress.look(kept=60, dropped=0, num_tokens=10, num_rows=8)
+    progress.look(kept=60, dropped=0, num_rows=8, stats=told(10))
     assert sampling_line(caplog.text).endswith("1 tokens/s, 8 slots in use")
 
 
@@ -123,10 +128,10 @@ def test_an_engine_without_ranks_is_asked_once_a_second_and_shows_nothing_of_the
 
     def stats():
         asked.append(clock.now)
-        return {"steps": 3}
+        return {"steps": 3, "tokens": 50}
 
     for _ in range(6):
         clock.now += 0.5
-        progress.look(kept=1, dropped=0, num_tokens=50, num_rows=8, stats=stats)
+        progress.look(kept=1, dropped=0, num_rows=8, stats=stats)
     assert asked == [101.0, 102.0, 103.0]
     assert not [name for name in levels() if name.startswith("rank_")]

@@ -1,0 +1,90 @@
+"""A step may give a request any number of tokens; what follows its end is in no output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from planish.engines.requests import Request, Sampling
+from planish.engines.stops import stop_table
+from planish.engines.vllm.engine import VllmEngine, _Running
+from planish.records.rollouts import FinishReason
+from tests.unit.stages.rollout.scripted_engine import EOS, ScriptedEngine, scripted_length
+
+
+class Engine(ScriptedEngine):
+    """No policy, and no request fails."""
+
+    def _load(self, model, source):
+        return 0
+
+    def _check(self, request):
+        return ""
+
+
+def generated(step_sizes, requests):
+    engine = Engine(max_rows=4, device="cpu", config=None)
+    engine.step_sizes = step_sizes
+    engine.start(None)
+    return engine.generate(requests), engine.stats()
+
+
+@pytest.mark.parametrize("step_sizes", [(3,), (0, 3), (5, 1, 0, 2)])
+def test_outputs_are_those_of_one_token_a_step(step_sizes):
+    seeds = [seed for seed in range(60) if scripted_length(seed) > 4][:12]
+    requests = [
+        Request(f"r{seed}", "g", (1,), Sampling(max_new_tokens=4 + seed % 9, seed=seed))
+        for seed in seeds
+    ]
+    wanted, _ = generated((1,), requests)
+    outputs, stats = generated(step_sizes, requests)
+    assert outputs == wanted
+    reasons = {output.finish_reason for output in outputs}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    # Ends that fall inside of a step.
+    assert any(output.num_tokens % 3 for output in outputs)
+    assert stats["tokens"] == sum(output.num_tokens for output in outputs)
+    assert all(EOS not in output.token_ids[:-1] for output in outputs)
+
+
+def part(token_ids, finish_reason=None):
+    """What a step of vLLM gives one request."""
+    logprobs = [{token: SimpleNamespace(logprob=-0.5 * token)} for token in token_ids]
+    new = SimpleNamespace(
+        token_ids=token_ids, logprobs=logprobs, routed_experts=None, finish_reason=finish_reason
+    )
+    return SimpleNamespace(outputs=[new], finished=finish_reason is not None, num_cached_tokens=0)
+
+
+def row_of(engine, **sampling):
+    request = Request("r", "g", (1, 2), Sampling(max_new_tokens=8, **sampling))
+    row = _Running(request, 0.0, 0.0, frozenset({7}))
+    engine._running["r"] = row
+    return row
+
+
+def test_vllm_trims_what_follows_a_stop_token_of_the_same_step():
+    engine = VllmEngine()
+    row = row_of(engine)
+    assert engine._take(row, part([])) is None
+    assert engine._take(row, part([3, 4, 5])) is None
+    assert engine.stats()["tokens"] == 3
+    output = engine._take(row, part([6, 7, 8, 9]))
+    assert (output.token_ids, output.stop_token_id) == ([3, 4, 5, 6, 7], 7)
+    assert output.logprobs == [-1.5, -2.0, -2.5, -3.0, -3.5]
+    assert output.finish_reason is FinishReason.STOP
+    assert engine.stats()["tokens"] == 5
+    assert not engine._running
+
+
+def test_vllm_trims_what_follows_a_stop_string_and_ends_at_its_budget():
+    engine = VllmEngine()
+    engine._strings = stop_table(["ab"], [b"a", b"b", b"c"])
+    output = engine._take(row_of(engine), part([2, 0, 1, 2]))
+    assert (output.token_ids, output.stop_string) == ([2, 0, 1], "ab")
+    row = row_of(engine)
+    row.request = replace(row.request, sampling=Sampling(max_new_tokens=3))
+    output = engine._take(row, part([2, 2, 2], "length"))
+    assert (output.token_ids, output.finish_reason) == ([2, 2, 2], FinishReason.LENGTH)
