@@ -43,6 +43,30 @@ def test_a_dense_model_is_refused():
         start(qwen3_policy(), launcher=ThreadRank)
 
 
+def test_no_request_is_answered_with_the_zeros_of_the_start(monkeypatch, caplog):
+    """Experts that are never connected fail the first request, in the name of the engine."""
+    from planish.engines.vllm import remote_experts
+
+    answers, apply = [], remote_experts.RemoteMethod.apply
+
+    def recording(self, *args, **options):
+        answers.append(apply(self, *args, **options))
+        return answers[-1]
+
+    monkeypatch.setattr(remote_experts.RemoteMethod, "apply", recording)
+    monkeypatch.setattr(remote_experts, "connect", lambda model, compute: 0)
+    with start(experts_policy(), launcher=ThreadRank, expert_ranks=2) as engine:
+        assert answers, "vLLM has computed nothing at its start"
+        assert not any(rows.any() for rows in answers)
+        num_answers = len(answers)
+        engine.submit([request(0, 4)])
+        (output,) = engine.poll(60.0)
+        assert output.token_ids == []
+        assert "experts must be connected before vLLM computes rows of a request" in output.error
+        assert (engine.state, len(answers)) == ("failed", num_answers)
+    assert "failed engine=vllm_disagg reason=rank 0" in caplog.text
+
+
 def test_two_replicas_share_the_experts_and_give_the_tokens_of_the_plain_model():
     """Real processes: two of vLLM, two of experts; each reads its own tensors and no others."""
     policy = experts_policy()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ Compute = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Takes the sparse layer (from 0), rows [n, hidden], expert ids [n, k] int64 and weights [n, k],
 gives the weighted sums [n, hidden]."""
 
+_STARTING: ContextVar[bool] = ContextVar("planish_vllm_starts_without_experts", default=False)
+"""Whether vLLM starts in this thread: passes that measure its memory and warm up are answered with
+zeros, since there is nobody to ask yet. Only `without_experts` sets it."""
+
 
 class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped here
     """What computes the experts of one layer: it makes no weights and asks `compute`."""
 
     compute: Compute | None = None
-    """None while vLLM measures its memory and warms up, before there is anyone to ask: such passes
-    are answered with zeros."""
+    """Set by `connect`."""
     layer_index = 0
     """Sparse layer of the model, from 0."""
 
@@ -63,7 +67,12 @@ class RemoteMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vllm is untyped
     ) -> Tensor:
         """Return the weighted sums of the experts of each row, [n, hidden]."""
         if self.compute is None:
-            return torch.zeros_like(x)
+            if _STARTING.get():
+                return torch.zeros_like(x)
+            raise EngineError(
+                f"experts must be connected before vLLM computes rows of a request, got none for "
+                f"{layer.layer_name}; call `connect` once `without_experts` has closed"
+            )
         weights = topk_weights.to(x.dtype)
         if layer.apply_router_weight_on_input:
             raise EngineError(
@@ -101,13 +110,18 @@ class WithoutExperts(BaseModelLoader):  # type: ignore[misc]  # vllm is untyped 
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """Let vLLM build models without routed experts, by `LOAD_FORMAT`, while this is open."""
+    """Let vLLM start models without routed experts, by `LOAD_FORMAT`, while this is open.
+
+    All rows that its start computes get zeros from the experts; afterwards none do.
+    """
     name = RoutedExperts.__name__
     PluggableLayer.register_oot(name=name)(RemoteRoutedExperts)
     register_model_loader(LOAD_FORMAT)(WithoutExperts)
+    token = _STARTING.set(True)
     try:
         yield
     finally:
+        _STARTING.reset(token)
         del op_registry_oot[name]
 
 
