@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import kill_ranks
 from tests.integration.kill_ranks import main, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -17,6 +18,26 @@ def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(tmp_path: Pa
     seed = random.SystemRandom().randrange(1 << 32)
     told = sweep("disagg", 1, seed, tmp_path, parts=("requests",), rehearse=False)
     assert not told["failures"], told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_vllm", "hit"),
+    [
+        ([], True, ["disagg", "vllm_disagg"]),
+        ([], False, ["disagg"]),
+        (["--engine", "vllm_disagg"], True, ["vllm_disagg"]),
+    ],
+)
+def test_every_engine_that_is_here_is_hit_unless_some_are_named(
+    arguments: list[str], has_vllm: bool, hit: list[str], monkeypatch
+) -> None:
+    engines = []
+    monkeypatch.setattr(kill_ranks, "find_spec", lambda _: has_vllm or None)
+    monkeypatch.setattr(
+        kill_ranks, "sweep", lambda engine, *_: engines.append(engine) or {"failed": 0}
+    )
+    assert main(arguments) == 0
+    assert engines == hit
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="every engine is installed here")
