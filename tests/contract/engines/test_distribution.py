@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from planish.base.errors import EngineError
 from planish.engines.requests import Request, Sampling
 from planish.engines.weights import DictWeights
 from planish.records.rollouts import FinishReason
 from tests.contract.engines.test_control import weights
-from tests.unit.engines.tiny import ids_of, prompt, request
+from tests.unit.engines.tiny import exact_logits, ids_of, prompt, request
 
 DRAWS = 20_000
 CHI_SQUARE_LIMIT = 5.0
 """In standard deviations above the mean of the statistic; seeds are fixed."""
-
-
-def exact_logprobs(policy, ids) -> np.ndarray:
-    """Return the log-probabilities of the next token after each position, [tokens, vocabulary]."""
-    model = policy.model.double()
-    model.set_experts_implementation("eager")  # the grouped product knows no float64
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-    return torch.log_softmax(logits, -1).numpy()
 
 
 @pytest.mark.slow
@@ -36,7 +26,7 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(new_engine, make_polic
     outputs = engine.generate(
         [Request(f"r{i}", "g", ids, Sampling(**sampling, seed=i)) for i in range(DRAWS)]
     )
-    scaled = exact_logprobs(make_policy(), ids)[-1] / temperature
+    scaled = exact_logits(make_policy(), ids)[-1] / temperature
     wanted = np.exp(scaled - np.logaddexp.reduce(scaled)) * DRAWS
     seen = np.bincount([o.token_ids[0] for o in outputs], minlength=len(wanted))
     common = wanted >= 5
@@ -45,16 +35,6 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(new_engine, make_polic
     freedom = len(wanted) - 1
     statistic = float(((seen - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
     assert abs(statistic - freedom) < CHI_SQUARE_LIMIT * np.sqrt(2 * freedom)
-
-
-def test_log_probabilities_are_those_of_a_float64_forward(new_engine, make_policy):
-    outputs = new_engine().generate([request(i, 20) for i in range(6)])
-    policy = make_policy()
-    for index, output in enumerate(outputs):
-        ids = prompt(index)
-        exact = exact_logprobs(policy, (*ids, *output.token_ids))[len(ids) - 1 : -1]
-        chosen = exact[np.arange(output.num_tokens), output.token_ids]
-        assert np.abs(chosen - output.logprobs).max() < 1e-4
 
 
 def test_seeds_give_different_responses_and_the_same_seed_the_same_one(new_engine):

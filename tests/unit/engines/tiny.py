@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
@@ -99,6 +101,34 @@ def reference_logprobs(policy: Policy, ids, response) -> list[float]:
         logits = policy.model(input_ids=tokens, use_cache=False).logits[0].float()
     logprobs = torch.log_softmax(logits, -1)[len(ids) - 1 : -1]
     return logprobs.gather(-1, tokens[0, len(ids) :, None]).squeeze(-1).tolist()
+
+
+def exact_logits(policy: Policy, ids) -> np.ndarray:
+    """Logits of the next token after each position by a float64 forward, [tokens, vocabulary]."""
+    model = copy.deepcopy(policy.model).double()
+    if num_experts(model.config.to_dict()):
+        model.set_experts_implementation("eager")  # the grouped product knows no float64
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].numpy()
+
+
+def exact_logprobs(policy: Policy, one: Request, response) -> np.ndarray:
+    """Log-probabilities of a response in the distribution that its request samples from.
+
+    Temperature 0 is taken as 1, and what top-k and then top-p leave is normalised again.
+    """
+    before, sampling = [*one.prompt_ids, *one.response_prefix], one.sampling
+    rows = exact_logits(policy, [*before, *response])[len(before) - 1 : -1]
+    rows = rows / (sampling.temperature or 1.0)
+    found = []
+    for row, token in zip(rows, response, strict=True):
+        order = np.argsort(-row, kind="stable")[: sampling.top_k or None]
+        shares = np.exp(row[order] - row[order[0]])
+        shares /= shares.sum()
+        kept = np.cumsum(shares) - shares < sampling.top_p
+        share = shares[kept & (order == token)].sum()
+        found.append(np.log(share / shares[kept].sum()) if share else -np.inf)
+    return np.array(found)
 
 
 def ids_of(outputs: list[Output]) -> list[list[int]]:
