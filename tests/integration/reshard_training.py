@@ -30,7 +30,7 @@ from planish.checkpoint import train_state
 from planish.checkpoint.convert.export_hf import export
 from planish.engines import open_engine
 from planish.engines.config import EngineConfig
-from planish.engines.requests import ModelRef
+from planish.engines.requests import ModelRef, Request
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
@@ -222,16 +222,42 @@ def largest_difference(seen: Sequence[object], wanted: Sequence[object]) -> floa
     return float((np.abs(left - right) / np.maximum(1.0, np.abs(right))).max())
 
 
-def sample_with_vllm(policy_pin: str) -> None:
-    """Print what vLLM samples from a policy, as JSON; runs where vLLM is."""
-    engine = open_engine(
-        EngineConfig(name="vllm", cache_bytes=16 << 20), ModelRef(pin=policy_pin), max_rows=4
+Samples = list[tuple[list[int], list[float]]]
+"""Tokens and their log-probabilities, of `requests`."""
+
+
+def requests(temperature: float) -> list[Request]:
+    """Return what an engine is asked that opens an export."""
+    return [request(number, 10, temperature=temperature) for number in range(4)]
+
+
+def sample(policy_pin: str, engine: str, temperature: float) -> Samples:
+    """Return what an engine that is installed here samples from a policy, one after another."""
+    cache = {"cache_bytes": 16 << 20} if engine.startswith("vllm") else {}
+    opened = open_engine(EngineConfig(name=engine, **cache), ModelRef(pin=policy_pin), max_rows=4)
+    with opened:
+        made = [opened.generate([one])[0] for one in requests(temperature)]
+    return [(output.token_ids, output.logprobs) for output in made]
+
+
+def sample_elsewhere(policy_pin: str, engine: str, temperature: float) -> Samples:
+    """Return what an engine on vLLM samples, in the environment that has it.
+
+    Raises:
+        RuntimeError: it ended with an error.
+    """
+    words = ["-m", HERE, "--sample", policy_pin, engine, str(temperature)]
+    done = subprocess.run(
+        [sys.executable if find_spec("vllm") else ENGINES_PYTHON, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
     )
-    try:
-        made = [engine.generate([request(n, 10, temperature=0.0)])[0] for n in range(4)]
-    finally:
-        engine.close()
-    print(json.dumps([[output.token_ids, output.logprobs] for output in made]))
+    if done.returncode:
+        text = (done.stdout + done.stderr)[-3000:]
+        raise RuntimeError(f"{engine} ended with {done.returncode}: {text}")
+    found: Samples = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def check_export(tiny: TinyRun, state_pin: str, with_vllm: bool) -> list[str]:
@@ -257,24 +283,15 @@ def check_export(tiny: TinyRun, state_pin: str, with_vllm: bool) -> list[str]:
     print(f"Hugging Face export: logits {'equal' if is_equal else 'DIFFER'}", flush=True)
     if not with_vllm:
         return faults
-    words = ["-m", HERE, "--sample", pin]
-    done = subprocess.run(
-        [sys.executable if find_spec("vllm") else ENGINES_PYTHON, *words],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        return [
-            *faults,
-            f"vLLM ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}",
-        ]
+    try:
+        samples = sample_elsewhere(pin, "vllm", 0.0)
+    except RuntimeError as error:
+        return [*faults, str(error)]
     difference = 0.0
-    for number, (token_ids, logprobs) in enumerate(json.loads(done.stdout.splitlines()[-1])):
-        prompt_ids = request(number, 10).prompt_ids
-        if token_ids != reference_greedy(policy, prompt_ids, 10):
-            faults.append(f"vLLM takes other tokens than transformers for prompt {number}")
-        wanted = reference_logprobs(policy, prompt_ids, token_ids)
+    for one, (token_ids, logprobs) in zip(requests(0.0), samples, strict=True):
+        if token_ids != reference_greedy(policy, one.prompt_ids, 10):
+            faults.append(f"vLLM takes other tokens than transformers for {one.request_id}")
+        wanted = reference_logprobs(policy, one.prompt_ids, token_ids)
         difference = max(difference, largest_difference(logprobs, wanted))
     print(f"vLLM: largest difference of log-probabilities {difference:.1e}", flush=True)
     if difference > LOGPROB_TOLERANCE:
@@ -345,10 +362,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Play all hops; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=7, help="of the training and the damages")
-    parser.add_argument("--sample", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--sample", nargs=3, default=(), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.sample:
-        sample_with_vllm(given.sample)
+        pin, engine, temperature = given.sample
+        print(json.dumps(sample(pin, engine, float(temperature))))
         return 0
     if not find_spec("vllm") and not ENGINES_PYTHON.exists():
         parser.exit(2, "vLLM must be installed in .venv-engines; `make engines` sets it up\n")

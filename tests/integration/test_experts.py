@@ -5,16 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from planish import store
+from planish.engines import ENGINES
 from planish.engines.weights import PinnedWeights
 from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import UpdateReport, read_report
-from tests.integration import runs
+from tests.integration import reshard_training, runs
+from tests.unit.engines.tiny import exact_logprobs
+
+pytestmark = pytest.mark.slow
 
 EXPERTS = "model.num_experts=4 model.experts_per_token=2 model.expert_intermediate_size=32"
 
@@ -38,51 +43,77 @@ def logits(policy_pin):
         return load_policy(policy_pin).model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.slow
-def test_experts_are_pretrained_sampled_trained_by_two_processes_and_exported(tmp_path):
-    root = f"file://{tmp_path}/run"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Root of a run whose policy two processes have trained."""
+    folder = tmp_path_factory.mktemp("experts")
+    root = f"file://{folder}/run"
     overrides = f"{EXPERTS} train.num_processes=2 train.replay_routing=true"
     overrides += " algorithm.correction=off"
-    runs.run(root, tmp_path / "log", shards=1, compact=True, overrides=overrides)
-    before, after = (PinnedWeights(pin(root, version)) for version in (0, 1))
+    runs.run(root, folder / "log", shards=1, compact=True, overrides=overrides)
+    return root
+
+
+@pytest.fixture(scope="module")
+def resharded(trained, tmp_path_factory):
+    """Root of a run that goes on with three processes, without a learning rate."""
+    folder = tmp_path_factory.mktemp("three")
+    root = f"file://{folder}/run"
+    overrides = f"{EXPERTS} train.num_processes=3 train.learning_rate=1e-30"
+    overrides += " algorithm.correction=off rollout.max_generation_rounds=30"
+    options = {"overrides": overrides, "resume_from": trained, "allow_config_change": True}
+    runs.run(root, folder / "log", shards=1, compact=True, **options)
+    return root
+
+
+def test_experts_are_pretrained_sampled_and_trained_by_two_processes(trained):
+    before, after = (PinnedWeights(pin(trained, version)) for version in (0, 1))
     assert after.names() == before.names()
     experts = [name for name in after.names() if ".mlp.experts." in name]
     layers = len({name.split(".")[2] for name in experts})
     assert len(experts) == layers * 4 * 3
     assert any(not after.read(name).equal(before.read(name)) for name in experts)
-    assert load_policy(pin(root, 1)).model.config.num_experts == 4
-    scalars = read_report(UpdateReport, layout.update(root, 1)).scalars
+    assert load_policy(pin(trained, 1)).model.config.num_experts == 4
+    scalars = read_report(UpdateReport, layout.update(trained, 1)).scalars
     assert scalars["num_rollouts"] > 0
     assert scalars["mismatch_logprob_max"] < 1e-4
     assert scalars["routing_disagreement"] < 0.01
-    check_three_processes_go_on(tmp_path, root)
-    check_a_merged_folder(tmp_path, root)
 
 
-def check_three_processes_go_on(tmp_path, root):
-    """What two processes saved is what three load: without a learning rate the policy stays."""
-    other = f"file://{tmp_path}/three"
-    overrides = f"{EXPERTS} train.num_processes=3 train.learning_rate=1e-30"
-    overrides += " algorithm.correction=off rollout.max_generation_rounds=30"
-    options = {"overrides": overrides, "resume_from": root, "allow_config_change": True}
-    runs.run(other, tmp_path / "three.log", shards=1, compact=True, **options)
-    files = [uri for uri in store.list_uris(newest_state(other)) if "/policy.model/" in uri]
+def test_what_two_processes_saved_is_what_three_load_and_export(trained, resharded):
+    files = [uri for uri in store.list_uris(newest_state(resharded)) if "/policy.model/" in uri]
     assert len(files) == 3
-    first, last = (PinnedWeights(p) for p in (pin(root, 1), pin(other, 1)))
+    first, last = (PinnedWeights(p) for p in (pin(trained, 1), pin(resharded, 1)))
     assert first.names() == last.names()
     assert all(first.read(name).equal(last.read(name)) for name in first.names())
-    scalars = read_report(UpdateReport, layout.update(other, 1)).scalars
+    scalars = read_report(UpdateReport, layout.update(resharded, 1)).scalars
     assert scalars["mismatch_logprob_max"] < 1e-4
 
 
-def check_a_merged_folder(tmp_path, root):
-    """The reshard pipeline writes the policy that the run exported."""
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_engines_sample_an_export_as_a_float64_forward_does(resharded, engine):
+    ask = reshard_training.sample
+    if engine.startswith("vllm"):
+        if not reshard_training.ENGINES_PYTHON.exists():
+            pytest.skip(f"{reshard_training.ENGINES_PYTHON} is missing: `make engines`")
+        ask = reshard_training.sample_elsewhere
+    policy_pin, asked = pin(resharded, 1), reshard_training.requests(1.0)
+    policy = load_policy(policy_pin)
+    for one, (token_ids, logprobs) in zip(asked, ask(policy_pin, engine, 1.0), strict=True):
+        assert np.abs(exact_logprobs(policy, one, token_ids) - logprobs).max() < 1e-5
+
+
+def test_the_reshard_pipeline_writes_the_policy_that_the_run_exported(trained, tmp_path):
     target = f"file://{tmp_path}/reshard"
     command = [sys.executable, "-m", "pipelines.reshard", "--root", target]
-    command += ["--source", newest_state(root), "--layout", "merged", "--policy", pin(root, 1)]
+    command += ["--source", newest_state(trained), "--layout", "merged", "--policy"]
     done = subprocess.run(
-        command, cwd=runs.REPOSITORY, env=runs.environment(), capture_output=True, text=True
+        [*command, pin(trained, 1)],
+        cwd=runs.REPOSITORY,
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     merged = read_manifest(f"{target}/merged").ref(f"{target}/merged").pin()
-    assert torch.equal(logits(merged), logits(pin(root, 1)))
+    assert torch.equal(logits(merged), logits(pin(trained, 1)))
