@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import email
+import importlib.metadata
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from planish import __version__
 from tests.unit.submit.kfp_server import Server
@@ -66,34 +69,54 @@ def test_the_wheel_has_the_command_the_licence_and_the_extras(wheel):
         assert f"Provides-Extra: {extra}\n" in metadata
 
 
+def requirements(wheel):
+    """Return every distribution that `pip install` of the wheel brings, without any extra."""
+    metadata = email.message_from_bytes(wheel[f"planish-{__version__}.dist-info/METADATA"])
+    found, waiting = {}, metadata.get_all("Requires-Dist")
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        # Extras of a requirement would need a marker of their own; the base asks for none.
+        assert not requirement.extras or requirement.marker, requirement
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found[name] = importlib.metadata.distribution(name)
+        waiting += found[name].requires or []
+    return found
+
+
 @pytest.fixture(scope="module")
-def program(built, tmp_path_factory):
-    """`planish` of the wheel alone; what it depends on comes from the environment of the tests."""
+def program(built, wheel, tmp_path_factory):
+    """`planish` of the wheel beside its base requirements and no other package."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=False)
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--offline", "--no-deps"]
-    wheel = built / f"planish-{__version__}-py3-none-any.whl"
-    subprocess.run([*uv, "--python", folder / "bin/python", wheel], check=True)
+    file = built / f"planish-{__version__}-py3-none-any.whl"
+    subprocess.run([*uv, "--python", folder / "bin/python", file], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    for distribution in requirements(wheel).values():
+        for path in distribution.files:
+            if ".." not in path.parts and "__pycache__" not in path.parts:
+                target = site / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(distribution.locate_file(path))
     return folder / "bin/planish"
+
+
+def installed(program, *words, home, **settings):
+    """Run a program of the environment; neither the checkout nor its package is on the path."""
+    settings = {"PATH": "/usr/bin", "HOME": str(home), **settings}
+    return subprocess.run([program, *words], cwd=home, env=settings, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 def test_the_installed_package_is_enough_to_submit(program, tmp_path):
-    def run(*words, name="planish"):
-        # Neither the checkout nor its package is on the path.
-        settings = {"PATH": "/usr/bin", "HOME": str(tmp_path)}
-        return subprocess.run(
-            [program.parent / name, *words],
-            cwd=tmp_path,
-            env=settings,
-            capture_output=True,
-            text=True,
-        )
+    def run(*words):
+        return installed(program, *words, home=tmp_path)
 
     code = "import planish, sys; print(planish.__file__)"
-    assert run("-c", code, name="python").stdout.startswith(str(program.parents[1]))
+    done = installed(program.with_name("python"), "-c", code, home=tmp_path)
+    assert done.stdout.startswith(str(program.parents[1]))
     words = ["submit", "s3://bucket/run", "--profile", "gpu-1x8", "-p", "preset=dapo-qwen2.5-7b"]
     golden = (REPOSITORY / "src/planish/submit/compiled/post-train-gpu-1x8.yaml").read_text()
     assert run(*words, "--dry-run").stdout == golden
@@ -106,6 +129,34 @@ def test_the_installed_package_is_enough_to_submit(program, tmp_path):
     server.close()
     done = run(*words, "--host", server.url)
     assert (done.returncode, len(done.stderr.splitlines())) == (75, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "dapo-qwen2.5-0.5b", "model.path=nobody/unknown"],
+        ["plan", "dapo-qwen2.5-0.5b", "model.path=https://127.0.0.1:9/m.tar#sha256=" + "0" * 64],
+    ],
+    ids=["a model of the hub", "a model of a web server"],
+)
+def test_the_base_requirements_are_enough_to_ask_for_models(program, words, tmp_path):
+    done = installed(program, *words, home=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    # One line that names what is not there, of an exception that we raise on purpose.
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("planish: ")
+    assert "No module" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_base_requirements_are_enough_to_upload_and_bring_no_other_package(program, tmp_path):
+    def said(code):
+        return installed(program.with_name("python"), "-c", code, home=tmp_path).stderr
+
+    upload = "from planish.store.hub import upload_model as f; f('a/b', {}, marker='', is_public=0)"
+    assert "an upload to hf://a/b needs a token" in said(upload)
+    assert "No module named 'torch'" in said("import torch")
+    assert "No module named 'datasets'" in said("import datasets")
 
 
 def test_the_source_archive_holds_no_tests_and_no_caches(built):
