@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # argparse takes what follows an option for no part of a list that began before it.
         options.overrides += unknown
     elif unknown:
-        message = f"unrecognized arguments: {' '.join(unknown)}"
+        message = telemetry.redact(f"unrecognized arguments: {' '.join(unknown)}")
         if options.command != "minder":
             top.error(message)
         # There 2, the code of wrong arguments elsewhere, says that a machine is faulty.
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         show(options.uri, console, rows=options.rows)
     except PlanishError as error:
-        sys.stderr.write(f"planish: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"planish: {telemetry.redact(' '.join(str(error).split()))}\n")
         return exit_code(error)
     except KeyboardInterrupt:
         sys.stderr.write("planish: interrupted; the same command resumes\n")

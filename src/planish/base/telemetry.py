@@ -402,7 +402,7 @@ def _value(value: object) -> str:
 
 
 _SECRET = re.compile(
-    r"(?P<before>\b[a-z][a-z0-9+.-]*://)[^/\s@'\"?#]+(?=@)"
+    r"(?P<before>\b[a-z][a-z0-9+.-]*://)[^/\s'\"?#]+(?=@)"
     r"|(?P<name>[?&;](?:[\w-]*(?:token|secret|signature|password|credential)[\w-]*"
     r"|[\w-]*key(?:id)?|sig|auth)=)[^&;#\s'\"]+"
     r"|\bhf_[A-Za-z0-9]{30,}",

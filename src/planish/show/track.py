@@ -19,6 +19,7 @@ from typing import Any
 
 from planish import store
 from planish.base.errors import PlanishError
+from planish.base.telemetry import redact
 from planish.records import EvalReport, UpdateReport, layout, read_report
 from planish.run.signals import on_signal
 from planish.show.trackers import Point, Tracker, open_tracker
@@ -246,7 +247,7 @@ def track(options: argparse.Namespace) -> str:
                         follower.close()
                 except Exception as error:
                     # Whatever the package of a tracker raises, the others go on.
-                    text = " ".join(f"{type(error).__name__}: {error}".split())
+                    text = redact(" ".join(f"{type(error).__name__}: {error}".split()))
                     if follower not in problems:
                         logger.warning("tracker=%s error=%s", follower.kind, text)
                     problems[follower] = text

@@ -19,6 +19,7 @@ from typing import Any
 
 from planish import store
 from planish.base.errors import ConfigError
+from planish.base.telemetry import redact
 from planish.records import layout
 from planish.store import normal_uri
 
@@ -252,7 +253,8 @@ def open_tracker(target: str, root: str, *, experiment: str, name: str) -> Track
     if kind == "wandb":
         return WeightsAndBiases(root, place, name)
     raise ConfigError(
-        f"a tracker must be tensorboard[=FOLDER], mlflow[=URI] or wandb[=PROJECT], got {target!r}"
+        f"a tracker must be tensorboard[=FOLDER], mlflow[=URI] or wandb[=PROJECT], got "
+        f"{redact(target)!r}"
     )
 
 

@@ -25,6 +25,7 @@ from kubernetes import config as kubeconfig
 from urllib3.exceptions import HTTPError
 
 from planish.base.errors import ClusterError, ConfigError
+from planish.base.telemetry import redact
 from planish.run.chain import FIRST_UNFINISHED, with_settings
 from planish.run.kubeflow import TOKEN_FILE, KfpRuns, KubeflowRun, description
 from planish.submit.parameters import pipeline_root
@@ -48,6 +49,7 @@ class Kubeflow:
     client: Any
     """An `ApiClient` of the generated client, which carries no types."""
     url: str
+    """For people: its address without user and password."""
     is_multi_user: bool
     """Runs of a server for several users live in the namespaces of their profiles."""
     namespace: str
@@ -98,7 +100,7 @@ class Kubeflow:
                 raise ConfigError(message) from None
             raise ClusterError(f"{message}; try again", status=status) from None
         except (HTTPError, OSError) as error:
-            cause = " ".join(str(error).split())
+            cause = redact(" ".join(str(error).split()))
             raise ClusterError(f"Kubeflow at {self.url} must answer, got {cause:.300}") from None
 
     def experiment(self, name: str, namespace: str) -> str:
@@ -301,14 +303,15 @@ def connect(host: str = "", kfp_namespace: str = "kubeflow", token: str = "") ->
     except (HTTPError, OSError, api.ApiException, kubeconfig.ConfigException) as error:
         reason = getattr(error, "reason", None) or error
         cause = " ".join(str(getattr(reason, "reason", reason)).split())
+        address = redact(settings.host)
         raise ClusterError(
-            f"Kubeflow Pipelines must answer{f' at {settings.host}' if settings.host else ''}, got "
-            f"{cause:.300}; type `kubectl -n {kfp_namespace} port-forward svc/ml-pipeline-ui "
-            "8080:80` in another terminal and add `--host http://localhost:8080`"
+            f"Kubeflow Pipelines must answer{f' at {address}' if address else ''}, got "
+            f"{redact(cause):.300}; type `kubectl -n {kfp_namespace} port-forward "
+            "svc/ml-pipeline-ui 8080:80` in another terminal and add `--host http://localhost:8080`"
         ) from None
     finally:
         logging.disable(logging.NOTSET)
-    return Kubeflow(client, settings.host, bool(health.multi_user), kfp_namespace)
+    return Kubeflow(client, redact(settings.host), bool(health.multi_user), kfp_namespace)
 
 
 def _load_kubeconfig(settings: Any, kfp_namespace: str) -> None:

@@ -22,6 +22,7 @@ from planish.show import trackers
 from planish.show.track import Follower, RunReader, track
 from planish.show.trackers import Point, Tracker
 from planish.store.documents import write_json
+from tests.servers.program import free_port
 
 UPDATES = {
     1: ({"loss": 0.5, "entropy": 1.25}, [{"grad_norm": 1.0}, {"grad_norm": 2.0}]),
@@ -256,6 +257,19 @@ def test_one_tracker_that_fails_keeps_nothing_from_the_other(root, monkeypatch):
     with pytest.raises(PlanishError, match="got a: ConnectionError: no route; the same command"):
         track(options)
     assert len(memory.points) == 8
+
+
+@pytest.mark.slow
+def test_the_password_of_a_server_that_is_down_is_printed_nowhere(root, monkeypatch, capsys):
+    pytest.importorskip("mlflow", reason="needs the extra trackers")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    target = f"mlflow=http://me:geheim@127.0.0.1:{free_port()}"
+    assert main(["track", root, "--to", target]) == 1
+    told = "".join(capsys.readouterr())
+    assert "http://***@127.0.0.1" in told
+    assert "geheim" not in told
+    assert main(["track", root, "--to", f"ml{target}"]) == 2
+    assert "geheim" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -124,3 +124,19 @@ def test_what_the_server_refuses_is_one_line(server, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert f"Kubeflow at {server.url} must do what is asked, got 404: " in line
     assert "not found" in line
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_the_password_of_an_address_is_printed_nowhere(words, server, capsys):
+    for port in (free_port(), server.url.rpartition(":")[2]):
+        main([*words, "--host", f"http://me:geheim@127.0.0.1:{port}", "--namespace", "wrong"])
+        told = capsys.readouterr().err
+        assert f"http://***@127.0.0.1:{port}" in told
+        assert "me:" not in told
+        assert "geheim" not in told
+
+
+def test_a_server_with_a_password_is_described_without_it(server):
+    found = connect(server.url.replace("://", "://me:gehe@im@"))
+    host = server.url.removeprefix("http://")
+    assert found.describe("n").startswith(f"Kubeflow at http://***@{host} serves one user")

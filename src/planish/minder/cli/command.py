@@ -18,6 +18,7 @@ from planish.base.errors import (
     PlanishError,
     StoreUnavailable,
 )
+from planish.base.telemetry import redact
 from planish.minder.cli import BACKEND_UNAVAILABLE, BAD_INPUT
 
 _SERVICE_VERBS = ("serve", "validate-config", "breaker", "record")
@@ -154,5 +155,5 @@ def run(options: argparse.Namespace, progress: Progress) -> int:
 
         return traces.run(options)
     except PlanishError as error:
-        sys.stderr.write(f"planish minder: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"planish minder: {redact(' '.join(str(error).split()))}\n")
         return BACKEND_UNAVAILABLE if isinstance(error, _UNAVAILABLE) else BAD_INPUT

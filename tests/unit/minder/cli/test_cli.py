@@ -67,6 +67,13 @@ def test_bad_input_is_one_line_and_code_3(tmp_path, capsys, arguments, message):
     assert message in line
 
 
+def test_the_password_of_an_address_is_not_printed(tmp_path, capsys):
+    (tmp_path / "c.toml").write_text('server_url = "http://me:geheim@host:9090"\n')
+    code, shown = run(capsys, "validate-config", "--config", tmp_path / "c.toml")
+    assert code == 3
+    assert "got 'http://***@host:9090'" in shown.err
+
+
 def test_wrong_arguments_are_bad_input_not_a_fault(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["minder", "run-once", "--end", "soon"])
