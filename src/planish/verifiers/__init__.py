@@ -31,6 +31,7 @@ __all__ = [
     "answer_fault",
     "check_verifier",
     "find_verifier",
+    "is_own",
     "verify",
     "verify_many",
 ]
@@ -65,6 +66,11 @@ _UNUSABLE = {
     "regex": "answer_not_a_pattern",
 }
 """Reason where a shipped verifier fails on the empty response."""
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a name stands for a function of the user, which need not be installed here."""
+    return is_reference(name) or name in installed_verifiers().keys() - VERIFIERS.keys()
 
 
 def find_verifier(name: str) -> Verifier:
@@ -171,7 +177,7 @@ def answer_fault(name: str, answer: str) -> str | None:
     from planish.verifiers import math_answer
     from planish.verifiers.countdown import parse_countdown
 
-    if is_reference(name) or name in installed_verifiers().keys() - VERIFIERS.keys():
+    if is_own(name):
         check_verifier(name)
         return None
     if name not in VERIFIERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,11 +18,14 @@ from planish.stages.curate.filters import remove_unverifiable
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem
 from planish.stages.curate.records import DataRow, DataTable, read_hub, read_table
+from planish.verifiers import VerifierOptions, is_own, verify
 
 INSPECTED_ROWS = 5000
 """Rows looked at: minutes of a large data set would be too long for a first stage."""
 VERIFIED_ROWS = 500
 """Of them, rows whose answers are judged."""
+TRIED_ROWS = 4
+"""Rows on which each verifier of the user is called; one that hangs costs a single time limit."""
 SAMPLED_PROMPTS = 256
 """Prompts handed on, to be measured in tokens."""
 
@@ -42,6 +46,8 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
     if not settings.dataset:
         found.rows.append(("data", f"generated, {code_span(settings.task)}"))
         return
+    seconds = config.get("reward", {}).get("verifier_timeout_seconds")
+    options = VerifierOptions() if seconds is None else VerifierOptions(timeout_seconds=seconds)
     hub = partial(
         read_hub,
         config=settings.hub_config,
@@ -94,7 +100,34 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
                 f"its columns are {', '.join(column_names(table.rows))}: name them by "
                 "`curate.dataset_map` = 'prompt=...,answer=...'"
             )
+        found.faults += verifier_faults(judged, options)
         found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
+
+
+def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> list[str]:
+    """Call the verifiers of the user on the first ground truths; return what they must not do.
+
+    A ground truth stands for a response too. Any number from 0 to 1 is right: what a response
+    must look like is the verifier's own affair.
+
+    Args:
+        problems: rows that can be judged.
+        options: as those of the reward stage.
+    """
+    faults = []
+    for name in dict.fromkeys(p.verifier for p in problems if is_own(p.verifier)):
+        rows = (p for p in problems if p.verifier == name)
+        for problem in itertools.islice(rows, TRIED_ROWS):
+            verdict = verify(name, problem.answer, problem.answer, options)
+            if verdict.error:
+                faults.append(
+                    f"the verifier {name!r} must give a number from 0 to 1 for any response, got: "
+                    f"{' '.join(verdict.reason.split())}, called with the answer of "
+                    f"{problem.origin} as response and as answer; mend it: `planish verifier check "
+                    f"{name}` tries more"
+                )
+                break
+    return faults
 
 
 def _short(drop: Drop) -> str:

@@ -35,12 +35,13 @@ def model(original, tmp_path):
     return shutil.copytree(original, tmp_path / "model")
 
 
-def inspect(dataset="", path="", *, engine="transformers", limit=64, **curate):
+def inspect(dataset="", path="", *, engine="transformers", limit=64, seconds=10.0, **curate):
     config = {
         "curate": {"dataset": str(dataset), **curate},
         "model": {"path": str(path)},
         "engine": {"name": engine},
         "rollout": {"max_prompt_tokens": limit},
+        "reward": {"verifier_timeout_seconds": seconds},
     }
     return inspect_sources(config)
 
@@ -171,6 +172,69 @@ def test_data_that_nothing_can_be_learnt_from_is_refused(tmp_path, rows, words):
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert words in refused(path, dataset_map=MAP)
+
+
+VERIFIERS = """
+import math, os, time
+from pathlib import Path
+
+def zero(response, answer): return 0.0
+def part(response, answer): return 0.25 if response == answer else math.nan
+def raises(response, answer): return {"1": 1.0, "2": 1.0}[answer]
+def hangs(response, answer): time.sleep(60)
+def nan(response, answer): return math.nan
+def above(response, answer): return 1.5
+def text(response, answer): return "1"
+def dies(response, answer): os._exit(3)
+def fifth(response, answer): return 1.0 if answer in "1234" else None
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of verifiers; its name is that of the test, since children outlive one."""
+    name = f"of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(VERIFIERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", "got: {own}:raises raised KeyError: '3', called with the answer of line 3"),
+        ("hangs", "{own}:hangs did not answer within 0.5 s, called with the answer of line 1"),
+        ("nan", "{own}:nan must return a number from 0 to 1, got nan of type float"),
+        ("above", "must return a number from 0 to 1, got 1.5 of type float"),
+        ("text", "must return a number from 0 to 1, got '1' of type str"),
+        ("dies", "{own}:dies did not survive a call: its process ended, exit code 3"),
+    ],
+)
+def test_a_verifier_that_fails_on_the_first_ground_truths_is_refused(
+    tmp_path, own, function, words
+):
+    path = jsonl(tmp_path, *sums(6))
+    message = refused(path, dataset_map=MAP, verifier=f"{own}:{function}", seconds=0.5)
+    assert f"the verifier '{own}:{function}' must give a number from 0 to 1" in message
+    assert words.format(own=own) in message
+    assert message.endswith(f"`planish verifier check {own}:{function}` tries more")
+
+
+@pytest.mark.parametrize("function", ["zero", "part", "fifth"])
+def test_a_verifier_that_gives_numbers_is_no_fault(tmp_path, own, function):
+    # The fifth row is not reached: a verifier is called on the first four of its rows.
+    path = jsonl(tmp_path, *sums(6))
+    found = inspect(path, dataset_map=MAP, verifier=f"{own}:{function}")
+    assert f"`{own}:{function}` 6" in dict(found.rows)["- verifiers"]
+
+
+def test_each_verifier_that_rows_name_is_called_and_its_faults_are_told_together(tmp_path, own):
+    names = ["zero", "nan", "above", "nan"]
+    rows = [row | {"verifier": f"{own}:{n}"} for row, n in zip(sums(4), names, strict=True)]
+    message = refused(jsonl(tmp_path, *rows), dataset_map=MAP)
+    assert message.count("must give a number from 0 to 1 for any response") == 2
+    assert "called with the answer of line 2" in message
+    assert "called with the answer of line 3" in message
 
 
 def test_characters_that_the_built_model_does_not_know_are_told(tmp_path):

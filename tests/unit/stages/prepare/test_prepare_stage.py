@@ -159,6 +159,44 @@ def test_what_the_user_must_mend_ends_with_exit_code_two(file_root, tmp_path, ch
     assert not store.exists(layout.run_file(file_root))
 
 
+BAD_ROW = "line 2 (answer_is_no_text)"
+BAD_VERIFIER = "raised ZeroDivisionError: division by zero, called with the answer of line 1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "function", "words"),
+    [
+        ([2], "right", [BAD_ROW]),
+        (2, "wrong", [BAD_VERIFIER]),
+        ([2], "wrong", [BAD_ROW]),
+    ],
+    ids=["data", "verifier", "both"],
+)
+def test_bad_data_and_a_bad_verifier_end_the_run_before_it_begins(
+    file_root, tmp_path, monkeypatch, answer, function, words
+):
+    module = f"of_{tmp_path.name}"
+    text = "def right(response, answer): return 1\ndef wrong(response, answer): return 1 / 0\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = [{"prompt": "0+1=", "answer": 1}, {"prompt": "0+2=", "answer": answer}]
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = f"{SMALL} curate.verifier={module}:{function}"
+    settings = {"dataset": str(data), "overrides": overrides}
+    with pytest.raises(SystemExit) as caught:
+        run_stage(tmp_path / "a", file_root, **settings)
+    assert caught.value.code == 2
+    log = json.loads(store.read(layout.stage_log(file_root, "prepare", 0, 0)))
+    assert all(word in log["error"] for word in words)
+    assert not store.exists(layout.run_file(file_root))
+    # What was mended is enough: the same root takes the run then.
+    data.write_text(data.read_text().replace("[2]", "2"))
+    settings["overrides"] = settings["overrides"].replace(":wrong", ":right")
+    run_stage(tmp_path / "a", file_root, **settings)
+    assert store.exists(layout.run_file(file_root))
+
+
 @pytest.mark.parametrize("root", ["nowhere", "file://relative/x", "file:///a/../b", "s3://"])
 def test_a_root_that_cannot_be_is_refused(tmp_path, root):
     with pytest.raises(SystemExit) as caught:
