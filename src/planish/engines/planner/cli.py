@@ -260,12 +260,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=0, metavar="N", help="requests at once (default: most)")
     add("--max-gpus", type=count, default=0, metavar="N", help="of a deployment (default: any)")
     add("--imbalance", type=positive, default=1.0, help="busiest expert node over the mean (1.0)")
-    add(
-        "--redundancy",
-        type=float,
-        default=0.0,
-        help="share of experts stored twice (0.0); our engines end with a lost expert rank anyway",
-    )
+    add("--redundancy", type=float, default=0.0, help="share of experts stored twice (0.0)")
     add(
         "--combine",
         choices=("exact", "local_sum"),
