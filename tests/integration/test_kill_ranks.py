@@ -14,9 +14,15 @@ from tests.integration.kill_ranks import main, sweep
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(tmp_path: Path) -> None:
+ENGINES = ["disagg", *(["vllm_disagg"] if find_spec("vllm") else [])]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit(
+    engine: str, tmp_path: Path
+) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
-    told = sweep("disagg", 1, seed, tmp_path, parts=("requests",), rehearse=False)
+    told = sweep(engine, 1, seed, tmp_path, parts=("requests",), rehearse=False)
     assert not told["failures"], told
 
 
