@@ -409,6 +409,7 @@ def finish(
             "greedy_before",
             "greedy_after",
             "iterations",
+            "mismatch_k3_max",
         )
     }
     learning = work_seconds(tasks)

@@ -139,7 +139,8 @@ _STAGES = {
             write(report, summary)
             from planish.store.documents import write_json
             numbers = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after")
-            write_json(f"{root}/report/summary.json", dict.fromkeys([*numbers, "iterations"], 1))
+            numbers += ("iterations", "mismatch_k3_max")
+            write_json(f"{root}/report/summary.json", dict.fromkeys(numbers, 1))
     """,
 }
 

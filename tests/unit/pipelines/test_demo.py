@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pipelines.demo import (
     EndedTask,
     default_root,
+    demo_parser,
+    finish,
     main,
     progress_line,
     read_tasks,
@@ -59,6 +64,20 @@ def test_only_ended_attempts_of_this_run_are_read(tmp_path: Path) -> None:
     (tmp_path / "logs" / "00001-checkpoint-00.json").write_text('{"half')
     found = read_tasks(root, since=99.0)
     assert [(task.stage, task.metrics) for task in found] == [("reward", {"a": 1.0})]
+
+
+def test_the_last_line_tells_accuracies_and_the_largest_divergence_of_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, names = tmp_path.as_uri(), ("accuracy_before", "accuracy_after", "greedy_before")
+    summary = dict.fromkeys((*names, "greedy_after"), 0.5)
+    summary |= {"iterations": 3, "mismatch_k3_max": 4e-9, "num_tokens": 100}
+    write_json(f"{layout.report(root)}/summary.json", summary)
+    arguments = demo_parser().parse_args(["--root", root, "--no-control"])
+    assert finish(arguments, [REWARD], time.monotonic(), tmp_path / "log", Console()) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["mismatch_k3_max"] == 4e-9
+    assert (last["iterations"], last["accuracy_after"]) == (3, 0.5)
 
 
 def test_an_algorithm_alone_means_its_tiny_preset() -> None:

@@ -125,6 +125,9 @@ def write_report(facts: ReportFacts, *, failed_task: str, error_message: str) ->
 def as_summary(facts: ReportFacts) -> dict[str, Any]:
     """Return the machine-readable summary: plain JSON, None where unknown."""
     before, after = facts.before, facts.after
+    divergences = [
+        abs(update["mismatch_k3"]) for update in facts.updates.values() if "mismatch_k3" in update
+    ]
     return {
         "root": facts.root,
         "state": facts.final_state,
@@ -135,6 +138,7 @@ def as_summary(facts: ReportFacts) -> dict[str, Any]:
         "greedy_before": before.greedy if before else None,
         "greedy_after": after.greedy if after else None,
         "iterations": len(facts.updates),
+        "mismatch_k3_max": max(divergences, default=None),
         "seconds": facts.seconds,
         "busy_seconds": facts.busy_seconds,
         "seconds_by_stage": facts.stage_seconds,

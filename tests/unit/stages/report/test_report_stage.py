@@ -8,7 +8,8 @@ from planish import store
 from planish.base.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_TRANSIENT
 from planish.records import layout
 from planish.run.stage import PathArtifact, stage_main
-from planish.stages.report.stage import run
+from planish.stages.report.facts import ReportFacts
+from planish.stages.report.stage import as_metrics, as_summary, run
 from planish.store.documents import read_json
 from tests.unit.stages.report.test_report_webhook import server
 
@@ -47,6 +48,15 @@ def test_the_summary_has_what_the_demo_prints(short_root, artifacts):
     assert summary["iterations"] == 2
     assert summary["seconds_by_stage"]["sft"] == 31.0
     assert summary["state"] == "SUCCEEDED"
+
+
+def test_the_summary_has_the_largest_divergence_of_all_iterations():
+    updates = {1: {"mismatch_k3": 2e-9}, 2: {"mismatch_k3": -5e-8}, 3: {"mismatch_k3": 1e-9}, 4: {}}
+    facts = ReportFacts("file:///r", updates=updates)
+    assert as_summary(facts)["mismatch_k3_max"] == 5e-8
+    assert as_metrics(as_summary(facts))["mismatch_k3_max"] == 5e-8
+    facts = ReportFacts("file:///r", updates={1: {"loss": 0.5}})
+    assert as_summary(facts)["mismatch_k3_max"] is None
 
 
 def test_a_root_without_anything_still_gives_a_report(tmp_path, artifacts):
