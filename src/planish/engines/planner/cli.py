@@ -134,7 +134,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ROLE:RANK@SECONDS",
-        help="a rank that dies: attention:0@1.5 or experts:3@2; repeatable",
+        help="a rank that dies: attention:0@1.5 or experts:3@2; repeatable (a plan with "
+        "--redundancy outlives experts; the engines of this package end)",
     )
     add("--seed", type=int, default=0, help="of all draws (default 0)")
     add("--layers", type=count, default=6, metavar="N", help="in the picture (default 6)")
