@@ -12,7 +12,13 @@ from planish.base.telemetry import redact
 from planish.run.chain import parse_chain, with_settings
 from planish.run.kubeflow import title
 from planish.stages.prepare.cluster import PodRequests
-from planish.stages.prepare.devices import demands, device_faults, device_warnings, find_shape
+from planish.stages.prepare.devices import (
+    SMALLEST,
+    demands,
+    device_faults,
+    device_warnings,
+    find_shape,
+)
 from planish.stages.prepare.settings import build_config
 from planish.store.sources import parse_source
 from planish.submit.pipeline import CompiledPipeline
@@ -100,6 +106,12 @@ def check_settings(parameters: Mapping[str, Any], pipeline: CompiledPipeline) ->
     keys = ("preset", "config", "overrides", "model", "dataset", "seed")
     given = {key: parameters.get(key, pipeline.inputs[key]["defaultValue"]) for key in keys}
     requests = PodRequests.parse(pipeline.constants("prepare")["requests"]["constant"])
+    if requests.have_gpus and "preset" not in parameters:
+        raise ConfigError(
+            f"`preset` must be named for pods with GPUs, got none; the default {given['preset']!r} "
+            f"is made for a machine without: `-p preset={SMALLEST}` is the smallest for GPUs, and "
+            "`-p preset=` takes none below a `config` of yours"
+        )
     try:
         config = build_config(**{**given, "seed": int(given["seed"])})
     except (PlanishError, OSError) as error:

@@ -186,14 +186,42 @@ def test_wrong_parameters_are_told_at_once(package):
 @pytest.mark.parametrize(
     ("profile", "pairs", "words"),
     [
-        ("gpu-1x8", ["overrides=rollout.device=cpu"], "`rollout.device` must be 'auto' or 'cuda'"),
-        ("gpu-4x8", ["overrides=train.num_processes=1"], "must be 0 or 8 in a pod of 8 GPUs"),
-        ("gpu-1x8", ["overrides=train.num_nodes=2"], "take the profile gpu-4x8 or gpu-16x8 with"),
+        (
+            "gpu-1x8",
+            ["preset=", "overrides=train.num_nodes=2"],
+            "take the profile gpu-4x8 or gpu-16x8 with",
+        ),
+        (
+            "gpu-1x8",
+            ["preset=", "overrides=rollout.device=cpu"],
+            "`rollout.device` must be 'auto' or 'cuda'",
+        ),
+        (
+            "gpu-4x8",
+            ["preset=", "overrides=train.num_processes=1"],
+            "must be 0 or 8 in a pod of 8 GPUs",
+        ),
         ("cpu-tiny", ["preset=dapo-qwen2.5-7b"], "fit in the 1.5 GiB that the host memory leaves"),
         ("cpu-tiny", ["model=Qwen/Qwen2.5-7B"], "fit in the 1.5 GiB that the host memory leaves"),
         ("gpu-1x8", ["preset=dapo-paper"], "`train` must fit in the 68.5 GiB that each of 8 GPUs"),
-        ("gpu-1x8", ["overrides=train.lerning_rate=1"], "did you mean `learning_rate`"),
-        ("gpu-1x8", ["config=/absent.toml"], "`config` must be the URI or path of a TOML file"),
+        ("gpu-1x8", ["preset=", "overrides=train.lerning_rate=1"], "did you mean `learning_rate`"),
+        (
+            "gpu-1x8",
+            ["preset=", "config=/absent.toml"],
+            "`config` must be the URI or path of a TOML file",
+        ),
+        (
+            "gpu-1x8",
+            [],
+            "`preset` must be named for pods with GPUs, got none; the default 'dapo-tiny'",
+        ),
+        ("gpu-4x8", ["model=Qwen/Qwen2.5-7B"], "`-p preset=dapo-qwen2.5-0.5b` is the smallest"),
+        ("gpu-16x8", ["preset=dapo-tiny"], "`model.path` must name a model in pods with GPUs"),
+        (
+            "gpu-1x8",
+            ["preset=dapo-moe-tiny"],
+            "'dapo-qwen2.5-0.5b' is the smallest, or give a model",
+        ),
     ],
 )
 def test_settings_that_the_pods_can_not_carry_are_refused_at_once(profile, pairs, words, capsys):

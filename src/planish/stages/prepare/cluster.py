@@ -238,6 +238,11 @@ class PodRequests:
     launcher: str = "job"
     """What they are submitted as: `train.launcher`."""
 
+    @property
+    def have_gpus(self) -> bool:
+        """Whether a stage has a pod with GPUs."""
+        return any(pod.gpus for pod in self.stages.values())
+
     @classmethod
     def parse(cls, text: str) -> PodRequests:
         """Parse the JSON that the pipeline passes; empty for none.

@@ -39,6 +39,9 @@ PROGRAM_BYTES = 1 << 29
 
 HOST = "the host memory"
 
+SMALLEST = "dapo-qwen2.5-0.5b"
+"""The smallest preset for pods with GPUs."""
+
 DEVICES = {
     "curate": "curate.pass_rate_device",
     "sft": "sft.device",
@@ -146,13 +149,19 @@ def find_shape(config: Config) -> ModelShape:
 
 
 def device_faults(config: Config, requests: PodRequests) -> list[str]:
-    """Return where settings ask for other devices than the pods have.
+    """Return where settings ask for other devices than the pods have, or waste all of them.
 
     Outside a cluster, where all stages run on this machine, also for a trainer that it lacks; the
     image of the train stage is another than that of `prepare`, and is looked at there.
     """
     fault = "" if requests.num_nodes else trainer_fault(config["train"]["trainer"])
     faults = [fault] if fault else []
+    if requests.have_gpus and not config["model"]["path"]:
+        faults.append(
+            "`model.path` must name a model in pods with GPUs, got none; what is built from "
+            f"scratch is for a machine without: take a preset for GPUs, {SMALLEST!r} is the "
+            "smallest, or give a model by `model`"
+        )
     for stage, path in DEVICES.items():
         pod = requests.stages.get(stage)
         section, _, key = path.partition(".")

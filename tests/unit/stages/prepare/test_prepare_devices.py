@@ -123,7 +123,18 @@ def test_an_accelerator_is_refused_in_a_pod_without_one():
         "take another profile"
     ]
     for preset in (name for name in preset_names() if name.endswith("-tiny")):
-        assert judged(preset, "cpu-tiny") == judged(preset, GPUS) == ([], [])
+        assert judged(preset, "cpu-tiny") == ([], [])
+
+
+def test_a_model_from_scratch_is_refused_in_pods_with_gpus():
+    for preset in preset_names():
+        (faults, _), is_small = judged(preset), preset.endswith("-tiny")
+        assert [fault[:50] for fault in faults] == is_small * [
+            "`model.path` must name a model in pods with GPUs, "
+        ], preset
+    assert judged("dapo-tiny", overrides="model.path=Qwen/Qwen2.5-0.5B") == ([], [])
+    # Nothing is known of the pods of a run on this machine, whatever it has.
+    assert device_faults(configured("dapo-tiny"), this_machine()) == []
 
 
 @pytest.mark.parametrize(
@@ -274,7 +285,8 @@ def test_a_grid_that_is_none_is_refused(settings, words):
     ],
 )
 def test_a_grid_that_the_pods_do_not_fill_is_refused(profile, settings, words):
-    config = configured("dapo-tiny", f'train.trainer="megatron" train.num_processes=0 {settings}')
+    grid = f'train.trainer="megatron" train.num_processes=0 {settings}'
+    config = configured("dapo-tiny", f"{grid} model.path=Qwen/Qwen2.5-0.5B")
     faults = device_faults(config, profile_requests(profile))
     assert len(faults) == bool(words)
     assert not words or words in faults[0]

@@ -11,6 +11,8 @@ import pytest
 
 from planish import store
 from planish.base.errors import ConfigError
+from planish.models.config import ModelConfig
+from planish.models.policy import build_policy, save_policy
 from planish.records import layout
 from planish.records.io import write_files
 from planish.run.avoid import AvoidedNode, avoid, node_affinity
@@ -250,12 +252,18 @@ def test_settings_that_do_not_fit_the_pods_end_the_run_before_it_begins(file_roo
     assert not store.exists(layout.run_file(file_root))
 
 
-def test_the_plan_says_what_each_stage_holds(file_root):
+def test_the_plan_says_what_each_stage_holds(file_root, tmp_path):
     stages = {name: {"gpus": 8, "memory": "64Gi"} for name in ("train", "rollout")}
     requests = json.dumps({"pod": {}, "total": {}, "stages": stages})
-    text = prepare(file_root, wish(requests=requests), api=FakeCluster()).documents["summary"]
+    with pytest.raises(ConfigError, match=r"`model.path` must name a model in pods with GPUs"):
+        prepare(file_root, wish(requests=requests), api=FakeCluster())
+    assert not store.exists(layout.run_file(file_root))
+    policy = build_policy(ModelConfig(num_layers=1, hidden_size=16, head_dim=8), seed=1)
+    save_policy(f"file://{tmp_path}/model", policy, version=0, parents={}, attributes={})
+    named = wish(requests=requests, model=f"{tmp_path}/model")
+    text = prepare(file_root, named, api=FakeCluster()).documents["summary"]
     assert "| - train on each of 8 GPUs | " in text
-    assert "| - rollout on each of 8 GPUs | 57." in text
+    assert "| - rollout on each of 8 GPUs | 7.9 MiB of 68.5 GiB at most |" in text
 
 
 def test_the_cluster_tells_whether_the_run_of_a_lock_lives(file_root):
