@@ -101,10 +101,13 @@ def test_the_hub_token_and_the_cache_reach_the_pods_that_fetch_and_no_other(name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu-tiny", "gpu-1x8"])
-def test_what_submission_fills_in_equals_what_compilation_writes(name, capsys):
+@pytest.mark.parametrize(
+    ("name", "preset"), [("cpu-tiny", "dapo-tiny"), ("gpu-1x8", "dapo-qwen2.5-0.5b")]
+)
+def test_what_submission_fills_in_equals_what_compilation_writes(name, preset, capsys):
     options = ["--image", "mirror:5000/team:v2", "--store-secret", "team-store", "--hub-secret"]
     options += ["team-hub", "--cache-claim", "models", "--gpu-memory", "141", "--iterations", "2"]
+    options += ["-p", f"preset={preset}"]
     assert planish(["submit", "s3://b/r", "--profile", name, *options, "--dry-run"]) == 0
     profile = profile_named(
         name,

@@ -301,7 +301,8 @@ def test_a_grid_that_the_pods_do_not_fill_is_refused(profile, settings, words):
     ],
 )
 def test_a_pod_with_gpus_does_not_wait_for_others_like_it(profile, num_nodes, is_refused):
-    config = configured("dapo-tiny", f"train.num_processes=0 train.num_nodes={num_nodes}")
+    settings = f"train.num_processes=0 train.num_nodes={num_nodes}"
+    config = configured("dapo-tiny", f"{settings} model.path=Qwen/Qwen2.5-0.5B")
     requests = profile_requests(profile)
     # Submit asks with what the profile says, and prepare with what the settings make of it.
     for each in (requests, requests.of_training(config["train"])):
