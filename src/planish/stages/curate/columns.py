@@ -48,25 +48,49 @@ def read_problems(
             )
     kept: list[Problem] = []
     drops: list[Drop] = []
-    wrong: list[str] = []
     for row in rows:
-        fields = problem_row(row.fields) or row.fields
-        problem = read_problem(config, columns, fields, row.origin)
+        problem = judge_row(config, columns, row)
         if isinstance(problem, Problem):
             kept.append(problem)
-            continue
-        shown = json.dumps(row.fields, default=str)
-        drops.append(Drop(problem, f"{row.origin}: {shown:.200}"))
-        if problem in WRONG_TYPE:
-            wrong.append(f"{row.origin} ({problem}): {shown:.120}")
+        else:
+            drops.append(problem)
+    check_types(config, drops, len(rows))
+    return kept, drops
+
+
+def judge_row(config: CurateConfig, columns: Mapping[str, str], row: DataRow) -> Problem | Drop:
+    """Return the problem of a row, or what is wrong with it; arguments as of `read_problem`."""
+    fields = problem_row(row.fields) or row.fields
+    problem = read_problem(config, columns, fields, row.origin)
+    if isinstance(problem, Problem):
+        return problem
+    return Drop(problem, f"{row.origin}: {json.dumps(row.fields, default=str):.200}")
+
+
+def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> None:
+    """Refuse rows that hold something of another type than text, unless `skip_bad` is set.
+
+    Args:
+        config: says so.
+        drops: rows without a problem.
+        num_rows: all rows.
+
+    Raises:
+        ConfigError: there are such rows; the first ones are named.
+    """
+    wrong = [drop for drop in drops if drop.reason in WRONG_TYPE]
     if wrong and not config.skip_bad:
+        shown = [drop.example.partition(": ") for drop in wrong[:3]]
+        first = [
+            f"{origin} ({drop.reason}): {fields:.120}"
+            for drop, (origin, _, fields) in zip(wrong, shown, strict=False)
+        ]
         raise ConfigError(
             "each row of the data set must hold text, or messages, as its prompt and text or a "
-            f"whole number as its answer, got {len(wrong)} of {len(rows)} rows with another type: "
-            f"{'; '.join(wrong[:3])}: mend them, or leave such rows out with "
+            f"whole number as its answer, got {len(wrong)} of {num_rows} rows with another type: "
+            f"{'; '.join(first)}: mend them, or leave such rows out with "
             "`curate.skip_bad = true`"
         )
-    return kept, drops
 
 
 def column_names(rows: Iterable[DataRow]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,16 +13,23 @@ from planish.base.config import parse_section
 from planish.base.errors import ConfigError
 from planish.base.inspection import Inspection
 from planish.base.text import code_span
-from planish.stages.curate.columns import column_names, read_problems
-from planish.stages.curate.config import CurateConfig
+from planish.stages.curate.columns import (
+    check_types,
+    column_names,
+    judge_row,
+    read_problems,
+)
+from planish.stages.curate.config import CurateConfig, parse_map
 from planish.stages.curate.filters import remove_unverifiable
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
-from planish.stages.curate.problem import CurationLedger, Drop, Problem
+from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_drop
 from planish.stages.curate.records import DataRow, DataTable, read_hub, read_table
 from planish.verifiers import VerifierOptions, is_own, verify
 
 INSPECTED_ROWS = 5000
-"""Rows looked at: minutes of a large data set would be too long for a first stage."""
+"""Rows that are kept, and all that is looked at of a data set of the hub."""
+READING_SECONDS = 60.0
+"""Time to read the further rows of a file, one by one: pods of this stage live for minutes."""
 VERIFIED_ROWS = 500
 """Of them, rows whose answers are judged."""
 TRIED_ROWS = 4
@@ -62,12 +70,20 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         if not dataset:
             continue
         ledger = CurationLedger()
+        later = LaterRows(settings)
         try:
             # Bad rows are gathered here, so that several are told at once.
             table = read_table(
-                dataset, skip_bad=True, ledger=ledger, hub=hub, max_rows=INSPECTED_ROWS
+                dataset,
+                skip_bad=True,
+                ledger=ledger,
+                hub=hub,
+                max_rows=INSPECTED_ROWS,
+                beyond=later.judge,
             )
             problems, drops = read_problems(settings, table.rows)
+            drops += later.drops
+            check_types(settings, drops, len(table.rows) + later.num_rows)
             if is_gsm8k(table.rows) and settings.gsm8k_as == "steps":
                 problems = step_problems(table.rows, settings.max_operand_digits, CurationLedger())
         except ConfigError as error:
@@ -75,8 +91,9 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
             continue
         bad = [example for kind in ledger.filters[0].examples.values() for example in kind]
         num_bad = ledger.filters[0].num_in - ledger.filters[0].num_out
+        num_rows = len(table.rows) + later.num_rows + num_bad
         if num_bad:
-            line = f"{num_bad} of {ledger.filters[0].num_in} rows can not be read: {'; '.join(bad)}"
+            line = f"{num_bad} of {num_rows} rows can not be read: {'; '.join(bad)}"
             if settings.skip_bad:
                 found.warnings.append(f"{line}; `curate.skip_bad` leaves them out")
             else:
@@ -84,24 +101,70 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
                     f"each row of {dataset!r} must be readable, but {line}; mend them, or leave "
                     "such rows out with `curate.skip_bad = true`"
                 )
-        found.rows += data_rows(label, dataset, table, problems, drops, num_bad)
-        judged, unjudged = remove_unverifiable(problems[:VERIFIED_ROWS])
-        if unjudged:
+        if later.unread_after:
             found.warnings.append(
-                f"{len(unjudged)} of {len(judged) + len(unjudged)} answers of the {label} can not "
-                f"be judged and are left out: {'; '.join(_short(drop) for drop in unjudged[:3])}"
+                f"the {label} was read up to {later.unread_after}, as far as one comes in "
+                f"{READING_SECONDS:g} s; `curate` reads the rest"
             )
-        if not judged:
-            counts = Counter(drop.reason for drop in (*drops, *unjudged))
-            reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
-            found.faults.append(
-                f"{dataset!r} must hold a prompt with an answer that a verifier can judge, got "
-                f"none in {len(table.rows)} rows ({reasons}); "
-                f"its columns are {', '.join(column_names(table.rows))}: name them by "
-                "`curate.dataset_map` = 'prompt=...,answer=...'"
-            )
-        found.faults += verifier_faults(judged, options)
+        found.rows += data_rows(label, dataset, table, problems, drops, num_rows)
+        faults, warnings = answer_faults(label, dataset, table, problems, drops)
+        found.faults += faults + verifier_faults(problems[:VERIFIED_ROWS], options)
+        found.warnings += warnings
         found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
+
+
+class LaterRows:
+    """The rows of a file beyond those that are kept, each judged by its form alone."""
+
+    def __init__(self, config: CurateConfig) -> None:
+        self._config = config
+        self._columns = parse_map(config.dataset_map)
+        self._shown: dict[str, list[Drop]] = {}
+        self._end = 0.0
+        self.num_rows = 0
+        self.drops: list[Drop] = []
+        """Rows without prompt or answer, or with one of another type."""
+        self.unread_after = ""
+        """The last row that was read where the time was too short for all."""
+
+    def judge(self, row: DataRow) -> bool:
+        """Look at one row; return whether there is time for another."""
+        now = time.monotonic()
+        self._end = self._end or now + READING_SECONDS
+        self.num_rows += 1
+        problem = judge_row(self._config, self._columns, row)
+        if isinstance(problem, Drop):
+            add_drop(self.drops, problem, self._shown)
+        if now > self._end:
+            self.unread_after = row.origin
+        return now <= self._end
+
+
+def answer_faults(
+    label: str,
+    dataset: str,
+    table: DataTable,
+    problems: Sequence[Problem],
+    drops: Sequence[Drop],
+) -> tuple[list[str], list[str]]:
+    """Return faults and warnings of the first ground truths; arguments as of `data_rows`."""
+    judged, unjudged = remove_unverifiable(problems[:VERIFIED_ROWS])
+    warnings = []
+    if unjudged:
+        warnings.append(
+            f"{len(unjudged)} of {len(judged) + len(unjudged)} answers of the {label} can not "
+            f"be judged and are left out: {'; '.join(_short(drop) for drop in unjudged[:3])}"
+        )
+    if judged:
+        return [], warnings
+    counts = Counter(drop.reason for drop in (*drops, *unjudged))
+    reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+    return [
+        f"{dataset!r} must hold a prompt with an answer that a verifier can judge, got "
+        f"none in {len(table.rows)} rows ({reasons}); "
+        f"its columns are {', '.join(column_names(table.rows))}: name them by "
+        "`curate.dataset_map` = 'prompt=...,answer=...'"
+    ], warnings
 
 
 def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> list[str]:
@@ -111,7 +174,7 @@ def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> li
     must look like is the verifier's own affair.
 
     Args:
-        problems: rows that can be judged.
+        problems: rows with a ground truth.
         options: as those of the reward stage.
     """
     faults = []
@@ -140,7 +203,7 @@ def data_rows(
     table: DataTable,
     problems: Sequence[Problem],
     drops: Sequence[Drop],
-    num_bad: int,
+    num_rows: int,
 ) -> list[tuple[str, str]]:
     """Return what a data set holds, for people.
 
@@ -150,11 +213,12 @@ def data_rows(
         table: rows that could be read.
         problems: those of them with prompt and answer.
         drops: those without.
-        num_bad: rows that could not be read.
+        num_rows: all that were looked at.
     """
-    count = len(table.rows) + num_bad
-    first = "the first " if count >= INSPECTED_ROWS else ""
-    rows = [(label, f"{code_span(dataset)}, {first}{count} rows")]
+    # Of the hub exactly so many are asked for.
+    first = "the first " if num_rows == INSPECTED_ROWS else ""
+    more = f"; what follows is of the first {INSPECTED_ROWS}" if num_rows > INSPECTED_ROWS else ""
+    rows = [(label, f"{code_span(dataset)}, {first}{num_rows} rows{more}")]
     rows.append(("- columns", ", ".join(column_kinds(table.rows))))
     for reason in dict.fromkeys(drop.reason for drop in drops):
         those = [drop.example.partition(":")[0] for drop in drops if drop.reason == reason]

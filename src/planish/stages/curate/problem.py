@@ -66,6 +66,27 @@ class Drop:
     """The row in short, with its origin."""
 
 
+def add_drop(drops: list[Drop], new: Drop, shown: dict[str, list[Drop]]) -> None:
+    """Append to the drops of one filter; beyond the examples that people see each takes no memory.
+
+    Args:
+        drops: gets one more.
+        new: of which only the reason counts where its examples are there already.
+        shown: examples by reason; kept by the caller for this function.
+
+    Example:
+        >>> drops, shown = [], {}
+        >>> for line in range(9):
+        ...     add_drop(drops, Drop("empty_line", f"line {line}"), shown)
+        >>> len(drops), [drop.example for drop in dict.fromkeys(drops)]
+        (9, ['line 0', 'line 1', 'line 2'])
+    """
+    examples = shown.setdefault(new.reason, [])
+    if len(examples) < MAX_EXAMPLES:
+        examples.append(new)
+    drops.append(examples[-1])
+
+
 @dataclass(frozen=True)
 class Filter:
     """Counts of one filter."""

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from planish.base.errors import ConfigError
 from planish.base.telemetry import redact
 from planish.records.files import hash_file
-from planish.stages.curate.problem import CurationLedger, Drop
+from planish.stages.curate.problem import CurationLedger, Drop, add_drop
 from planish.store.sources import (
     HUB_TIMEOUT_SECONDS,
     Source,
@@ -38,6 +38,8 @@ MAX_PACKED_RATIO = 100
 """A gzip file unpacks to at most so many times its size; text gives 3 to 20."""
 MIN_UNPACKED_BYTES = 64 << 20
 """So much any gzip file may unpack to."""
+MAX_COMPARED_IDS = 500_000
+"""Ids that are remembered of a file whose rows are not all kept."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def read_table(
     hub: Callable[[Source], Iterable[Any]],
     label: str = "",
     max_rows: int | None = None,
+    beyond: Callable[[DataRow], bool] | None = None,
 ) -> DataTable:
     """Read a data set, fetching it from where it lies.
 
@@ -86,7 +89,8 @@ def read_table(
         ledger: gets one filter.
         hub: returns the rows of a data set of the hub.
         label: put before the name of that filter.
-        max_rows: only the first ones; None for all.
+        max_rows: only the first ones are kept; None for all.
+        beyond: gets each further row of a file, and returns whether to read on; None reads none.
 
     Raises:
         ConfigError: no such data set, no rows, or a bad row; names the line.
@@ -95,18 +99,18 @@ def read_table(
     source = parse_source(dataset, key="curate.dataset")
     if source.kind == "hub" and not source.file:
         hub_rows = itertools.islice(hub(source), max_rows)
-        rows, bad = _parse(hub_rows, "row", source.place, skip_bad)
+        rows, bad = _parse(hub_rows, "row", source.place, skip_bad, max_rows, None)
         canonical = "\n".join(json.dumps(row.fields, sort_keys=True, default=str) for row in rows)
         digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
     else:
         path = fetch_file(source, key="curate.dataset")
         if path.suffix == ".parquet":
-            items = itertools.islice(_parquet_rows(path), max_rows)
-            rows, bad = _parse(items, "row", path.name, skip_bad)
+            items = _parquet_rows(path)
+            rows, bad = _parse(items, "row", path.name, skip_bad, max_rows, beyond)
         else:
             with path.open("rb") as file:
-                lines = itertools.islice(bounded_lines(file, path.name), max_rows)
-                rows, bad = _parse(lines, "line", path.name, skip_bad)
+                lines = bounded_lines(file, path.name)
+                rows, bad = _parse(lines, "line", path.name, skip_bad, max_rows, beyond)
         digest = hash_file(path)[1]
     ledger.record(f"{label}rows of the data set", "rows", len(rows) + len(bad), len(rows), bad)
     return DataTable(rows, digest)
@@ -150,12 +154,21 @@ def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
 
 
 def _parse(
-    items: Iterable[Any], unit: str, name: str, skip_bad: bool
+    items: Iterable[Any],
+    unit: str,
+    name: str,
+    skip_bad: bool,
+    max_rows: int | None,
+    beyond: Callable[[DataRow], bool] | None,
 ) -> tuple[list[DataRow], list[Drop]]:
     rows: list[DataRow] = []
     drops: list[Drop] = []
+    shown: dict[str, list[Drop]] = {}
     ids: dict[str, str] = {}
     for number, item in enumerate(items, 1):
+        is_kept = max_rows is None or number <= max_rows
+        if not is_kept and beyond is None:
+            break
         origin = f"{unit} {number}"
         try:
             if isinstance(item, BadRow):
@@ -166,15 +179,20 @@ def _parse(
                 if key in ids:
                     detail = f"the id {key!r:.80} stands in {ids[key]} already"
                     raise BadRow("duplicate_id", detail)
-                ids[key] = origin
-            rows.append(DataRow(fields, origin))
+                if is_kept or len(ids) < MAX_COMPARED_IDS:
+                    ids[key] = origin
+            row = DataRow(fields, origin)
+            if is_kept:
+                rows.append(row)
+            elif beyond is not None and not beyond(row):
+                break
         except BadRow as error:
             if not skip_bad:
                 raise ConfigError(
                     f"{origin} of `{name}` must be readable, got: {error}; mend it, or leave such "
                     "rows out with `curate.skip_bad = true`"
                 ) from None
-            drops.append(Drop(error.reason, f"{origin}: {error}"))
+            add_drop(drops, Drop(error.reason, f"{origin}: {error}"), shown)
     if not rows:
         raise ConfigError(
             f"`{name}` must hold at least one readable row, got {len(drops)} bad rows and no "

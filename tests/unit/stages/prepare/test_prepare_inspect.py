@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from planish.base.errors import ConfigError
@@ -172,6 +176,63 @@ def test_data_that_nothing_can_be_learnt_from_is_refused(tmp_path, rows, words):
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert words in refused(path, dataset_map=MAP)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("{", "1 of 6001 rows can not be read: line 6000: not JSON"),
+        ('"x"', "line 6000: a row must be an object, got 'x'"),
+        ('{"question": 7, "label": 8}', "1 of 6001 rows with another type: line 6000 (prompt_is"),
+        ('{"question": "x", "label": [8]}', "line 6000 (answer_is_no_text)"),
+        ('{"id": "a", "question": "x", "label": 8}', "line 6000: the id 'a' stands in line 1"),
+    ],
+)
+def test_a_bad_row_far_down_a_file_is_told(tmp_path, bad, words):
+    rows = [*sums(1, id="a"), *sums(5998), bad, *sums(1)]
+    path = jsonl(tmp_path, *rows)
+    assert words in refused(path, dataset_map=MAP)
+    found = inspect(path, dataset_map=MAP, skip_bad=True)
+    shown = dict(found.rows)
+    assert shown["data"] == f"`{path}`, 6001 rows; what follows is of the first 5000"
+    assert shown["- verifiers"] == "`integer` 5000"
+
+
+def test_rows_far_down_a_file_that_lack_an_answer_are_counted(tmp_path):
+    gap = {"question": "?"}
+    found = inspect(jsonl(tmp_path, gap, *sums(5500), *[gap] * 5), dataset_map=MAP)
+    assert dict(found.rows)["- no_answer"] == "6 rows (line 1, line 5502, line 5503, ...)"
+    assert found.faults == []
+
+
+def test_a_parquet_file_is_read_to_its_end(tmp_path):
+    table = pa.table({"question": ["1+1="] * 6000, "label": [*["2"] * 5999, None]})
+    pq.write_table(table, tmp_path / "mine.parquet")
+    found = inspect(tmp_path / "mine.parquet", dataset_map=MAP)
+    assert dict(found.rows)["- no_answer"] == "1 rows (row 6000)"
+
+
+def test_a_file_that_takes_too_long_is_left_to_curate(tmp_path, monkeypatch):
+    monkeypatch.setattr("planish.stages.curate.inspect.READING_SECONDS", 0.0)
+    found = inspect(jsonl(tmp_path, *sums(9000), "{"), dataset_map=MAP)
+    (line,) = (w for w in found.warnings if "read up to" in w)
+    number = re.fullmatch(r"the data was read up to line (\d+), as far as .* rest", line)[1]
+    assert 5001 <= int(number) < 9000
+    assert f"{number} rows" in dict(found.rows)["data"]
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_long_file_are_not_kept(tmp_path):
+    """Three times the rows, bad ones among them, take no more memory at the peak."""
+    text = json.dumps({"question": "1+1=", "label": 2, "text": "x" * 1000})
+    peaks = []
+    for count in (5500, 15_000):
+        path = jsonl(tmp_path, *[text] * count, *["{"] * (count // 10))
+        tracemalloc.start()
+        inspect(path, dataset_map=MAP, skip_bad=True)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 1 << 20, peaks
 
 
 VERIFIERS = """
