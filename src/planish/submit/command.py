@@ -170,7 +170,7 @@ def start(options: argparse.Namespace) -> Lines:
     pipeline = _pipeline(options, "post-train")
     parameters = {**parse_parameters(options.parameter, pipeline.inputs), "root": root}
     parameters = with_data(parameters, options.dataset_map)
-    for line in check_settings(parameters, pipeline):
+    for line in check_settings(parameters, pipeline, asks=not options.dry_run):
         sys.stderr.write(f"warning: {line}\n")
     preset = pipeline.inputs["preset"]["defaultValue"]
     name = options.name or default_name({"preset": preset, **parameters}, recurs=recurs)

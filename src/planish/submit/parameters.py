@@ -9,6 +9,7 @@ from typing import Any
 from planish.base.config import parse_override
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.telemetry import redact
+from planish.models.shapes import known_shape
 from planish.run.chain import parse_chain, with_settings
 from planish.run.kubeflow import title
 from planish.stages.prepare.cluster import PodRequests
@@ -96,8 +97,15 @@ def with_data(parameters: Mapping[str, Any], dataset_map: str = "") -> dict[str,
     return parameters
 
 
-def check_settings(parameters: Mapping[str, Any], pipeline: CompiledPipeline) -> list[str]:
+def check_settings(
+    parameters: Mapping[str, Any], pipeline: CompiledPipeline, *, asks: bool = True
+) -> list[str]:
     """Refuse settings that the pods of a pipeline can not carry; return what to be warned of.
+
+    Args:
+        parameters: of the run.
+        pipeline: with its pods.
+        asks: ask the hub or a store for what is not known here; nothing is ever fetched whole.
 
     Raises:
         ConfigError: a fault of the settings, devices that the pods do not have, or a model that
@@ -112,6 +120,8 @@ def check_settings(parameters: Mapping[str, Any], pipeline: CompiledPipeline) ->
             f"is made for a machine without: `-p preset={SMALLEST}` is the smallest for GPUs, and "
             "`-p preset=` takes none below a `config` of yours"
         )
+    if not asks and "://" in given["config"] and not given["config"].startswith("file://"):
+        return [f"only `prepare` will check the settings: {given['config']!r} was not read"]
     try:
         config = build_config(**{**given, "seed": int(given["seed"])})
     except (PlanishError, OSError) as error:
@@ -121,6 +131,16 @@ def check_settings(parameters: Mapping[str, Any], pipeline: CompiledPipeline) ->
     if faults := device_faults(config, requests):
         raise ConfigError("; ".join(faults))
     warnings = device_warnings(config, requests)
+    path = config["model"]["path"]
+    if path and not known_shape(path):
+        kind = parse_source(path, key="model.path").kind
+        if kind == "https" or (kind != "path" and not asks):
+            why = "nobody was asked" if not asks else "its archive would have to be fetched whole"
+            return [
+                *warnings,
+                f"only `prepare` will count the memory of the model: {path!r} was not looked at, "
+                f"since {why}",
+            ]
     try:
         shape = find_shape(config)
     except (PlanishError, OSError) as error:

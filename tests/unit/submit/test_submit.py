@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -283,6 +284,57 @@ def test_a_dry_run_asks_nobody_and_prints_what_would_be_submitted(capsys):
         "service_account": "planish-runner",
         "parameters": {"preset": "grpo-tiny", "root": "s3://bucket/run"},
     }
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """What somebody of this process looks up or connects to; each try is refused."""
+    seen = []
+
+    def refuse(*address):
+        seen.append(address)
+        raise ConnectionRefusedError(111, "refused by the test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return seen
+
+
+PINNED = "https://127.0.0.1:9/model.tar#sha256=" + "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("model=nobody/unknown", "'nobody/unknown' was not looked at, since nobody was asked"),
+        ("model=s3://b/model", "'s3://b/model' was not looked at, since nobody was asked"),
+        (f"model={PINNED}", f"{PINNED!r} was not looked at, since nobody was asked"),
+        ("config=s3://b/mine.toml", "check the settings: 's3://b/mine.toml' was not read"),
+        ("model=Qwen/Qwen2.5-7B", ""),
+    ],
+)
+def test_a_dry_run_connects_to_nobody_and_says_what_it_left_out(setting, line, connections, capsys):
+    words = ["submit", "s3://b/r", "-p", "preset=dapo-qwen2.5-0.5b", "-p", setting, "--dry-run"]
+    assert main(words) == 0
+    *warnings, _ = capsys.readouterr().err.splitlines()
+    assert len(warnings) == bool(line)
+    assert all(w.startswith("warning: only `prepare` will ") and w.endswith(line) for w in warnings)
+    assert connections == []
+
+
+def test_a_submission_asks_the_hub_but_fetches_no_archive(connections, package):
+    def check(model):
+        return parameters.check_settings({"model": model}, package)
+
+    assert check(PINNED) == [
+        f"only `prepare` will count the memory of the model: {PINNED!r} was not looked at, since "
+        "its archive would have to be fetched whole"
+    ]
+    assert connections == []
+    # That the hub is asked shows that the test sees who connects.
+    assert "the hub can not be reached" in check("nobody/unknown")[0]
+    assert connections
 
 
 def body_id(server):
