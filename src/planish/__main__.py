@@ -6,29 +6,33 @@ Stages have their own (`python -m planish.run STAGE`), the pipeline has `python 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from planish import __version__
-from planish.base import telemetry
-from planish.base.errors import PlanishError, exit_code
-from planish.checkpoint.cli import command as checkpoint_cli
-from planish.engines.planner import cli as rollout_cli
-from planish.minder.cli import BAD_INPUT
-from planish.minder.cli import command as minder_cli
-from planish.stages.export import publish as export_cli
-from planish.stages.prepare import command as prepare_cli
-from planish.submit import command as submit_cli
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planish.checkpoint.cli.command import Lines
+
+# Everything else is imported inside `main`, which answers Ctrl-C with one line at any time.
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
+    from planish.checkpoint.cli import command as checkpoint_cli
+    from planish.engines.planner import cli as rollout_cli
+    from planish.minder.cli import command as minder_cli
+    from planish.stages.export import publish as export_cli
+    from planish.stages.prepare import command as prepare_cli
+    from planish.submit import command as submit_cli
+
     top = argparse.ArgumentParser(prog="planish", description=__doc__.splitlines()[0])
     top.add_argument("--version", action="version", version=f"planish {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -91,6 +95,21 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error."""
+    try:
+        return run_command(arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("planish: interrupted; the same command resumes\n")
+        return 128 + signal.SIGINT
+
+
+def run_command(arguments: Sequence[str] | None = None) -> int:
+    """Do what `main` does, but for a `KeyboardInterrupt`, which rises."""
+    from rich.console import Console
+
+    from planish.base import telemetry
+    from planish.base.errors import PlanishError, exit_code
+    from planish.minder.cli import BAD_INPUT
+
     top = parser()
     options, unknown = top.parse_known_args(arguments)
     if unknown and "overrides" in options and not any(word.startswith("-") for word in unknown):
@@ -120,9 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             console.print(track(options))
             return 0
-        if options.command in _IN_PIECES:
-            return _print_pieces(_IN_PIECES[options.command], options, console)
+        if options.command in IN_PIECES:
+            module = importlib.import_module(IN_PIECES[options.command])
+            return _print_pieces(module.run, options, console)
         if options.command == "minder":
+            from planish.minder.cli import command as minder_cli
+
             with _Bar(bytes_=False) as bar:
                 return minder_cli.run(options, bar.show)
         from planish.show.command import show
@@ -131,32 +153,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanishError as error:
         sys.stderr.write(f"planish: {telemetry.redact(' '.join(str(error).split()))}\n")
         return exit_code(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("planish: interrupted; the same command resumes\n")
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader has seen enough; nothing more can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-_IN_PIECES: dict[str, Callable[..., checkpoint_cli.Lines]] = {
-    "checkpoint": checkpoint_cli.run,
-    "config": prepare_cli.run,
-    "export": export_cli.run,
-    "plan": prepare_cli.run,
-    "rollout": rollout_cli.run,
-    **dict.fromkeys(submit_cli.COMMANDS, submit_cli.run),
+IN_PIECES: dict[str, str] = {
+    "checkpoint": "planish.checkpoint.cli.command",
+    "config": "planish.stages.prepare.command",
+    "export": "planish.stages.export.publish",
+    "plan": "planish.stages.prepare.command",
+    "rollout": "planish.engines.planner.cli",
+    **dict.fromkeys(
+        ("submit", "schedule", "upload", "status", "logs", "stop", "avoid", "cleanup"),
+        "planish.submit.command",
+    ),
 }
-"""Commands that yield what to print, and may take long."""
+"""Commands that yield what to print, and may take long; the module that has their `run`."""
 
 
-def _print_pieces(
-    run: Callable[..., checkpoint_cli.Lines], options: argparse.Namespace, console: Console
-) -> int:
+def _print_pieces(run: Callable[..., Lines], options: argparse.Namespace, console: Console) -> int:
     """Print what a command yields, and how far long ones have come."""
     from rich.text import Text
 
+    from planish.checkpoint.cli.command import Ended
     from planish.show.text import table
 
     with _Bar(bytes_=options.command == "checkpoint") as bar:
@@ -168,7 +189,7 @@ def _print_pieces(
                     console.print(Text(piece), soft_wrap=True)
                 else:
                     console.print(table(piece.title, *piece.columns, rows=piece.rows, width=200))
-        except checkpoint_cli.Ended as ended:
+        except Ended as ended:
             return ended.code
     return 0
 
@@ -193,6 +214,7 @@ class _Bar:
             return
         if self._progress is None:
             from rich import progress
+            from rich.console import Console
 
             counts: list[progress.ProgressColumn] = [progress.MofNCompleteColumn()]
             if self._bytes:

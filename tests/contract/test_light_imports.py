@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from planish.__main__ import IN_PIECES
 from planish.run.__main__ import STAGES as STAGE_MODULES
+from planish.submit import command as submit_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "sklearn", "pandas", "datasets", "sympy")
@@ -29,7 +34,6 @@ LIGHT = [
     "planish.algorithms",
     "planish.show.command",
     "planish.show.doctor",
-    "planish.__main__",
     *CONFIGS,
     # An attempt that finds its work done, or refused for good, ends before torch is imported.
     *STAGE_MODULES.values(),
@@ -53,6 +57,57 @@ def heavy_after(statement):
 def test_light_modules_import_no_heavy_package():
     if heavy_after("\n".join(f"import {module}" for module in LIGHT)):
         assert {m: found for m in LIGHT if (found := heavy_after(f"import {m}"))} == {}
+
+
+def test_the_command_line_imports_no_heavy_package():
+    assert heavy_after("from planish.__main__ import parser; parser()") == set()
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+# A shell that starts the tests in the background has them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+from planish.__main__ import main
+sys.exit(main({words!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("rich.console", ["doctor"]),
+        ("planish.checkpoint.cli.command", ["--help"]),
+        ("planish.submit.command", ["show", "/absent"]),
+        ("planish.stages.prepare.devices", ["plan", "dapo-tiny"]),
+        ("kubernetes", ["status", "some-run"]),
+    ],
+)
+def test_ctrl_c_while_packages_are_imported_is_one_line(module, words):
+    code = INTERRUPTED.format(module=module, words=words)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    told = (done.returncode, done.stdout, done.stderr)
+    assert told == (130, "", "planish: interrupted; the same command resumes\n")
+
+
+def test_what_is_imported_before_ctrl_c_is_answered_is_little():
+    ours = {m for m in modules_after("import planish.__main__") if m.startswith("planish")}
+    assert ours == {"planish", "planish.__main__"}
+    assert "rich" not in modules_after("import planish.__main__")
+
+
+def test_the_commands_that_yield_pieces_are_those_of_their_modules():
+    submitted = {n for n, module in IN_PIECES.items() if module == submit_command.__name__}
+    assert submitted == set(submit_command.COMMANDS)
+    assert all(callable(importlib.import_module(name).run) for name in IN_PIECES.values())
 
 
 def test_components_and_pipelines_import_no_heavy_package_and_no_stage():
