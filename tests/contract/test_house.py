@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from planish.base.config import preset_names
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "src/planish"
 MAX_ENTRIES = 16
@@ -132,6 +134,16 @@ def test_no_cell_of_the_front_page_is_long():
     rows = (REPOSITORY / "README.md").read_text("utf-8").splitlines()
     cells = [cell.strip() for row in rows if row.startswith("|") for cell in row.split("|")]
     assert [cell for cell in cells if len(cell) > MAX_CELL] == []
+
+
+def test_the_front_page_names_every_preset_or_its_algorithm_and_form():
+    named = set(re.findall(r"`([\w.-]+)`", (REPOSITORY / "README.md").read_text("utf-8")))
+    missing = [
+        name
+        for name in preset_names()
+        if name not in named and not set(name.replace("-", " -").split()) <= named
+    ]
+    assert missing == []
 
 
 def test_every_file_that_a_page_names_exists():
