@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -55,6 +56,8 @@ _CPU_CACHE_BYTES = 1 << 30
 _CPU_BATCH_TOKENS = 4096
 _UPDATE_SECONDS = 1800.0
 """Longest wait for the workers to take new weights."""
+_RANKS_SECONDS = 10.0
+"""For ranks to end once vLLM has asked them to; vLLM itself kills them after eight."""
 
 
 @dataclass
@@ -111,6 +114,7 @@ class VllmEngine(BaseEngine):
         self._routing, self._load_format = routing, load_format
         self._config = config or EngineConfig()
         self._llm: Any = None
+        self._ranks: list[multiprocessing.process.BaseProcess] = []
         self._slots: SlotRouting | None = None
         self._strings: StopTable | None = None
         self._running: dict[str, _Running] = {}
@@ -154,7 +158,9 @@ class VllmEngine(BaseEngine):
                     f"`engine.expert_parallel`, got {experts} and `engine.tensor_parallel` = "
                     f"{ranks}; change the ranks, or share every expert among them"
                 )
+            before = multiprocessing.active_children()
             self._llm = self._open(folder, config)
+            self._ranks = [p for p in multiprocessing.active_children() if p not in before]
             # One token, so that a model that this build can not run fails now.
             one = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
             self._add(Request("probe", "", (0,), one), 0.0)
@@ -277,6 +283,14 @@ class VllmEngine(BaseEngine):
         if self._llm is not None:
             self._llm.engine_core.shutdown()
             self._llm = None
+        # Where vLLM has seen a rank die, a thread of its own ends the others, and nothing waits.
+        end = time.monotonic() + _RANKS_SECONDS
+        for rank in self._ranks:
+            rank.join(max(0.0, end - time.monotonic()))
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
+        self._ranks = []
         self._scratch.close()
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
