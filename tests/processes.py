@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from planish.store.processes import process_line
@@ -43,6 +46,23 @@ def below(pid: int) -> list[int]:
     """Return the ids of the processes that a process has started, and of theirs."""
     children = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _parent(path) == pid]
     return [member for child in children for member in (child, *below(child))]
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Return the files of shared memory that live processes map or hold open.
+
+    Other processes of the machine may have files there at any moment, so a test looks at its own.
+    """
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            found |= set(re.findall(r"/dev/shm/\S+", maps))
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(path)
+                    found |= {target} if target.startswith("/dev/shm/") else set()
+    return found
 
 
 def _parent(process: Path) -> int:

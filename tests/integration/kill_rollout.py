@@ -38,7 +38,7 @@ from planish.records.io import read_manifest, read_set
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.store.file import TEMPORARY
 from tests.integration import runs
-from tests.processes import below, marked, marks, wait_until_none
+from tests.processes import below, marked, marks, shared_memory_of, wait_until_none
 from tests.unit.stages.rollout.stage_run import ROLLOUT, Run, after_iteration, write_template
 
 SPACES = 100
@@ -205,14 +205,12 @@ class Held:
 
     def look(self, pids: Sequence[int]) -> None:
         """Note what processes have now."""
+        self.memory |= shared_memory_of(pids)
         for pid in pids:
             with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-                self.memory |= set(re.findall(r"/dev/shm/\S+", maps))
                 for path in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):
                         target = os.readlink(path)
-                        self.memory |= {target} if target.startswith("/dev/shm/") else set()
                         self.sockets |= set(re.findall(r"^socket:\[(\d+)\]", target))
 
     def left(self) -> list[str]:

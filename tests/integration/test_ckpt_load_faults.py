@@ -16,7 +16,13 @@ from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.ranks.control import Control
 from planish.store import open_store
 from tests.integration.ckpt_forks import run_ranks
-from tests.integration.test_ckpt_load import boxes_for, raw_of, target, weights
+from tests.integration.test_ckpt_load import (
+    boxes_for,
+    own_shared_memory,
+    raw_of,
+    target,
+    weights,
+)
 from tests.integration.waiting import wait_for
 from tests.servers.http_proxy import HttpProxy, Rule
 from tests.stores.faulty import FaultyStore
@@ -28,11 +34,11 @@ NAME = "tests.integration.test_ckpt_load_faults"
 
 def scenario(rank, size, folder, cases):
     """Load with one rank at fault, case by case; returns what was raised and how long it took."""
-    control = Control.join()
-    return [one_load(rank, size, control, **case) for case in cases]
+    memory, control = own_shared_memory(folder), Control.join()
+    return [one_load(rank, size, memory, control, **case) for case in cases]
 
 
-def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout=60.0):
+def one_load(rank, size, memory, control, place, victim=-1, fault="", change="", timeout=60.0):
     items = [target(s, boxes_for("replicated", s, rank, size)) for s in weights()]
     options = {"timeout_s": timeout}
     storage, _ = open_store(place.partition("#")[0])
@@ -66,7 +72,7 @@ def one_load(rank, size, control, place, victim=-1, fault="", change="", timeout
         }
     found["seconds"] = time.monotonic() - began
     found["touched"] = any(bool(raw_of(item).any()) for item in items)
-    found["left"] = [name for name in os.listdir("/dev/shm") if name.startswith("planish-")]
+    found["left"] = os.listdir(memory)
     return found
 
 

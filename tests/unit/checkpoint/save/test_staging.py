@@ -17,6 +17,7 @@ from planish.checkpoint.format.geometry import Box
 from planish.checkpoint.format.items import LocalItem, TensorSpec
 from planish.checkpoint.plan.files import FilePlan, RankPlan
 from planish.checkpoint.save.staging import BufferLayout, SharedBuffer, Stager, StagingPool, part_of
+from tests.processes import shared_memory_of
 
 
 def items_of(*tensors):
@@ -147,11 +148,11 @@ def test_files_begin_at_pages_and_progress_is_told_along_the_way():
 
 
 def test_a_buffer_is_readable_through_its_descriptor_and_has_no_name():
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_of([os.getpid()])
     buffer = SharedBuffer(1 << 20)
     buffer.view[5] = 7
     assert os.pread(buffer.fd, 1, 5) == b"\x07"
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_memory_of([os.getpid()]) == before
     descriptor = buffer.fd
     buffer.free()
     buffer.free()
