@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelines.monitor import monitor_of, monitor_options
+from pipelines.warm import warm_tasks
 from planish import store
 from planish.base.errors import EXIT_FAILED, PlanishError, exit_code
 from planish.records import layout
@@ -59,7 +60,7 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
         local.init(
             local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
         )
-        with on_signal(stop):
+        with on_signal(stop), warm_tasks():
             pipeline(**parameters)
     finally:
         shutil.rmtree(artifacts, ignore_errors=True)

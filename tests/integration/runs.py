@@ -68,9 +68,8 @@ def signal_task(process: subprocess.Popen, component: str, *signals: int) -> Non
     for _ in range(1000):
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
                 pid = int(folder.name)
-                if {b"kfp.dsl.executor_main", component.encode()} <= {*words}:
+                if (folder / "comm").read_text().strip() == component:
                     if os.getsid(pid) != process.pid:
                         continue
                     for number in signals:

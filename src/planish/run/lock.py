@@ -79,7 +79,7 @@ def _is_stage_process(pid: int) -> bool:
     if any("kfp.dsl.executor_main" in word for word in words):
         return True
     return any(
-        first == "-m" and second.startswith("planish.")
+        first == "-m" and second.startswith(("planish.", "pipelines.warm"))
         for first, second in itertools.pairwise(words)
     )
 

@@ -1,0 +1,194 @@
+"""Tasks of the local runner start from one process, and are like processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from kfp import dsl
+from kfp.local import subprocess_task_handler
+
+from pipelines import warm
+from pipelines.local import run_here
+from planish.store.processes import process_start
+
+OPTIONS = {"base_image": "python:3.11", "packages_to_install": [], "install_kfp_package": False}
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@dsl.component(**OPTIONS)
+def tell(folder: str, name: str):
+    """Write down what this process is."""
+    import json
+    import os
+    import pathlib
+    import signal
+    import sys
+    import threading
+
+    import planish.run.lock
+
+    facts = {
+        "torch": "torch" in sys.modules,
+        "parent": os.getppid(),
+        "holder": planish.run.lock.current_holder().pid,
+        "name": pathlib.Path("/proc/self/comm").read_text().strip(),
+        "seen": os.environ.get("SEEN_BY_TASKS", ""),
+        "left": hasattr(json, "left"),
+        "threads": threading.active_count(),
+        "signals": [repr(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "folder": os.path.dirname(sys.argv[2]),
+    }
+    pathlib.Path(folder, name).write_text(json.dumps(facts))
+    print("printed by", name)
+    os.environ["SEEN_BY_TASKS"] = json.left = "by another task"
+
+
+@dsl.component(**OPTIONS)
+def end(code: int):
+    """End with an exit code, or by a signal."""
+    import os
+
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    raise SystemExit(code)
+
+
+@dsl.component(**OPTIONS)
+def meet(folder: str, name: str):
+    """Wait until another task is at work too."""
+    import pathlib
+    import time
+
+    pathlib.Path(folder, f"here-{name}").touch()
+    deadline = time.monotonic() + 30
+    while len(list(pathlib.Path(folder).glob("here-*"))) < 2:
+        assert time.monotonic() < deadline, f"{name} is alone"
+        time.sleep(0.01)
+
+
+@dsl.pipeline
+def tasks_apart_and_at_once(folder: str):
+    """Two tasks, one after the other, and two at once."""
+    first = tell(folder=folder, name="first")
+    second = tell(folder=folder, name="second").after(first)
+    with dsl.ParallelFor(["left", "right"]) as name:
+        meet(folder=folder, name=name).after(second)
+
+
+@dsl.pipeline
+def failing(code: int):
+    """One task that fails."""
+    end(code=code)
+
+
+def test_tasks_find_all_loaded_and_nothing_of_each_other(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SEEN_BY_TASKS", "of the runner")
+    plain = subprocess_task_handler.run_local_subprocess
+    run_here(tasks_apart_and_at_once, {"folder": str(tmp_path)})
+    first, second = (json.loads((tmp_path / name).read_text()) for name in ("first", "second"))
+    assert first["parent"] == second["parent"] != os.getpid()
+    for one in (first, second):
+        assert one["torch"]
+        assert one["name"] == "tell"
+        assert one["seen"] == "of the runner"
+        assert not one["left"]
+        assert one["threads"] == 1
+        # What a new Python has.
+        assert one["signals"] == [repr(signal.SIG_DFL), repr(signal.default_int_handler)]
+        assert not Path(one["folder"]).exists()
+        # The lock of a root is held for the runner, as it is with tasks that are new processes.
+        assert one["holder"] == os.getpid()
+    assert first["descriptors"] == second["descriptors"]
+    printed = capfd.readouterr().out
+    assert "printed by first" in printed
+    assert "printed by second" in printed
+    # The process ends with the run, and kfp is as it was.
+    assert process_start(first["parent"]) == 0
+    assert subprocess_task_handler.run_local_subprocess is plain
+
+
+def test_beside_an_accelerator_tasks_stay_new_processes(tmp_path, monkeypatch):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(warm, "DEVICES", tmp_path)
+    plain = subprocess_task_handler.run_local_subprocess
+    with warm.warm_tasks():
+        assert subprocess_task_handler.run_local_subprocess is plain
+
+
+@pytest.mark.parametrize("code", [3, -9])
+def test_a_task_that_fails_fails_the_run(code):
+    with pytest.raises(RuntimeError, match="end"):
+        run_here(failing, {"code": code})
+
+
+def task(component, **arguments):
+    """Return a task as the runner's command line has it."""
+    command = component.component_spec.implementation.container.command
+    given = json.dumps(
+        {"inputs": {"parameterValues": arguments}, "outputs": {"outputFile": "/dev/null"}}
+    )
+    words = [*command, "--executor_input", given, "--function_to_execute", component.name]
+    found = warm.task_of(words, os.environ)
+    assert found is not None
+    return found
+
+
+def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(tmp_path):
+    starter = warm.Starter()
+    try:
+        assert starter.run(task(end, code=7)) == 7
+        assert starter.run(task(end, code=-15)) == -15
+        lost = starter._process
+        lost.kill()
+        lost.wait()
+        assert starter.run(task(tell, folder=str(tmp_path), name="after")) == 0
+        assert json.loads((tmp_path / "after").read_text())["parent"] == starter._process.pid
+    finally:
+        starter.close()
+    assert starter._process.poll() == 0
+
+
+def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(tmp_path):
+    starter = warm.Starter()
+    codes = []
+    run = task(meet, folder=str(tmp_path), name="left")
+    thread = threading.Thread(target=lambda: codes.append(starter.run(run)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "here-left").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    starter._process.terminate()
+    time.sleep(0.2)
+    assert starter._process.poll() is None
+    (tmp_path / "here-right").touch()
+    thread.join(60)
+    assert codes == [0]
+    assert starter._process.wait(30) == 0
+    starter.close()
+
+
+def test_commands_of_other_forms_are_left_to_kfp():
+    whole = task(end, code=0)
+    assert whole.name == "end"
+    for command in (
+        ["sh", "-c", "python3 -m kfp.dsl.executor_main --function_to_execute end"],
+        ["python3", "main.py"],
+        [],
+    ):
+        assert warm.task_of(command, {}) is None
+
+
+def test_the_process_that_loads_imports_nothing_heavy_when_ranks_import_it_again():
+    """What is spawned by a task imports the module of the main program."""
+    code = "import sys, pipelines.warm; print('torch' in sys.modules or 'kfp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
