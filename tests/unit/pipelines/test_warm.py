@@ -62,6 +62,26 @@ def end(code: int):
 
 
 @dsl.component(**OPTIONS)
+def leave(folder: str):
+    """End with a thread at work, a pool that is open, and something to do at the end."""
+    import atexit
+    import concurrent.futures
+    import pathlib
+    import sys
+    import threading
+    import time
+
+    def write(name: str, seconds: float = 0.0) -> None:
+        time.sleep(seconds)
+        pathlib.Path(folder, name).touch()
+
+    atexit.register(write, "at exit")
+    threading.Thread(target=write, args=("thread", 0.5)).start()
+    concurrent.futures.ThreadPoolExecutor(1).submit(write, "pool", 0.5)
+    sys.exit("told at the end")
+
+
+@dsl.component(**OPTIONS)
 def meet(folder: str, name: str):
     """Wait until another task is at work too."""
     import pathlib
@@ -154,6 +174,19 @@ def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(tmp_pa
     finally:
         starter.close()
     assert starter._process.poll() == 0
+
+
+def test_a_task_ends_as_a_python_does(tmp_path, capfd):
+    starter = warm.Starter()
+    try:
+        assert starter.run(task(leave, folder=str(tmp_path))) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"at exit", "thread", "pool"}
+        assert starter.run(task(meet, folder=str(tmp_path / "nowhere"), name="x")) == 1
+    finally:
+        starter.close()
+    printed = capfd.readouterr().out
+    assert "told at the end\n" in printed
+    assert "FileNotFoundError" in printed
 
 
 def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(tmp_path):
