@@ -136,6 +136,7 @@ def test_killed_ranks_leave_the_old_checkpoint_and_nothing_else(forks, store_roo
             assert outcome is not None
             assert outcome[1] == list(dead)
             assert seconds < 40
+    assert not shared_memory_of([*ranks.pids, *uploaders])
     os.kill(uploaders[1], signal.SIGCONT)
     ranks.wait(200.0)
     wait_for(lambda: all(map(gone, uploaders)), 30, "the end of every uploading process")
