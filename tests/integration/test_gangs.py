@@ -175,7 +175,10 @@ def collected():
 
 @pytest.fixture
 def site(shared_site):
-    """The control plane; what a failed test has left of gangs is gone for the next one."""
+    """The control plane; what earlier tests have left of gangs and their logs is gone."""
+    for node in shared_site.nodes:
+        for path in (node.folder / "logs").glob("planish-*"):
+            path.unlink()
     yield shared_site
     if shared_site.objects():
         kinds = "trainjobs,jobs" if shared_site.has_trainer else "jobs"
@@ -279,8 +282,7 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     wait_for(lambda: site.log_with("rank leaves before"), 90)
     heard = time.monotonic() - began
     print(f"submit to the first rank that hears {heard:.1f} s")
-    log = wait_for(lambda: site.log_with("resumed steps=0 of=48"), 90)
-    pod = log.stem
+    pod = wait_for(lambda: site.log_with("resumed steps=0 of=48"), 90).stem
     site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false")
     asked = time.monotonic()
     thread.join(60)

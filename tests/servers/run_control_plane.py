@@ -58,6 +58,8 @@ class ControlPlane:
                 f"--service-account-private-key-file={self.folder}/service-account.key",
                 "--leader-elect=false",
                 "--secure-port=0",
+                # Nodes of tests have nobody who says every few seconds that they live.
+                "--node-monitor-grace-period=1h",
             )
             # Pods need the service account that a controller makes.
             self._wait("/api/v1/namespaces/default/serviceaccounts/default")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Breaker:
         self.closed = 0.0
         """Unix seconds of the last closing by a human."""
         self._requests: deque[tuple[float, bool]] = deque()
+        self._lock = threading.Lock()
+        """Every thread that asks the API server counts its requests here."""
 
     @property
     def is_open(self) -> bool:
@@ -58,8 +61,9 @@ class Breaker:
 
     def close(self, now: float) -> None:
         """Allow actions again, for alerts that are young enough; only a human may ask for it."""
-        self.reason, self.closed = "", now
-        self._requests.clear()
+        with self._lock:
+            self.reason, self.closed = "", now
+            self._requests.clear()
 
     def discards(self, fired: float) -> bool:
         """Tell whether an alert is too old to be acted upon after the last closing."""
@@ -67,11 +71,12 @@ class Breaker:
 
     def record(self, succeeded: bool, now: float) -> bool:
         """Count a request to the API server; return whether that opened the breaker."""
-        self._requests.append((now, succeeded))
-        while self._requests[0][0] <= now - self.config.breaker_seconds:
-            self._requests.popleft()
-        count = len(self._requests)
-        failed = sum(not succeeded for _, succeeded in self._requests)
+        with self._lock:
+            self._requests.append((now, succeeded))
+            while self._requests and self._requests[0][0] <= now - self.config.breaker_seconds:
+                self._requests.popleft()
+            count = len(self._requests)
+            failed = sum(not each for _, each in self._requests)
         if count < self.config.breaker_min_requests:
             return False
         if failed <= self.config.breaker_error_share * count:

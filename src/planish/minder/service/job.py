@@ -292,6 +292,14 @@ class JobWatch:
         if not outcome.has_changed:
             return
         self.is_changed = True
+        logger.info(
+            "action alert=%s machine=%s action=%s result=%s detail=%r",
+            alert.id,
+            alert.machine,
+            outcome.action,
+            outcome.result,
+            outcome.detail,
+        )
         if outcome.action != "none":
             self._shared.count_action(outcome)
         if outcome.result == "blocked":

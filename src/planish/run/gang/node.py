@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     line = [f"--nnodes={given.nodes}", f"--nproc-per-node={given.processes}"]
     line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={given.rendezvous}"]
@@ -52,6 +53,10 @@ def main(argv: Sequence[str]) -> int:
         code = int(failure.exitcode)
         logger.error("rank failed rank=%d index=%s exit_code=%d", rank, given.index, code)
         return SIGNALLED - code if code < 0 else code
+    except RendezvousError as error:
+        # The first machine has ended while ranks of this one were still at work, or never came.
+        logger.warning("left alone by other machines index=%s error=%s", given.index, error)
+        return EXIT_TRANSIENT
     return 0
 
 

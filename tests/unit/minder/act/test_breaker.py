@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 
 from planish.minder.act.config import ActConfig
@@ -54,3 +57,27 @@ def test_it_is_as_it_was_after_a_restart():
     assert (again.is_open, again.reason, again.opened) == (True, "the whole job", 7.0)
     again.close(9.0)
     assert Breaker.from_json(config, again.to_json()).closed == 9.0
+
+
+def test_threads_count_their_requests_at_the_same_time():
+    breaker = Breaker(ActConfig(breaker_seconds=1, breaker_min_requests=10**6))
+    failures = []
+
+    def count(first):
+        try:
+            for number in range(1500):
+                breaker.record(True, first + number / 500)
+        except Exception as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=count, args=(0.0,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
