@@ -28,6 +28,7 @@ from planish.records.values import ValueSet
 from planish.stages.train.ranks.job import TrainJob, write_job
 from planish.stages.train.stage import launch, train
 from tests.integration.test_train_stage import all_tensors
+from tests.integration.train_forks import train_job
 from tests.unit.stages.train.runs import add_iteration, start_run, tiny_config
 from tests.unit.stages.train.windows import add_window_iteration
 
@@ -54,10 +55,10 @@ def job_of(tiny, iteration, state_pin="", processes=1, **train_changes):
     )
 
 
-def do(job):
-    outcome = train(job)
+def do(job, train_job=train_job):
+    pin = train_job(job)
     report = read_report(UpdateReport, layout.update(job.root, job.iteration))
-    return outcome.values["state_pin"], report, all_tensors(outcome.values["state_pin"])
+    return pin, report, all_tensors(pin)
 
 
 def largest_difference(left, right):
@@ -243,7 +244,7 @@ def test_a_killed_iteration_goes_on_from_its_newest_commit_here_and_on_other_ran
                 assert one[name] == wanted, (trainer, name)
 
     capfd.readouterr()
-    state_pin, report, _ = do(job)
+    state_pin, report, _ = do(job, lambda job: train(job).values["state_pin"])
     assert resumed_steps(capfd.readouterr().err) == [max(committed, default=0)] * 2
     assert report.minibatches == reference
     assert parse_pin(state_pin)[1] == read_manifest(layout.state(undisturbed.root, 4)).sha256

@@ -15,11 +15,11 @@ from planish.records.io import read_manifest, read_set
 from planish.records.refs import parse_pin
 from planish.records.values import ValueSet
 from planish.records.waiting import WaitingSet
-from planish.stages.train.stage import train
 from planish.store import open_store
 from tests.integration.test_train_critic import critic_config, scalars_of, train_windows
 from tests.integration.test_train_processes import job_of
 from tests.integration.test_train_stage import all_tensors, environment, stage_command
+from tests.integration.train_forks import train_job
 from tests.unit.stages.train.runs import start_run, train_once
 from tests.unit.stages.train.windows import add_window_iteration, whole_responses
 
@@ -129,7 +129,7 @@ def test_two_processes_select_and_wait_as_one_does(tmp_path):
         pin, counts, losses = "", [], []
         for number in (1, 2):
             add_window_iteration(tiny, number, WINDOW)
-            pin = train(job_of(tiny, number, pin, processes)).values["state_pin"]
+            pin = train_job(job_of(tiny, number, pin, processes))
             scalars = scalars_of(tiny, number)
             names = ("num_selected_groups", "num_unselected_tokens", "num_waiting_responses")
             counts.append([scalars[name] for name in names])
