@@ -70,8 +70,8 @@ VLLM_ROUNDS := tests/integration/test_kill_rollout.py::test_a_shard_killed_at_ra
 	tests/integration/test_kill_ranks.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
 
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
-	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/contract/engines \
-	  $(foreach round,$(VLLM_ROUNDS),'$(round)') $(ARGS)
+	$(ENGINES)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	  $(foreach round,$(VLLM_ROUNDS),'$(round)') tests/contract/engines $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
 coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of the lines that it runs
