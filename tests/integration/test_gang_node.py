@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from planish.base.errors import EXIT_TRANSIENT
 from tests.integration.waiting import wait_for
+from tests.servers.program import free_port
 
 
 @contextlib.contextmanager
@@ -32,8 +32,7 @@ def machine(index, port, folder):
 
 @pytest.mark.slow
 def test_a_machine_whose_rendezvous_is_gone_ends_as_one_that_may_be_tried_again(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with machine(0, port, tmp_path) as first, machine(1, port, tmp_path) as second:
         ranks = [tmp_path / f"rank-{rank}" for rank in range(2)]
         wait_for(lambda: all(path.exists() and path.read_text() for path in ranks), 90)

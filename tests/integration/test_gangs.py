@@ -176,9 +176,8 @@ def collected():
 @pytest.fixture
 def site(shared_site):
     """The control plane; what earlier tests have left of gangs and their logs is gone."""
-    for node in shared_site.nodes:
-        for path in (node.folder / "logs").glob("planish-*"):
-            path.unlink()
+    for path in shared_site.folder.glob("node-*/logs/planish-*"):
+        path.unlink()
     yield shared_site
     if shared_site.objects():
         kinds = "trainjobs,jobs" if shared_site.has_trainer else "jobs"
@@ -280,21 +279,21 @@ def test_two_pods_train_what_two_processes_train_also_after_they_were_asked_to_l
     began = time.monotonic()
     thread.start()
     wait_for(lambda: site.log_with("rank leaves before"), 90)
-    heard = time.monotonic() - began
-    print(f"submit to the first rank that hears {heard:.1f} s")
+    print(f"submit to the first rank that hears {time.monotonic() - began:.1f} s")
     pod = wait_for(lambda: site.log_with("resumed steps=0 of=48"), 90).stem
     site.plane.kubectl("-n", "planish", "delete", "pod", pod, "--wait=false")
     asked = time.monotonic()
     thread.join(60)
     gone = time.monotonic() - asked
     print(f"asked to gone {gone:.1f} s")
-    assert gone < 40
+    assert gone < 20
     (error,) = errors
     # The other pod has ended by itself, or the controller has taken it away before.
     assert re.search("got 75 from|no pod of it tells why", str(error)), str(error)
     # Whatever it had done is committed: nothing is to be done again.
+    told = [m for m in caplog.messages if m.startswith("log of the first pod that failed")]
+    assert all("left steps_lost=0 " in text for text in told), told
     assert site.log_with("left steps_lost=0 ")
-    assert not site.log_with("left steps_lost=1 ")
     assert site.has_nothing_left()
     assert not store.exists(layout.update(job.root, 1))
     outcome = train(job, cluster)
@@ -321,6 +320,8 @@ def test_a_killed_rank_ends_the_gang_and_its_log_reaches_the_stage(site, tmp_pat
     wait_for(lambda: all(path.exists() and path.read_text() for path in ranks), 90)
     reached = time.monotonic() - began
     print(f"submit to both ranks {reached:.1f} s")
+    # On an idle machine it takes less than 5 s.
+    assert reached < 60
     os.kill(int(ranks[1].read_text()), signal.SIGKILL)
     thread.join(60)
     (error,) = errors
@@ -456,7 +457,7 @@ def test_a_cancelled_stage_takes_its_gang_with_it(site, tmp_path):
     assert site.has_nothing_left()
     gone = time.monotonic() - asked
     print(f"SIGTERM to nothing left of four ranks {gone:.1f} s")
-    assert gone < 40
+    assert gone < 20
 
 
 def test_a_gang_goes_with_the_pod_of_its_stage(site, tmp_path):

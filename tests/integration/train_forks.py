@@ -8,23 +8,20 @@ from __future__ import annotations
 import tempfile
 
 from planish.base.parallel import Ranks
+from planish.models.library import load_transformers
 from planish.stages.train.ranks.job import TrainJob, read_job, write_job
+from planish.stages.train.ranks.worker import train_iteration
 from planish.stages.train.stage import train
 from tests.integration.ckpt_forks import run_ranks
 
 
 def preload():
     """Import what takes long before ranks are forked."""
-    import planish.stages.train.ranks.worker  # noqa: F401
-    from planish.models.library import load_transformers
-
     load_transformers()
 
 
 def train_rank(rank, size, folder, *, pin):
     """Be one rank of a job; returns the pin of the new state."""
-    from planish.stages.train.ranks.worker import train_iteration
-
     return train_iteration(read_job(pin), Ranks(rank, size)).state.pin()
 
 

@@ -73,7 +73,7 @@ class Breaker:
         """Count a request to the API server; return whether that opened the breaker."""
         with self._lock:
             self._requests.append((now, succeeded))
-            while self._requests and self._requests[0][0] <= now - self.config.breaker_seconds:
+            while self._requests[0][0] <= now - self.config.breaker_seconds:
                 self._requests.popleft()
             count = len(self._requests)
             failed = sum(not each for _, each in self._requests)
