@@ -8,13 +8,16 @@ The log of the runner goes to standard output. The same call again resumes what 
 from __future__ import annotations
 
 import argparse
+import builtins
+import contextlib
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.monitor import monitor_of, monitor_options
@@ -30,6 +33,23 @@ from planish.store.documents import read_json
 
 STOP_SECONDS = 25.0
 """A task that was asked to end gets so long, its stage and what clears up after it together."""
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Give the program its `print` and its root logger back when the block ends.
+
+    kfp replaces both while a task runs. Of two at once the later one takes what the earlier one has
+    put there for the program's own, and leaves that behind: every line would stay indented.
+    """
+    root, plain_print = logging.getLogger(), builtins.print
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        builtins.print = plain_print
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> None:
@@ -60,7 +80,7 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
         local.init(
             local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
         )
-        with on_signal(stop), warm_tasks():
+        with as_it_was(), on_signal(stop), warm_tasks():
             pipeline(**parameters)
     finally:
         shutil.rmtree(artifacts, ignore_errors=True)

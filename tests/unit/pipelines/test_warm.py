@@ -1,6 +1,8 @@
 """Tasks of the local runner start from one process, and are like processes of their own."""
 
+import builtins
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -103,6 +105,29 @@ def tasks_apart_and_at_once(folder: str):
         meet(folder=folder, name=name).after(second)
 
 
+@dsl.component(**OPTIONS)
+def overlap(folder: str, name: str):
+    """Begin while the task before is at work, and end after it."""
+    import pathlib
+    import time
+
+    here = pathlib.Path(folder)
+    place = len(list(here.glob("overlaps-*")))
+    (here / f"overlaps-{name}").touch()
+    deadline = time.monotonic() + 30
+    while len(list(here.glob("overlaps-*"))) < 2:
+        assert time.monotonic() < deadline, f"{name} is alone"
+        time.sleep(0.01)
+    time.sleep(0.5 * place)
+
+
+@dsl.pipeline
+def tasks_that_overlap(folder: str):
+    """Of two tasks the first to begin is the first to end."""
+    with dsl.ParallelFor(["left", "right"]) as name:
+        overlap(folder=folder, name=name)
+
+
 @dsl.pipeline
 def failing(code: int):
     """One task that fails."""
@@ -133,6 +158,18 @@ def test_tasks_find_all_loaded_and_nothing_of_each_other(tmp_path, monkeypatch, 
     # The process ends with the run, and kfp is as it was.
     assert process_start(first["parent"]) == 0
     assert subprocess_task_handler.run_local_subprocess is plain
+
+
+def test_the_program_keeps_its_print_and_its_loggers(tmp_path, capsys):
+    """kfp gives back what it found at the start of a task, in the order in which tasks end."""
+    root, plain = logging.getLogger(), builtins.print
+    before = root.level, root.handlers[:]
+    run_here(tasks_that_overlap, {"folder": str(tmp_path)})
+    assert builtins.print is plain
+    assert (root.level, root.handlers) == before
+    capsys.readouterr()
+    print("at the margin")
+    assert capsys.readouterr().out == "at the margin\n"
 
 
 def test_beside_an_accelerator_tasks_stay_new_processes(tmp_path, monkeypatch):
