@@ -36,7 +36,7 @@ STOP_SECONDS = 25.0
 
 
 @contextlib.contextmanager
-def as_it_was() -> Iterator[None]:
+def output_restored() -> Iterator[None]:
     """Give the program its `print` and its root logger back when the block ends.
 
     kfp replaces both while a task runs. Of two at once the later one takes what the earlier one has
@@ -80,7 +80,7 @@ def run_here(pipeline: Callable[..., Any], parameters: Mapping[str, Any]) -> Non
         local.init(
             local.SubprocessRunner(use_venv=False), pipeline_root=artifacts, raise_on_error=True
         )
-        with as_it_was(), on_signal(stop), warm_tasks():
+        with output_restored(), on_signal(stop), warm_tasks():
             pipeline(**parameters)
     finally:
         shutil.rmtree(artifacts, ignore_errors=True)

@@ -12,6 +12,8 @@ from unittest import mock
 from kfp import local
 from kfp.local import status, subprocess_task_handler
 
+from pipelines.local import output_restored
+
 
 def run_tasks(
     pipeline: Callable[..., Any],
@@ -42,5 +44,6 @@ def run_tasks(
     local.init(
         local.SubprocessRunner(use_venv=False), pipeline_root=str(folder), raise_on_error=True
     )
-    with mock.patch.object(subprocess_task_handler, "SubprocessTaskHandler", Handler):
+    told = mock.patch.object(subprocess_task_handler, "SubprocessTaskHandler", Handler)
+    with output_restored(), told:
         pipeline(**parameters)
