@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -265,14 +265,14 @@ def become(task: Task) -> None:
         executor_main.executor_main()
 
 
-def run_to_the_end(task: Task) -> NoReturn:
-    """Run a task, and end this process with what an end has to do, but for freeing what is loaded.
+def run_to_the_end(work: Callable[[], object]) -> NoReturn:
+    """Do the work, and end this process with what an end has to do, but for freeing what is loaded.
 
     To free it object by object takes longer than the work of many a task.
     """
     code = 1
     try:
-        become(task)
+        work()
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str]) -> int:
             load()
             task = forks.serve()
     if task:
-        run_to_the_end(task)
+        run_to_the_end(lambda: become(task))
     return 0
 
 

@@ -26,16 +26,16 @@ from pathlib import Path
 from tests.integration.ckpt_ranks import REPOSITORY, Outcome
 from tests.integration.waiting import wait_for
 
-_DIE_WITH_PARENT = 1
+DIE_WITH_PARENT = 1
 _numbers = itertools.count()
 
 
 class Forks:
     """The process that forks."""
 
-    def __init__(self):
+    def __init__(self, module="tests.integration.ckpt_forks", *arguments):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.ckpt_forks"],
+            [sys.executable, "-m", module, *arguments],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -181,7 +181,7 @@ def _child(rank, job):
     import torch.distributed as dist
 
     atexit._clear()
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     folder, result, code = Path(job["folder"]), {"value": None, "error": ""}, 0
     log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -227,17 +227,15 @@ def _fork(job):
     return pids
 
 
-def main():
-    """Fork as lines of JSON on the standard input ask."""
-    import torch  # noqa: F401  (before the first fork)
-
+def serve(fork):
+    """Fork as lines of JSON on the standard input ask; `fork` returns the processes of a job."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     codes = {}
     for line in sys.stdin:
         job = json.loads(line)
         if job["do"] == "fork":
-            answer = _fork(job)
+            answer = fork(job)
             for pid in answer:
                 codes.pop(pid, None)
         else:
@@ -249,6 +247,13 @@ def main():
             answer = [codes.get(pid) for pid in job["pids"]]
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+
+def main():
+    """Fork ranks."""
+    import torch  # noqa: F401  (before the first fork)
+
+    serve(_fork)
 
 
 if __name__ == "__main__":

@@ -240,13 +240,13 @@ def sample(policy_pin: str, engine: str, temperature: float) -> Samples:
     return [(output.token_ids, output.logprobs) for output in made]
 
 
-def sample_elsewhere(policy_pin: str, engine: str, temperature: float) -> Samples:
-    """Return what an engine on vLLM samples, in the environment that has it.
+def sample_elsewhere(policy_pin: str, temperature: float, *engines: str) -> dict[str, Samples]:
+    """Return what engines on vLLM sample, one after another in the environment that has it.
 
     Raises:
         RuntimeError: it ended with an error.
     """
-    words = ["-m", HERE, "--sample", policy_pin, engine, str(temperature)]
+    words = ["-m", HERE, "--sample", policy_pin, str(temperature), *engines]
     done = subprocess.run(
         [sys.executable if find_spec("vllm") else ENGINES_PYTHON, *words],
         cwd=REPOSITORY,
@@ -255,8 +255,8 @@ def sample_elsewhere(policy_pin: str, engine: str, temperature: float) -> Sample
     )
     if done.returncode:
         text = (done.stdout + done.stderr)[-3000:]
-        raise RuntimeError(f"{engine} ended with {done.returncode}: {text}")
-    found: Samples = json.loads(done.stdout.splitlines()[-1])
+        raise RuntimeError(f"{' and '.join(engines)} ended with {done.returncode}: {text}")
+    found: dict[str, Samples] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -284,7 +284,7 @@ def check_export(tiny: TinyRun, state_pin: str, with_vllm: bool) -> list[str]:
     if not with_vllm:
         return faults
     try:
-        samples = sample_elsewhere(pin, "vllm", 0.0)
+        samples = sample_elsewhere(pin, 0.0, "vllm")["vllm"]
     except RuntimeError as error:
         return [*faults, str(error)]
     difference = 0.0
@@ -362,11 +362,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Play all hops; return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=7, help="of the training and the damages")
-    parser.add_argument("--sample", nargs=3, default=(), help=argparse.SUPPRESS)
+    parser.add_argument("--sample", nargs="+", default=(), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.sample:
-        pin, engine, temperature = given.sample
-        print(json.dumps(sample(pin, engine, float(temperature))))
+        pin, temperature, *engines = given.sample
+        print(json.dumps({name: sample(pin, name, float(temperature)) for name in engines}))
         return 0
     if not find_spec("vllm") and not ENGINES_PYTHON.exists():
         parser.exit(2, "vLLM must be installed in .venv-engines; `make engines` sets it up\n")

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 
 from planish import store
 from planish.records import layout
+from tests.integration import programs
+from tests.integration.programs import Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "tests" / "golden" / "configs" / "tiny.toml"
@@ -27,26 +27,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def start(root: str, log: Path, *, iterations: int = 1, **parameters: Any) -> subprocess.Popen:
+def start(root: str, log: Path, *, iterations: int = 1, **parameters: Any) -> Program:
     """Start a run in a session of its own; its output goes to `log`."""
     parameters = {"config": str(TINY), "shards": 2, **parameters}
-    command = [sys.executable, "-m", "pipelines.local", "--root", root]
-    command += ["--iterations", str(iterations)]
+    line = ["--root", root, "--iterations", str(iterations)]
     for name, value in parameters.items():
         flag = f"--{name.replace('_', '-')}"
-        command += [flag] if value is True else [flag, str(value)]
-    with log.open("ab") as stream:
-        return subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            cwd=REPOSITORY,
-            env=environment(),
-            start_new_session=True,
-        )
+        line += [flag] if value is True else [flag, str(value)]
+    return programs.start("pipelines.local", *line, log=log, environment=environment())
 
 
-def finish(process: subprocess.Popen, log: Path, *, timeout: float = 600) -> None:
+def finish(process: Program, log: Path, *, timeout: float = 600) -> None:
     """Wait for a run that must succeed."""
     code = process.wait(timeout=timeout)
     assert code == 0, log.read_text(errors="replace")[-6000:]
@@ -57,13 +48,13 @@ def run(root: str, log: Path, **parameters: Any) -> None:
     finish(start(root, log, **parameters), log)
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: Program) -> None:
     """End the run and every process that it started, without any warning."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
 
 
-def signal_task(process: subprocess.Popen, component: str, *signals: int) -> None:
+def signal_task(process: Program, component: str, *signals: int) -> None:
     """Send signals to the task of a component, not to the program that waits for it."""
     for _ in range(1000):
         for folder in Path("/proc").glob("[0-9]*"):

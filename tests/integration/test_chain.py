@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from planish.records.reports import UpdateReport, read_report
 from planish.run.avoid import AvoidedNode, avoid
 from planish.run.chain import Chain, parse_chain
 from planish.run.kubeflow import restart_name, run_name
-from tests.integration import runs
+from tests.integration import programs, runs
 from tests.unit.minder.lab.test_files import made
 from tests.unit.submit.kfp_server import Server
 
@@ -72,19 +70,16 @@ def test_a_compact_iteration_and_one_more_equal_two(two: str, tmp_path: Path) ->
     assert_reference(root, "policies/00000", first, states=2)
 
 
-def start(server: Server, run: dict, trace: Path, log: Path) -> subprocess.Popen:
+def start(server: Server, run: dict, trace: Path, log: Path) -> programs.Program:
     """Start what Kubeflow was asked to run, as its tasks find themselves in a cluster."""
     parameters = {"trace": trace.as_uri(), **run["runtime_config"]["parameters"]}
     environment = {"RUN_ID": run["run_id"], "KF_PIPELINES_ENDPOINT": server.url}
-    with log.open("ab") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.one_run", json.dumps(parameters)],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            cwd=runs.REPOSITORY,
-            env={**runs.environment(), **environment},
-            start_new_session=True,
-        )
+    return programs.start(
+        "tests.integration.one_run",
+        json.dumps(parameters),
+        log=log,
+        environment={**runs.environment(), **environment},
+    )
 
 
 def test_a_chain_and_a_restart_through_the_api_equal_two(two: str, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +13,7 @@ from planish.models.policy import load_policy
 from planish.records import layout
 from planish.records.io import read_manifest
 from planish.records.reports import UpdateReport, read_report
-from tests.integration import reshard_training, runs
+from tests.integration import programs, reshard_training, runs
 from tests.unit.engines.tiny import exact_logprobs
 
 pytestmark = pytest.mark.slow
@@ -90,30 +87,34 @@ def test_what_two_processes_saved_is_what_three_load_and_export(trained, reshard
     assert scalars["mismatch_logprob_max"] < 1e-4
 
 
+@pytest.fixture(scope="module")
+def sampled_on_vllm(resharded):
+    """Name of an engine on vLLM -> what it samples from the export; empty where vLLM is not."""
+    if not reshard_training.ENGINES_PYTHON.exists():
+        return {}
+    names = [name for name in ENGINES if name.startswith("vllm")]
+    return reshard_training.sample_elsewhere(pin(resharded, 1), 1.0, *names)
+
+
 @pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_engines_sample_an_export_as_a_float64_forward_does(resharded, engine):
-    ask = reshard_training.sample
-    if engine.startswith("vllm"):
-        if not reshard_training.ENGINES_PYTHON.exists():
-            pytest.skip(f"{reshard_training.ENGINES_PYTHON} is missing: `make engines`")
-        ask = reshard_training.sample_elsewhere
-    policy_pin, asked = pin(resharded, 1), reshard_training.requests(1.0)
+def test_engines_sample_an_export_as_a_float64_forward_does(resharded, sampled_on_vllm, engine):
+    policy_pin = pin(resharded, 1)
+    if not engine.startswith("vllm"):
+        samples = reshard_training.sample(policy_pin, engine, 1.0)
+    elif sampled_on_vllm:
+        samples = sampled_on_vllm[engine]
+    else:
+        pytest.skip(f"{reshard_training.ENGINES_PYTHON} is missing: `make engines`")
     policy = load_policy(policy_pin)
-    for one, (token_ids, logprobs) in zip(asked, ask(policy_pin, engine, 1.0), strict=True):
+    for one, (token_ids, logprobs) in zip(reshard_training.requests(1.0), samples, strict=True):
         assert np.abs(exact_logprobs(policy, one, token_ids) - logprobs).max() < 1e-5
 
 
 def test_the_reshard_pipeline_writes_the_policy_that_the_run_exported(trained, tmp_path):
     target = f"file://{tmp_path}/reshard"
-    command = [sys.executable, "-m", "pipelines.reshard", "--root", target]
-    command += ["--source", newest_state(trained), "--layout", "merged", "--policy"]
-    done = subprocess.run(
-        [*command, pin(trained, 1)],
-        cwd=runs.REPOSITORY,
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    line = ["--root", target, "--source", newest_state(trained), "--layout", "merged"]
+    line += ["--policy", pin(trained, 1)]
+    code, told = programs.run("pipelines.reshard", *line, environment=runs.environment())
+    assert code == 0, told[-3000:]
     merged = read_manifest(f"{target}/merged").ref(f"{target}/merged").pin()
     assert torch.equal(logits(merged), logits(pin(trained, 1)))

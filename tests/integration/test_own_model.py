@@ -24,6 +24,7 @@ from planish.records.io import fetch_files, read_manifest, read_set
 from planish.records.reports import UpdateReport, read_report
 from planish.records.rewards import RewardSet
 from planish.records.rollouts import RolloutSet
+from tests.integration import programs
 from tests.integration.own_model import make_model
 from tests.integration.test_train_stage import all_tensors
 from tests.processes import below
@@ -71,22 +72,12 @@ def write_tasks(path):
     return path
 
 
-def pipeline_line(root, model, dataset, iterations, overrides=""):
-    line = [sys.executable, "-m", "pipelines.local", "--root", root, "--preset", "dapo-tiny"]
-    line += ["--model", model, "--dataset", dataset, "--dataset-map", "answer=label"]
+def options(root, model, dataset, iterations, overrides=""):
+    """Return the options of `pipelines.local` for a small run of a model and rows of one's own."""
+    line = ["--root", root, "--preset", "dapo-tiny"]
+    line += ["--model", str(model), "--dataset", str(dataset), "--dataset-map", "answer=label"]
     line += ["--iterations", str(iterations), "--shards", "1", "--compact"]
     return [*line, "--overrides", f"{SMALL} {overrides}".strip()]
-
-
-def run_pipeline(root, model, dataset, iterations, overrides="", **environment):
-    return subprocess.run(
-        pipeline_line(root, model, dataset, iterations, overrides),
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 def pin_of(root, version):
@@ -143,49 +134,39 @@ def check_adapters(root):
 @pytest.mark.slow
 def test_a_model_is_trained_on_tasks_of_code_and_exported(file_root, tmp_path):
     model = make_model("Qwen3", tmp_path / "model")
-    done = run_pipeline(
-        file_root,
-        str(model),
-        str(write_tasks(tmp_path / "mine.jsonl")),
-        3,
-        "curate.verifier=python_tests rollout.max_iterations_without_signal=0",
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "`Qwen3ForCausalLM`" in done.stdout
-    assert "| - columns | `messages` list, `label` text |" in done.stdout
-    assert "| - system message | in 24 of 24 prompts |" in done.stdout
-    assert "cold start skipped: `model.path` gives a trained model" in done.stdout
+    overrides = "curate.verifier=python_tests rollout.max_iterations_without_signal=0"
+    line = options(file_root, model, write_tasks(tmp_path / "mine.jsonl"), 3, overrides)
+    code, told = programs.run("pipelines.local", *line)
+    assert code == 0, told[-3000:]
+    assert "`Qwen3ForCausalLM`" in told
+    assert "| - columns | `messages` list, `label` text |" in told
+    assert "| - system message | in 24 of 24 prompts |" in told
+    assert "cold start skipped: `model.path` gives a trained model" in told
     check_export(file_root, 3, "Qwen3")
 
 
 @pytest.mark.slow
 def test_a_model_is_trained_by_adapters_and_exported_whole(file_root, tmp_path):
     model = make_model("Qwen2", tmp_path / "model")
-    done = run_pipeline(
-        file_root,
-        str(model),
-        str(write_rows(tmp_path / "mine.jsonl")),
-        3,
-        # Random text has a vowel now and then, so that there is something to learn.
+    # Random text has a vowel now and then, so that there is something to learn.
+    overrides = (
         "curate.verifier=regex curate.answer_pattern=(a|e|i|o|u) rollout.group_size=4 "
-        "train.learning_rate=1e-2 train.warmup_iterations=0 model.lora_rank=4",
+        "train.learning_rate=1e-2 train.warmup_iterations=0 model.lora_rank=4"
     )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "| - adapters | rank 4, alpha 32, on `down_proj`, `gate_proj`, `k_proj`" in done.stdout
+    line = options(file_root, model, write_rows(tmp_path / "mine.jsonl"), 3, overrides)
+    code, told = programs.run("pipelines.local", *line)
+    assert code == 0, told[-3000:]
+    assert "| - adapters | rank 4, alpha 32, on `down_proj`, `gate_proj`, `k_proj`" in told
     check_adapters(file_root)
 
 
 @pytest.mark.slow
 def test_a_start_too_weak_ends_with_advice_and_without_a_retry(file_root, tmp_path):
     model = make_model("Qwen3", tmp_path / "model")
-    done = run_pipeline(
-        file_root,
-        str(model),
-        str(write_rows(tmp_path / "mine.jsonl")),
-        2,
-        "rollout.max_iterations_without_signal=1",
-    )
-    assert done.returncode == 2, done.stdout[-3000:]
+    overrides = "rollout.max_iterations_without_signal=1"
+    line = options(file_root, model, write_rows(tmp_path / "mine.jsonl"), 2, overrides)
+    code, told = programs.run("pipelines.local", *line)
+    assert code == 2, told[-3000:]
     log = json.loads(store.read(layout.stage_log(file_root, "reward", 1, 0)))
     assert log["exit_code"] == 2
     assert log["error"].startswith("Nothing was learnt: all 4 groups wrong; try easier problems")
@@ -201,13 +182,16 @@ def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_roo
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(VOWELS)
     root = f"{s3_root}/run"
-    done = run_pipeline(
-        root,
-        f"{s3_root}/in/model",
-        f"{s3_root}/in/mine.jsonl",
-        3,
-        "curate.verifier=vowels:share",
-        PYTHONPATH=str(package.parent),
+    overrides = "curate.verifier=vowels:share"
+    line = options(root, f"{s3_root}/in/model", f"{s3_root}/in/mine.jsonl", 3, overrides)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines.local", *line],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     check_export(root, 3, "Qwen2")
@@ -229,14 +213,10 @@ def test_a_model_and_rows_in_a_bucket_are_trained_by_a_reward_of_ones_own(s3_roo
 def test_a_demo_of_ones_own_outlives_what_follows_it_and_the_trackers_get_all(file_root, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    line = pipeline_line(
-        file_root,
-        str(make_model("Qwen3", tmp_path / "model")),
-        str(write_rows(tmp_path / "mine.jsonl")),
-        1,
-        "rollout.max_iterations_without_signal=0",
-    )
-    line[line.index("pipelines.local")] = "pipelines.demo"
+    model, rows = make_model("Qwen3", tmp_path / "model"), write_rows(tmp_path / "mine.jsonl")
+    overrides = "rollout.max_iterations_without_signal=0"
+    line = [sys.executable, "-m", "pipelines.demo"]
+    line += options(file_root, model, rows, 1, overrides)
     with subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as demo:
         deadline = time.monotonic() + 300
         while not (followers := [pid for pid in below(demo.pid) if follows(pid, file_root)]):

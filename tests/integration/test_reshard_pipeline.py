@@ -21,26 +21,16 @@ from planish.checkpoint.load.slices import SliceReader
 from planish.records import fetch_files, layout, write_files
 from planish.store import open_store
 from planish.store.documents import read_json
-from tests.integration import runs
+from tests.integration import programs, runs
 from tests.unit.checkpoint.written import OBJECTS, tiny_model, write_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(root, source, target_layout, *options):
-    """Run the pipeline in a child; return (exit code, its output)."""
-    command = [sys.executable, "-m", "pipelines.reshard", "--root", root, "--source", source]
-    command += ["--layout", target_layout, *options]
-    done = subprocess.run(
-        command,
-        cwd=runs.REPOSITORY,
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    """Run the pipeline; return (exit code, its output)."""
+    line = ["--root", root, "--source", source, "--layout", target_layout, *options]
+    return programs.run("pipelines.reshard", *line, environment=runs.environment())
 
 
 def logs(root):

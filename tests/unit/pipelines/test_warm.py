@@ -180,10 +180,9 @@ def test_beside_an_accelerator_tasks_stay_new_processes(tmp_path, monkeypatch):
         assert subprocess_task_handler.run_local_subprocess is plain
 
 
-@pytest.mark.parametrize("code", [3, -9])
-def test_a_task_that_fails_fails_the_run(code):
+def test_a_task_that_fails_fails_the_run():
     with pytest.raises(RuntimeError, match="end"):
-        run_here(failing, {"code": code})
+        run_here(failing, {"code": 3})
 
 
 def task(component, **arguments):
@@ -198,36 +197,25 @@ def task(component, **arguments):
     return found
 
 
-def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(tmp_path):
+@pytest.fixture(scope="module")
+def starter():
+    """A warm process that tests share; what one has ended is started again by the next."""
     starter = warm.Starter()
-    try:
-        assert starter.run(task(end, code=7)) == 7
-        assert starter.run(task(end, code=-15)) == -15
-        lost = starter._process
-        lost.kill()
-        lost.wait()
-        assert starter.run(task(tell, folder=str(tmp_path), name="after")) == 0
-        assert json.loads((tmp_path / "after").read_text())["parent"] == starter._process.pid
-    finally:
-        starter.close()
+    yield starter
+    starter.close()
     assert starter._process.poll() == 0
 
 
-def test_a_task_ends_as_a_python_does(tmp_path, capfd):
-    starter = warm.Starter()
-    try:
-        assert starter.run(task(leave, folder=str(tmp_path))) == 1
-        assert {path.name for path in tmp_path.iterdir()} == {"at exit", "thread", "pool"}
-        assert starter.run(task(meet, folder=str(tmp_path / "nowhere"), name="x")) == 1
-    finally:
-        starter.close()
+def test_a_task_ends_as_a_python_does(starter, tmp_path, capfd):
+    assert starter.run(task(leave, folder=str(tmp_path))) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"at exit", "thread", "pool"}
+    assert starter.run(task(meet, folder=str(tmp_path / "nowhere"), name="x")) == 1
     printed = capfd.readouterr().out
     assert "told at the end\n" in printed
     assert "FileNotFoundError" in printed
 
 
-def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(tmp_path):
-    starter = warm.Starter()
+def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(starter, tmp_path):
     codes = []
     run = task(meet, folder=str(tmp_path), name="left")
     thread = threading.Thread(target=lambda: codes.append(starter.run(run)))
@@ -243,7 +231,17 @@ def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(tmp_path):
     thread.join(60)
     assert codes == [0]
     assert starter._process.wait(30) == 0
-    starter.close()
+
+
+def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(starter, tmp_path):
+    assert starter.run(task(end, code=7)) == 7
+    assert starter.run(task(end, code=-9)) == -9
+    lost = starter._process
+    assert lost.poll() is None
+    lost.kill()
+    lost.wait()
+    assert starter.run(task(tell, folder=str(tmp_path), name="after")) == 0
+    assert json.loads((tmp_path / "after").read_text())["parent"] == starter._process.pid
 
 
 def test_commands_of_other_forms_are_left_to_kfp():
