@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines all-tests fast-tests static engines coverage check servers bench studies golden compile images images-test tools clean
+.PHONY: help demo test test-engines engines-beside all-tests fast-tests static engines coverage check servers bench studies golden compile images images-test tools clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -59,18 +59,25 @@ demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENG
 	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
 		$(if $(DEMO_OVERRIDES),--overrides '$(DEMO_OVERRIDES)') $(ARGS)
 
-# Three workers for two cores: tests of servers, timers and killed processes mostly wait.
+# Three workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
+# have a fourth beside them, which tells at its end what it has found.
 test: $(VENV)/.installed tools servers  ## everything that this machine can run
-	@$(MAKE) --no-print-directory --jobs 2 static all-tests
-	@if test -e $(ENGINES)/.installed; then $(MAKE) --no-print-directory test-engines; \
-	else echo 'not tested: the engines on vLLM; `make test-engines` sets them up'; fi
+	@if test -e $(ENGINES)/.installed; then \
+	  $(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside; \
+	else \
+	  $(MAKE) --no-print-directory --jobs 2 static all-tests \
+	    && echo 'not tested: the engines on vLLM; `make test-engines` sets them up'; fi
+
+engines-beside:
+	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 > $$log 2>&1; code=$$?; \
+	  cat $$log; rm $$log; exit $$code
 
 # A shard on vLLM that is killed, and ranks of vLLM that are: other engines have the same rounds in `all-tests`.
 VLLM_ROUNDS := tests/integration/test_kill_rollout.py::test_a_shard_killed_at_random_moments_ends_as_it_must[vllm] \
 	tests/integration/test_kill_ranks.py::test_requests_are_right_or_end_with_an_error_when_a_rank_is_hit[vllm_disagg]
 
 test-engines: $(ENGINES)/.installed  ## every engine against one contract, in an environment with vLLM
-	$(ENGINES)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	$(ENGINES)/bin/python -m pytest -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder \
 	  $(foreach round,$(VLLM_ROUNDS),'$(round)') tests/contract/engines $(ARGS)
 
 # Not part of `test`: of two threads that start at once Python 3.11 may refuse one its tracer.
