@@ -44,6 +44,6 @@ def run_tasks(
     local.init(
         local.SubprocessRunner(use_venv=False), pipeline_root=str(folder), raise_on_error=True
     )
-    told = mock.patch.object(subprocess_task_handler, "SubprocessTaskHandler", Handler)
-    with output_restored(), told:
+    handled = mock.patch.object(subprocess_task_handler, "SubprocessTaskHandler", Handler)
+    with output_restored(), handled:
         pipeline(**parameters)

@@ -26,7 +26,7 @@ from pathlib import Path
 from tests.integration.ckpt_ranks import REPOSITORY, Outcome
 from tests.integration.waiting import wait_for
 
-DIE_WITH_PARENT = 1
+_DIE_WITH_PARENT = 1
 _numbers = itertools.count()
 
 
@@ -173,6 +173,20 @@ def write_json(path, value):
     partial.rename(path)
 
 
+def begin_child(log, environment):
+    """In a fork: end with the forking process, print to the end of `log`, have this environment."""
+    atexit._clear()
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for old, new in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(old, new)
+    os.close(nothing)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def _child(rank, job):
     """Be one rank; does not return."""
     import faulthandler
@@ -180,16 +194,9 @@ def _child(rank, job):
     import torch
     import torch.distributed as dist
 
-    atexit._clear()
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     folder, result, code = Path(job["folder"]), {"value": None, "error": ""}, 0
-    log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for old, new in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(old, new)
+    begin_child(folder / f"log-{rank}.txt", job["environment"])
     faulthandler.enable(file=2)
-    os.environ.clear()
-    os.environ.update(job["environment"])
     try:
         torch.set_num_threads(1)
         dist.init_process_group(

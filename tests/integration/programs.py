@@ -27,7 +27,7 @@ from unittest import mock
 
 from pipelines import warm
 from planish.run.signals import STOP_SIGNALS
-from tests.integration.ckpt_forks import DIE_WITH_PARENT, Forks, serve
+from tests.integration.ckpt_forks import Forks, begin_child, serve
 from tests.integration.waiting import wait_for
 
 ROOM_BYTES = 32_768
@@ -35,28 +35,45 @@ ROOM_BYTES = 32_768
 LOADED = ("pipelines.local", "pipelines.post_train", "pipelines.reshard", "kfp.local")
 
 
-class Program:
-    """A program that was started, with what tests use of `subprocess.Popen`."""
+class Child:
+    """A process, with what is used here of `subprocess.Popen`."""
 
-    def __init__(self, forks: Forks, pid: int):
-        self._forks = forks
+    def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
 
+    def _ended(self) -> int | None:
+        """Return the exit code of a child of this process; None while it runs."""
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
     def poll(self) -> int | None:
         if self.returncode is None:
-            (self.returncode,) = self._forks.ask(do="codes", pids=[self.pid])
+            self.returncode = self._ended()
         return self.returncode
 
     def wait(self, timeout: float = 600.0) -> int:
-        """Return its exit code; past the limit it is killed with all that it has started."""
         try:
-            wait_for(lambda: self.poll() is not None, timeout, f"the end of process {self.pid}")
+            wait_for(lambda: self.poll() is not None, timeout)
         except AssertionError:
-            os.killpg(self.pid, signal.SIGKILL)
-            raise
+            raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
         assert self.returncode is not None
         return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Program(Child):
+    """A program that was started: a child of the process that forks."""
+
+    def __init__(self, forks: Forks, pid: int):
+        super().__init__(pid)
+        self._forks = forks
+
+    def _ended(self) -> int | None:
+        (code,) = self._forks.ask(do="codes", pids=[self.pid])
+        return code
 
 
 @functools.cache
@@ -70,14 +87,17 @@ def _loaded() -> Forks:
 def start(
     module: str, *arguments: str, log: Path, environment: dict[str, str] | None = None
 ) -> Program:
-    """Start `python -m module arguments` in a session of its own; its output goes to `log`."""
+    """Start `python -m module arguments` in a session of its own; its output goes to `log`.
+
+    As with `subprocess`, no environment is that of this process.
+    """
     forks = _loaded()
     (pid,) = forks.ask(
         do="fork",
         module=module,
         arguments=arguments,
         log=str(log.absolute()),
-        environment={**os.environ, **(environment or {})},
+        environment=dict(os.environ if environment is None else environment),
     )
     return Program(forks, pid)
 
@@ -88,36 +108,19 @@ def run(
     environment: dict[str, str] | None = None,
     timeout: float = 600.0,
 ) -> tuple[int, str]:
-    """Run `python -m module arguments`; returns its exit code and all that it has printed."""
+    """Run `python -m module arguments`; returns its exit code and all that it has printed.
+
+    Past the limit it is killed with all that it has started.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        code = start(module, *arguments, log=log, environment=environment).wait(timeout)
-        return code, log.read_text(errors="replace")
-
-
-class Fork:
-    """A child of this process, with what `pipelines.warm.Starter` uses of `subprocess.Popen`."""
-
-    def __init__(self, pid: int):
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
-        return self._code
-
-    def wait(self, timeout: float = 60.0) -> int:
+        program = start(module, *arguments, log=log, environment=environment)
         try:
-            wait_for(lambda: self.poll() is not None, timeout, f"the end of process {self.pid}")
-        except AssertionError as error:
-            raise subprocess.TimeoutExpired("warm", timeout) from error
-        assert self._code is not None
-        return self._code
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+            code = program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            raise
+        return code, log.read_text(errors="replace")
 
 
 def _start_warm(starter: Any) -> None:
@@ -132,7 +135,7 @@ def _start_warm(starter: Any) -> None:
         name_process([sys.executable, "-m", "pipelines.warm", str(theirs.fileno())])
         warm.run_to_the_end(lambda: warm.main([str(theirs.detach())]))
     theirs.close()
-    starter._process = Fork(pid)
+    starter._process = Child(pid)
 
 
 def name_process(words: Sequence[str]) -> None:
@@ -164,17 +167,8 @@ def _fork(job: dict[str, Any]) -> list[int]:
 
 def _become(job: dict[str, Any]) -> None:
     """Be the program of a job; does not return."""
-    atexit._clear()
     os.setsid()
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for old, new in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(old, new)
-    os.close(nothing)
-    os.close(log)
-    os.environ.clear()
-    os.environ.update(job["environment"])
+    begin_child(job["log"], job["environment"])
     sys.argv[1:] = job["arguments"]
     sys.modules.pop(job["module"], None)
     name_process([sys.executable, "-m", job["module"], *job["arguments"]])

@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def run(root, source, target_layout, *options):
     """Run the pipeline; return (exit code, its output)."""
     line = ["--root", root, "--source", source, "--layout", target_layout, *options]
-    return programs.run("pipelines.reshard", *line, environment=runs.environment())
+    environment = runs.environment()
+    return programs.run("pipelines.reshard", *line, environment=environment, timeout=300.0)
 
 
 def logs(root):

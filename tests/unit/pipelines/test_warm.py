@@ -180,9 +180,10 @@ def test_beside_an_accelerator_tasks_stay_new_processes(tmp_path, monkeypatch):
         assert subprocess_task_handler.run_local_subprocess is plain
 
 
-def test_a_task_that_fails_fails_the_run():
+@pytest.mark.parametrize("code", [3, -9])
+def test_a_task_that_fails_fails_the_run(code):
     with pytest.raises(RuntimeError, match="end"):
-        run_here(failing, {"code": 3})
+        run_here(failing, {"code": code})
 
 
 def task(component, **arguments):
@@ -235,7 +236,7 @@ def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(starter, tm
 
 def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(starter, tmp_path):
     assert starter.run(task(end, code=7)) == 7
-    assert starter.run(task(end, code=-9)) == -9
+    assert starter.run(task(end, code=-15)) == -15
     lost = starter._process
     assert lost.poll() is None
     lost.kill()
