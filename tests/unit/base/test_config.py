@@ -43,7 +43,6 @@ def test_nothing_is_coerced_and_all_faults_are_told() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("train.learning_rate=1e-6", 1e-6),
         ("--train.name=abc", "abc"),
         ("train.flag=false", False),
         ("train.names=['a', 'b']", ["a", "b"]),

@@ -26,8 +26,7 @@ from planish.store.documents import write_json
 REWARD = EndedTask("reward", 2, 0, "done", 10.0, 0.5, 1.5, {"reward_mean": -0.2}, False, "")
 
 
-def test_a_progress_line_tells_where_what_and_how_long() -> None:
-    assert progress_line(REWARD, 9) == ("    9.0 s  iteration 2  reward       1.5 s  reward -0.200")
+def test_a_progress_line_tells_a_failure_a_task_done_before_and_a_shard() -> None:
     failed = dataclasses.replace(REWARD, state="failed", error="no rows")
     assert progress_line(failed, 9).endswith("FAILED: no rows")
     done = dataclasses.replace(REWARD, already_done=True)

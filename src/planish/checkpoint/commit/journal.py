@@ -143,11 +143,13 @@ class Journal:
     """One process's hold on an attempt; safe to use from several threads.
 
     Example:
+        >>> import tempfile
         >>> from planish.store import open_store
-        >>> storage, path = open_store("/runs/run/step-1")
-        >>> journal = Journal(storage, path, new_attempt(), name="00000")
-        >>> journal.begin()
-        >>> journal.close()
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     storage, path = open_store(f"{run}/step-1")
+        ...     journal = Journal(storage, path, new_attempt(), name="00000")
+        ...     journal.begin()
+        ...     journal.close()
     """
 
     def __init__(self, storage: Store, path: str, attempt: str, *, name: str = COORDINATOR):

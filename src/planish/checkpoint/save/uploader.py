@@ -81,7 +81,7 @@ class Channel:
     Example:
         >>> a, b = map(Channel, socket.socketpair())
         >>> a.send({"do": "x"}, [b"12"])
-        >>> b.receive(1.0).blobs
+        >>> b.receive(60.0).blobs
         [b'12']
         >>> a.close(); b.close()
     """

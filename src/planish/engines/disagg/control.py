@@ -39,8 +39,9 @@ class Channel:
     Example:
         >>> here, there = (Channel(end) for end in socket.socketpair())
         >>> here.send({"op": "ping"})
-        >>> there.receive(1.0)
+        >>> there.receive(60.0)
         {'op': 'ping'}
+        >>> here.close(); there.close()
     """
 
     def __init__(self, end: socket.socket, *, send_timeout_s: float = 30.0) -> None:

@@ -40,7 +40,7 @@ class Deadline:
     """When a piece of work must be done.
 
     Example:
-        >>> 59 < Deadline.after(60.0).left() <= 60
+        >>> 0 < Deadline.after(60.0).left() <= 60
         True
     """
 

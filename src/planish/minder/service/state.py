@@ -84,8 +84,9 @@ class FileState(StateStore):
 
     Example:
         >>> import tempfile, pathlib
-        >>> state = FileState(pathlib.Path(tempfile.mkdtemp()) / "state.json")
-        >>> state.load(), state.save({"jobs": {}}), state.load()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     state = FileState(pathlib.Path(folder) / "state.json")
+        ...     state.load(), state.save({"jobs": {}}), state.load()
         ({}, None, {'jobs': {}})
     """
 

@@ -101,8 +101,9 @@ def kept_by_layer(shape: ModelShape, precision: Precision) -> int:
         precision: of the forward pass.
 
     Example:
+        >>> from planish.models.shapes import known_shape
         >>> kept_by_layer(known_shape("Qwen2.5-7B"), Precision.of("bfloat16", gathers=True)) // 1024
-        221
+        220
     """
     width, heads = shape.hidden_size, shape.q_size + shape.kv_size
     wide, stream = precision.product, precision.stream

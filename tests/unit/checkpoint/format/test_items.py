@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
-import importlib
 import time
 
 import numpy as np
@@ -149,21 +147,6 @@ def test_a_table_keeps_names_and_padded_shapes():
     assert table.item_bytes.tolist() == [4, 4]
     assert table.ids == {("main", "optim", "optim.w.step"): 0, ("main", "model", "model.w"): 1}
     assert [table.spec(0), table.spec(1)] == [STEP, W]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("adapters.loader_state", "format.geometry", "format.items", "format.metafile"),
-        *("format.safetensors_file", "format.small_objects"),
-        *("load.agree", "load.extras", "load.fill", "load.slices"),
-        *("plan.coalesce", "plan.coverage", "plan.share"),
-    ],
-)
-def test_the_examples_in_the_documentation_hold(name):
-    results = doctest.testmod(importlib.import_module(f"planish.checkpoint.{name}"))
-    assert results.failed == 0
-    assert results.attempted > 0
 
 
 def test_the_signature_of_5000_tensors_takes_milliseconds():

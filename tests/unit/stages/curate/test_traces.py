@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planish.stages.curate.arithmetic import ColumnExpression, chain_trace, multiplication_trace
+from planish.stages.curate.arithmetic import ColumnExpression, multiplication_trace
 from planish.stages.curate.config import CurateConfig
 from planish.stages.curate.filters import has_good_trace
 from planish.stages.curate.tasks import MIXTURE, TASKS, task_stream
@@ -18,13 +18,10 @@ from planish.verifiers import answer_fault, verify
 @pytest.mark.parametrize(
     ("expression", "trace"),
     [
-        ((48, "+", 24), "8+4+0=12;4+2+1=7=72"),
         ((999, "+", 1), "9+1+0=10;9+0+1=10;9+0+1=10=1000"),
         ((7, "+", 1200), "7+0+0=7;0+0+0=0;0+2+0=2;0+1+0=1=1207"),
-        ((52, "-", 17), "12-7-0=5;5-1-1=3=35"),
         ((1000, "-", 1), "10-1-0=9;10-0-1=9;10-0-1=9;1-0-1=0=999"),
         ((5, "-", 5), "5-5-0=0=0"),
-        ((24, "*", 5), "4*5+0=20;2*5+2=12=120"),
         ((5, "*", 24), "4*5+0=20;2*5+2=12=120"),
         ((0, "*", 7), "0*7+0=0=0"),
     ],
@@ -62,11 +59,7 @@ def test_swapped_operands_are_one_family():
     assert ColumnExpression(5, "+", 24).family != ColumnExpression(24, "*", 5).family
 
 
-def test_chain_and_long_multiplication_traces_worked_by_hand():
-    assert chain_trace([7, 5, 8, 7, 4], 10) == "7+5=2+8=0+7=7+4=1"
-    assert multiplication_trace(48, 24) == (
-        "8*4+0=32;4*4+3=19=192:8*2+0=16;4*2+1=9=96:2+0+0=2;9+6+0=15;1+9+1=11=1152"
-    )
+def test_a_product_of_one_digit_numbers_has_no_sum_of_rows():
     assert multiplication_trace(7, 8) == "7*8+0=56=56"
 
 

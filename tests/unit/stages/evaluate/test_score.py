@@ -8,7 +8,7 @@ import pytest
 from planish.records.ragged import Ragged
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.evaluate.config import EvaluateConfig
-from planish.stages.evaluate.score import Judged, rows_by_source, scalars
+from planish.stages.evaluate.score import Judged, scalars
 from planish.verifiers.verdict import Verdict, failed, not_found, right, wrong
 
 
@@ -82,11 +82,6 @@ def test_one_sample_has_no_standard_error():
 def test_answers_of_failed_verifiers_are_invalid():
     assert judged().answers() == [["7", "8", None], ["7", "7", None]]
     assert Verdict(accuracy=0.0, extracted="9", error=True) == failed("9")
-
-
-def test_rows_are_collected_by_source_in_sorted_order():
-    assert rows_by_source(["b", "a", "b"]) == {"a": [1], "b": [0, 2]}
-    assert list(rows_by_source(["b", "a"])) == ["a", "b"]
 
 
 def test_evaluate_defaults_are_the_published_ones():

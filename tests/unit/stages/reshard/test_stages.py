@@ -168,7 +168,6 @@ def test_parts_and_roles_that_were_left_out_are_not_missed(bench):
     ("role", "roles", "expected"),
     [
         ("", ["main"], "main"),
-        ("", ["critic", "policy"], "policy"),
         ("critic", ["critic", "x"], "critic"),
         ("", ["judge"], "judge"),
     ],
