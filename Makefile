@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines engines-beside all-tests fast-tests static engines coverage check servers bench studies golden compile images images-test tools clean
+.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers minio bench studies golden compile images images-test tools clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -59,14 +59,19 @@ demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENG
 	@$(DEMO_PYTHON) -m pipelines.demo --seed '$(SEED)' --preset '$(PRESET)' --dataset '$(DATASET)' --model '$(MODEL)' --root '$(ROOT)' \
 		$(if $(DEMO_OVERRIDES),--overrides '$(DEMO_OVERRIDES)') $(ARGS)
 
+# What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
+test:  ## the quick and sure tests: about six minutes on two cores, ten with the set-up of a fresh checkout
+	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed tools minio
+	@$(MAKE) --no-print-directory --jobs 2 static quick-tests
+
 # Three workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
 # have a fourth beside them, which tells at its end what it has found.
-test: $(VENV)/.installed tools servers  ## everything that this machine can run
-	@if test -e $(ENGINES)/.installed; then \
-	  $(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside; \
-	else \
-	  $(MAKE) --no-print-directory --jobs 2 static all-tests \
-	    && echo 'not tested: the engines on vLLM; `make test-engines` sets them up'; fi
+test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: half an hour and as long again to build the servers
+	@$(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside
+
+durations: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## run every test and note the seconds of each file in tests/durations.json
+	@$(MAKE) --no-print-directory all-tests ARGS=--save-durations
+	@$(MAKE) --no-print-directory test-engines WORKERS=1 ARGS=--save-durations
 
 engines-beside:
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 > $$log 2>&1; code=$$?; \
@@ -85,7 +90,7 @@ coverage: $(VENV)/.installed tools servers  ## the whole suite with a table of t
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
 
-check: $(VENV)/.installed  ## format, lint, types, unit and contract tests: a few minutes
+check: $(VENV)/.installed  ## format, lint, types, fast unit and contract tests: two minutes
 	@$(MAKE) --no-print-directory --jobs 2 static fast-tests
 
 # Types take one core for a minute, so they are checked beside the tests.
@@ -95,12 +100,19 @@ static:
 	$(BIN)/mypy
 	$(BIN)/hadolint images/*.Dockerfile examples/own_reward/Dockerfile
 
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+
 fast-tests:
-	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not slow and not server and not gpu and not cluster' tests/contract tests/unit $(ARGS)
+	$(PYTEST) -n 3 -q -m 'not slow and not long and not server' tests/contract tests/unit $(ARGS)
+
+quick-tests:
+	$(PYTEST) -n 3 -m 'not long' $(ARGS)
 
 all-tests:
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) \
-	  $(if $(wildcard $(ENGINES)/.installed),--ignore tests/contract/engines)
+	$(PYTEST) -n 3 --second-try --ignore tests/contract/engines $(ARGS)
+
+minio:
+	@tests/servers/build.sh minio
 
 servers: $(VENV)/.installed  ## build or install the test servers below .cache
 	tests/servers/build.sh minio mc etcd kubernetes expression lws jobset trainer

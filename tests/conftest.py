@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import logging
 import os
 import random
 import signal
+from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -36,13 +39,17 @@ STORES["mem"] = "tests.stores.memory:connect"
 
 _bucket_numbers = itertools.count()
 
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds of each file of tests, on an idle machine; `make durations` renews it."""
 MAX_SECOND_TRIES = 3
 """Of one run; more means that something is wrong beside the machine."""
 
 
 def pytest_addoption(parser):
-    """Let a run take whole matrices in place of a sample of each."""
+    """Add what `make test-all` and `make durations` ask for."""
     parser.addoption("--full", action="store_true", help="whole matrices, not a sample of them")
+    parser.addoption("--second-try", action="store_true", help="try a failed `server` test again")
+    parser.addoption("--save-durations", action="store_true", help=f"renew {DURATIONS.name}")
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +62,22 @@ def same_log_handlers():
     root.setLevel(level)
 
 
-def pytest_collection_modifyitems(items):
-    """Give tests against real servers a second try: they share the machine with the others."""
-    for item in items:
-        if item.get_closest_marker("server"):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+def pytest_collection_modifyitems(config, items):
+    """Begin with the files that take longest, so that no worker is left with one at the end.
+
+    With `--second-try` a failed test against a real server is tried once more: it shares the
+    machine with others.
+    """
+    seconds = json.loads(DURATIONS.read_text())["seconds"]
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
+    if config.getoption("second_try"):
+        for item in items:
+            if item.get_closest_marker("server"):
+                item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -71,11 +89,28 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """Fail a run in which too many tests needed a second try."""
+    """Fail a run in which too many tests needed a second try; write the durations if asked to."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    again = reporter.stats.get("rerun", ()) if reporter else ()
-    if len(again) > MAX_SECOND_TRIES:
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    if len(reporter.stats.get("rerun", ())) > MAX_SECOND_TRIES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if session.config.getoption("save_durations"):
+        _save_durations(report for reports in reporter.stats.values() for report in reports)
+
+
+def _save_durations(reports) -> None:
+    """Replace the seconds of the files that ran; those of other runs stay, if the file is there."""
+    found: Counter[str] = Counter()
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            found[_file(report.nodeid)] += report.duration
+    kept = json.loads(DURATIONS.read_text())["seconds"]
+    merged = {name: kept[name] for name in kept if (DURATIONS.parent / name).is_file()}
+    merged |= {name: round(value, 1) for name, value in found.items()}
+    ordered = dict(sorted(merged.items(), key=lambda pair: (-pair[1], pair[0])))
+    command = "make durations"
+    DURATIONS.write_text(json.dumps({"command": command, "seconds": ordered}, indent=0) + "\n")
 
 
 @pytest.fixture(autouse=True)

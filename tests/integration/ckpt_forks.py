@@ -78,7 +78,7 @@ class Forks:
         )
         return ForkedRanks(self, own, pids)
 
-    def run(self, scenario, size, folder, *, timeout=60.0, **rest):
+    def run(self, scenario, size, folder, *, timeout=300.0, **rest):
         """Run a scenario to its end and return what each rank returned; fails if a rank failed."""
         ranks = self.start(scenario, size, folder, **rest)
         ranks.go()
@@ -96,7 +96,7 @@ def shared_forks():
     return forks
 
 
-def run_ranks(scenario, size, folder, *, timeout=120.0, **rest):
+def run_ranks(scenario, size, folder, *, timeout=300.0, **rest):
     """Run a scenario to its end and return what each rank returned; fails if a rank failed.
 
     Ranks are told `folder` itself.
@@ -115,7 +115,7 @@ class ForkedRanks:
         """What `os.kill` takes to reach all ranks and what they have started."""
         return -self.pids[0]
 
-    def ready(self, timeout=60.0):
+    def ready(self, timeout=300.0):
         """Wait until every rank is ready; returns what each told `get_ready`."""
         paths = [self.folder / f"ready-{rank}.json" for rank in range(len(self.pids))]
 
@@ -136,7 +136,7 @@ class ForkedRanks:
     def running(self):
         return any(code is None for code in self._forks.ask(do="codes", pids=self.pids))
 
-    def wait(self, timeout=60.0):
+    def wait(self, timeout=300.0):
         """Return the outcome of every rank; ranks that still run at the end are killed."""
         try:
             wait_for(lambda: not self.running(), timeout, "the end of all ranks")

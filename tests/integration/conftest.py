@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,33 @@ from tests.servers.http_proxy import HttpProxy
 from tests.stacks import stacks_without_sources
 
 __all__ = ["stacks_without_sources"]
+
+FOLDER = Path(__file__).parent
+QUICK = {
+    "test_whole_run.py": ("*killed_once*",),
+    "test_commits_server.py": ("*",),
+    "test_s3_faults.py": ("*three_transient*", "*is_taken_up*", "*answer_is_lost*", "*clock*"),
+    "test_ckpt_commit.py": ("*eight_processes*",),
+    "test_ckpt_failures.py": ("*an_uploader_killed*", "*killed_in_a_load*"),
+    "test_train_processes.py": ("*losses*", "*weights*", "*shard_each*", "*moves*"),
+    "test_megatron_training.py": ("*[[]wide-dp2-*", "*[[]wide-tp2-sequence-*"),
+    "test_minder_prometheus.py": ("*of_the_past*", "*names_the_machine*", "*can_be_replayed*"),
+    "test_minder_rules.py": ("*",),
+    "test_minder_alertmanager.py": ("*",),
+    "test_disagg_equality.py": ("*[[]Qwen3Moe-2-2-3*", "*others_run*", "*is_noticed*"),
+}
+"""Of what lies here, the names of the tests that `make test` runs: chosen by `tests/durations.json`,
+so that each of the six systems meets a real server or real ranks. All others are `long`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as `long` what `QUICK` does not name."""
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            names = QUICK.get(item.path.name, ())
+            if not any(fnmatchcase(item.name, name) for name in names):
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="module", autouse=True)

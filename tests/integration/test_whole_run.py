@@ -43,6 +43,23 @@ def kill_in(root: str, log: Path, stage: str, iteration: int) -> str:
 
 
 @pytest.mark.server
+def test_a_run_on_s3_that_was_killed_once_has_the_digests_of_the_run_on_files(
+    undisturbed: str, s3_root: str, tmp_path: Path
+) -> None:
+    """Killed in the middle: the rollouts are there, and the update is not."""
+    root, log = f"{s3_root}/team/run", tmp_path / "log.txt"
+    process = runs.start(root, log, **LEARNS)
+    try:
+        runs.wait_for_stage(root, "train", 1)
+    finally:
+        runs.kill(process)
+    assert runs.manifests(root, "/rollouts/")
+    assert not runs.manifests(root, "/evals/")
+    runs.run(root, log, **LEARNS)
+    assert runs.digests(root) == runs.digests(undisturbed)
+
+
+@pytest.mark.server
 def test_a_run_on_s3_that_was_killed_has_the_digests_of_the_run_on_files(
     undisturbed: str, s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ LONGEST_PAUSE = 0.05
 
 
 def wait_for(
-    holds: Callable[[], Any], seconds: float = 30.0, why: str | Callable[[], str] = "a condition"
+    holds: Callable[[], Any], seconds: float = 300.0, why: str | Callable[[], str] = "a condition"
 ) -> Any:
     """Return what is true at last, or fail after `seconds` with the end of what `why` tells."""
     end, pause = time.monotonic() + seconds, 0.005

@@ -19,10 +19,17 @@ BIN = REPOSITORY / ".cache" / "bin"
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that the kernel gives to nobody else in the next minute.
+
+    A closed connection holds it: a server may bind it by its number, as all that are meant to be
+    started again may, but it is no candidate for sockets that leave the choice to the kernel.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):
+            # The side that closes first is the one that holds the port.
+            listener.accept()[0].close()
+        return int(address[1])
 
 
 def require(*programs: str | Path, remedy: str) -> None:
