@@ -207,7 +207,7 @@ def test_a_root_that_cannot_be_is_refused(tmp_path, root):
 
 
 def test_a_root_in_use_is_refused_and_names_the_holder(file_root):
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         command = [sys.executable, "-c", _TAKE, file_root, str(sleeper.pid)]
         subprocess.run(command, check=True)

@@ -19,7 +19,7 @@ def walk(rank, size, folder, *, layers):
     """Be one of two attention ranks that send to two expert ranks."""
     store = FileStore(f"{folder}/store", size)
     transport = GlooTransport(rank, size, LIMITS, store=store, timeouts=PATIENT)
-    transport.connect({peer: ("", 0) for peer in ([2, 3] if rank < 2 else [0, 1])})
+    transport.connect(dict.fromkeys([2, 3] if rank < 2 else [0, 1], ("", 0)))
     told = attend(transport, layers) if rank < 2 else serve(transport, 2 * layers)
     transport.close()
     return told
