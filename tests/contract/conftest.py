@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,12 +24,13 @@ def quick_kfp():
     from kfp.dsl import pipeline_task
 
     dump = functools.partial(yaml.dump_all, Dumper=yaml.CDumper)
-    stack = functools.partial(inspect.stack, 0)
+
+    def stack():
+        return [None, (None, None, None, sys._getframe(2).f_code.co_name)]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             pipeline_spec_builder, "yaml", SimpleNamespace(**{**vars(yaml), "dump_all": dump})
         )
-        patch.setattr(
-            pipeline_task, "inspect", SimpleNamespace(**{**vars(inspect), "stack": stack})
-        )
+        patch.setattr(pipeline_task, "inspect", SimpleNamespace(stack=stack))
         yield

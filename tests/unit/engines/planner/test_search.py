@@ -29,7 +29,9 @@ def found(name, gpus="a800", experts="", objective="gpu", space=SLO, **more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50) if thin.full else range(WITHOUT_PLAN % 3, 50, 3))
+@pytest.mark.parametrize(
+    "seed", thin.third([WITHOUT_PLAN, *range(WITHOUT_PLAN), *range(WITHOUT_PLAN + 1, 50)])
+)
 def test_the_best_plan_is_that_of_brute_force(seed):
     model, load, attention, experts, objective, space = brute_force.problem(seed)
     expected = brute_force.best(model, load, attention, experts, objective, space)

@@ -22,7 +22,7 @@ def smooth(seed, *, machines=12, noise=0.003):
     return np.ascontiguousarray(windows_of(values.astype(np.float32)).reshape(-1, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_published_error_is_reached_on_smooth_windows():
     _, losses = train_vae(smooth(1), smooth(2), Training(seed=0))
     assert losses.variance_held_out > 1e-2

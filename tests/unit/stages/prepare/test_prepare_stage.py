@@ -314,8 +314,10 @@ def test_a_missing_bucket_and_refused_keys_are_told_apart(minio, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_ends_with_code_seventy_five(tmp_path, monkeypatch, free_port):
-    monkeypatch.setenv("MINIO_ENDPOINT", f"127.0.0.1:{free_port}")
+def test_a_store_that_does_not_answer_ends_with_code_seventy_five(
+    tmp_path, monkeypatch, closed_port
+):
+    monkeypatch.setenv("MINIO_ENDPOINT", f"127.0.0.1:{closed_port}")
     monkeypatch.setenv("MINIO_ACCESS_KEY", "a-key-of-mine")
     monkeypatch.setenv("MINIO_SECRET_KEY", "a-secret-of-mine")
     monkeypatch.setenv("MINIO_SECURE", "0")
