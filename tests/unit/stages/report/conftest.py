@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from planish.stages.report import page
+from planish.stages.report import page, webhook
 from tests.unit.stages.report.synthetic_run import build_run
 
 
 @pytest.fixture(scope="session", autouse=True)
 def drawn():
-    """Charts by the facts that they show: runs of equal facts are drawn once."""
+    """Charts by the facts that they show: runs of equal facts are drawn once. Webhooks may be slow."""
     known, draw = {}, page.all_charts
 
     def charts(facts):
@@ -19,6 +19,7 @@ def drawn():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "all_charts", charts)
+        patch.setattr(webhook, "TIMEOUT_SECONDS", 60.0)
         yield known
 
 
