@@ -30,7 +30,7 @@ def test_the_published_error_is_reached_on_smooth_windows():
     assert losses.divergence > 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_window_in_a_hundred_from_faulty_machines_does_not_break_a_model():
     training = Training(max_epochs=20)
     clean, held_out = smooth(1, machines=8), smooth(2, machines=8)

@@ -8,7 +8,7 @@ from tests.unit.stages.report.synthetic_run import build_run
 
 @pytest.fixture(scope="session", autouse=True)
 def drawn():
-    """Charts by the facts that they show: runs of equal facts are drawn once. Webhooks may be slow."""
+    """Charts by the facts that they show: runs of equal facts are drawn once."""
     known, draw = {}, page.all_charts
 
     def charts(facts):
