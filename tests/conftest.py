@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import signal
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from planish.store.base import STORES
+from tests import thin
 from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import free_port
 from tests.servers.run_alertmanager import AlertmanagerServer, require_alertmanager
@@ -47,9 +49,14 @@ MAX_SECOND_TRIES = 3
 
 def pytest_addoption(parser):
     """Add what `make test-all` and `make durations` ask for."""
-    parser.addoption("--full", action="store_true", help="whole matrices, not a sample of them")
+    parser.addoption("--full", action="store_true", help="all cases and examples, not a sample")
     parser.addoption("--second-try", action="store_true", help="try a failed `server` test again")
     parser.addoption("--save-durations", action="store_true", help=f"renew {DURATIONS.name}")
+
+
+def pytest_configure(config):
+    """Tell `tests.thin` before tests, whose decorators ask it, are imported."""
+    thin.full = config.getoption("--full")
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +130,14 @@ def _seeds():
 def _free_port() -> int:
     """A TCP port that nobody listens on."""
     return free_port()
+
+
+@pytest.fixture
+def closed_port():
+    """A TCP port that nobody listens on, or can while the test runs."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ def test_an_image_runs_as_nobody_and_keeps_neither_caches_nor_addresses(name):
     assert last.count("apt-get update") == last.count("rm -rf /var/lib/apt/lists")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(IMAGES))
 def test_the_extras_of_an_image_resolve_to_what_its_constraints_pin(name, tmp_path):
     extras, file = extras_and_pins(name)

@@ -22,6 +22,8 @@ from pipelines.lint import RULES, lint, lint_documents, main
 from pipelines.monitor import Monitor
 from pipelines.post_train import build_post_train, profile_named
 
+pytestmark = pytest.mark.usefixtures("quick_kfp")
+
 
 @pytest.fixture(scope="module")
 def documents():

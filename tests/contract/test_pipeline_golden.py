@@ -15,6 +15,8 @@ from pipelines.post_train import profile_named
 from planish.__main__ import main as planish
 from planish.submit import pipeline as shipped
 
+pytestmark = pytest.mark.usefixtures("quick_kfp")
+
 NAMES = sorted(PROFILES)
 QUICK, SLOW = NAMES[0], NAMES[1:]
 

@@ -28,8 +28,10 @@ QUICK = {
     "test_minder_alertmanager.py": ("*",),
     "test_disagg_equality.py": ("*[[]Qwen3Moe-2-2-3*", "*others_run*", "*is_noticed*"),
 }
-"""Of what lies here, the names of the tests that `make test` runs: chosen by `tests/durations.json`,
-so that each of the six systems meets a real server or real ranks. All others are `long`."""
+"""The tests of this folder that `make test` runs; all others are `long`.
+
+They are chosen by `tests/durations.json`, so that each system meets a real server or real ranks.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)

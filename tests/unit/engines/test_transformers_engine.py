@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -24,6 +23,8 @@ from planish.engines.vllm.engine import VllmEngine
 from planish.engines.weights import DictWeights, FolderWeights, PinnedWeights
 from planish.models.logprobs import TokenScorer
 from planish.models.policy import save_policy
+from tests.integration.waiting import wait_for
+from tests.thin import examples
 from tests.unit.engines.tiny import (
     family_policy,
     ids_of,
@@ -104,7 +105,7 @@ def test_rows_grow_beyond_the_first_allocation():
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
     max_rows=st.integers(1, 6),
@@ -308,9 +309,9 @@ def test_the_lock_serves_threads_in_the_order_they_came():
 
     threads = [threading.Thread(target=enter, args=(i,)) for i in range(5)]
     with lock:
-        for thread in threads:
+        for number, thread in enumerate(threads, 1):
             thread.start()
-            time.sleep(0.02)
+            wait_for(lambda number=number: len(lock._waiting) == number, 60.0)
     for thread in threads:
         thread.join()
     assert order == [0, 1, 2, 3, 4]

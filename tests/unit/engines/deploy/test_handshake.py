@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,15 @@ from planish.base.errors import ConfigError, EngineBusy, EngineError, ProtocolEr
 from planish.engines.deploy import handshake
 from planish.engines.deploy.dial import address_of
 from planish.engines.deploy.handshake import answer_caller, call_host, ranks_token
+from tests.integration.waiting import wait_for
 
 TOKEN = "a token of this test"
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """A machine that is busy holds up callers for longer than two seconds."""
+    monkeypatch.setattr(handshake, "HELLO_S", 60.0)
 
 
 class Host:
@@ -46,11 +54,11 @@ class Host:
     def __exit__(self, *_):
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        self.thread.join(5)
+        self.thread.join(60)
 
 
 def test_one_token_opens_a_connection():
-    with Host() as host, call_host(host.address, TOKEN, 5.0) as connection:
+    with Host() as host, call_host(host.address, TOKEN, 60.0) as connection:
         assert connection.getpeername() == host.address
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert host.verdicts == [True]
@@ -59,7 +67,7 @@ def test_one_token_opens_a_connection():
 def test_another_token_is_refused_by_both_sides():
     refused = pytest.raises(ProtocolError, match="must have the token of this coordinator")
     with Host(token="the token of another") as host, refused:
-        call_host(host.address, TOKEN, 5.0)
+        call_host(host.address, TOKEN, 60.0)
     assert host.verdicts == [False]
 
 
@@ -77,8 +85,8 @@ def test_a_host_that_only_repeats_what_it_hears_is_no_rank():
     thread = threading.Thread(target=play, daemon=True)
     thread.start()
     with listener, pytest.raises(ProtocolError, match="must have the token"):
-        call_host(listener.getsockname(), TOKEN, 5.0)
-    thread.join(5)
+        call_host(listener.getsockname(), TOKEN, 60.0)
+    thread.join(60)
 
 
 def test_the_token_is_never_on_the_wire(monkeypatch):
@@ -91,8 +99,8 @@ def test_the_token_is_never_on_the_wire(monkeypatch):
 
     monkeypatch.setattr(handshake, "_receive", record)
     with Host() as host:
-        call_host(host.address, TOKEN, 5.0).close()
-        call_host(host.address, TOKEN, 5.0).close()
+        call_host(host.address, TOKEN, 60.0).close()
+        call_host(host.address, TOKEN, 60.0).close()
     assert len(heard) == 6
     assert len(set(heard)) == 6
     assert not [data for data in heard if TOKEN.encode() in data]
@@ -100,20 +108,29 @@ def test_the_token_is_never_on_the_wire(monkeypatch):
 
 def test_a_busy_rank_is_called_until_it_is_free():
     with Host(busy_for=2) as host:
-        call_host(host.address, TOKEN, 10.0).close()
+        call_host(host.address, TOKEN, 60.0).close()
     assert host.verdicts == [False, False, True]
 
 
-def test_a_rank_that_stays_busy_is_told():
+def test_a_rank_that_stays_busy_is_told(monkeypatch):
+    away = [0.0]
+
+    def sleep(_):
+        away[0] += 25.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + away[0], sleep=sleep)
+    monkeypatch.setattr(handshake, "time", clock)
     with Host(busy_for=1000) as host, pytest.raises(EngineBusy, match="another coordinator has"):
-        call_host(host.address, TOKEN, 0.5)
+        call_host(host.address, TOKEN, 60.0)
+    assert set(host.verdicts) == {False}
 
 
 def test_nobody_there_and_somebody_else_there_are_told():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        free = listener.getsockname()
-    with pytest.raises(EngineError, match=f"must listen at 127.0.0.1:{free[1]} within 0.3 s"):
-        call_host(free, TOKEN, 0.3)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        with pytest.raises(EngineError, match=f"must listen at 127.0.0.1:{port} within 0.3 s"):
+            call_host(bound.getsockname(), TOKEN, 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
 
     def greet():
@@ -127,21 +144,49 @@ def test_nobody_there_and_somebody_else_there_are_told():
     thread = threading.Thread(target=greet, daemon=True)
     thread.start()
     with listener, pytest.raises(ProtocolError, match=r"something that says b'HTTP/1\.1'"):
-        call_host(listener.getsockname(), TOKEN, 5.0)
-    thread.join(5)
+        call_host(listener.getsockname(), TOKEN, 60.0)
+    thread.join(60)
 
 
-def test_a_caller_that_says_nothing_or_trickles_holds_a_host_up_for_two_seconds(monkeypatch):
-    monkeypatch.setattr(handshake, "HELLO_S", 0.3)
+def test_a_caller_that_says_nothing_is_left_for_the_next_one(monkeypatch):
+    monkeypatch.setattr(handshake, "HELLO_S", 0.1)
     with Host() as host:
-        begin = time.monotonic()
-        with socket.create_connection(host.address) as silent:
-            while not host.verdicts and time.monotonic() - begin < 5.0:
-                silent.sendall(b"x" * (time.monotonic() - begin < 0.2))
-                time.sleep(0.05)
+        with socket.create_connection(host.address):
+            wait_for(lambda: host.verdicts, 60.0)
         assert isinstance(host.verdicts[0], TimeoutError)
-        assert time.monotonic() - begin < 2.0
-        call_host(host.address, TOKEN, 5.0).close()
+        monkeypatch.setattr(handshake, "HELLO_S", 60.0)
+        call_host(host.address, TOKEN, 60.0).close()
+
+
+class Trickler:
+    """A caller that says one byte every two seconds of its own clock."""
+
+    def __init__(self):
+        self.now, self.left = 0.0, 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sendall(self, _):
+        pass
+
+    def settimeout(self, seconds):
+        self.left = seconds
+
+    def recv(self, _):
+        if self.left <= 2.0:
+            self.now += self.left
+            raise TimeoutError
+        self.now += 2.0
+        return b"x"
+
+
+def test_bytes_that_trickle_do_not_prolong_the_wait(monkeypatch):
+    caller = Trickler()
+    monkeypatch.setattr(handshake, "time", caller)
+    with pytest.raises(TimeoutError):
+        answer_caller(caller, TOKEN, is_busy=False)
+    assert caller.now == handshake.HELLO_S
 
 
 def test_a_token_must_be_there_and_long(monkeypatch):

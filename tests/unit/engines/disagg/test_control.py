@@ -34,7 +34,7 @@ def test_messages_arrive_whole_and_in_order(ends):
     messages = [{"op": "a", "text": "x" * 500_000}, {"op": "b", "numbers": [1.5, -2]}]
     thread = threading.Thread(target=lambda: [here.send(message) for message in messages])
     thread.start()
-    assert [there.receive(5.0), there.receive(5.0)] == messages
+    assert [there.receive(60.0), there.receive(60.0)] == messages
     thread.join()
     assert there.receive(0.0) is None
 
@@ -44,9 +44,9 @@ def test_a_closed_end_is_noticed_on_both_sides(ends):
     here.close()
     here.close()
     with pytest.raises(PeerLost, match="has closed it"):
-        there.receive(5.0)
+        there.receive(60.0)
     with pytest.raises(PeerLost, match="this end"):
-        here.receive(5.0)
+        here.receive(60.0)
     with pytest.raises(PeerLost, match="is gone"):
         here.send({})
 
@@ -62,7 +62,7 @@ def test_a_closed_end_is_noticed_on_both_sides(ends):
 def test_what_is_no_message_is_refused(ends, data, text):
     ends[0].sendall(data)
     with pytest.raises(ProtocolError, match=text):
-        Channel(ends[1]).receive(5.0)
+        Channel(ends[1]).receive(60.0)
 
 
 def test_requests_and_outputs_survive_the_way():

@@ -34,5 +34,5 @@ def test_an_iteration_of_paced_ranks_is_no_faster_than_the_law(stage_s, link_s, 
             engine.poll(0.0)
             times.append(time.perf_counter() - begin)
     law = iteration_seconds(*stage_s, link_s, micro_batches, 3)
-    # Ranks sleep at least as long as they are told; a machine that is busy takes longer.
-    assert law <= min(times) < 2 * law
+    # Ranks sleep at least as long as they are told.
+    assert law <= min(times)

@@ -13,6 +13,7 @@ from planish.engines.planner.gpus import GPUS, changed, find_gpus
 from planish.engines.planner.models import MODELS
 from planish.engines.planner.performance import Constants, Workload
 from planish.engines.planner.search import Plan, Space, plan, search
+from tests import thin
 from tests.unit.engines.planner import brute_force
 
 PAPER = ("mixtral-8x22b", "dbrx", "scaled-moe")
@@ -28,7 +29,9 @@ def found(name, gpus="a800", experts="", objective="gpu", space=SLO, **more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize(
+    "seed", thin.third([WITHOUT_PLAN, *range(WITHOUT_PLAN), *range(WITHOUT_PLAN + 1, 50)])
+)
 def test_the_best_plan_is_that_of_brute_force(seed):
     model, load, attention, experts, objective, space = brute_force.problem(seed)
     expected = brute_force.best(model, load, attention, experts, objective, space)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from xml.etree import ElementTree
 
 import pytest
 
 from planish.__main__ import main
 from planish.engines.config import DEAD_S
-from planish.engines.planner.deployment import deploy
-from planish.engines.planner.documents import PlannedRun, read_plan
-from planish.engines.planner.gpus import GPUS
-from planish.engines.planner.models import MODELS, MoeModel
-from planish.engines.planner.performance import Constants, Workload
+from planish.engines.planner.documents import read_plan
+from planish.engines.planner.performance import Workload
 from planish.engines.planner.simulate import Death, Disturbances, run
 
 
@@ -94,18 +90,6 @@ def test_a_dead_expert_rank_ends_the_run_unless_its_experts_are_stored_twice(pla
     # Seven nodes do the work of eight.
     assert outcome.iterations[-1] > 1.02 * outcome.iterations[0]
     assert outcome.pipeline.busy["experts"][3] < outcome.pipeline.busy["experts"][0]
-
-
-@pytest.mark.slow
-def test_a_thousand_requests_on_sixty_layers_and_sixteen_ranks_take_seconds():
-    model = MoeModel(**{**vars(MODELS["mixtral-8x22b"]), "layers": 60})
-    pair = (GPUS["a800"], GPUS["a800"])
-    one = deploy(model, Workload(), pair, Constants(), {}, tp_a=2, tp_e=1, n_a=8, n_e=8)
-    planned = PlannedRun(one, Workload(), 3, 50, 0.1, 1.0, 1e-9, "disaggregate")
-    began = time.process_time()
-    outcome = run(planned, 1000, Disturbances(jitter=0.1, imbalance=1.2, length_spread=0.5))
-    assert outcome.finished == 1000
-    assert time.process_time() - began < 10.0
 
 
 def test_the_command_prints_shares_and_draws_a_timeline(plan, tmp_path, capsys):

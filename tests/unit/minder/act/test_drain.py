@@ -64,7 +64,7 @@ class FakeServer:
         }
         path = folder / "kubeconfig"
         path.write_text(json.dumps(config))
-        settings = KubernetesConfig(kubeconfig=str(path), request_timeout_seconds=5.0)
+        settings = KubernetesConfig(kubeconfig=str(path), request_timeout_seconds=60.0)
         self.cluster = Cluster.connect(settings)
 
     def stop(self):

@@ -15,7 +15,7 @@ from planish.minder.detect.model_files import load_models, read_facts
 from planish.minder.lab.train import split_by_job, train_models
 from planish.minder.lab.vae import Training
 
-TRAINING = Training(max_epochs=16, batch_size=64, learning_rate=1e-2, seed=3)
+TRAINING = Training(max_epochs=16, batch_size=64, learning_rate=2e-2, starts=1, seed=3)
 CONFIG = minder_config({"detect": {"metrics": ["cpu_usage", "gpu_power_draw"]}})
 
 

@@ -54,7 +54,6 @@ def test_a_healthy_trace_gives_no_line_and_one_call_for_each_minute():
     calls = list(replay(made(seconds=601), MODELS, CONFIG))
     assert [call.now - START for call in calls] == [*range(60, 601, 60), 601]
     assert not any(call.alarms for call in calls)
-    assert all(call.seconds < 5 for call in calls)
 
 
 @pytest.mark.parametrize("others_wait", [True, False])

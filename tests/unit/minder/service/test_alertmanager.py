@@ -28,7 +28,7 @@ def manager(scripted, **config):
 
 
 def soon():
-    return Deadline.after(5)
+    return Deadline.after(60)
 
 
 def held(*silences):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +82,7 @@ def run(**options):
 
 @needs_file
 def test_all_problems_and_steps_of_the_real_file_are_accounted_for():
-    start = time.process_time()
     curated, filters = run(gsm8k_as="steps", evaluation_size=10_000)
-    assert time.process_time() - start < 5
     problems, steps = filters["problems with steps"], filters["column arithmetic"]
     different = filters["different expressions"]
     assert (problems.num_in, problems.reasons) == (7473, {"no_steps": 95})

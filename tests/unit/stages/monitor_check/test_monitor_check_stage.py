@@ -114,9 +114,11 @@ def test_a_stopped_iteration_is_not_looked_at(file_root, tmp_path):
     assert (machine, result["status"]) == ("", "skipped")
 
 
-def test_a_prometheus_that_is_away_does_not_fail_the_run(file_root, tmp_path, recorded, free_port):
+def test_a_prometheus_that_is_away_does_not_fail_the_run(
+    file_root, tmp_path, recorded, closed_port
+):
     recorded()
-    where = f'\n[prometheus]\nurl = "http://127.0.0.1:{free_port}"\n'
+    where = f'\n[prometheus]\nurl = "http://127.0.0.1:{closed_port}"\n'
     jobs = '\n[[jobs]]\nname = "pretrain"\nmachines = ["a", "b", "c", "d"]\n'
     (tmp_path / "minder.toml").write_text(where + jobs + SETTINGS)
     machine, result, metrics = check(file_root, tmp_path)
@@ -144,7 +146,7 @@ def settings_of(port, *names, machines=("a", "b", "c", "d")):
     )
 
 
-def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
+def test_looking_goes_on_until_the_update_is_written(file_root, closed_port):
     done = layout.update(file_root, 3)
     pauses = []
 
@@ -154,7 +156,7 @@ def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
             write_json(done, {})
 
     watched = watch(
-        settings_of(free_port, "pretrain"),
+        settings_of(closed_port, "pretrain"),
         "pretrain",
         seconds=1000.0,
         is_over=lambda: store.exists(done),
@@ -164,10 +166,10 @@ def test_looking_goes_on_until_the_update_is_written(file_root, free_port):
     assert (watched.result, watched.num_calls, watched.num_failed) == (None, 3, 3)
 
 
-def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(free_port, caplog):
+def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(closed_port, caplog):
     pauses = []
     watched = watch(
-        settings_of(free_port, "train", machines=["a"]),
+        settings_of(closed_port, "train", machines=["a"]),
         "train",
         seconds=1000.0,
         is_over=lambda: len(pauses) == 3,
@@ -178,7 +180,7 @@ def test_a_job_of_one_machine_is_told_once_to_have_nothing_to_compare(free_port,
     assert caplog.messages == ["nothing to compare job=train machines=1 least=4"]
 
 
-def test_without_a_name_there_must_be_one_job(free_port):
-    assert find(settings_of(free_port, "one"), "").name == "one"
+def test_without_a_name_there_must_be_one_job(closed_port):
+    assert find(settings_of(closed_port, "one"), "").name == "one"
     with pytest.raises(ConfigError, match=r"`job` must be named .* got \['one', 'two'\]"):
-        find(settings_of(free_port, "one", "two"), "")
+        find(settings_of(closed_port, "one", "two"), "")

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from planish.base.errors import ConfigError, RecordError
 from planish.records import layout
 from planish.run import lock, stage_log
 from planish.run.lock import Holder, acquire, beat, current_holder, hand_over, is_alive, read_lock
+from tests.integration.waiting import wait_for
 
 ROOTS = ("file_root", pytest.param("s3_root", marks=pytest.mark.server))
 
@@ -42,7 +42,7 @@ def test_the_holder_keeps_its_lock_and_renews_the_heartbeat(root):
 
 
 def test_a_live_process_of_this_machine_is_refused_by_name(file_root):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         holder = other(child.pid, lock.process_start(child.pid))
         acquire(file_root, holder, now=1000.0)
@@ -54,7 +54,7 @@ def test_a_live_process_of_this_machine_is_refused_by_name(file_root):
 
 
 def test_a_killed_process_loses_the_lock_at_once(root):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     holder = other(child.pid, lock.process_start(child.pid))
     acquire(root, holder, now=1000.0)
     child.kill()
@@ -195,10 +195,7 @@ def test_a_running_stage_beats_for_its_run(file_root, monkeypatch):
     monkeypatch.setattr(stage_log, "FLUSH_SECONDS", 0.02)
     acquire(file_root, current_holder(), now=1000.0)
     with stage_log.StageLog(file_root, "train", 1, 0, log_format="%(message)s"):
-        deadline = time.monotonic() + 20
-        while read_lock(file_root).heartbeat_seconds == 1000.0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: read_lock(file_root).heartbeat_seconds != 1000.0, 60.0)
     assert read_lock(file_root).heartbeat_seconds > 1_000_000
 
 

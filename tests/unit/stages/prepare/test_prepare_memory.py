@@ -32,6 +32,7 @@ from planish.stages.sft.training import train_steps
 from planish.stages.train.config import TrainConfig
 from planish.stages.train.fsdp2 import Fsdp2Sharding
 from planish.stages.train.sharded_model import ShardedModel
+from tests import thin
 from tests.unit.algorithms.batches import make_batch
 
 SIZES = {
@@ -176,9 +177,17 @@ def test_the_chunk_of_logits_is_that_of_the_trainer():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize(("vocabulary", "busiest"), [(96, "a layer"), (8192, "LM head")])
+@pytest.mark.parametrize(
+    ("vocabulary", "busiest", "checkpointing", "dtype"),
+    thin.third(
+        [
+            (*most, checkpointing, dtype)
+            for most in ((96, "a layer"), (8192, "LM head"))
+            for checkpointing in (True, False)
+            for dtype in ("bfloat16", "float32")
+        ]
+    ),
+)
 def test_a_step_takes_the_memory_that_is_planned(vocabulary, busiest, checkpointing, dtype):
     """The trainer's own step: its second micro-batch is as large as the first, with gradients."""
     config = resolve_config(

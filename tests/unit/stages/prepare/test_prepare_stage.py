@@ -207,7 +207,7 @@ def test_a_root_that_cannot_be_is_refused(tmp_path, root):
 
 
 def test_a_root_in_use_is_refused_and_names_the_holder(file_root):
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         command = [sys.executable, "-c", _TAKE, file_root, str(sleeper.pid)]
         subprocess.run(command, check=True)
@@ -314,8 +314,10 @@ def test_a_missing_bucket_and_refused_keys_are_told_apart(minio, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_ends_with_code_seventy_five(tmp_path, monkeypatch, free_port):
-    monkeypatch.setenv("MINIO_ENDPOINT", f"127.0.0.1:{free_port}")
+def test_a_store_that_does_not_answer_ends_with_code_seventy_five(
+    tmp_path, monkeypatch, closed_port
+):
+    monkeypatch.setenv("MINIO_ENDPOINT", f"127.0.0.1:{closed_port}")
     monkeypatch.setenv("MINIO_ACCESS_KEY", "a-key-of-mine")
     monkeypatch.setenv("MINIO_SECRET_KEY", "a-secret-of-mine")
     monkeypatch.setenv("MINIO_SECURE", "0")

@@ -2,7 +2,25 @@ from __future__ import annotations
 
 import pytest
 
+from planish.stages.report import page, webhook
 from tests.unit.stages.report.synthetic_run import build_run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def drawn():
+    """Charts by the facts that they show: runs of equal facts are drawn once."""
+    known, draw = {}, page.all_charts
+
+    def charts(facts):
+        key = repr(facts).replace(facts.root, "")
+        if key not in known:
+            known[key] = draw(facts)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "all_charts", charts)
+        patch.setattr(webhook, "TIMEOUT_SECONDS", 60.0)
+        yield known
 
 
 @pytest.fixture(scope="session")

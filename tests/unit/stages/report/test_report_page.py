@@ -100,7 +100,8 @@ def test_the_page_needs_no_network_and_no_script(healthy_pages):
 
 
 @pytest.mark.slow
-def test_equal_runs_give_equal_pages(healthy_root, healthy_pages):
+def test_equal_runs_give_equal_pages(healthy_root, healthy_pages, drawn):
+    drawn.clear()
     assert pages(gather(healthy_root)) == healthy_pages
 
 

@@ -211,8 +211,8 @@ def test_the_report_of_a_run_that_a_person_ended_says_so(server, file_root, tmp_
     assert server.posted("runs") == []
 
 
-def test_a_server_that_is_away_does_not_keep_the_report(named, tmp_path, monkeypatch, free_port):
-    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{free_port}")
+def test_a_server_that_is_away_does_not_keep_the_report(named, tmp_path, monkeypatch, closed_port):
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{closed_port}")
     _, markdown = report(named, tmp_path)
     assert "This run was not restarted: " in markdown
     assert "## Faulty machines" in markdown

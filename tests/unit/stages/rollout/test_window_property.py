@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planish.stages.rollout.config import RolloutConfig
+from tests import thin
 from tests.unit.stages.rollout import simulation
 from tests.unit.stages.rollout.scripted_engine import EOS, fails
 from tests.unit.stages.rollout.simulation import Simulation
@@ -84,7 +85,9 @@ def check_nothing_is_lost(run: Simulation) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=25 if thin.full else 8, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(options=RUNS, shards=SHARDS)
 def test_every_token_is_in_one_window_and_no_response_is_lost(place, options, shards):
     run = begin(place, **options)
@@ -110,7 +113,9 @@ def test_every_token_is_in_one_window_and_no_response_is_lost(place, options, sh
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(options=RUNS, shards=SHARDS, whole_groups=st.booleans())
 def test_held_responses_enter_once_with_all_their_tokens(place, options, shards, whole_groups):
     held = "hold_group" if whole_groups else "hold"

@@ -21,6 +21,7 @@ from planish.stages.train.config import CriticConfig
 from planish.stages.train.progress import Progress
 from planish.stages.train.update import UpdateResult, run_update
 from planish.stages.train.window_values import earlier_values, values_to_store
+from tests import thin
 from tests.unit.stages.rollout import simulation
 from tests.unit.stages.rollout.simulation import Simulation
 from tests.unit.stages.rollout.test_window_property import RUNS, begin, check_nothing_is_lost
@@ -116,7 +117,9 @@ def judged(rollouts: RolloutSet, ordinals: list[int]) -> RewardSet:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(options=RUNS, shards=SHARDS, max_groups=st.integers(1, 6))
 def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
     place, options, shards, max_groups
@@ -144,7 +147,9 @@ def test_selection_loses_no_slot_and_no_response_and_counts_every_token(
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=15 if thin.full else 5, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(options=RUNS, shards=SHARDS, min_finished=st.integers(2, 12))
 def test_every_finished_response_enters_exactly_one_critic_update_or_still_waits(
     place, options, shards, min_finished

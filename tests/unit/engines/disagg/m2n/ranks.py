@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch.distributed import HashStore
@@ -16,7 +17,9 @@ from planish.engines.disagg.m2n.sockets import SocketTransport
 from tests.unit.engines.disagg.m2n.local import LocalNetwork, LocalTransport
 
 LIMITS = FrameLimits(num_micro_batches=4, num_rows=32, row_bytes=32, num_local_experts=3)
-QUICK = Timeouts(connect_s=20, send_s=0.4, heartbeat_s=0.5, dead_after_s=30, close_s=1)
+PATIENT = Timeouts(connect_s=120, send_s=120, heartbeat_s=0.5, dead_after_s=120, close_s=1)
+QUICK = replace(PATIENT, send_s=0.4)
+"""For who is held back."""
 KINDS = ("local", "sockets", "gloo")
 
 
@@ -29,10 +32,10 @@ def connect(transports: dict[int, PeerTransport], peers: Callable[[int], list[in
             for rank, t in transports.items()
         ]
         for call in calls:
-            call.result(60)
+            call.result(120)
 
 
-def make(kind: str, num_ranks: int, limits=LIMITS, timeouts=QUICK) -> dict[int, PeerTransport]:
+def make(kind: str, num_ranks: int, limits=LIMITS, timeouts=PATIENT) -> dict[int, PeerTransport]:
     """Return one transport for each rank, not connected; `limits` may be a list by rank."""
     sizes = limits if isinstance(limits, list) else [limits] * num_ranks
     if kind == "sockets":
@@ -79,5 +82,5 @@ def close_all(transports: dict[int, PeerTransport]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()

@@ -85,13 +85,16 @@ def test_tensors_that_differ_from_their_header_are_refused(counts, rows):
 def test_released_counts_reach_the_sender_and_wrap():
     buffers, credits = ReceiveBuffers(0, LIMITS), Credits(1)
     empty = header(0)
-    for number in range(70_000):
+    # As after 65,000 frames of one slot; the other parity is empty.
+    for counts in (buffers._released, credits._sent, credits._free):
+        counts[empty.slot] = 65_000
+    for number in range(1_000):
         layer = 2 * (number % 2)
         credits.take(empty.slot, 0)
         fill(buffers, replace(empty, layer=layer), counts_of(0), [])
         buffers.release(empty.slot)
         credits.learn(replace(empty, released=buffers.announce(0)))
-    assert buffers.announce(0) == 70_000 % 65_536
+    assert buffers.announce(0) == 66_000 % 65_536
     assert buffers.unannounced() == []
 
 
@@ -102,10 +105,10 @@ def test_a_sender_waits_for_a_free_buffer_and_no_longer_than_told():
     with pytest.raises(PeerLost, match=r"did not free the buffer .* within 0.05 s") as error:
         credits.take(Slot(0, 0), 0.05)
     assert list(error.value.per_rank) == [1]
-    waiting = threading.Thread(target=credits.take, args=(Slot(0, 0), 20))
+    waiting = threading.Thread(target=credits.take, args=(Slot(0, 0), 120))
     waiting.start()
     credits.learn(header(0, released=1))
-    waiting.join(20)
+    waiting.join(120)
     assert not waiting.is_alive()
 
 
@@ -128,7 +131,7 @@ def test_a_lost_peer_wakes_who_waits():
     credits.take(Slot(0, 0), 0)
     threading.Timer(0.05, credits.lose, ("it burnt",)).start()
     with pytest.raises(PeerLost, match="it burnt"):
-        credits.take(Slot(0, 0), 20)
+        credits.take(Slot(0, 0), 120)
 
 
 def test_timeouts_leave_room_for_two_heartbeats():
