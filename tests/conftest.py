@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from planish.store.base import STORES
+from tests import thin
 from tests.servers.exporter_fleet import Fleet
 from tests.servers.program import free_port
 from tests.servers.run_alertmanager import AlertmanagerServer, require_alertmanager
@@ -42,7 +43,14 @@ MAX_SECOND_TRIES = 3
 
 def pytest_addoption(parser):
     """Let a run take whole matrices in place of a sample of each."""
-    parser.addoption("--full", action="store_true", help="whole matrices, not a sample of them")
+    parser.addoption(
+        "--full", action="store_true", help="whole matrices and all examples, not a sample of them"
+    )
+
+
+def pytest_configure(config):
+    """Tell `tests.thin` before tests, whose decorators ask it, are imported."""
+    thin.full = config.getoption("--full")
 
 
 @pytest.fixture(autouse=True)

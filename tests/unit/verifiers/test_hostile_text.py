@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.verifiers import VERIFIERS, verify
+from tests.thin import examples
 
 ANSWERS = {
     "countdown": '{"numbers": [3, 5, 9], "target": 24}',
@@ -57,7 +58,7 @@ def test_every_verifier_has_a_hostile_case():
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(["countdown", "exact", "integer", "trace"]),
     st.text(max_size=400),
@@ -70,7 +71,7 @@ def test_rule_verifiers_are_total(name, response, answer):
     verdict.extracted.encode("utf-8")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(alphabet="0123456789+-*/=;.,(){}$ \\boxedAnswer:\n", max_size=60))
 def test_text_of_the_right_alphabet_is_judged_without_error(tail):
     for name in ("countdown", "integer", "trace"):

@@ -26,6 +26,7 @@ from planish.checkpoint.load.reader import BlockReader, check_objects, open_stat
 from planish.checkpoint.load.slices import Slice, SliceReader
 from planish.store import open_store
 from tests.stores.faulty import FaultyStore
+from tests.thin import examples
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import EXTRA, tiny_model, write_checkpoint
 
@@ -39,7 +40,7 @@ def matrix():
     return write_checkpoint(damage.fresh(), {MATRIX: values}, extra=False), values
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 5 * BLOCK), st.integers(0, 5 * BLOCK))
 def test_any_range_is_widened_to_blocks_and_equal(matrix, a, b):
     place, values = matrix
