@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import socket
 
 import hypothesis
 import numpy as np
@@ -96,6 +97,14 @@ def _seeds():
 def _free_port() -> int:
     """A TCP port that nobody listens on."""
     return free_port()
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A TCP port that refuses: it is taken, so nobody else gets it, but nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield int(taken.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

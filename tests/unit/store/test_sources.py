@@ -159,7 +159,7 @@ def hub(tmp_path):
         kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
         kept |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), **environment}
         done = subprocess.run(
-            [sys.executable, "-c", FETCH], env=kept, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", FETCH], env=kept, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
