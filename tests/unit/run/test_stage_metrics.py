@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -98,21 +99,20 @@ def test_a_rank_has_a_port_of_its_own_after_that_of_its_launcher(monkeypatch):
 def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
     monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
     monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "1000")
-    seen = {}
+    seen, over = {}, threading.Event()
 
-    def scraped(server, limit):
-        reader = threading.Timer(0.1, lambda: seen.update(scrape(server.port)))
-        reader.start()
-        assert limit == 1000
-        is_scraped = wait(server, limit)
-        reader.join()
-        return is_scraped
+    def read(port):
+        with contextlib.suppress(OSError):
+            while not over.wait(0.05):
+                seen.update(scrape(port))
 
-    wait = telemetry.MetricsServer.wait_for_scrape
-    monkeypatch.setattr(telemetry.MetricsServer, "wait_for_scrape", scraped)
     with StageMetrics("reward", 1) as shown:
         shown.open()
         shown.publish({"reward_mean": 0.5})
+        reader = threading.Thread(target=read, args=(shown._server.port,))
+        reader.start()
+    over.set()
+    reader.join()
     assert seen["planish_reward_mean"] == 0.5
 
 

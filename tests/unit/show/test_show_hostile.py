@@ -59,7 +59,6 @@ def test_documents_of_any_shape_are_shown_or_refused(file_root, documents):
     show_all(file_root)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schema", ["update/1", "prompts/1"])
 @pytest.mark.parametrize(
     "value", [DEEP, "9" * 4000, "NaN", "1e999", '"\\ud800"', '{"a": ' + DEEP + "}"]

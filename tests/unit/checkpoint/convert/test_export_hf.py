@@ -259,7 +259,7 @@ def test_export_needs_neither_torch_nor_transformers(file_root):
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_stays_within_the_largest_tensor_and_256_mib(tmp_path):
     shape = (16, 1 << 20)
     tensors = {

@@ -165,7 +165,7 @@ def test_a_schedule_never_reuses_a_bucket_before_its_round_is_over(sizes, bucket
     assert Rounds({0: Place(0, 0)}, 1, 5).ring_bytes == 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["load", "verify", "diff"])
 def test_memory_stays_within_the_state_and_256_mib(tmp_path, what):
     shape = (16, 1 << 20)
