@@ -147,13 +147,11 @@ def test_without_a_network_a_cached_hub_id_opens_and_another_is_told_what_to_do(
     shutil.copytree(model_folder, cache / "snapshots" / commit)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(commit)
-    offline, unreachable = (
-        {"HF_HUB_OFFLINE": "1"},
-        {"HF_ENDPOINT": f"http://127.0.0.1:{closed_port}"},
-    )
-    done = run_apart(
-        FETCH, tmp_path, **(unreachable if kind == "unreachable" else {"HF_HUB_OFFLINE": "1"})
-    )
+    places = {
+        "offline": {"HF_HUB_OFFLINE": "1"},
+        "unreachable": {"HF_ENDPOINT": f"http://127.0.0.1:{closed_port}"},
+    }
+    done = run_apart(FETCH, tmp_path, **places[kind])
     assert done.stdout.count("\n") == 2, done.stderr
     refused, found = done.stdout.splitlines()
     told = "'someone/model'; the hub can not be reached or failed, and the cache has no copy"
