@@ -116,14 +116,12 @@ def overlap(folder: str, name: str):
     here = pathlib.Path(folder)
     try:
         (here / "first").symlink_to(str(os.getpid()))
+        awaited, there = here / "second", True
     except FileExistsError:
         (here / "second").touch()
-        other = pathlib.Path("/proc", os.readlink(here / "first"))
-        is_over = lambda: not other.exists()  # noqa: E731
-    else:
-        is_over = (here / "second").exists
+        awaited, there = pathlib.Path("/proc", os.readlink(here / "first")), False
     deadline = time.monotonic() + 120
-    while not is_over():
+    while awaited.exists() != there:
         assert time.monotonic() < deadline, f"{name} is alone"
         time.sleep(0.01)
 

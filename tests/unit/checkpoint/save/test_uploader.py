@@ -193,20 +193,20 @@ def test_an_interrupt_while_a_message_is_sent_leaves_all_messages_whole():
 
     def interrupt_when_sent_in_part():
         select.select([ends[1]], [], [], 120)
-        os.kill(os.getpid(), signal.SIGALRM)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
     ends = socket.socketpair()
     for end in ends:
         end.settimeout(120)
     sender, receiver = map(Channel, ends)
-    before = signal.signal(signal.SIGALRM, interrupted)
+    before = signal.signal(signal.SIGUSR1, interrupted)
     interrupting = threading.Thread(target=interrupt_when_sent_in_part)
     try:
         with pytest.raises(Interrupt):
             send_and_wait()
     finally:
         interrupting.join()
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
     sender.send({"number": 2}, [b"second"])
     first, second = receiver.receive(120), receiver.receive(120)
     assert (first.fields, first.blobs) == ({"number": 1}, [bytes(range(256)) * (8 << 12)])
