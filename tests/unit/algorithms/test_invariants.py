@@ -22,10 +22,11 @@ from planish.algorithms.losses import aggregate, clipped_surrogate, loss_counts,
 from planish.algorithms.tppo import Tppo, TppoConfig
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.verifiers.shaping import overlong_penalty
+from tests.thin import examples
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 SEEDS = st.integers(0, 2**32 - 1)
-FAST = settings(max_examples=40, deadline=None)
+FAST = settings(max_examples=examples(40), deadline=None)
 
 
 def random_batch(seed, rows=6, width=7):

@@ -13,10 +13,11 @@ from planish.algorithms.tppo import Tppo, TppoConfig, expected_lengths, trained_
 from planish.algorithms.vapo import Vapo, VapoConfig
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError
+from tests.thin import examples
 from tests.unit.algorithms.batches import make_batch, ragged_mask, value_step, whole_step
 
 SEEDS = st.integers(0, 2**32 - 1)
-FAST = settings(max_examples=40, deadline=None)
+FAST = settings(max_examples=examples(40), deadline=None)
 RAW = {"whiten_advantages": False, "advantage_clip": None, "ignored_tail_tokens": 0}
 SAME_LOSSES = {
     "dual_clip": None,

@@ -26,6 +26,7 @@ from planish.base.errors import ConfigError
 from planish.minder.detect.config import MinderConfig, minder_config
 from planish.minder.service.config import service_settings
 from planish.stages.prepare.settings import build_config
+from tests.thin import examples
 
 CLASSES = {name: section_class(name, {}) for name in sorted(SECTIONS)} | {
     f"algorithm.{name}": section_class("algorithm", {"name": name}) for name in ALGORITHMS
@@ -134,7 +135,7 @@ def toml_of(value):
     return json.dumps(value).replace("Infinity", "inf").replace("NaN", "nan")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(

@@ -114,7 +114,7 @@ def test_a_scraper_reads_the_metrics_over_http():
     server = telemetry.serve_metrics(0, "127.0.0.1")
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=120) as answer:
             text = answer.read().decode()
     finally:
         server.close()

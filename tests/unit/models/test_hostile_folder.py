@@ -15,6 +15,7 @@ from planish.models.config import ModelConfig
 from planish.models.policy import build_policy, save_policy
 from planish.models.pretrained import load_pretrained
 from planish.models.tokens import check_stop_strings, load_tokenizer
+from tests.thin import examples
 
 TINY = ModelConfig(num_layers=1, hidden_size=16, intermediate_size=24, head_dim=8)
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
@@ -64,7 +65,7 @@ TOKENIZER_KEYS = (
 )  # fmt: skip
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokenizer=st.dictionaries(st.sampled_from(TOKENIZER_KEYS), VALUES, max_size=2),
     generation=st.dictionaries(
@@ -94,7 +95,7 @@ def test_a_tokenizer_of_any_settings_encodes_or_is_refused(folder, tmp_path, tok
 
 
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.dictionaries(
         st.sampled_from(

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kfp import dsl
@@ -18,6 +18,7 @@ from kfp.local import subprocess_task_handler
 from pipelines import warm
 from pipelines.local import run_here
 from planish.store.processes import process_start
+from tests.integration.waiting import wait_for
 
 OPTIONS = {"base_image": "python:3.11", "packages_to_install": [], "install_kfp_package": False}
 
@@ -90,7 +91,7 @@ def meet(folder: str, name: str):
     import time
 
     pathlib.Path(folder, f"here-{name}").touch()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(list(pathlib.Path(folder).glob("here-*"))) < 2:
         assert time.monotonic() < deadline, f"{name} is alone"
         time.sleep(0.01)
@@ -108,17 +109,21 @@ def tasks_apart_and_at_once(folder: str):
 @dsl.component(**OPTIONS)
 def overlap(folder: str, name: str):
     """Begin while the task before is at work, and end after it."""
+    import os
     import pathlib
     import time
 
     here = pathlib.Path(folder)
-    place = len(list(here.glob("overlaps-*")))
-    (here / f"overlaps-{name}").touch()
-    deadline = time.monotonic() + 30
-    while len(list(here.glob("overlaps-*"))) < 2:
+    try:
+        (here / "first").symlink_to(str(os.getpid()))
+        awaited, there = here / "second", True
+    except FileExistsError:
+        (here / "second").touch()
+        awaited, there = pathlib.Path("/proc", os.readlink(here / "first")), False
+    deadline = time.monotonic() + 120
+    while awaited.exists() != there:
         assert time.monotonic() < deadline, f"{name} is alone"
         time.sleep(0.01)
-    time.sleep(0.5 * place)
 
 
 @dsl.pipeline
@@ -160,6 +165,22 @@ def test_tasks_find_all_loaded_and_nothing_of_each_other(tmp_path, monkeypatch, 
     assert subprocess_task_handler.run_local_subprocess is plain
 
 
+@pytest.fixture(scope="module")
+def starter():
+    """A warm process that tests share; what one has ended is started again by the next."""
+    starter = warm.Starter()
+    yield starter
+    starter.close()
+
+
+@pytest.fixture
+def one_starter(starter, monkeypatch):
+    """Runs take their tasks from the process that tests share."""
+    shared = SimpleNamespace(run=starter.run, close=lambda: None)
+    monkeypatch.setattr(warm, "Starter", lambda: shared)
+
+
+@pytest.mark.usefixtures("one_starter")
 def test_the_program_keeps_its_print_and_its_loggers(tmp_path, capsys):
     """kfp gives back what it found at the start of a task, in the order in which tasks end."""
     root, plain = logging.getLogger(), builtins.print
@@ -180,6 +201,7 @@ def test_beside_an_accelerator_tasks_stay_new_processes(tmp_path, monkeypatch):
         assert subprocess_task_handler.run_local_subprocess is plain
 
 
+@pytest.mark.usefixtures("one_starter")
 @pytest.mark.parametrize("code", [3, -9])
 def test_a_task_that_fails_fails_the_run(code):
     with pytest.raises(RuntimeError, match="end"):
@@ -198,15 +220,6 @@ def task(component, **arguments):
     return found
 
 
-@pytest.fixture(scope="module")
-def starter():
-    """A warm process that tests share; what one has ended is started again by the next."""
-    starter = warm.Starter()
-    yield starter
-    starter.close()
-    assert starter._process.poll() == 0
-
-
 def test_a_task_ends_as_a_python_does(starter, tmp_path, capfd):
     assert starter.run(task(leave, folder=str(tmp_path))) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"at exit", "thread", "pool"}
@@ -214,24 +227,6 @@ def test_a_task_ends_as_a_python_does(starter, tmp_path, capfd):
     printed = capfd.readouterr().out
     assert "told at the end\n" in printed
     assert "FileNotFoundError" in printed
-
-
-def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(starter, tmp_path):
-    codes = []
-    run = task(meet, folder=str(tmp_path), name="left")
-    thread = threading.Thread(target=lambda: codes.append(starter.run(run)))
-    thread.start()
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "here-left").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    starter._process.terminate()
-    time.sleep(0.2)
-    assert starter._process.poll() is None
-    (tmp_path / "here-right").touch()
-    thread.join(60)
-    assert codes == [0]
-    assert starter._process.wait(30) == 0
 
 
 def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(starter, tmp_path):
@@ -243,6 +238,29 @@ def test_exit_codes_are_those_of_the_tasks_and_a_lost_process_is_replaced(starte
     lost.wait()
     assert starter.run(task(tell, folder=str(tmp_path), name="after")) == 0
     assert json.loads((tmp_path / "after").read_text())["parent"] == starter._process.pid
+
+
+def has_handled(pid, number):
+    """Tell whether a signal is no longer pending, and the process waits for the next event."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":\t", 1) for line in lines)
+    pending = int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)
+    return not pending >> (number - 1) & 1 and status["State"].startswith("S")
+
+
+def test_a_task_outlives_the_signal_that_its_own_process_has_not_got(starter, tmp_path):
+    codes = []
+    run = task(meet, folder=str(tmp_path), name="left")
+    thread = threading.Thread(target=lambda: codes.append(starter.run(run)))
+    thread.start()
+    wait_for(lambda: (tmp_path / "here-left").exists(), 120.0)
+    starter._process.terminate()
+    wait_for(lambda: has_handled(starter._process.pid, signal.SIGTERM), 120.0)
+    assert starter._process.poll() is None
+    (tmp_path / "here-right").touch()
+    thread.join()
+    assert codes == [0]
+    assert starter._process.wait(120) == 0
 
 
 def test_commands_of_other_forms_are_left_to_kfp():

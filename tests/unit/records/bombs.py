@@ -38,6 +38,5 @@ def peak_megabytes(code: str) -> tuple[int, str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=240,
     )
     return int(re.findall(r"VmHWM:\s+(\d+) kB", done.stderr)[0]) >> 10, done.stdout

@@ -26,6 +26,7 @@ from planish.records.parquet import (
     row_group_bounds,
 )
 from planish.records.schema import join
+from tests.thin import examples
 from tests.unit.records.bombs import bomb, peak_megabytes
 from tests.unit.records.samples import (
     SAMPLES,
@@ -82,7 +83,7 @@ def test_neither_writing_nor_reading_starts_a_thread():
 @given(
     st.lists(st.tuples(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), TEXT), max_size=9)
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_any_text_survives_the_file(rows):
     record = TraceSet(
         prompt_id=["0" * 16] * len(rows),
@@ -95,7 +96,7 @@ def test_any_text_survives_the_file(rows):
 
 @pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(1, 12), st.integers(1, 5), st.integers(20, 300))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_row_groups_hold_whole_groups_and_every_row_once(seed, groups, group_size, cells):
     record = random_rollouts(seed, groups=groups, group_size=group_size)
     kept, parquet_module.ROW_GROUP_CELLS = parquet_module.ROW_GROUP_CELLS, cells

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.integration.waiting import wait_for
 from tests.processes import marked, marks, wait_until_none
+
+LIMIT = 120.0
+"""Seconds after which a test that hangs ends."""
 
 STAGE = """
 import subprocess, sys, time
@@ -33,23 +36,19 @@ execute("toy", work, root=sys.argv[1], config_sha256=None, outputs={})
 """
 
 
-def stop_stage(tmp_path: Path, number: int, how: str, limit_seconds: float) -> tuple[int, float]:
-    """Send a signal to a stage at work; return its exit code and how long it went on."""
+def stop_stage(tmp_path: Path, number: int, how: str, limit_seconds: float) -> int:
+    """Send a signal to a stage at work; return its exit code."""
     begun = tmp_path / "begun"
     words = [tmp_path.as_uri(), str(begun), str(limit_seconds), how]
     process = subprocess.Popen([sys.executable, "-c", STAGE, *words], env=marks(tmp_path))
-    while not begun.exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    sent = time.monotonic()
+    wait_for(lambda: begun.exists() or process.poll() is not None, LIMIT)
     process.send_signal(number)
-    return process.wait(timeout=60), time.monotonic() - sent
+    return process.wait(timeout=LIMIT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(tmp_path: Path, number: int) -> None:
-    code, seconds = stop_stage(tmp_path, number, "obedient", 15.0)
-    assert (code, seconds < 5.0) == (75, True)
+    assert stop_stage(tmp_path, number, "obedient", 10 * LIMIT) == 75
     (log,) = (tmp_path / "logs").glob("*.json")
     entry = json.loads(log.read_text())
     assert (entry["state"], entry["exit_code"]) == ("failed", 75)
@@ -60,9 +59,8 @@ def test_a_stage_that_must_stop_says_so_and_may_be_tried_again(tmp_path: Path, n
 
 
 def test_a_stage_that_does_not_stop_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    code, seconds = stop_stage(tmp_path, signal.SIGTERM, "stubborn", 1.0)
-    assert (code, 0.9 < seconds < 10.0) == (75, True)
-    wait_until_none(tmp_path, 2.0)
+    assert stop_stage(tmp_path, signal.SIGTERM, "stubborn", 1.0) == 75
+    wait_until_none(tmp_path, LIMIT)
 
 
 ENDS_ALL = """
@@ -75,7 +73,7 @@ command = [sys.executable, "-c", nest]
 child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 end_descendants(0.5)
-print(child.wait(timeout=5))
+print(child.wait(timeout=120))
 """
 
 
@@ -90,7 +88,7 @@ def test_descendants_end_in_sessions_of_their_own_and_when_they_ignore_the_signa
         check=True,
     )
     assert done.stdout.split() == [str(-signal.SIGTERM)]
-    wait_until_none(tmp_path, 2.0)
+    wait_until_none(tmp_path, LIMIT)
 
 
 @pytest.mark.slow
@@ -108,10 +106,8 @@ def test_a_keyboard_interrupt_of_a_command_is_one_line(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: (tmp_path / "begun").exists() or process.poll() is not None, LIMIT)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LIMIT)
     assert (process.returncode, errors) == (130, "planish: interrupted; the same command resumes\n")
-    wait_until_none(tmp_path, 1.0)
+    wait_until_none(tmp_path, LIMIT)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -23,7 +24,7 @@ def _fresh(monkeypatch):
 
 
 def scrape(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         return pages.samples(answer.read().decode())
 
 
@@ -35,24 +36,24 @@ def test_nothing_listens_unless_a_port_is_set():
 
 
 def test_a_task_shows_what_it_is_and_when_it_got_ahead(monkeypatch):
-    port = free_port()
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
     monkeypatch.setenv("PLANISH_ITERATION_LIMIT_SECONDS", "158400")
     begun = time.time()
     with StageMetrics("rollout", 7) as shown:
         shown.open()
-        found = scrape(port)
-        time.sleep(0.02)
+        found = scrape(shown._server.port)
+        clock = time.time() + 60.0
+        monkeypatch.setattr(telemetry.time, "time", lambda: clock)
         telemetry.mark_progress()
-        later = scrape(port)
+        later = scrape(shown._server.port)
+        listening = shown._server._server.socket
     assert found['planish_stage_info{rank="0",stage="rollout"}'] == 1
     assert found["planish_stage_iteration"] == 7
     assert found["planish_stage_iteration_limit_seconds"] == 158400
-    assert begun <= found["planish_stage_start_timestamp_seconds"] <= time.time()
+    assert begun <= found["planish_stage_start_timestamp_seconds"] <= clock
     name = "planish_stage_progress_timestamp_seconds"
-    assert later[name] >= found[name] + 0.02
-    with pytest.raises(OSError, match="refused"):
-        scrape(port)
+    assert found[name] < later[name] == pytest.approx(clock)
+    assert listening.fileno() == -1
 
 
 def test_scalars_of_the_outcome_become_gauges_and_what_is_not_finite_is_counted():
@@ -82,7 +83,7 @@ def test_a_second_task_of_the_machine_takes_the_next_port(monkeypatch):
         second.open()
         assert first._server is not None
         assert second._server is not None
-        assert first._server.port == port < second._server.port < port + 16
+        assert port <= first._server.port < second._server.port < port + 16
 
 
 def test_a_rank_has_a_port_of_its_own_after_that_of_its_launcher(monkeypatch):
@@ -90,22 +91,28 @@ def test_a_rank_has_a_port_of_its_own_after_that_of_its_launcher(monkeypatch):
     monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
     with StageMetrics("train", 2, rank=3) as shown:
         shown.open()
-        assert scrape(port + 4)['planish_stage_info{rank="3",stage="train"}'] == 1
+        assert port + 4 <= shown._server.port < port + 4 + 16
+        found = scrape(shown._server.port)
+        assert found['planish_stage_info{rank="3",stage="train"}'] == 1
 
 
 def test_a_finished_task_waits_until_its_last_numbers_are_scraped(monkeypatch):
-    port = free_port()
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
-    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "30")
-    seen = {}
-    reader = threading.Timer(0.3, lambda: seen.update(scrape(port)))
-    begun = time.monotonic()
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
+    monkeypatch.setenv("PLANISH_METRICS_LAST_SCRAPE_SECONDS", "1000")
+    seen, over = {}, threading.Event()
+
+    def read(port):
+        with contextlib.suppress(OSError):
+            while not over.wait(0.05):
+                seen.update(scrape(port))
+
     with StageMetrics("reward", 1) as shown:
         shown.open()
         shown.publish({"reward_mean": 0.5})
+        reader = threading.Thread(target=read, args=(shown._server.port,))
         reader.start()
+    over.set()
     reader.join()
-    assert 0.2 < time.monotonic() - begun < 15
     assert seen["planish_reward_mean"] == 0.5
 
 
@@ -116,7 +123,7 @@ def test_the_wait_for_a_scrape_ends_at_its_limit(monkeypatch, caplog):
     with StageMetrics("reward", 1) as shown:
         shown.open()
         shown.fail(75)
-    assert 0.2 <= time.monotonic() - begun < 5
+    assert time.monotonic() - begun >= 0.2
     assert "last metrics were not scraped waited_seconds=0.2" in caplog.text
     assert 'planish_stage_failures_total{code="75"} 1.0' in telemetry.metrics_text()
 
@@ -129,11 +136,15 @@ def test_a_port_that_is_none_is_refused(monkeypatch, text):
 
 
 def test_a_stage_serves_while_it_works_and_shows_its_outcome(monkeypatch, tmp_path, file_root):
-    port = free_port()
-    monkeypatch.setenv("PLANISH_METRICS_PORT", str(port))
+    monkeypatch.setenv("PLANISH_METRICS_PORT", str(free_port()))
+    servers = []
+    serve = telemetry.serve_metrics
+    monkeypatch.setattr(
+        telemetry, "serve_metrics", lambda port: servers.append(serve(port)) or servers[-1]
+    )
 
     def work(context):
-        assert scrape(port)["planish_stage_iteration"] == 4
+        assert scrape(servers[0].port)["planish_stage_iteration"] == 4
         return Outcome(metrics={"reward_mean": 0.75})
 
     outputs = {"metrics": PathArtifact(str(tmp_path / "metrics"))}

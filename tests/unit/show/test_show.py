@@ -274,7 +274,7 @@ def test_a_text_of_many_lines_is_cut(file_root):
 
 @pytest.mark.slow
 def test_a_large_shard_is_shown_in_bounded_memory(tmp_path):
-    rows, tokens = 10_000, 1_000
+    rows, tokens = 2_500, 4_000
     generator = np.random.default_rng(0)
     lists = np.arange(0, rows * tokens + 1, tokens)
     ids = [f"{n:016x}" for n in range(rows)]

@@ -16,6 +16,7 @@ from planish.base.errors import PlanishError, RecordError
 from planish.records import layout
 from planish.show.command import show
 from planish.store.documents import read_json
+from tests.thin import examples
 
 DEEP = "[" * 900 + "]" * 900
 VALUES = st.recursive(
@@ -49,7 +50,7 @@ def show_all(root):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(VALUES, min_size=len(PLACES), max_size=len(PLACES)))
 @example([{"schema": []}] * len(PLACES))
 def test_documents_of_any_shape_are_shown_or_refused(file_root, documents):
@@ -58,7 +59,6 @@ def test_documents_of_any_shape_are_shown_or_refused(file_root, documents):
     show_all(file_root)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schema", ["update/1", "prompts/1"])
 @pytest.mark.parametrize(
     "value", [DEEP, "9" * 4000, "NaN", "1e999", '"\\ud800"', '{"a": ' + DEEP + "}"]

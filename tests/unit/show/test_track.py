@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from planish.show import trackers
 from planish.show.track import Follower, RunReader, track
 from planish.show.trackers import Point, Tracker
 from planish.store.documents import write_json
-from tests.servers.program import free_port
+from tests.integration.waiting import wait_for
 
 UPDATES = {
     1: ({"loss": 0.5, "entropy": 1.25}, [{"grad_norm": 1.0}, {"grad_norm": 2.0}]),
@@ -260,10 +259,12 @@ def test_one_tracker_that_fails_keeps_nothing_from_the_other(root, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_password_of_a_server_that_is_down_is_printed_nowhere(root, monkeypatch, capsys):
+def test_the_password_of_a_server_that_is_down_is_printed_nowhere(
+    root, monkeypatch, capsys, closed_port
+):
     pytest.importorskip("mlflow", reason="needs the extra trackers")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    target = f"mlflow=http://me:geheim@127.0.0.1:{free_port()}"
+    target = f"mlflow=http://me:geheim@127.0.0.1:{closed_port}"
     assert main(["track", root, "--to", target]) == 1
     told = "".join(capsys.readouterr())
     assert "http://***@127.0.0.1" in told
@@ -279,14 +280,10 @@ def test_a_follower_ends_with_everything_at_a_signal(root):
     command = [sys.executable, "-m", "planish", "track", root, "--to", "tensorboard", "--follow"]
     process = subprocess.Popen([*command, "--every", "0.1"], stdout=subprocess.PIPE, text=True)
     folder = Path(f"{layout.trackers(root)}/tensorboard".removeprefix("file://"))
-    deadline = time.monotonic() + 60
-    while not folder.exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for(lambda: folder.exists() or process.poll() is not None, 120.0)
     write_iteration(root, 2)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert (process.returncode, output) == (0, "15 values written to tensorboard\n")
     read = EventAccumulator(str(folder))
     read.Reload()

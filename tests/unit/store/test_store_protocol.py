@@ -19,6 +19,7 @@ from planish.base.errors import (
 from planish.store import SINGLE_PUT_BYTES, file_uri, open_store, upload
 from tests.stores.faulty import FaultyStore
 from tests.stores.memory import MemoryStore
+from tests.thin import examples
 
 MIB = 1 << 20
 
@@ -59,7 +60,7 @@ def test_head_tells_size_tag_and_a_recent_time(place):
     etag = storage.put(f"{root}/x", b"12345")
     found = storage.head(f"{root}/x")
     assert (found.key, found.size, found.etag) == (f"{root}/x", 5, etag)
-    assert abs(found.modified - storage.now()) < 5
+    assert abs(found.modified - storage.now()) < 120
 
 
 def test_an_empty_object_is_an_object(place):
@@ -127,7 +128,7 @@ def race(act):
     barrier = threading.Barrier(16)
 
     def run(number):
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=120)
         try:
             act(number)
         except (ObjectExists, ObjectChanged):
@@ -219,7 +220,7 @@ def test_an_upload_that_anybody_aborted_can_not_be_completed(place):
     writer = storage.open_multipart(f"{root}/x", 3)
     writer.write(1, b"abc")
     assert [found.upload_id for found in storage.open_uploads(f"{root}/x")] == [writer.upload_id]
-    assert abs(storage.open_uploads(f"{root}/x")[0].started - storage.now()) < 5
+    assert abs(storage.open_uploads(f"{root}/x")[0].started - storage.now()) < 120
     assert storage.open_uploads(f"{root}/xy") == []
     storage.abort_upload(f"{root}/x", writer.upload_id)
     storage.abort_upload(f"{root}/x", writer.upload_id)
@@ -249,13 +250,13 @@ def test_listings_are_sorted_complete_and_of_the_folder_only(place):
 
 
 @pytest.mark.slow
-def test_ten_thousand_and_one_keys_are_listed_and_removed(place):
+def test_more_keys_than_a_page_holds_are_listed_and_removed(place):
     storage, root = place
-    keys = [f"{root}/{number:05d}" for number in range(10_001)]
+    keys = [f"{root}/{number:05d}" for number in range(examples(10_010) + 1)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: storage.put(key, key[-1:].encode()), keys))
     assert [stat.key for stat in storage.list(root)] == keys
-    assert len(storage.folder(root).objects) == 10_001
+    assert len(storage.folder(root).objects) == len(keys)
     storage.delete(keys)
     assert list(storage.list(root)) == []
 
@@ -279,7 +280,7 @@ def test_readers_beside_a_writer_see_whole_versions_only(place):
         for version in versions * 3:
             storage.put(f"{root}/x", version)
         stop.set()
-        assert all(future.result(timeout=30) for future in looking)
+        assert all(future.result(timeout=120) for future in looking)
 
 
 @pytest.mark.parametrize("size", [0, 1, SINGLE_PUT_BYTES - 1, SINGLE_PUT_BYTES, 16 * MIB + 1])

@@ -7,7 +7,6 @@ import pytest
 from planish.__main__ import main
 from planish.base.errors import ConfigError
 from planish.submit.server import connect
-from tests.servers.program import free_port
 from tests.unit.submit.kfp_server import Server
 
 ONE = ["--profile", "cpu-tiny", "--iterations", "1"]
@@ -72,8 +71,8 @@ COMMANDS += [["schedule", "s3://b/r", "--cron", "0 0 2 * * *", *ONE]]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
-def test_where_nothing_answers_one_line_says_what_to_type(words, capsys):
-    url = f"http://127.0.0.1:{free_port()}"
+def test_where_nothing_answers_one_line_says_what_to_type(words, capsys, closed_port):
+    url = f"http://127.0.0.1:{closed_port}"
     assert main([*words, "--host", url, "--kfp-namespace", "kfp"]) == 75
     (line,) = capsys.readouterr().err.splitlines()
     assert f"must answer at {url}, got" in line
@@ -127,8 +126,8 @@ def test_what_the_server_refuses_is_one_line(server, capsys):
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
-def test_the_password_of_an_address_is_printed_nowhere(words, server, capsys):
-    for port in (free_port(), server.url.rpartition(":")[2]):
+def test_the_password_of_an_address_is_printed_nowhere(words, server, capsys, closed_port):
+    for port in (closed_port, server.url.rpartition(":")[2]):
         main([*words, "--host", f"http://me:geheim@127.0.0.1:{port}", "--namespace", "wrong"])
         told = capsys.readouterr().err
         assert f"http://***@127.0.0.1:{port}" in told

@@ -28,7 +28,7 @@ def test_a_verifier_that_keeps_the_contract_has_no_fault(module):
     assert (report.faults, report.warnings) == ((), ())
     assert report.scores == (1.0, 0.0, 1.0)
     assert report.num_calls == len(HOSTILE_TEXTS) + 2 * len(cases)
-    assert 0 < report.slowest_seconds < 60
+    assert report.slowest_seconds > 0
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_verifier_that_keeps_the_contract_has_no_fault(module):
 )
 def test_each_break_of_the_contract_is_a_fault_with_its_text(module, body, fault):
     cases = [VerifierCase("ab", "ab", 1.0), VerifierCase("abc"), VerifierCase("d")]
-    seconds = 0.2 if "while" in body else 20.0
+    seconds = 0.2 if "while" in body else 120.0
     report = check_contract(module("bad", body), cases, timeout_seconds=seconds)
     assert fault in report.faults[0]
 

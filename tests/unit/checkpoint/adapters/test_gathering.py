@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import time
 import weakref
 
 import pytest
@@ -23,6 +22,7 @@ from planish.checkpoint.adapters.gathering import Descriptions
 from planish.checkpoint.adapters.placement import FlatShard
 from tests.integration.ckpt_memory import raw
 from tests.integration.ckpt_states import read_back
+from tests.thin import examples
 
 
 def anew(state, framework="plain"):
@@ -203,7 +203,7 @@ def test_a_state_is_described_anew_where_it_must_be_after(name):
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_changes_in_any_order_are_seen(names, seed):
     state = state_of(seed)
     assert_described_rightly(state)
@@ -229,7 +229,7 @@ READABLE = set(CHANGES) - {"half", "same bytes, other type"}
 """Those after which `read_back` knows all types."""
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.sampled_from(sorted(READABLE)), min_size=1, max_size=3))
 def test_what_is_saved_again_is_what_the_state_holds(names):
     state = state_of()
@@ -345,18 +345,3 @@ def test_a_description_keeps_no_tensor_and_no_module_alive():
     del state, tensors
     gc.collect()
     assert [one() for one in watched if one() is not None] == []
-
-
-@pytest.mark.parametrize("count", [300, 5000])
-def test_a_state_that_is_known_costs_a_tenth_of_one_that_is_new(count):
-    model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(count)])
-    known = min(_seconds(lambda: collect("main", {"model": model}, "plain", for_load=False))
-                for _ in range(7))  # fmt: skip
-    fresh = min(_seconds(lambda: anew({"model": model})) for _ in range(3))
-    assert known < fresh / 4, (known, fresh)
-
-
-def _seconds(call):
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began

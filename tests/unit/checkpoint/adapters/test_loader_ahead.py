@@ -17,6 +17,7 @@ from planish.checkpoint.adapters.loader_state import LoaderShard
 from planish.checkpoint.checkpoint_manager import CheckpointManager, Schedule
 from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.save.engine import SaveEngine
+from tests.thin import examples
 
 PER_STEP = 3
 """Samples that a step is expected to take."""
@@ -57,7 +58,7 @@ class Stream:
         taken = self.taken + self.per_step
         self.looked.set()
         if self.gate is not None:
-            assert self.gate.wait(20.0)
+            assert self.gate.wait(120.0)
         return Foreseen(taken, self.ckpt_common(), self.shards_at(taken))
 
     def ckpt_mark(self):
@@ -75,7 +76,7 @@ def train(manager, loader, counts):
         loader.looked.clear()
         handle = manager.step(step, state_of(loader))
         if manager.will_save_at(step + 1):
-            loader.looked.wait(20.0)
+            assert loader.looked.wait(120.0)
     return handle
 
 
@@ -178,7 +179,7 @@ def test_a_loader_that_can_not_be_asked_ahead_is_left_alone(engine, root):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_the_steps_take_every_save_holds_the_true_position(seed):
     rng = random.Random(seed)

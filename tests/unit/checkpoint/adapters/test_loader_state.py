@@ -19,6 +19,7 @@ from planish.checkpoint.adapters.loader_state import (
     runs,
     sources,
 )
+from tests.thin import examples
 
 SOURCES = ("web", "code")
 
@@ -95,7 +96,7 @@ actions = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(layouts, actions), min_size=2, max_size=4))
 def test_no_sample_is_lost_or_comes_twice_under_any_layouts(phases):
     (dp_size, num_readers), _ = phases[0]

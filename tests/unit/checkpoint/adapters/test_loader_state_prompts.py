@@ -19,6 +19,7 @@ from planish.records.rollouts import FinishReason
 from planish.records.stream import advance, assign, fresh_cursor
 from planish.stages.rollout.carry import place, refill, settle
 from planish.stages.rollout.groups import Group, Slot
+from tests.thin import examples
 from tests.unit.checkpoint.adapters.prompt_state import PromptState
 
 GROUP_SIZE, WINDOW = 2, 3
@@ -65,7 +66,7 @@ def new_groups(ordinals, iteration, drawn):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 5), min_size=3, max_size=6), st.integers(0, 1000))
 def test_every_token_is_generated_once_whatever_the_shards(sizes, seed):
     random = np.random.default_rng(seed)

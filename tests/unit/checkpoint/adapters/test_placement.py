@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from planish.base.errors import LayoutMismatch
 from planish.checkpoint.adapters.base import collect
 from planish.checkpoint.adapters.placement import shard_box
+from tests.thin import examples
 
 
 @st.composite
@@ -44,7 +45,7 @@ def covered(shape, mesh, placements):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(sharded())
 def test_boxes_of_plain_shards_are_those_of_torch_and_tile_the_tensor(case):
     shape, mesh, placements = case
@@ -60,7 +61,7 @@ def test_boxes_of_plain_shards_are_those_of_torch_and_tile_the_tensor(case):
     assert (covered(shape, mesh, placements) == copies).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(1, 3))
 def test_tensor_parallelism_cuts_before_fsdp_whatever_divides(data, tensor, rows, columns):
     shape, mesh = (rows, columns), (data, tensor)

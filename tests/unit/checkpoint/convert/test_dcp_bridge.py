@@ -26,6 +26,7 @@ from planish.checkpoint.format.small_objects import decode_extra
 from planish.checkpoint.load.fill import RAW
 from planish.checkpoint.load.reader import open_state
 from planish.checkpoint.load.slices import SliceReader
+from tests.thin import examples
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -169,7 +170,7 @@ def real_metadata(tmp_path_factory):
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(data=st.data())
 def test_mutated_metadata_gives_our_error_or_plain_records(real_metadata, data):
     changed = bytearray(real_metadata)

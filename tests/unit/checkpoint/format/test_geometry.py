@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planish.checkpoint.format.geometry import Box, flat_boxes, intersect, shift, whole
 from planish.checkpoint.plan.coverage import cover_faults
+from tests.thin import examples
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
 SHAPES = st.lists(st.integers(0, 6), max_size=5).map(tuple)
@@ -55,7 +56,7 @@ def test_a_range_outside_of_the_box_is_refused(start, stop):
 
 @pytest.mark.slow
 @given(SHAPES, st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_a_flat_range_becomes_few_consecutive_boxes(shape, a, b):
     volume = math.prod(shape)
     start, stop = sorted((int(a * volume), int(b * volume)))
@@ -73,7 +74,7 @@ def test_the_bound_of_boxes_is_reached():
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_an_intersection_holds_what_both_hold(seed):
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -95,7 +96,7 @@ def test_a_moved_box_keeps_its_lengths():
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=examples(2500), deadline=None)
 def test_any_tiling_is_filled_bitwise_from_any_other(seed):
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -119,7 +120,7 @@ def test_any_tiling_is_filled_bitwise_from_any_other(seed):
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_pieces_of_a_flat_shard_lie_one_after_the_other(seed):
     rng = random.Random(seed)
     shape = random_shape(rng)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import time
 import tracemalloc
 import zlib
 
@@ -68,16 +67,9 @@ def test_a_shard_of_a_matrix_takes_less_than_64_bytes():
 
 
 @pytest.mark.slow
-def test_a_million_shards_are_read_in_a_second_and_little_memory():
+def test_a_million_shards_are_read_in_little_memory():
     data = metafile.encode(large(1_000_000))
     assert len(data) < 64 << 20
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        metafile.decode(data)
-        seconds.append(time.perf_counter() - start)
-    print(f"decode: {min(seconds):.3f} s, {len(data) / 999_936:.1f} bytes a shard")
-    assert min(seconds) < 3  # 0.06 to 0.25 s on one core, which may be shared
     tracemalloc.start()
     metafile.decode(data)
     peak = tracemalloc.get_traced_memory()[1]

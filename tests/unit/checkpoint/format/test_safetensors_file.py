@@ -22,6 +22,7 @@ from planish.checkpoint.format.safetensors_file import (
     plan_header,
     quote_fqn,
 )
+from tests.thin import examples
 
 ENTRIES = [
     NewEntry("step||", "F64", ()),
@@ -100,7 +101,7 @@ def test_files_are_equal_when_their_entries_are():
     st.text(max_size=1000),
     st.lists(st.tuples(st.integers(0, 2**60), st.integers(1, 2**60)), max_size=5),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_any_name_comes_back_from_its_entry(fqn, sides):
     box = Box(tuple(o for o, _ in sides), tuple(n for _, n in sides))
     name = entry_name(fqn, box)

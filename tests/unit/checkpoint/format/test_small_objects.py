@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from planish.base.errors import CheckpointCorrupt, CheckpointError
 from planish.checkpoint.format.items import ITEM_BYTES, TORCH_TYPES
 from planish.checkpoint.format.small_objects import decode_extra, encode_extra
+from tests.thin import examples
 
 
 def back(value, **options):
@@ -48,7 +49,7 @@ def typed(value):
 
 @pytest.mark.slow
 @given(values)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_plain_data_come_back_with_their_types_and_order(value):
     data = encode_extra(value)
     assert typed(decode_extra(data)) == typed(value)

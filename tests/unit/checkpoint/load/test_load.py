@@ -31,6 +31,7 @@ from planish.checkpoint.ranks.control import Control
 from planish.checkpoint.watch import monitor
 from planish.store import open_store
 from tests.stores.faulty import FaultyStore
+from tests.thin import examples
 from tests.unit.checkpoint import damage
 from tests.unit.checkpoint.written import tiny_model, write_checkpoint
 
@@ -198,7 +199,7 @@ def test_scalars_and_empty_tensors_come_back():
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_flat_slices_of_any_saving_layout_are_filled(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))

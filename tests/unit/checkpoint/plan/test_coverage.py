@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 
 import numpy as np
 import pytest
@@ -10,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planish.checkpoint.format.geometry import Box, flat_boxes
+from planish.checkpoint.plan import coverage
 from planish.checkpoint.plan.coverage import cover_faults
+from tests.thin import examples
 from tests.unit.checkpoint.format.test_geometry import arrays, view
 from tests.unit.checkpoint.tilings import random_shape, random_tiling
 
@@ -65,7 +66,7 @@ def test_sums_that_would_overflow_are_refused():
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 def test_every_damage_of_a_tiling_is_found_and_told_right(seed):
     rng = random.Random(seed)
     shape = random_shape(rng)
@@ -107,7 +108,7 @@ def hole_of(told):
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_many_tensors_at_once_give_the_faults_of_each(seed):
     rng = random.Random(seed)
     shapes, owners, boxes, expected = [], [], [], {}
@@ -143,31 +144,30 @@ def test_many_tensors_at_once_give_the_faults_of_each(seed):
 
 
 @pytest.mark.slow
-def test_a_million_shards_of_a_thousand_tensors_are_checked_in_seconds():
+def test_one_fault_among_a_million_shards_of_a_thousand_tensors_is_found():
     places = np.stack(
         np.meshgrid(np.arange(1024), np.arange(32), np.arange(32), indexing="ij"), -1
     ).reshape(-1, 3)
     offsets = places[:, 1:] * np.array([8, 4])
     lengths = np.tile(np.array([8, 4]), (len(places), 1))
     shapes = np.tile(np.array([[256, 128]]), (1024, 1))
-    start = time.perf_counter()
     assert cover_faults(shapes, places[:, 0], offsets, lengths) == {}
     lengths[777_777, 1] = 5
     assert list(cover_faults(shapes, places[:, 0], offsets, lengths)) == [777_777 // 1024]
-    assert time.perf_counter() - start < 30  # 1.5 s on one core, which may be shared
 
 
 def test_flat_slices_of_a_thousand_ranks_are_checked_at_once():
     cuts = np.linspace(0, 1000 * 999, 1025).astype(int).tolist()
     boxes = [b for a, z in itertools.pairwise(cuts) for b in flat_boxes((1000, 999), a, z)]
     assert len(boxes) == 2016
-    start = time.perf_counter()
     assert fault((1000, 999), *boxes) == ""
     assert "no box holds" in fault((1000, 999), *boxes[:700], *boxes[701:])
-    assert time.perf_counter() - start < 2
 
 
-def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time():
+def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time(monkeypatch):
+    compared = []
+    append = np.append
+    monkeypatch.setattr(np, "append", lambda a, b: compared.append(len(a)) or append(a, b))
     boxes = []
     for row in range(0, 150, 3):
         for column in range(0, 150, 3):
@@ -177,13 +177,15 @@ def test_pieces_that_no_plane_separates_are_swept_in_less_than_quadratic_time():
                 Box((row + 1, column + 1), (1, 1)),
             ]  # fmt: skip
     assert len(boxes) == 12_500
-    start = time.perf_counter()
     assert fault((150, 150), *boxes) == ""
-    assert time.perf_counter() - start < 5
+    assert len(compared) == len(boxes)
+    assert sum(compared) < len(boxes) ** 2 / 40
 
 
-@pytest.mark.slow
-def test_a_spiral_that_falls_apart_one_by_one_is_checked_quickly():
+def test_a_spiral_that_falls_apart_one_by_one_is_checked_in_few_passes(monkeypatch):
+    passes = []
+    separate = coverage._separate
+    monkeypatch.setattr(coverage, "_separate", lambda *a: passes.append(1) or separate(*a))
     boxes, (top, left, bottom, right) = [], (0, 0, 2000, 2000)
     while bottom - top > 2:
         boxes += [
@@ -195,7 +197,6 @@ def test_a_spiral_that_falls_apart_one_by_one_is_checked_quickly():
         top, left, bottom, right = top + 1, left + 1, bottom - 1, right - 1
     boxes.append(Box((top, left), (2, 2)))
     assert len(boxes) == 3997
-    start = time.perf_counter()
     assert fault((2000, 2000), *boxes) == ""
+    assert 0 < len(passes) <= 2 * coverage._MAX_PASSES
     assert fault((2000, 2000), *boxes, Box((3, 1000), (1, 1))).endswith("overlap")
-    assert time.perf_counter() - start < 10

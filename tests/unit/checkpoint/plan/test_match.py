@@ -15,6 +15,7 @@ from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import match as matching
 from planish.checkpoint.plan.match import ShardIndex, match
 from planish.checkpoint.plan.save import plan_save
+from tests.thin import examples
 from tests.unit.checkpoint.planned import random_tensors, random_world
 
 
@@ -48,7 +49,7 @@ def test_a_box_across_two_shards_becomes_two_pieces():
     assert reads.corner.tolist() == [[1, 2], [1, 2]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), chunk=st.sampled_from([1, 7, 1 << 20]))
 def test_pieces_are_all_intersections_and_fill_the_boxes(seed, chunk):
     rng = random.Random(seed)

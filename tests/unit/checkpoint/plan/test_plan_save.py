@@ -17,6 +17,7 @@ from planish.checkpoint.format.items import Columns, LocalItem, TensorSpec
 from planish.checkpoint.plan import save
 from planish.checkpoint.plan.files import RankPlan
 from planish.checkpoint.plan.save import plan_save
+from tests.thin import examples
 from tests.unit.checkpoint.planned import World, box_bytes, random_tensors, random_world, write
 
 
@@ -92,7 +93,7 @@ def test_kinds_are_balanced_each_by_itself():
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=40),
     ranks=st.integers(1, 40),
@@ -207,7 +208,7 @@ def test_ranks_may_hold_nothing():
     assert nothing.metadata({}).shards.num_shards == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_element_is_stored_once_where_the_metadata_says(seed):
     rng = random.Random(seed)
@@ -234,7 +235,7 @@ def test_every_element_is_stored_once_where_the_metadata_says(seed):
         deserialize(data)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_what_is_sent_to_a_rank_is_its_plan(seed):
     rng = random.Random(seed)

@@ -17,6 +17,7 @@ from planish.checkpoint.plan import coalesce, share
 from planish.checkpoint.plan.match import match
 from planish.checkpoint.plan.save import plan_save
 from planish.checkpoint.plan.share import rank_reads, share_reads
+from tests.thin import examples
 from tests.unit.checkpoint.planned import (
     World,
     item_bytes,
@@ -40,7 +41,7 @@ def small_blocks(patch):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32), small=st.booleans())
 def test_every_rank_gets_exactly_its_bytes_and_no_byte_is_read_twice(seed, small):
     rng = random.Random(seed)

@@ -30,6 +30,7 @@ from planish.checkpoint.ranks.messages import (
     pack,
     unpack,
 )
+from tests.integration.waiting import wait_for
 
 
 @pytest.mark.slow
@@ -115,6 +116,16 @@ def test_one_process_answers_itself_without_a_store():
         control.settle(LayoutMismatch("hole"), "t")
 
 
+LIMIT = 120.0
+"""Seconds after which a test that hangs ends."""
+
+
+def wait_for_key(control, ending):
+    """Wait until another rank has left a message in the store."""
+    store = control.rendezvous()
+    wait_for(lambda: any(key.endswith(ending) for key in store.list_keys()), LIMIT)
+
+
 def in_ranks(hosts, scenario):
     """Run `scenario(control)` for every rank in a thread; returns values or raised errors."""
     server = listen()
@@ -136,7 +147,7 @@ def in_ranks(hosts, scenario):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT)
         assert not thread.is_alive()
     left = [key for key in server.list_keys() if key[:1].isdigit()]
     for control in controls:
@@ -150,7 +161,7 @@ def test_collectives_deliver_every_ranks_bytes_and_leave_nothing_in_the_store(ho
     def scenario(control):
         seen = []
         for number in range(3):
-            call = control.call(f"save {number}", 20.0)
+            call = control.call(f"save {number}", LIMIT)
             mine = bytes([call.rank]) * (1 + call.rank)
             gathered = call.gather(mine, "plan")
             reply = [part * 2 for part in gathered] if gathered else None
@@ -170,7 +181,7 @@ def test_collectives_deliver_every_ranks_bytes_and_leave_nothing_in_the_store(ho
 def test_an_error_of_one_rank_is_raised_on_all():
     def scenario(control):
         error = ShapeMismatch("`w` is [2] here") if control.rank == 2 else None
-        control.call("load", 20.0).settle(error, "shapes")
+        control.call("load", LIMIT).settle(error, "shapes")
 
     results, _ = in_ranks([0] * 4, scenario)
     assert [type(result) for result in results] == [ShapeMismatch] * 4
@@ -180,16 +191,14 @@ def test_an_error_of_one_rank_is_raised_on_all():
 
 def test_an_abort_ends_the_wait_of_the_others_long_before_the_time_limit():
     def scenario(control):
-        call = control.call("save", 60.0)
+        call = control.call("save", 10 * LIMIT)
         if call.rank == 1:
             call.abort(SaveFailed("rank 1: disk full", per_rank={1: "disk full"}))
             return None
         call.barrier("plan")
         return None
 
-    begin = time.monotonic()
     results, _ = in_ranks([0] * 3, scenario)
-    assert time.monotonic() - begin < 5
     assert [getattr(results[rank], "per_rank", None) for rank in (0, 2)] == [{1: "disk full"}] * 2
 
 
@@ -198,9 +207,12 @@ def test_a_rank_that_stays_away_is_named_with_its_last_stage_and_catches_up_late
         raised = None
         for step in (1, 2, 3):
             if step == 2 and control.rank == 2:
-                time.sleep(1.0)
+                wait_for_key(control, "given_up")
                 continue
-            call = control.call(f"save step-{step}", 0.5 if step == 2 else 20.0)
+            is_impatient = step == 2 and control.rank == 0
+            if is_impatient:
+                wait_for_key(control, "/plan.up#0/1")
+            call = control.call(f"save step-{step}", 0.1 if is_impatient else LIMIT)
             try:
                 call.barrier("plan")
             except PlanMismatch as error:
@@ -217,8 +229,8 @@ def test_a_rank_that_stays_away_is_named_with_its_last_stage_and_catches_up_late
 def test_a_late_rank_learns_that_its_operation_was_given_up():
     def scenario(control):
         if control.rank == 1:
-            time.sleep(1.0)
-        call = control.call("save step-1", 0.3)
+            wait_for_key(control, "given_up")
+        call = control.call("save step-1", LIMIT if control.rank else 0.1)
         call.barrier("plan")
 
     results, _ = in_ranks([0, 0], scenario)
@@ -232,4 +244,4 @@ def test_the_end_of_the_store_is_an_error_that_says_so():
     line = Line("127.0.0.1", None, [here_at(server.port)] * 2, 1)
     del server
     with pytest.raises(PeerLost, match="rank 0 must keep its store open"):
-        line.take("1/x", "1", 0, time.monotonic() + 5, {})
+        line.take("1/x", "1", 0, time.monotonic() + LIMIT, {})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -162,14 +162,14 @@ def test_a_buffer_is_readable_through_its_descriptor_and_has_no_name():
 
 def test_a_warm_buffer_is_in_memory_before_anybody_writes():
     def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[2]) * 4096
+        maps = psutil.Process().memory_maps(grouped=False)
+        return sum(one.rss for one in maps if "memfd" in one.path)
 
     before = resident()
     buffer = SharedBuffer(64 << 20)
-    assert resident() - before >= 63 << 20
+    assert resident() - before == 64 << 20
     buffer.free()
-    assert resident() - before <= 8 << 20
+    assert resident() == before
 
 
 def test_the_pool_hands_out_two_buffers_again_and_again():
@@ -191,9 +191,7 @@ def test_a_waiting_save_gets_the_buffer_that_is_released():
     pool = StagingPool(most=1)
     held = pool.acquire(10, 0.0)
     threading.Timer(0.1, pool.release, [held]).start()
-    begin = time.monotonic()
-    assert pool.acquire(10, 10.0) is held
-    assert time.monotonic() - begin < 5
+    assert pool.acquire(10, 120.0) is held
 
 
 def test_another_size_replaces_the_buffers_and_tells_their_readers():

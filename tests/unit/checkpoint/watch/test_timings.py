@@ -77,7 +77,7 @@ def test_many_threads_may_record():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert len(recorder.timeline().records) == 400
 
 
