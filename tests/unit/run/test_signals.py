@@ -12,7 +12,7 @@ import pytest
 from tests.integration.waiting import wait_for
 from tests.processes import marked, marks, wait_until_none
 
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds after which a test that hangs ends."""
 
 STAGE = """
