@@ -34,7 +34,7 @@ def test_there_is_one_golden_file_for_each_pipeline_and_profile():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compilations_in_other_processes_are_byte_equal():
     profile = profile_named("gpu-1x8", num_iterations=2)
     script = (

@@ -109,7 +109,7 @@ def installed(program, *words, home, **settings):
     return subprocess.run([program, *words], cwd=home, env=settings, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_installed_package_is_enough_to_submit(program, tmp_path):
     def run(*words):
         return installed(program, *words, home=tmp_path)

@@ -26,7 +26,10 @@ FAMILIES = {
 
 
 def pytest_collection_modifyitems(items):
-    """Leave tests that make engines out of `make check`; a dense policy needs no experts apart."""
+    """Leave what makes an engine out of `make check`, and out of `make test` all engines but one.
+
+    A dense policy needs no experts apart.
+    """
     params = {item: getattr(item, "callspec", None) and item.callspec.params for item in items}
     items[:] = [
         item
@@ -37,7 +40,8 @@ def pytest_collection_modifyitems(items):
     ]
     for item in items:
         if "new_engine" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.slow)
+            quick = params[item]["new_engine"] == "transformers"
+            item.add_marker(pytest.mark.slow if quick else pytest.mark.long)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -65,7 +65,7 @@ def test_an_expert_address_where_no_expert_answers_fails_the_start(what):
     assert engine.pids == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_ready_too_late_listens_no_more():
     """The coordinator has left, for the other rank could not start."""
     opened, has_left = [], threading.Event()

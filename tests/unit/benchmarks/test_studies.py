@@ -207,7 +207,7 @@ def start(arm, seed=0):
     return json.loads(arms.result_file(arm, seed).read_text("utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_arms_share_their_start_and_finished_runs_stay(small_task):
     base, first = Arm(small_task, runner.BASE), Arm(small_task, "first")
     other = Arm(small_task, "other", ("train.learning_rate=1e-3",))

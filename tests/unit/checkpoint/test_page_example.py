@@ -14,7 +14,7 @@ from planish.checkpoint import list_checkpoints
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoint.md"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example_of_the_page_trains_stops_and_goes_on(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(program)

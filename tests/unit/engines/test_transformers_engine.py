@@ -144,7 +144,7 @@ def test_an_engine_opens_from_a_pinned_policy(saved, policy):
     assert engine.stats()["state"] == "closed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_known_family_is_served_without_the_modules_of_transformers(saved):
     code = (
         "import sys\nfrom planish.engines import open_engine\n"

@@ -18,7 +18,7 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluate_prints_a_table_and_writes_every_figure(tmp_path, capsys):
     path = tmp_path / "figures.json"
     settings = tmp_path / "minder.toml"
@@ -48,7 +48,7 @@ def test_prioritise_ranks_the_metrics_that_are_wanted(capsys):
     assert sorted(rows) == ["cpu_usage", "disk_usage", "gpu_duty_cycle"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_calibrate_shows_where_it_began_and_where_it_ended(tmp_path, capsys):
     path = tmp_path / "settings.json"
     code, shown = run(

@@ -137,7 +137,7 @@ for name in ("someone/model", "someone/cached"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["unreachable", "offline"])
 def test_without_a_network_a_cached_hub_id_opens_and_another_is_told_what_to_do(
     model_folder, tmp_path, closed_port, kind

@@ -272,7 +272,7 @@ def test_a_text_of_many_lines_is_cut(file_root):
         assert shown(f"{file_root}/deep.json").startswith("[")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_large_shard_is_shown_in_bounded_memory(tmp_path):
     rows, tokens = 2_500, 4_000
     generator = np.random.default_rng(0)
@@ -295,7 +295,7 @@ def test_a_large_shard_is_shown_in_bounded_memory(tmp_path):
     )
     ref = write_set(f"file://{tmp_path}/set", rollouts, parents={}, attributes={})
     shard = tmp_path / "set" / "shard-00000.parquet"
-    assert shard.stat().st_size > 70e6
+    assert shard.stat().st_size > 60e6
     for place in (ref.uri, str(shard)):
         code = f"from planish.__main__ import main\nassert main(['show', {place!r}]) == 0"
         megabytes, printed = peak_megabytes(code)

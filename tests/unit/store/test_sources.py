@@ -169,7 +169,7 @@ def hub(tmp_path):
     server.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_real_clients_fetch_data_and_models_and_each_refusal_is_one_line(hub):
     server, rows, fetch = hub
     server.token = TOKEN

@@ -83,7 +83,7 @@ def test_wrong_arguments_are_bad_input_not_a_fault(capsys):
     assert (code, "--bogus" in shown.err) == (3, True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_train_writes_models_that_replay_takes(tmp_path, capsys):
     metrics = ("--metrics", "cpu_usage,gpu_duty_cycle")
     traces = [tmp_path / f"{seed}.npz" for seed in range(1_000_000, 1_000_003)]

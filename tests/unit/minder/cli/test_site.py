@@ -108,7 +108,7 @@ def test_a_site_with_other_boards_fits_its_limits_and_scores_its_own_traces(tmp_
     assert "healthy job" in shown.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_labelled_faults_are_enough_for_thresholds_of_the_site(tmp_path, capsys):
     for number in range(11):
         fault = "nic-dropout" if number else None

@@ -46,7 +46,7 @@ def test_a_job_is_never_on_both_sides():
         split_by_job(frames()[:1], 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_again_gives_the_same_models(models, tmp_path):
     folder, facts = models
     one = minder_config({"detect": {"metrics": ["cpu_usage"]}})

@@ -233,7 +233,7 @@ def to_hub(hub, tmp_path, *options, target="hf://org/mine", **environment):
     return done.returncode, (done.stderr if done.returncode else done.stdout).strip()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_hub_gets_one_commit_and_a_second_export_none(hub, tmp_path):
     build_root((tmp_path / "run").as_uri())
     assert to_hub(hub, tmp_path) == (0, "policy 4 exported: hf://org/mine")

@@ -221,7 +221,7 @@ def test_a_file_that_takes_too_long_is_left_to_curate(tmp_path, monkeypatch):
     assert f"{number} rows" in dict(found.rows)["data"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rows_of_a_long_file_are_not_kept(tmp_path):
     """Three times the rows, bad ones among them, take no more memory at the peak."""
     text = json.dumps({"question": "1+1=", "label": 2, "text": "x" * 1000})
