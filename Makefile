@@ -69,9 +69,8 @@ test:  ## the quick and sure tests: about six minutes on two cores, ten with the
 test-all: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## every test, also Kubernetes, gangs and vLLM: half an hour and as long again to build the servers
 	@$(MAKE) --no-print-directory --jobs 3 static all-tests engines-beside
 
-durations: $(VENV)/.installed $(ENGINES)/.installed tools servers  ## run every test and note the seconds of each file in tests/durations.json
-	@$(MAKE) --no-print-directory all-tests ARGS=--save-durations
-	@$(MAKE) --no-print-directory test-engines WORKERS=1 ARGS=--save-durations
+durations:  ## run every test and note the seconds of each file in tests/durations.json
+	@$(MAKE) --no-print-directory test-all ARGS=--save-durations
 
 engines-beside:
 	@log=$$(mktemp); $(MAKE) --no-print-directory test-engines WORKERS=1 > $$log 2>&1; code=$$?; \
