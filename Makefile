@@ -1,7 +1,7 @@
 # Every target sets up what it needs; run any of them in a fresh checkout.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers minio bench studies golden compile images images-test tools clean
+.PHONY: help demo test test-all test-engines engines-beside all-tests quick-tests fast-tests durations static engines coverage check servers quick-servers bench studies golden compile images images-test tools clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -61,7 +61,7 @@ demo:  ## the real pipeline on this machine, in a few minutes (SEED, PRESET, ENG
 
 # What `test` needs is set up side by side: MinIO is compiled while Python packages are installed.
 test:  ## the quick and sure tests: about six minutes on two cores, ten with the set-up of a fresh checkout
-	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed tools minio
+	@$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed tools quick-servers
 	@$(MAKE) --no-print-directory --jobs 2 static quick-tests
 
 # Three workers for two cores: tests of servers, timers and killed processes mostly wait. The engines
@@ -110,8 +110,8 @@ quick-tests:
 all-tests:
 	$(PYTEST) -n 3 --second-try --ignore tests/contract/engines $(ARGS)
 
-minio:
-	@tests/servers/build.sh minio
+quick-servers:
+	@tests/servers/build.sh minio expression
 
 servers: $(VENV)/.installed  ## build or install the test servers below .cache
 	tests/servers/build.sh minio mc etcd kubernetes expression lws jobset trainer
