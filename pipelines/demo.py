@@ -388,7 +388,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     if process.returncode != 0:
         if not any(task.state == "failed" for task in tasks):
             reason = log_path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
-            console.print(reason, style="bold red", highlight=False, markup=False)
+            console.print(reason, style="bold red", highlight=False)
         console.print(f"the run failed; see {log_path}", style="bold red", highlight=False)
         return max(process.returncode, EXIT_FAILED)
     return finish(arguments, tasks, began, log_path, console)
@@ -398,7 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the last line of standard output is JSON."""
     arguments = demo_parser().parse_args(argv)
     arguments.preset = tiny_preset(arguments.preset)
-    console = Console(soft_wrap=True)
+    # Paths, settings and errors may hold brackets: none of them is markup.
+    console = Console(soft_wrap=True, markup=False, emoji=False)
 
     def stop(number: int) -> None:
         raise Terminated(number, 128 + number)

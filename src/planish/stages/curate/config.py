@@ -56,7 +56,7 @@ class CurateConfig(Section):
     evaluation_size: int = Field(default=512, ge=1)
     """Most held-out prompts; further ones of `dataset` are trained on."""
     evaluation_fraction: float = Field(default=0.125, gt=0.0, lt=1.0)
-    """Part of all prompts that is held out, by hash of operands or normalised text; one at least."""
+    """Part of all prompts that is held out, by hash of operands or words; one at least."""
     num_traces: int | None = Field(default=None, ge=0)
     """Most worked traces for the cold start, chosen by hash; None: one for each training prompt."""
     max_operand_digits: int = Field(default=4, ge=1, le=9)
