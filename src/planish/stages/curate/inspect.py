@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,12 @@ TRIED_ROWS = 4
 SAMPLED_PROMPTS = 256
 """Prompts handed on, to be measured in tokens."""
 
-_KINDS = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    **dict.fromkeys((int, float, Decimal), "number"),
+    list: "list",
+}
 
 
 def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:

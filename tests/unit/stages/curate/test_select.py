@@ -139,6 +139,36 @@ def test_messages_and_nested_answers_of_public_data_sets_are_read_as_they_are():
     assert (kept[0].answer, kept[0].verifier, kept[0].source) == ("5/6", "math", "math")
 
 
+def test_a_conversation_that_ends_with_its_answer_is_no_prompt_beside_a_problem():
+    user, assistant = ({"role": role, "content": role} for role in ("user", "assistant"))
+    whole = [user, assistant]
+    kept, reasons = read(
+        {"problem": "1/2?", "answer": "1/2", "messages": whole},
+        {"messages": [*whole, user], "problem": "2?", "answer": "2"},
+        {"messages": [*whole, *whole], "answer": "3"},
+    )
+    assert reasons == []
+    assert [p.question for p in kept] == ["1/2?", "user\nassistant\nuser", "user\nassistant\nuser"]
+
+
+def test_answers_are_found_in_a_list_of_one_in_a_box_and_over_several_lines():
+    matrix = "\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}"
+    kept, reasons = read(
+        {"question": "a", "final_answer": ["2"]},
+        {"problem": "b", "solution": r"so \boxed{1} or rather \boxed{\frac{1}{2}}."},
+        {"problem": "c", "answer": matrix},
+        {"problem": "d", "answer": "two\nlines", "verifier": "exact"},
+    )
+    assert reasons == []
+    assert [p.answer for p in kept] == [
+        "2",
+        r"\frac{1}{2}",
+        matrix.replace("\n", " "),
+        "two\nlines",
+    ]
+    assert remove_unverifiable(kept)[1] == []
+
+
 def test_configured_fields_and_verifiers_win():
     fields = {"q": {"text": "1+1="}, "a": "2", "answer": "3", "prompt": "no", "trace": "=2"}
     kept, _ = read(fields, dataset_map="prompt=q.text, answer=a", verifier="trace")
@@ -161,7 +191,10 @@ def test_a_pattern_is_made_of_plain_answers_for_the_verifier_regex_alone():
     [
         ({"answer": "2"}, "no_prompt"),
         ({"prompt": "x"}, "no_answer"),
-        ({"prompt": "x", "answer": 2.5}, "answer_is_no_text"),
+        ({"prompt": "x", "answer": 1 / 3}, "answer_is_no_text"),
+        ({"prompt": "x", "answer": ["2", "3"]}, "several_answers"),
+        ({"prompt": "x", "answer": []}, "no_answer"),
+        ({"prompt": "x", "solution": "so it is 2"}, "no_answer"),
         ({"prompt": "x", "answer": "2", "verifier": 7}, "unknown_verifier"),
         ({"prompt": 5, "answer": "2"}, "prompt_is_no_text"),
         ({"prompt": [], "answer": "2"}, "prompt_is_no_text"),
