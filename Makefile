@@ -46,6 +46,14 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt $(VENV)/.installed
 
 engines: $(ENGINES)/.installed  ## an environment with vLLM, for ENGINE=vllm
 
+# An environment of gigabytes is set up for a name that is one.
+ENGINE_NAMES := disagg transformers vllm vllm_disagg
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifneq ($(words $(filter $(ENGINE_NAMES),$(ENGINE))),1)
+$(error ENGINE must be one of $(ENGINE_NAMES), got $(ENGINE))
+endif
+endif
+
 ifeq ($(filter vllm%,$(ENGINE)),)
 DEMO_PYTHON := $(BIN)/python
 demo: $(VENV)/.installed

@@ -35,6 +35,7 @@ from planish.records import layout
 from planish.records.rewards import nothing_learnt
 from planish.run.lock import check_free, current_holder
 from planish.run.signals import Terminated, end_descendants, on_signal
+from planish.stages.curate.problem import MUCH
 from planish.store import file_uri, normal_uri
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -142,6 +143,8 @@ def progress_line(task: EndedTask, elapsed: float) -> str:
         for key, words, form in FACTS.get(task.stage, ())
         if key in task.metrics
     ]
+    if task.stage == "curate":
+        facts += rows_facts(task.metrics)
     if told := nothing_learnt(task.metrics):
         facts = [told]
     if task.metrics.get("cold_start_skipped"):
@@ -153,6 +156,26 @@ def progress_line(task: EndedTask, elapsed: float) -> str:
     return (
         f"{elapsed:7.1f} s  {where:<11}  {name:<10} {task.seconds:5.1f} s  {'  '.join(facts)}"
     ).rstrip()
+
+
+def rows_facts(metrics: Mapping[str, float]) -> list[str]:
+    """Return how many rows of a data set were read and kept, and what each filter dropped.
+
+    Example:
+        >>> rows_facts({"in_rows_of_the_data_set": 9, "num_train": 4, "num_evaluation": 1,
+        ...             "in_near_duplicates": 9, "dropped_near_duplicates": 4})
+        ['of 9 rows', 'dropped by near duplicates 4 (44%, see the curation report)']
+    """
+    if "in_rows_of_the_data_set" not in metrics:
+        return []
+    facts = [f"of {metrics['in_rows_of_the_data_set']:.0f} rows"]
+    for key, number in metrics.items():
+        if key.startswith("dropped_"):
+            name = key.removeprefix("dropped_")
+            part = number / metrics[f"in_{name}"]
+            much = f" ({part:.0%}, see the curation report)" if part > MUCH else ""
+            facts.append(f"dropped by {name.replace('_', ' ')} {number:.0f}{much}")
+    return facts
 
 
 def sampling_line(log: str) -> str:
@@ -365,7 +388,7 @@ def show_run(arguments: argparse.Namespace, console: Console) -> int:
     if process.returncode != 0:
         if not any(task.state == "failed" for task in tasks):
             reason = log_path.read_text("utf-8", "replace").rstrip().rpartition("\n")[2]
-            console.print(reason, style="bold red", highlight=False, markup=False)
+            console.print(reason, style="bold red", highlight=False)
         console.print(f"the run failed; see {log_path}", style="bold red", highlight=False)
         return max(process.returncode, EXIT_FAILED)
     return finish(arguments, tasks, began, log_path, console)
@@ -375,7 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; the last line of standard output is JSON."""
     arguments = demo_parser().parse_args(argv)
     arguments.preset = tiny_preset(arguments.preset)
-    console = Console(soft_wrap=True)
+    # Paths, settings and errors may hold brackets: none of them is markup.
+    console = Console(soft_wrap=True, markup=False, emoji=False)
 
     def stop(number: int) -> None:
         raise Terminated(number, 128 + number)

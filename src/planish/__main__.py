@@ -124,7 +124,8 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     telemetry.configure_logging(logging.WARNING)
     # A pipe has no width of its own: rows must not be folded at 80 characters there.
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)
+    width = None if sys.stdout.isatty() else 200
+    console = Console(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
     try:
         if options.command == "doctor":
             from planish.show.doctor import doctor

@@ -29,7 +29,11 @@ def nothing_learnt(metrics: Mapping[str, float]) -> str:
     if not metrics.get("iterations_without_signal"):
         return ""
     wrong, right = (int(metrics.get(f"num_groups_{name}", 0)) for name in ("wrong", "right"))
-    if not right:
+    if graded := int(metrics.get("num_groups_graded", 0)):
+        seen = f"no response is right, but in {graded} of {wrong} groups all wrong scores differ"
+        remedy = "`reward.keep_uniform_groups=true rollout.dynamic_sampling=false`, which trains "
+        remedy += "on scores between 0 and 1"
+    elif not right:
         cut = metrics.get("truncated_fraction", 0.0)
         seen = f"all {wrong} groups wrong"
         remedy = "easier problems, a stronger model, a cold start on worked traces, or more "

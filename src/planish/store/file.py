@@ -14,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -145,23 +146,23 @@ class FileStore:
     def get(self, key: str, limit: int) -> tuple[bytes, str]:
         """Return a whole file."""
         with _store_errors(self.uri(key)), open(self._path(key), "rb") as file:
-            stat = _stat(key, os.fstat(file.fileno()))
-            if stat.size > limit:
+            facts = _stat(key, os.fstat(file.fileno()))
+            if facts.size > limit:
                 raise ObjectTooLarge(
-                    f"`{self.uri(key)}` must be at most {limit} bytes here, got {stat.size}"
+                    f"`{self.uri(key)}` must be at most {limit} bytes here, got {facts.size}"
                 )
             data = file.read(limit)
         self.counters.add("get", received=len(data))
-        return data, stat.etag
+        return data, facts.etag
 
     def head(self, key: str) -> Stat:
-        """Return the facts of a file."""
+        """Return the facts of a file; a folder or a device is none."""
         self.counters.add("head")
-        path = self._path(key)
         with _store_errors(self.uri(key)):
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "a folder")
-            return _stat(key, path.stat())
+            facts = self._path(key).stat()
+            if not stat.S_ISREG(facts.st_mode):
+                raise IsADirectoryError(errno.EISDIR, "no regular file")
+            return _stat(key, facts)
 
     def list(self, folder: str) -> Iterator[Stat]:
         """Yield every file below a folder."""

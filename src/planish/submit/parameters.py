@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planish.base.config import parse_override
+from planish.base.config import SECTIONS, parse_override
 from planish.base.errors import ConfigError, PlanishError
 from planish.base.telemetry import redact
 from planish.models.shapes import known_shape
@@ -46,8 +46,10 @@ def parse_parameters(
             except ConfigError as error:
                 faults.append(str(error))
         elif not equals or key not in inputs:
+            is_setting = key.partition(".")[0] in SECTIONS
             faults.append(
                 f"a parameter must read key=value with one of {sorted(inputs)}, got {pair!r}"
+                + (f"; a setting is given by {f'-p overrides={pair}'!r}" if is_setting else "")
             )
         elif inputs[key]["parameterType"] == "STRING":
             parsed[key] = value

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipelines.demo import (
+    REPOSITORY,
     EndedTask,
     default_root,
     demo_parser,
@@ -20,6 +22,8 @@ from pipelines.demo import (
     tiny_preset,
     work_seconds,
 )
+from planish.__main__ import main as planish
+from planish.engines import ENGINES
 from planish.records import layout
 from planish.store.documents import write_json
 
@@ -86,6 +90,42 @@ def test_an_algorithm_alone_means_its_tiny_preset() -> None:
         "dapo-paper",
         "typo",
     ]
+
+
+def test_no_text_is_taken_for_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "FAILED: `owner/name[/file][@revision]` or :smile: [red]"
+
+    def show_run(_: object, console: Console) -> int:
+        console.print(text, style="bold red", highlight=False)
+        return 0
+
+    monkeypatch.setattr("pipelines.demo.show_run", show_run)
+    assert main([]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr("planish.show.track.track", lambda _: text)
+    assert planish(["track", "root", "--to", "tensorboard"]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+@pytest.mark.parametrize("name", ["vllmm", "", "vllm disagg"])
+def test_an_engine_that_is_none_is_refused_before_anything_is_set_up(name: str) -> None:
+    command = ["make", "--dry-run", "demo", f"ENGINE={name}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"ENGINE must be one of {' '.join(sorted(ENGINES))}, got {name}" in done.stderr
+
+
+def test_rows_of_a_data_set_are_told_with_what_each_filter_dropped() -> None:
+    metrics = {"num_train": 60.0, "num_evaluation": 10.0, "in_rows_of_the_data_set": 100.0}
+    metrics |= {"in_duplicates": 99.0, "dropped_duplicates": 9.0}
+    metrics |= {"in_contamination": 80.0, "dropped_contamination": 20.0}
+    task = dataclasses.replace(REWARD, stage="curate", iteration=0, metrics=metrics)
+    assert progress_line(task, 9).endswith(
+        "prompts 60  held out 10  of 100 rows  dropped by duplicates 9  "
+        "dropped by contamination 20 (25%, see the curation report)"
+    )
 
 
 def test_each_choice_has_a_folder_of_its_own() -> None:

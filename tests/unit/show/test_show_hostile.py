@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from planish import store
-from planish.base.errors import PlanishError, RecordError
+from planish.base.errors import ObjectMissing, PlanishError, RecordError
 from planish.records import layout
 from planish.show.command import show
 from planish.store.documents import read_json
@@ -76,3 +76,9 @@ def test_a_document_has_a_limit(file_root):
     store.write(f"{file_root}/x.json", b" " * (65 << 20))
     with pytest.raises(RecordError, match="at most 67108864 bytes"):
         read_json(f"{file_root}/x.json")
+
+
+@pytest.mark.parametrize("place", ["file:///dev/zero", "/dev/null"])
+def test_a_device_is_no_document(place):
+    with pytest.raises(ObjectMissing, match="nothing is there"):
+        show(place, Console(file=io.StringIO()), rows=1)

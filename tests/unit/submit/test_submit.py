@@ -182,6 +182,12 @@ def test_wrong_parameters_are_told_at_once(package):
         parameters.parse_parameters(wrong, package.inputs)
     for words in ("got 'sed=1'", "valid boolean, got 'yes'", "got 'preset'"):
         assert words in str(caught.value)
+    assert "overrides" not in str(caught.value).replace("'overrides'", "")
+
+
+def test_a_setting_that_is_given_as_a_parameter_is_told_its_place(package):
+    with pytest.raises(ConfigError, match=r"`?'-p overrides=train\.learning_rate=1e-6'"):
+        parameters.parse_parameters(["train.learning_rate=1e-6"], package.inputs)
 
 
 @pytest.mark.parametrize(

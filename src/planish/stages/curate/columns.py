@@ -14,6 +14,7 @@ from planish.stages.curate.gsm8k import problem_row
 from planish.stages.curate.problem import Drop, Messages, Problem
 from planish.stages.curate.records import DataRow, as_answer, field_of
 from planish.verifiers import answer_fault
+from planish.verifiers.math_answer import last_boxed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "prompt", "question", "problem", "instruction", "input"),
@@ -23,7 +24,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "trace": ("trace", "response"),
     "source": ("source", "data_source"),
 }
-"""What a row may hold, and the usual names of its column, in order of preference."""
+"""What a row may hold, and the usual names of its column, in order of preference. A conversation
+that ends with its answer comes last, and a row without an answer has that in the box of `solution`.
+"""
 
 WRONG_TYPE = ("prompt_is_no_text", "system_is_no_text", "answer_is_no_text", "unknown_verifier")
 """Faults that make a row bad; one that lacks a prompt or an answer is left out and counted."""
@@ -87,7 +90,7 @@ def check_types(config: CurateConfig, drops: Sequence[Drop], num_rows: int) -> N
         ]
         raise ConfigError(
             "each row of the data set must hold text, or messages, as its prompt and text or a "
-            f"whole number as its answer, got {len(wrong)} of {num_rows} rows with another type: "
+            f"number as its answer, got {len(wrong)} of {num_rows} rows with another type: "
             f"{'; '.join(first)}: mend them, or leave such rows out with "
             "`curate.skip_bad = true`"
         )
@@ -112,15 +115,20 @@ def read_problem(
 
     def look(name: str) -> Any:
         usual = (columns[name],) if name in columns else COLUMNS[name]
-        found = (field_of(fields, column) for column in usual)
-        return next((value for value in found if value is not None), None)
+        found = [value for c in usual if (value := field_of(fields, c)) is not None]
+        return next(iter(sorted(found, key=is_answered)), None)
 
     asked, given, system = look("prompt"), look("answer"), look("system")
     if asked is None:
         return "no_prompt"
-    if given is None:
+    if given is None and "answer" not in columns and isinstance(fields.get("solution"), str):
+        given = last_boxed(fields["solution"])
+    items = given if isinstance(given, list) else [given]
+    if len(items) > 1:
+        return "several_answers"
+    if not items or items[0] is None:
         return "no_answer"
-    answer = as_answer(given)
+    answer = as_answer(items[0])
     if answer is None:
         return "answer_is_no_text"
     if system is not None and not isinstance(system, str):
@@ -128,11 +136,7 @@ def read_problem(
     verifier = look("verifier") or config.verifier
     if not isinstance(verifier, str):
         return "unknown_verifier"
-    if verifier == "auto":
-        fault = answer_fault("integer", answer)
-        verifier = "integer" if fault != "answer_not_an_integer" else "math"
-    if verifier == "regex" and config.answer_pattern:
-        answer = config.answer_pattern.replace("{answer}", re.escape(answer))
+    verifier, answer = judged_by(config, verifier, answer)
     if isinstance(asked, str):
         question, messages = asked.strip(), compose(config, asked.strip(), verifier)
     else:
@@ -155,8 +159,29 @@ def read_problem(
     )
 
 
+def judged_by(config: CurateConfig, verifier: str, answer: str) -> tuple[str, str]:
+    """Return the verifier of a row, never `auto`, and the ground truth in its form."""
+    if verifier == "auto":
+        fault = answer_fault("integer", answer)
+        verifier = "integer" if fault != "answer_not_an_integer" else "math"
+    if verifier in ("integer", "math"):
+        # An answer is looked for in one line of a response.
+        answer = " ".join(answer.split())
+    if verifier == "regex" and config.answer_pattern:
+        answer = config.answer_pattern.replace("{answer}", re.escape(answer))
+    return verifier, answer
+
+
+def is_answered(value: Any) -> bool:
+    """Tell whether a value is a conversation that ends with an answer, in place of a prompt."""
+    last = value[-1] if isinstance(value, list) and value else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
 def read_messages(value: Any) -> Messages | None:
-    """Return a list of {role, content} from untrusted data, or None."""
+    """Return a list of {role, content} from untrusted data, without a last answer, or None."""
+    if is_answered(value):
+        value = value[:-1]
     if not isinstance(value, list) or not value:
         return None
     messages: Messages = []

@@ -54,9 +54,9 @@ class CurateConfig(Section):
     num_prompts: int = Field(default=4096, ge=1, le=1_000_000)
     """Training prompts of a generated task; small tasks may have fewer different ones."""
     evaluation_size: int = Field(default=512, ge=1)
-    """Most held-out prompts; further ones of the held-out part are dropped, never trained on."""
+    """Most held-out prompts; further ones of `dataset` are trained on."""
     evaluation_fraction: float = Field(default=0.125, gt=0.0, lt=1.0)
-    """Part of all prompts that is held out, by hash of operands or normalised text."""
+    """Part of all prompts that is held out, by hash of operands or words; one at least."""
     num_traces: int | None = Field(default=None, ge=0)
     """Most worked traces for the cold start, chosen by hash; None: one for each training prompt."""
     max_operand_digits: int = Field(default=4, ge=1, le=9)
@@ -105,7 +105,8 @@ class CurateConfig(Section):
     near_duplicate_min_words: int = Field(default=12, ge=3)
     """Shorter problems are never near duplicates: `1+2=` and `1+3=` differ."""
     contamination_ngram: int = Field(default=13, ge=2)
-    """Training problems that share so many words in a row with a held-out problem are dropped."""
+    """Training problems that share so many words in a row with a held-out problem are dropped;
+    instructions that a fifth of all problems share do not count."""
     pass_rate_policy: str = ""
     """Pinned URI of a reference policy that measures pass rates; empty: off."""
     pass_rate_samples: int = Field(default=8, ge=1)

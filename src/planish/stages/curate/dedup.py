@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from planish.stages.curate.problem import Drop, Problem, drop, sift, words
+
+_T = TypeVar("_T", bound=Hashable)
 
 NUM_PERMUTATIONS = 128
 """Hash functions of one signature."""
@@ -28,10 +30,12 @@ SCHEME = "affine32"
 CANDIDATES = 0.6
 """The index asks for this part of the threshold: at the threshold itself it misses every second
 pair, and what it finds too much is sorted out exactly."""
-BOILERPLATE_FRACTION = 0.2
+FRAME_WORDS = 5
+"""Words in a row by which instructions are known."""
+FRAME_FRACTION = 0.2
 """Word sequences in more of the problems than this are instructions: no likeness, no leak."""
-BOILERPLATE_MIN = 5
-"""And in at least so many."""
+FRAME_MIN = 5
+"""And in more than so many."""
 
 
 def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
@@ -85,7 +89,7 @@ def sketches(sets: Sequence[frozenset[str]], workers: int) -> list[Any]:
 def remove_near_duplicates(
     problems: Sequence[Problem], *, threshold: float, min_words: int, workers: int = 1
 ) -> tuple[list[Problem], list[Drop]]:
-    """Drop problems whose shingles overlap with an earlier kept problem.
+    """Drop problems whose shingles overlap with an earlier kept problem; frames do not count.
 
     Args:
         problems: in order of precedence.
@@ -96,7 +100,7 @@ def remove_near_duplicates(
     Returns:
         Kept problems in the same order, and the dropped ones.
     """
-    tokens = [words(problem.question) for problem in problems]
+    tokens = without_frames([words(problem.question) for problem in problems])
     long_enough = [i for i, text in enumerate(tokens) if len(text) >= min_words]
     if threshold >= 1.0 or not long_enough:
         return list(problems), []
@@ -123,11 +127,49 @@ def remove_near_duplicates(
 
 
 def without_boilerplate(sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Take out what a good part of all sets share: instructions around every problem."""
-    counts = Counter(item for own in sets for item in own)
-    limit = max(BOILERPLATE_MIN, BOILERPLATE_FRACTION * len(sets))
-    shared = {item for item, count in counts.items() if count > limit}
+    """Take out what a good part of all sets share: problems made from one pattern."""
+    shared = _frequent(sets, len(sets))
     return [own - shared for own in sets]
+
+
+def without_frames(texts: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Take out the instructions that stand before, behind or around the problems of a data set.
+
+    A word is part of such a frame when five words in a row that cover it stand in more than a
+    fifth of all texts.
+
+    Args:
+        texts: the words of each problem; all problems that are compared.
+
+    Returns:
+        The words that are left of each.
+
+    Example:
+        >>> without_frames([["please", "solve", "this", "for", "me", name] for name in "abcdef"])
+        [['a'], ['b'], ['c'], ['d'], ['e'], ['f']]
+    """
+    # Words in a row are frequent only if each of them is: few are counted.
+    usual = _frequent(map(frozenset, texts), len(texts))
+    runs = (frozenset(filter(usual.issuperset, _runs(text))) for text in texts)
+    frames = _frequent(runs, len(texts))
+    rests = []
+    for text in texts:
+        starts = [i for i, run in enumerate(_runs(text)) if run in frames]
+        covered = {i + offset for i in starts for offset in range(FRAME_WORDS)}
+        rests.append([word for i, word in enumerate(text) if i not in covered])
+    return rests
+
+
+def _runs(text: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield what `FRAME_WORDS` words in a row are, from each word on."""
+    return zip(*(text[i:] for i in range(FRAME_WORDS)), strict=False)
+
+
+def _frequent(sets: Iterable[Iterable[_T]], count: int) -> set[_T]:
+    """Return what stands in so many of `count` sets that it is a part of a frame."""
+    counts = Counter(item for own in sets for item in own)
+    limit = max(FRAME_MIN, FRAME_FRACTION * count)
+    return {item for item, number in counts.items() if number > limit}
 
 
 def jaccard(left: frozenset[str], right: frozenset[str]) -> float:
@@ -141,21 +183,22 @@ def remove_contaminated(
 ) -> tuple[list[Problem], list[Drop]]:
     """Drop training problems that equal a held-out one or share `ngram` words in a row with it.
 
-    With `ngram` 0 only equal problems count.
-
-    Word sequences that many held-out problems share are instructions and do not count.
+    With `ngram` 0 only equal problems count. Frames of the problems do not count: 13 words of
+    which 12 are instructions are no leak.
     """
     held_out = {problem.key for problem in evaluation}
-    counts: Counter[str] = Counter()
-    for problem in evaluation if ngram else ():
-        counts.update(ngrams(words(problem.question), ngram))
-    limit = max(BOILERPLATE_MIN, BOILERPLATE_FRACTION * len(evaluation))
-    leaks = {sequence for sequence, count in counts.items() if count <= limit}
+    rests: list[list[str]] = [[] for _ in train]
+    leaks: set[str] = set()
+    if ngram:
+        rests = without_frames([words(problem.question) for problem in (*train, *evaluation)])
+        for text in rests[len(train) :]:
+            leaks |= ngrams(text, ngram)
+    own = {id(problem): text for problem, text in zip(train, rests, strict=False)}
 
     def judge(problem: Problem) -> Drop | None:
         if problem.key in held_out:
             return drop(problem, "equals_held_out")
-        if leaks and not leaks.isdisjoint(ngrams(words(problem.question), ngram)):
+        if leaks and not leaks.isdisjoint(ngrams(own[id(problem)], ngram)):
             return drop(problem, f"shares_{ngram}_words_with_held_out")
         return None
 

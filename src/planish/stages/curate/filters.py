@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
-from planish.stages.curate.problem import Drop, Problem, drop, fraction_of, sift
+from planish.stages.curate.dedup import without_frames
+from planish.stages.curate.problem import Drop, Problem, drop, fraction_of, sift, words
 from planish.verifiers import answer_fault, verify
 
 
-def remove_unverifiable(problems: Sequence[Problem]) -> tuple[list[Problem], list[Drop]]:
-    """Drop problems whose ground truth no verifier can judge."""
+def remove_unverifiable(
+    problems: Sequence[Problem], most: int | None = None
+) -> tuple[list[Problem], list[Drop]]:
+    """Drop problems whose ground truth no verifier can judge; only the first `most` are judged."""
 
     def judge(problem: Problem) -> Drop | None:
-        fault = answer_fault(problem.verifier, problem.answer)
+        fault = _answer_fault(problem.verifier, problem.answer)
         return None if fault is None else drop(problem, fault)
 
-    return sift(problems, judge)
+    kept, drops = sift(problems[:most], judge)
+    return [*kept, *(problems[most:] if most is not None else ())], drops
+
+
+@lru_cache(maxsize=1 << 12)
+def _answer_fault(verifier: str, answer: str) -> str | None:
+    """Some verifiers start a process for each, and `prepare` asks twice."""
+    return answer_fault(verifier, answer)
 
 
 def has_good_trace(problem: Problem) -> bool:
@@ -59,9 +70,28 @@ def is_held_out(problem: Problem, fraction: float) -> bool:
     return fraction_of(problem.split_key) < fraction
 
 
-def split(problems: Sequence[Problem], fraction: float) -> tuple[list[Problem], list[Problem]]:
-    """Return (training, held-out) problems in order."""
-    held = [is_held_out(problem, fraction) for problem in problems]
+def split(
+    problems: Sequence[Problem], fraction: float, most: int
+) -> tuple[list[Problem], list[Problem]]:
+    """Return (training, held-out) problems in order; a family is never divided.
+
+    Equal problems in different frames are one family.
+
+    Args:
+        problems: without duplicates.
+        fraction: part that is held out by hash; of a small set at least one family.
+        most: held-out problems at most but for that family; further ones are trained on.
+    """
+    rests = without_frames([words(problem.question) for problem in problems])
+    families = [
+        p.family or " ".join(rest) or p.key for p, rest in zip(problems, rests, strict=True)
+    ]
+    places = [fraction_of(family) for family in families]
+    ranked = sorted(places)
+    limit = min([fraction, *ranked[most : most + 1]])
+    if ranked:
+        limit = max(limit, math.nextafter(ranked[0], 1.0))
+    held = [place < limit for place in places]
     train = [problem for problem, out in zip(problems, held, strict=True) if not out]
     return train, [problem for problem, out in zip(problems, held, strict=True) if out]
 

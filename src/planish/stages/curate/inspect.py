@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from planish.stages.curate.filters import remove_unverifiable
 from planish.stages.curate.gsm8k import is_gsm8k, step_problems
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_drop
 from planish.stages.curate.records import DataRow, DataTable, read_hub, read_table
+from planish.stages.curate.report import drop_warnings
+from planish.stages.curate.select import select
 from planish.verifiers import VerifierOptions, is_own, verify
 
 INSPECTED_ROWS = 5000
@@ -37,7 +40,12 @@ TRIED_ROWS = 4
 SAMPLED_PROMPTS = 256
 """Prompts handed on, to be measured in tokens."""
 
-_KINDS = {str: "text", bool: "true or false", int: "number", float: "number", list: "list"}
+_KINDS = {
+    str: "text",
+    bool: "true or false",
+    **dict.fromkeys((int, float, Decimal), "number"),
+    list: "list",
+}
 
 
 def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> None:
@@ -63,6 +71,7 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         revision=settings.hub_revision,
         streaming=True,
     )
+    tables, is_part = [], False
     for label, dataset in (
         ("data", settings.dataset),
         ("held-out data", settings.evaluation_dataset),
@@ -106,11 +115,37 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
                 f"the {label} was read up to {later.unread_after}, as far as one comes in "
                 f"{READING_SECONDS:g} s; `curate` reads the rest"
             )
+        tables.append(table)
+        is_part = is_part or later.num_rows > 0 or len(table.rows) == INSPECTED_ROWS
         found.rows += data_rows(label, dataset, table, problems, drops, num_rows)
         faults, warnings = answer_faults(label, dataset, table, problems, drops)
         found.faults += faults + verifier_faults(problems[:VERIFIED_ROWS], options)
         found.warnings += warnings
         found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
+    if not found.faults:
+        try_curation(settings, tables, found, is_part=is_part)
+
+
+def try_curation(
+    config: CurateConfig, tables: Sequence[DataTable], found: Inspection, *, is_part: bool
+) -> None:
+    """Select problems as the stage will, without pass rates, and add what people must know.
+
+    Args:
+        config: what the stage will do.
+        tables: as of `select`.
+        found: gets faults and warnings.
+        is_part: there are rows beyond those of the tables; then nothing is sure.
+    """
+    # A rewriter of the user may take a model and minutes.
+    trial = config.model_copy(update={"to_integers": config.to_integers and not config.rewriter})
+    ledger = CurationLedger()
+    try:
+        select(trial, 0, tables, ledger, most_judged=VERIFIED_ROWS)
+    except ConfigError as error:
+        (found.warnings if is_part else found.faults).append(str(error))
+    of_first = f"of the first {INSPECTED_ROWS} rows, " if is_part else ""
+    found.warnings += [of_first + line for line in drop_warnings(ledger)]
 
 
 class LaterRows:

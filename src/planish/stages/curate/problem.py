@@ -14,6 +14,9 @@ Messages = list[dict[str, str]]
 MAX_EXAMPLES = 3
 """Examples kept for each reason."""
 
+MUCH = 0.2
+"""People are told of a filter that drops more than this part of its rows."""
+
 _WORD = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[-+*/=%<>^()]")
 
 
@@ -103,6 +106,18 @@ class Filter:
     """Rows dropped by reason code; with `num_out` they add up to `num_in`."""
     examples: dict[str, list[str]]
     """A few dropped rows by reason code."""
+    is_choice: bool = False
+    """What is left out is not wanted here, such as held-out problems: nothing is wrong with it."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that did not go on."""
+        return self.num_in - self.num_out
+
+    @property
+    def drops_much(self) -> bool:
+        """Tell whether people should look at what a filter takes out."""
+        return not self.is_choice and self.num_dropped > MUCH * self.num_in
 
 
 @dataclass
@@ -120,7 +135,14 @@ class CurationLedger:
     """In the order in which they ran."""
 
     def record(
-        self, name: str, unit: str, num_in: int, num_out: int, drops: Sequence[Drop]
+        self,
+        name: str,
+        unit: str,
+        num_in: int,
+        num_out: int,
+        drops: Sequence[Drop],
+        *,
+        is_choice: bool = False,
     ) -> None:
         """Add the counts of one filter; every row must be accounted for."""
         assert num_in == num_out + len(drops), (name, num_in, num_out, len(drops))
@@ -131,7 +153,7 @@ class CurationLedger:
             if len(seen := examples.setdefault(drop.reason, [])) < MAX_EXAMPLES:
                 seen.append(drop.example)
         ordered = dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
-        self.filters.append(Filter(name, unit, num_in, num_out, ordered, examples))
+        self.filters.append(Filter(name, unit, num_in, num_out, ordered, examples, is_choice))
 
     def counts(self) -> str:
         """Return one line: the counts of every filter."""

@@ -5,6 +5,7 @@ Every fault names its line or row. Bad rows are left out only when the caller sa
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import itertools
@@ -15,6 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,8 +40,11 @@ MAX_PACKED_RATIO = 100
 """A gzip file unpacks to at most so many times its size; text gives 3 to 20."""
 MIN_UNPACKED_BYTES = 64 << 20
 """So much any gzip file may unpack to."""
-MAX_COMPARED_IDS = 500_000
-"""Ids that are remembered of a file whose rows are not all kept."""
+KINDS = (
+    "a data set is JSONL (one object a line, gzip may pack it), Parquet, or a data set of the hub; "
+    "no JSON array and no CSV"
+)
+"""What people may give."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def read_table(
 
     Args:
         dataset: an address that `planish.store.sources` reads; a file holds JSONL, or Parquet
-            where its name says so, and JSONL may be packed by gzip.
+            where its name or its first bytes say so, and JSONL may be packed by gzip.
         skip_bad: leave out unreadable rows and count them in the ledger.
         ledger: gets one filter.
         hub: returns the rows of a data set of the hub.
@@ -104,7 +109,9 @@ def read_table(
         digest = hashlib.sha256(canonical.encode("ascii")).hexdigest()
     else:
         path = fetch_file(source, key="curate.dataset")
-        if path.suffix == ".parquet":
+        with path.open("rb") as file:
+            is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
+        if is_parquet:
             items = _parquet_rows(path)
             rows, bad = _parse(items, "row", path.name, skip_bad, max_rows, beyond)
         else:
@@ -119,6 +126,8 @@ def read_table(
 def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
     """Yield the lines of a file, unpacked where gzip has packed it; a longer one is a bad row.
 
+    A byte order mark at the begin is left out.
+
     No more than `MAX_LINE_BYTES` of a line are ever held.
 
     Raises:
@@ -132,6 +141,7 @@ def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes | BadRow]:
     seen = 0
     try:
         while line := stream.readline(MAX_LINE_BYTES + 1):
+            line = line if seen else line.removeprefix(codecs.BOM_UTF8)
             seen += len(line)
             too_long = len(line) > MAX_LINE_BYTES and not line.endswith(b"\n")
             rest = line if too_long else b""
@@ -164,8 +174,9 @@ def _parse(
     rows: list[DataRow] = []
     drops: list[Drop] = []
     shown: dict[str, list[Drop]] = {}
-    ids: dict[str, str] = {}
     for number, item in enumerate(items, 1):
+        if isinstance(item, bytes) and not item.strip():
+            continue
         is_kept = max_rows is None or number <= max_rows
         if not is_kept and beyond is None:
             break
@@ -174,13 +185,6 @@ def _parse(
             if isinstance(item, BadRow):
                 raise item
             fields = _json_line(item) if isinstance(item, bytes) else _plain(item)
-            if fields.get("id") is not None:
-                key = str(fields["id"])
-                if key in ids:
-                    detail = f"the id {key!r:.80} stands in {ids[key]} already"
-                    raise BadRow("duplicate_id", detail)
-                if is_kept or len(ids) < MAX_COMPARED_IDS:
-                    ids[key] = origin
             row = DataRow(fields, origin)
             if is_kept:
                 rows.append(row)
@@ -188,15 +192,17 @@ def _parse(
                 break
         except BadRow as error:
             if not skip_bad:
+                kinds = "" if rows else f"{KINDS}; "
                 raise ConfigError(
-                    f"{origin} of `{name}` must be readable, got: {error}; mend it, or leave such "
-                    "rows out with `curate.skip_bad = true`"
+                    f"{origin} of `{name}` must be readable, got: {error}; {kinds}mend it, or "
+                    "leave such rows out with `curate.skip_bad = true`"
                 ) from None
             add_drop(drops, Drop(error.reason, f"{origin}: {error}"), shown)
     if not rows:
         raise ConfigError(
-            f"`{name}` must hold at least one readable row, got {len(drops)} bad rows and no "
-            "other; check `curate.dataset`"
+            f"`{name}` must hold at least one readable row, got {len(drops)} bad rows and no other"
+            + (f", the first at {drops[0].example}; {KINDS}" if drops else "; it is empty")
+            + ": check `curate.dataset`"
         )
     return rows, drops
 
@@ -208,8 +214,6 @@ def _json_line(line: bytes) -> dict[str, Any]:
         raise BadRow(
             "not_utf8", f"not UTF-8 at byte {error.start} (0x{line[error.start]:02x})"
         ) from None
-    if not text.strip():
-        raise BadRow("empty_line", "an empty line")
     try:
         return _plain(json.loads(text))
     except BadRow:
@@ -317,12 +321,20 @@ def field_of(fields: Mapping[str, Any], dotted: str) -> Any:
 
 
 def as_answer(value: Any) -> str | None:
-    """Return a ground truth as text: text as it is, whole numbers in digits, else None."""
+    """Return a ground truth as text: text as it is, numbers in digits, else None.
+
+    A number of more digits than a double keeps stands for another, such as 1/3.
+    """
     if isinstance(value, str):
         return value.strip()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return None
     # Python refuses to print integers of more than 4300 digits.
-    return str(int(value)) if abs(value) < 10**1000 else None
+    if not (math.isfinite(value) if isinstance(value, float | Decimal) else abs(value) < 10**1000):
+        return None
+    if value == int(value):
+        return str(int(value))
+    text = str(value) if isinstance(value, Decimal) else f"{value:.15g}"
+    if isinstance(value, float) and float(text) != value:
+        return None
+    return f"{Decimal(text):f}"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planish.base.text import code_cell, code_span, printable
+from planish.stages.curate.problem import CurationLedger
 from planish.stages.curate.select import Curated
 
 EXAMPLE_CHARS = 120
@@ -27,6 +28,8 @@ def curation_metrics(curated: Curated) -> dict[str, float]:
         name = re.sub(r"[^a-z0-9]+", "_", item.name.lower()).strip("_")
         metrics[f"in_{name}"] = float(item.num_in)
         metrics[f"out_{name}"] = float(item.num_out)
+        if item.num_dropped and not item.is_choice:
+            metrics[f"dropped_{name}"] = float(item.num_dropped)
     if curated.traced:
         lengths = [len(problem.trace or "") for problem in curated.traced]
         metrics["trace_chars_median"] = float(np.percentile(lengths, 50))
@@ -35,6 +38,20 @@ def curation_metrics(curated: Curated) -> dict[str, float]:
     if rates:
         metrics["pass_rate_mean"] = float(np.mean(rates))
     return metrics
+
+
+def drop_warnings(ledger: CurationLedger) -> list[str]:
+    """Return a line of Markdown, with three examples, on each filter that drops a good part."""
+    lines = []
+    for item in ledger.filters:
+        if item.drops_much:
+            examples = [(reason, text) for reason, own in item.examples.items() for text in own]
+            shown = "; ".join(f"{reason} in {_code(text)}" for reason, text in examples[:3])
+            lines.append(
+                f"the filter `{item.name}` drops {item.num_dropped} of {item.num_in} {item.unit} "
+                f"({item.num_dropped / item.num_in:.0%}), such as {shown}"
+            )
+    return lines
 
 
 def curation_report(curated: Curated, source_sha256: str) -> str:
@@ -53,13 +70,15 @@ def curation_report(curated: Curated, source_sha256: str) -> str:
         f"**{len(curated.train)}** training prompts, **{len(curated.evaluation)}** held out, "
         f"**{len(curated.traced)}** worked traces.",
         "",
+        *(f"* {line}" for line in drop_warnings(curated.ledger)),
+        "",
         "## Rows in and out",
         "",
         "| filter | unit | in | out | dropped |",
         "| --- | --- | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {f.name} | {f.unit} | {f.num_in} | {f.num_out} | {f.num_in - f.num_out} |"
+        f"| {f.name} | {f.unit} | {f.num_in} | {f.num_out} | {f.num_dropped} |"
         for f in curated.ledger.filters
     ]
     lines += ["", "Each row of a filter went on or is counted under one reason below.", ""]

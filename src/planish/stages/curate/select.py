@@ -56,7 +56,21 @@ def curate(
     ledger: CurationLedger,
     pass_rates: PassRates | None = None,
 ) -> Curated:
-    """Select problems.
+    """Select problems, and the worked traces among them; arguments and errors as of `select`."""
+    train, evaluation = select(config, seed, tables, ledger, pass_rates)
+    return Curated(train, evaluation, _traced(config, train, ledger), ledger)
+
+
+def select(
+    config: CurateConfig,
+    seed: int,
+    tables: Sequence[DataTable],
+    ledger: CurationLedger,
+    pass_rates: PassRates | None = None,
+    *,
+    most_judged: int | None = None,
+) -> tuple[list[Problem], list[Problem]]:
+    """Select (training, held-out) problems.
 
     Args:
         config: what to do.
@@ -64,6 +78,7 @@ def curate(
         tables: rows of `dataset` and of `evaluation_dataset`, as far as they are configured.
         ledger: already holds what reading the rows dropped.
         pass_rates: measures pass rates, when a reference policy is configured.
+        most_judged: ground truths of each table that are judged, for a first look; None for all.
 
     Raises:
         ConfigError: nothing is left to train or to evaluate on; names the counts per filter.
@@ -71,13 +86,16 @@ def curate(
     if not tables:
         train, evaluation = _generate(config, seed, ledger)
     else:
-        pool = _prepare(config, tables[0], ledger, "")
+        pool = _prepare(config, tables[0], ledger, "", most_judged)
         if len(tables) > 1:
-            train, evaluation = pool, _prepare(config, tables[1], ledger, "held-out ")
+            train = pool
+            evaluation = _prepare(config, tables[1], ledger, "held-out ", most_judged)
         else:
-            train, evaluation = split(pool, config.evaluation_fraction)
+            train, evaluation = split(pool, config.evaluation_fraction, config.evaluation_size)
             drops = [drop(problem, "held_out") for problem in evaluation]
-            ledger.record("split, training part", "prompts", len(pool), len(train), drops)
+            ledger.record(
+                "split, training part", "prompts", len(pool), len(train), drops, is_choice=True
+            )
     # Generated problems are made of few words: only equal ones leak.
     ngram = config.contamination_ngram if tables else 0
     train, drops = remove_contaminated(train, evaluation, ngram=ngram)
@@ -85,20 +103,19 @@ def curate(
     chosen = choose(evaluation, config.evaluation_size)
     names = {id(problem) for problem in chosen}
     drops = [drop(p, "over_evaluation_size") for p in evaluation if id(p) not in names]
-    ledger.record("evaluation size", "prompts", len(evaluation), len(chosen), drops)
-    evaluation = chosen
+    ledger.record("evaluation size", "prompts", len(evaluation), len(chosen), drops, is_choice=True)
     if pass_rates is not None:
         train, drops = remove_outside_band(
             pass_rates(train), config.pass_rate_min, config.pass_rate_max
         )
         ledger.record("pass rate", "prompts", len(train) + len(drops), len(train), drops)
-    for name, problems in (("training", train), ("evaluation", evaluation)):
+    for name, problems in (("training", train), ("evaluation", chosen)):
         if not problems:
             raise ConfigError(
                 f"curation must leave at least one {name} prompt, got none: {ledger.counts()}; "
                 "change the filters in [curate] or its `dataset`"
             )
-    return Curated(train, evaluation, _traced(config, train, ledger), ledger)
+    return train, chosen
 
 
 def _traced(config: CurateConfig, train: list[Problem], ledger: CurationLedger) -> list[Problem]:
@@ -115,7 +132,9 @@ def _traced(config: CurateConfig, train: list[Problem], ledger: CurationLedger) 
             drops.append(drop(problem, "over_num_traces"))
         else:
             drops.append(drop(problem, "no_trace" if problem.trace is None else "wrong_trace"))
-    ledger.record("traces for the cold start", "prompts", len(train), len(chosen), drops)
+    ledger.record(
+        "traces for the cold start", "prompts", len(train), len(chosen), drops, is_choice=True
+    )
     return chosen
 
 
@@ -141,12 +160,16 @@ def _generate(
         else:
             seen.add(problem.key)
             sides[side].append(problem)
-    ledger.record(f"generated {config.task}", "draws", draws, len(seen), drops)
+    ledger.record(f"generated {config.task}", "draws", draws, len(seen), drops, is_choice=True)
     return sides
 
 
 def _prepare(
-    config: CurateConfig, table: DataTable, ledger: CurationLedger, label: str
+    config: CurateConfig,
+    table: DataTable,
+    ledger: CurationLedger,
+    label: str,
+    most_judged: int | None,
 ) -> list[Problem]:
     """Turn rows into problems and apply the filters that look at one set."""
     rows = table.rows
@@ -167,7 +190,7 @@ def _prepare(
             "answers as integers",
             rewrite_problems(problems, lambda q, v: compose(config, q, v), rewriter),
         )
-    apply("verifiable answer", remove_unverifiable(problems))
+    apply("verifiable answer", remove_unverifiable(problems, most_judged))
     apply("prompt length", remove_long(problems, config.max_prompt_chars))
     apply("duplicates", remove_duplicates(problems))
     apply(

@@ -41,7 +41,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="name of a preset, or path or URI of a TOML file")
+    parser.add_argument(
+        "config", help="name of a preset, or path or URI of a TOML file; both: the file wins"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="section.key=value, such as run.seed=1"
     )
@@ -63,17 +65,31 @@ def resolved(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: every fault of every section in one message.
     """
+    from planish.base.config import preset_names
+    from planish.base.errors import ConfigError
     from planish.stages.prepare.settings import build_config
 
-    is_file = any(mark in options.config for mark in ("/", ".toml"))
+    names, overrides = [options.config], list(options.overrides)
+    if overrides and (_is_file(overrides[0]) or overrides[0] in preset_names()):
+        names.append(overrides.pop(0))
+    files = [name for name in names if _is_file(name)]
+    presets = [name for name in names if not _is_file(name)]
+    if len(names) > 1 and len(files) != 1:
+        raise ConfigError(
+            f"a configuration must be named by one preset, one file, or one of each, got {names}"
+        )
     return build_config(
-        preset="" if is_file else options.config,
-        config=options.config if is_file else "",
-        overrides=shlex.join(options.overrides),
+        preset="".join(presets),
+        config="".join(files),
+        overrides=shlex.join(overrides),
         model="",
         dataset="",
         seed=-1,
     )
+
+
+def _is_file(word: str) -> bool:
+    return "=" not in word and any(mark in word for mark in ("/", ".toml"))
 
 
 def toml_text(config: Mapping[str, Mapping[str, Any]]) -> str:

@@ -164,11 +164,13 @@ class GroupSampler:
                 texts = [self.decode(slot.tokens.tolist()) for slot in group.slots]
                 verdicts = verify_many([(group.verifier, text, group.answer) for text in texts])
                 slots = zip(group.slots, texts, strict=True)
+                scores = {v.accuracy if v.score is None else v.score for v in verdicts}
                 group = replace(
                     group,
                     slots=tuple(replace(slot, text=text) for slot, text in slots),
                     num_right=sum(verdict.accuracy > 0 for verdict in verdicts),
                     num_verifier_errors=sum(verdict.error for verdict in verdicts),
+                    scores_differ=len(scores) > 1,
                 )
             judged.append(group)
         num_kept = sum(qualifies(group, self._config) for group in judged)

@@ -130,6 +130,8 @@ class Group:
     """Right responses; None where the group is not judged as a whole."""
     num_verifier_errors: int = 0
     """Responses on which the verifier itself failed."""
+    scores_differ: bool = False
+    """The verifier gives parts of a point, and not the same to all responses."""
 
     @property
     def fate(self) -> Fate:

@@ -128,4 +128,15 @@ def test_instructions_that_all_problems_share_are_no_leak():
     held = [problem(f"{instruction} held {chr(97 + i) * 3}") for i in range(8)]
     train = [problem(f"{instruction} train {chr(97 + i) * 3}") for i in range(3)]
     assert remove_contaminated(train, held, ngram=13)[0] == train
-    assert remove_contaminated(train, held[:4], ngram=13)[0] == []
+    assert remove_contaminated(train, held[:2], ngram=13)[0] == [], "too few to tell"
+
+
+def test_problems_in_a_frame_are_near_duplicates_by_what_is_in_it():
+    frame = "Please read what follows and work on it line by line. {} End with the answer alone."
+    rng = random.Random(7)
+    names = [f"w{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(400)]
+    texts = [" ".join(rng.choices(names, k=20)) for _ in range(30)]
+    texts += [text + " x" for text in texts[:3]] + ["short one"]
+    kept, drops = near([problem(frame.format(text)) for text in texts])
+    assert [d.reason for d in drops] == ["near_duplicate"] * 3
+    assert len(kept) == 31

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,14 +47,12 @@ def test_rows_of_a_jsonl_file_know_their_lines_and_the_file_its_digest(tmp_path)
     ("line", "reason", "words"),
     [
         (b'{"prompt": ', "not_json", "not JSON"),
-        (b"", "empty_line", "empty line"),
         (b"[1, 2]", "not_an_object", "must be an object"),
         (b'"text"', "not_an_object", "must be an object"),
         (b'{"prompt": "\xff\xfe"}', "not_utf8", "not UTF-8 at byte 12 (0xff)"),
         (b'{"prompt": "\\ud800"}', "not_utf8", "no valid Unicode"),
         (b"[" * 100_000, "not_json", "not JSON"),
         (b'{"answer": ' + b"9" * 5000 + b"}", "not_json", "not JSON"),
-        (b'{"id": 7, "x": 1}\n{"id": 7, "x": 2}', "duplicate_id", "the id '7' stands in line 2"),
     ],
 )
 def test_a_bad_line_stops_with_its_number_and_is_left_out_on_demand(tmp_path, line, reason, words):
@@ -78,6 +77,44 @@ def test_an_empty_file_is_refused(tmp_path):
 def test_a_file_of_bad_lines_only_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="got 2 bad rows"):
         read(jsonl(tmp_path, b"x", b"y"), skip_bad=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" + GOOD + b", " + GOOD + b"]", "line 1: a row must be an object, got \\[{'prompt'"),
+        (json.dumps([json.loads(GOOD)] * 2, indent=1).encode(), "line 1: not JSON"),
+        (b"prompt,answer\n1+1,2\n2+2,4\n", "line 1: not JSON"),
+        (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 at byte 0"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_why_and_which_kinds_there_are(tmp_path, content, reason):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    for skip_bad in (False, True):
+        words = reason if skip_bad else reason.replace(":", ".*:", 1)
+        with pytest.raises(ConfigError, match=words) as caught:
+            read(path, skip_bad=skip_bad)
+        assert "JSONL (one object a line, gzip may pack it), Parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_byte_order_mark_blank_lines_and_ids_that_repeat_are_no_fault(tmp_path, packed):
+    row = b'{"id": 7, "prompt": "%d+1"}'
+    lines = [b"\xef\xbb\xbf" + row % 1, b"", row % 2, b" \t", row % 3, b"\r", b"", b""]
+    content = b"\n".join(lines)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    table, counts = read(path)
+    assert [row.origin for row in table.rows] == ["line 1", "line 3", "line 5"]
+    assert (counts.num_in, counts.num_out) == (3, 3)
+
+
+def test_parquet_is_known_by_its_content(tmp_path):
+    path = tmp_path / "data.jsonl"
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [Decimal("7.00")]}), path)
+    fields = read(path)[0].rows[0].fields
+    assert (fields["prompt"], as_answer(fields["answer"])) == ("a", "7")
 
 
 def test_a_file_without_a_line_feed_at_its_end_and_with_carriage_returns_is_read(tmp_path):
@@ -177,7 +214,9 @@ def test_nested_fields_are_found_by_dotted_names():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(" 7 ", "7"), (7, "7"), (-7, "-7"), (7.0, "7"), (7.5, None), (True, None), (None, None),
+    [(" 7 ", "7"), (7, "7"), (-7, "-7"), (7.0, "7"), (7.5, "7.5"), (True, None), (None, None),
+     (1e-7, "0.0000001"), (1 / 3, None), (Decimal(7), "7"), (Decimal("2.50"), "2.50"),
+     (Decimal("NaN"), None), (Decimal("-1E+9"), "-1000000000"), (float("-inf"), None),
      (float("nan"), None), ([7], None), (10**4000, None), (10**99, "1" + "0" * 99)],
 )  # fmt: skip
 def test_answers_become_text_without_loss_or_not_at_all(value, text):

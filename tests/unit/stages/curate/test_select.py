@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from planish.stages.curate.filters import (
 )
 from planish.stages.curate.problem import CurationLedger, Drop, Problem, fraction_of, words
 from planish.stages.curate.records import DataRow, DataTable
-from planish.stages.curate.report import curation_metrics, curation_report
+from planish.stages.curate.report import curation_metrics, curation_report, drop_warnings
 from planish.stages.curate.select import curate
 
 
@@ -53,10 +54,12 @@ def test_the_ledger_refuses_to_lose_a_row():
 
 def test_the_split_depends_on_the_problem_alone():
     problems = [problem(f"{n}+1=", family=f"{n}") for n in range(4000)]
-    train, held = split(problems, 0.125)
+    train, held = split(problems, 0.125, 4000)
     assert len(train) + len(held) == 4000
     assert abs(len(held) - 500) < 80
-    assert split(problems[::-1][:100], 0.125)[1] == [p for p in problems[::-1][:100] if p in held]
+    assert split(problems[::-1][:100], 0.125, 99)[1] == [
+        p for p in problems[::-1][:100] if p in held
+    ]
     assert fraction_of("a") == fraction_of("a") != fraction_of("b")
 
 
@@ -64,6 +67,17 @@ def test_members_of_a_family_are_on_one_side():
     left, right = problem("5*24=", family="5*24"), problem("24*5=", family="5*24")
     for fraction in np.linspace(0.01, 0.99, 30):
         assert is_held_out(left, fraction) == is_held_out(right, fraction)
+
+
+def test_a_small_set_holds_out_one_problem_and_a_large_one_no_more_than_are_wanted():
+    for start in range(0, 1200, 12):
+        train, held = split([problem(f"{n}+1=") for n in range(start, start + 12)], 0.001, 5)
+        assert (len(train), len(held)) == (11, 1)
+    problems = [problem(f"{n}+1=") for n in range(400)]
+    most = split(problems, 0.5, 400)[1]
+    train, held = split(problems, 0.5, 20)
+    assert (len(train), len(held)) == (380, 20)
+    assert {p.question for p in held} < {p.question for p in most}
 
 
 def test_choosing_is_by_hash_and_keeps_the_order():
@@ -125,6 +139,36 @@ def test_messages_and_nested_answers_of_public_data_sets_are_read_as_they_are():
     assert (kept[0].answer, kept[0].verifier, kept[0].source) == ("5/6", "math", "math")
 
 
+def test_a_conversation_that_ends_with_its_answer_is_no_prompt_beside_a_problem():
+    user, assistant = ({"role": role, "content": role} for role in ("user", "assistant"))
+    whole = [user, assistant]
+    kept, reasons = read(
+        {"problem": "1/2?", "answer": "1/2", "messages": whole},
+        {"messages": [*whole, user], "problem": "2?", "answer": "2"},
+        {"messages": [*whole, *whole], "answer": "3"},
+    )
+    assert reasons == []
+    assert [p.question for p in kept] == ["1/2?", "user\nassistant\nuser", "user\nassistant\nuser"]
+
+
+def test_answers_are_found_in_a_list_of_one_in_a_box_and_over_several_lines():
+    matrix = "\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}"
+    kept, reasons = read(
+        {"question": "a", "final_answer": ["2"]},
+        {"problem": "b", "solution": r"so \boxed{1} or rather \boxed{\frac{1}{2}}."},
+        {"problem": "c", "answer": matrix},
+        {"problem": "d", "answer": "two\nlines", "verifier": "exact"},
+    )
+    assert reasons == []
+    assert [p.answer for p in kept] == [
+        "2",
+        r"\frac{1}{2}",
+        matrix.replace("\n", " "),
+        "two\nlines",
+    ]
+    assert remove_unverifiable(kept)[1] == []
+
+
 def test_configured_fields_and_verifiers_win():
     fields = {"q": {"text": "1+1="}, "a": "2", "answer": "3", "prompt": "no", "trace": "=2"}
     kept, _ = read(fields, dataset_map="prompt=q.text, answer=a", verifier="trace")
@@ -147,7 +191,10 @@ def test_a_pattern_is_made_of_plain_answers_for_the_verifier_regex_alone():
     [
         ({"answer": "2"}, "no_prompt"),
         ({"prompt": "x"}, "no_answer"),
-        ({"prompt": "x", "answer": 2.5}, "answer_is_no_text"),
+        ({"prompt": "x", "answer": 1 / 3}, "answer_is_no_text"),
+        ({"prompt": "x", "answer": ["2", "3"]}, "several_answers"),
+        ({"prompt": "x", "answer": []}, "no_answer"),
+        ({"prompt": "x", "solution": "so it is 2"}, "no_answer"),
         ({"prompt": "x", "answer": "2", "verifier": 7}, "unknown_verifier"),
         ({"prompt": 5, "answer": "2"}, "prompt_is_no_text"),
         ({"prompt": [], "answer": "2"}, "prompt_is_no_text"),
@@ -207,11 +254,10 @@ def test_every_row_of_a_data_set_is_trained_on_held_out_or_counted():
     assert counts["readable problems"].reasons == {"no_answer": 1}
     assert counts["verifiable answer"].reasons == {"answer_too_long": 1}
     assert counts["duplicates"].reasons == {"duplicate": 3}
-    held = counts["split, training part"].reasons["held_out"]
-    assert (len(curated.train), len(curated.evaluation)) == (100 - held, 5)
-    assert counts["evaluation size"].reasons == {"over_evaluation_size": held - 5}
+    assert counts["split, training part"].reasons == {"held_out": 5}
+    assert (len(curated.train), len(curated.evaluation)) == (95, 5)
     assert len(curated.traced) == 20
-    assert counts["traces for the cold start"].reasons == {"over_num_traces": 80 - held}
+    assert counts["traces for the cold start"].reasons == {"over_num_traces": 75}
 
 
 def test_a_separate_evaluation_set_cleans_the_training_set():
@@ -261,7 +307,57 @@ def test_nothing_left_is_an_error_with_the_counts_of_every_filter():
     assert "prompt length 9 -> 0 (prompt_too_long 9)" in str(caught.value)
     assert "at least one training prompt" in str(caught.value)
     with pytest.raises(ConfigError, match="at least one evaluation prompt"):
-        select(CurateConfig(dataset="d", evaluation_fraction=1e-9), *sums(9))
+        select(CurateConfig(dataset="d", evaluation_dataset="e"), *sums(9), held=[{"prompt": "x"}])
+    with pytest.raises(ConfigError, match="at least one training prompt"):
+        select(CurateConfig(dataset="d"), *sums(1))
+
+
+def test_a_filter_that_drops_more_than_a_fifth_is_told_with_three_examples():
+    few, many = ([*sums(20), *sums(count)] for count in (4, 6))
+    assert drop_warnings(select(CurateConfig(dataset="d"), *few).ledger) == []
+    curated = select(CurateConfig(dataset="d", evaluation_fraction=0.5), *many)
+    told = drop_warnings(curated.ledger)
+    assert told == [
+        "the filter `duplicates` drops 6 of 26 prompts (23%), such as duplicate in "
+        "`line 21: 0+1= -> 1`; duplicate in `line 22: 1+1= -> 2`; duplicate in `line 23: 2+1= -> 3`"
+    ]
+    assert f"* {told[0]}\n" in curation_report(curated, "")
+    assert curation_metrics(curated)["dropped_duplicates"] == 6
+
+
+FRAMES = {
+    "none": "{}",
+    "before": "Work on the problem below one step at a time. {}",
+    "behind": "{} Keep in mind that the answer goes on a line of its own after the rest.",
+    "around": "Please read what follows and solve it. {} End with a line that holds the answer.",
+    "chat template": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>",
+    "verl": '{} Let us think step by step and put the final result behind "####".',
+}
+
+
+def framed(frames):
+    """Return 200 unrelated problems, and one that shares twenty words with ten of them."""
+    rng = random.Random(3)
+    names = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(3000)]
+    texts = [" ".join(rng.choices(names, k=30)) for _ in range(200)]
+    texts += [" ".join(rng.choices(names, k=30) + t.split()[5:25]) for t in texts[:10]]
+    return [
+        {"prompt": [{"role": "user", "content": frames[n % len(frames)].format(t)}], "answer": n}
+        for n, t in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("names", [*([n] for n in FRAMES), ["before", "behind", "around", "none"]])
+def test_a_frame_around_the_problems_is_no_leak_and_hides_none(names):
+    config = CurateConfig(dataset="d", evaluation_fraction=0.3)
+    bare, curated = (
+        select(config, *framed(frames)) for frames in (["{}"], [FRAMES[name] for name in names])
+    )
+    origins = [[p.origin for p in part] for part in (curated.train, curated.evaluation)]
+    assert origins == [[p.origin for p in part] for part in (bare.train, bare.evaluation)]
+    drops = next(f for f in bare.ledger.filters if f.name == "contamination").reasons
+    assert 2 <= drops.pop("shares_13_words_with_held_out") <= 8
+    assert drops == {}
 
 
 def test_the_report_shows_counts_and_examples_and_no_markup_of_the_data():

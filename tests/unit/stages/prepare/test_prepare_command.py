@@ -34,12 +34,26 @@ def test_a_file_is_shown_as_a_preset_is(tmp_path, capsys):
     assert {"[algorithm]", 'name = "grpo"', "seed = 3"} <= set(shown.splitlines())
 
 
+@pytest.mark.parametrize("is_preset_first", [True, False])
+def test_a_file_is_laid_over_a_preset_and_overrides_over_both(tmp_path, capsys, is_preset_first):
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\nlearning_rate = 0.5\ngrad_clip = 0.25\n")
+    names = ["dapo-tiny", str(file)][:: 1 if is_preset_first else -1]
+    assert main(["config", "show", *names, "train.grad_clip=2.0", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["train"]["learning_rate"], shown["train"]["grad_clip"]) == (0.5, 2.0)
+    assert shown["model"] == resolve_config(load_preset("dapo-tiny"))["model"]
+    assert main(["plan", *names, "train.grad_clip=2.0", "--profile", "cpu-tiny"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["dapo-tini"], "did you mean `dapo-tiny`"),
         (["dapo-tiny", "train.lerning_rate=1"], "did you mean `learning_rate`"),
         (["dapo-tiny", "seed"], "an override must read `section.key=value`, got 'seed'"),
+        (["dapo-tiny", "grpo-tiny"], "got ['dapo-tiny', 'grpo-tiny']"),
+        (["a.toml", "b.toml"], "one preset, one file, or one of each"),
         (["absent.toml"], "`config` must be the URI or path of a TOML file"),
     ],
 )

@@ -118,9 +118,9 @@ def test_the_image_of_prepare_needs_no_torch(tmp_path, model, engine):
 
 
 def test_parameters_that_adapters_train_are_told_against_all(tmp_path, model):
-    path = jsonl(tmp_path, *[{"prompt": "1+1=", "answer": 2, "verifier": "trace"}] * 2)
+    path = jsonl(tmp_path, *sums(2, verifier="trace"))
     count = sum(p.numel() for p in build_policy(TINY, 2).model.parameters())
-    config = {"curate": {"dataset": str(path)}}
+    config = {"curate": {"dataset": str(path), "dataset_map": MAP}}
     adapters = {"lora_rank": 2, "lora_target_modules": ["q_proj", "down_proj"]}
     for settings in ({"path": str(model)}, TINY.model_dump()):
         found = inspect_sources({**config, "model": {**settings, **adapters}})
@@ -154,7 +154,7 @@ def test_a_folder_of_adapters_is_no_model(tmp_path, model):
 
 
 def test_the_first_bad_rows_are_told_by_number_all_at_once(tmp_path):
-    path = jsonl(tmp_path, *sums(2), "{", "[1]", *sums(1), "")
+    path = jsonl(tmp_path, *sums(2), "{", "[1]", *sums(1), "x", "")
     message = refused(path, dataset_map=MAP)
     assert "3 of 6 rows can not be read: line 3: not JSON" in message
     assert "line 4: a row must be an object, got [1]" in message
@@ -168,7 +168,7 @@ def test_the_first_bad_rows_are_told_by_number_all_at_once(tmp_path):
         ([], "must hold at least one readable row"),
         ([{"q": "1+1=", "a": "2"}], "must name columns of the data set, got prompt='question'"),
         ([*sums(2), {"question": 7, "label": 8}], "line 3 (prompt_is_no_text)"),
-        ([*sums(2), {"question": "x", "label": [8]}], "line 3 (answer_is_no_text)"),
+        ([*sums(2), {"question": "x", "label": {"n": 8}}], "line 3 (answer_is_no_text)"),
         (sums(2, verifier="nonsense"), "got none in 2 rows (unknown_verifier 2)"),
     ],
 )
@@ -184,8 +184,7 @@ def test_data_that_nothing_can_be_learnt_from_is_refused(tmp_path, rows, words):
         ("{", "1 of 6001 rows can not be read: line 6000: not JSON"),
         ('"x"', "line 6000: a row must be an object, got 'x'"),
         ('{"question": 7, "label": 8}', "1 of 6001 rows with another type: line 6000 (prompt_is"),
-        ('{"question": "x", "label": [8]}', "line 6000 (answer_is_no_text)"),
-        ('{"id": "a", "question": "x", "label": 8}', "line 6000: the id 'a' stands in line 1"),
+        ('{"question": "x", "label": {"n": 8}}', "line 6000 (answer_is_no_text)"),
     ],
 )
 def test_a_bad_row_far_down_a_file_is_told(tmp_path, bad, words):

@@ -228,3 +228,12 @@ def test_fates_of_groups_are_counted_for_who_watches(monkeypatch):
         'planish_rollout_groups_total{fate="all_wrong"} 2.0',
         'planish_rollout_groups_total{fate="mixed"} 4.0',
     ]
+
+
+def test_groups_whose_wrong_responses_have_other_scores_are_counted():
+    def sample(ordinals, ahead):
+        return [replace(group(k, "wwr"[k % 3]), scores_differ=k % 3 != 1) for k in ordinals]
+
+    options = {"group_size": 2, "generation_prompts_factor": 1.0, "max_generation_rounds": 1}
+    batch = draw_batch(itertools.count(), sample, 6, RolloutConfig(**options))
+    assert batch_metrics(batch)["num_graded_groups"] == 2
