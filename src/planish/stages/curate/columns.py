@@ -13,7 +13,7 @@ from planish.stages.curate.config import CurateConfig, parse_map
 from planish.stages.curate.gsm8k import problem_row
 from planish.stages.curate.problem import Drop, Messages, Problem
 from planish.stages.curate.records import DataRow, as_answer, field_of
-from planish.verifiers import answer_fault
+from planish.verifiers import READS_FORMS, answer_fault, asked_form, split_name
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "prompt", "question", "problem", "instruction", "input"),
@@ -143,6 +143,8 @@ def read_problem(
         question = "\n".join(m["content"] for m in messages if m["role"] != "system")
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
+    if verifier in READS_FORMS:
+        verifier += form_suffix(messages, fields.get("data_source"))
     trace, source = look("trace"), look("source")
     return Problem(
         question=question,
@@ -153,6 +155,13 @@ def read_problem(
         trace=trace if isinstance(trace, str) else None,
         origin=origin,
     )
+
+
+def form_suffix(messages: Messages, data_source: Any) -> str:
+    """Return what to add to a verifier, so that it looks first for what a prompt asks for."""
+    text = "\n".join(message["content"] for message in messages)
+    form = asked_form(text, data_source if isinstance(data_source, str) else "")
+    return "" if form in (None, "line") else f"/{form}"
 
 
 def read_messages(value: Any) -> Messages | None:
@@ -174,6 +183,6 @@ def read_messages(value: Any) -> Messages | None:
 
 def compose(config: CurateConfig, question: str, verifier: str) -> Messages:
     """Return the messages of a plain-text problem, with the instructions its verifier needs."""
-    if verifier in ("integer", "math"):
+    if split_name(verifier)[0] in READS_FORMS:
         question = f"{config.prompt_prefix}{question}{config.prompt_suffix}"
     return [{"role": "user", "content": question}]
