@@ -143,8 +143,7 @@ def read_problem(
         question = "\n".join(m["content"] for m in messages if m["role"] != "system")
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    if verifier in READS_FORMS:
-        verifier += form_suffix(messages, fields.get("data_source"))
+    verifier = in_asked_form(verifier, messages, fields.get("data_source"))
     trace, source = look("trace"), look("source")
     return Problem(
         question=question,
@@ -157,11 +156,12 @@ def read_problem(
     )
 
 
-def form_suffix(messages: Messages, data_source: Any) -> str:
-    """Return what to add to a verifier, so that it looks first for what a prompt asks for."""
+def in_asked_form(verifier: str, messages: Messages, data_source: Any) -> str:
+    """Return a verifier with the form that it looks for first: what the prompt asks for."""
     text = "\n".join(message["content"] for message in messages)
     form = asked_form(text, data_source if isinstance(data_source, str) else "")
-    return "" if form in (None, "line") else f"/{form}"
+    is_usual = verifier not in READS_FORMS or form in (None, "line")
+    return verifier if is_usual else f"{verifier}/{form}"
 
 
 def read_messages(value: Any) -> Messages | None:
