@@ -174,9 +174,7 @@ def test_exactly_one_percent_of_errors_is_accepted():
     assert score(batch, CONFIG).metrics["num_verifier_errors"] == 1
 
 
-def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(
-    monkeypatch, caplog
-):
+def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(monkeypatch, caplog):
     def compare(gold, target, *, timeout_seconds):
         is_late = "hostile" in (gold, target)
         return MathComparison.TIMEOUT if is_late else MathComparison.DIFFERENT
