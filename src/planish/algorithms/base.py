@@ -130,6 +130,15 @@ class LossOutput:
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """Metric to the largest value seen."""
 
+    def scaled(self, weight: float, device: Any) -> LossOutput:
+        """Return it on a device, with loss, sums and counts as of so many of the same tokens."""
+        means = {
+            name: (total.to(device) * weight, count.to(device) * weight)
+            for name, (total, count) in self.means.items()
+        }
+        maxima = {name: value.to(device) for name, value in self.maxima.items()}
+        return LossOutput(self.loss.to(device) * weight, means, maxima)
+
 
 class LossFn(Protocol):
     """The policy loss that a trainer calls on each micro-batch; denominators are already bound."""

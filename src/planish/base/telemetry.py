@@ -97,6 +97,7 @@ _GAUGES = {
     "planish_reward_mean": "Mean reward of the scored responses.",
     "planish_reward_truncated_ratio": "Responses that reached the length limit.",
     "planish_reward_verifier_errors": "Responses that the verifier failed on.",
+    "planish_reward_verifier_timeouts": "Responses that could not be judged in time: wrong.",
     "planish_rollout_accuracy_ratio": "Mean accuracy of the generated responses.",
     "planish_rollout_busy_slots": "Responses in the engine now.",
     "planish_rollout_dropped_groups": "Groups dropped so far.",

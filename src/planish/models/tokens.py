@@ -101,8 +101,11 @@ class Tokenizer:
         return [*self._encode(text), self.eos_token_ids[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
+        """Return the text of `ids` without special tokens and without end tokens at its end."""
         tokens = [int(i) for i in ids]
+        # Not every end token is marked as special.
+        while tokens and tokens[-1] in self.eos_token_ids:
+            tokens.pop()
         if self._plain_decoder is not None:
             return str(self._plain_decoder.decode(tokens, skip_special_tokens=True))
         text = self.backend.decode(
@@ -239,7 +242,7 @@ def character_tokenizer(alphabet: str, *, stop_strings: Sequence[str] = ()) -> T
 def load_tokenizer(
     folder: Path, *, chat_template: str = "", stop_strings: Sequence[str] = ()
 ) -> Tokenizer:
-    """Open the tokenizer of a model folder; its generation config says what else ends a response.
+    """Open the tokenizer of a model folder; its two configs say what else ends a response.
 
     Args:
         folder: local model folder.
@@ -291,20 +294,26 @@ def _backend_class(folder: Path) -> Any:
 
 
 def _generation_ends(folder: Path) -> tuple[list[int], list[str]]:
-    """Return the end tokens and the stop strings of a folder's generation config."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return [], []
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-        ids, texts = _listed(raw.get("eos_token_id"), int), _listed(raw.get("stop_strings"), str)
-        if not all(0 <= token < 2**31 for token in ids):
-            raise ValueError(f"ids of tokens can not be {ids!r:.80}")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"generation_config.json must be a JSON object with ids of tokens and texts, got "
-            f"{str(path)!r} ({error}); save the model again"
-        ) from None
+    """Return the end tokens and the stop strings of a folder's generation and model configs."""
+    ids: list[int] = []
+    texts: list[str] = []
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            raw = json.loads(path.read_text("utf-8"))
+            # Models of text and pictures keep those of their text apart.
+            for table in (raw, raw.get("text_config") or {}):
+                ids += _listed(table.get("eos_token_id"), int)
+            texts += _listed(raw.get("stop_strings"), str)
+            if not all(0 <= token < 2**31 for token in ids):
+                raise ValueError(f"ids of tokens can not be {ids!r:.80}")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{name} must be a JSON object with ids of tokens and texts, got {str(path)!r} "
+                f"({error}); save the model again"
+            ) from None
     return ids, texts
 
 

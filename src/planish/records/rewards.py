@@ -49,6 +49,18 @@ def nothing_learnt(metrics: Mapping[str, float]) -> str:
     return f"Nothing was learnt: {seen}; try {remedy}"
 
 
+def judged_late(metrics: Mapping[str, float]) -> str:
+    """Return how many responses could not be judged in time, "" where all could.
+
+    Args:
+        metrics: of the reward stage.
+    """
+    late, scored = (
+        int(metrics.get(f"num_{name}", 0)) for name in ("verifier_timeouts", "scored_rollouts")
+    )
+    return f"{late} of {scored} responses took the verifier too long: wrong" if late else ""
+
+
 @record
 class RewardSet(Record):
     """Row `r` scores row `r` of the rollout set that the manifest names as a parent.

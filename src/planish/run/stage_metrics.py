@@ -44,6 +44,7 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
     "reward": {
         "accuracy_mean": "planish_reward_accuracy_ratio",
         "num_verifier_errors": "planish_reward_verifier_errors",
+        "num_verifier_timeouts": "planish_reward_verifier_timeouts",
         "reward_mean": "planish_reward_mean",
         "truncated_fraction": "planish_reward_truncated_ratio",
     },

@@ -15,6 +15,14 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from planish.base.errors import ConfigError, VerifierFailure
+from planish.verifiers.math_answer import (
+    FORMS,
+    MAX_ANSWER_CHARS,
+    MAX_DIGITS,
+    as_integer,
+    asked_form,
+    normalise_answer,
+)
 from planish.verifiers.own import (
     ENTRY_POINTS,
     OwnVerifier,
@@ -25,13 +33,17 @@ from planish.verifiers.own import (
 from planish.verifiers.verdict import Verdict, Verifier, VerifierOptions, clean_text, failed
 
 __all__ = [
+    "FORMS",
+    "READS_FORMS",
     "VERIFIERS",
     "Verdict",
     "VerifierOptions",
     "answer_fault",
+    "asked_form",
     "check_verifier",
     "find_verifier",
     "is_own",
+    "split_name",
     "verify",
     "verify_many",
 ]
@@ -55,6 +67,9 @@ CHECKS: dict[str, str] = {
 }
 """Name of a verifier to the `module:function` that tells whether this machine can run it."""
 
+READS_FORMS = frozenset({"integer", "math"})
+"""Verifiers that look for an answer in one of the `FORMS` first: `math/box`."""
+
 PARALLEL = frozenset({"python_tests"})
 """Verifiers that start processes for each row: as many rows at once as there are processors."""
 
@@ -66,6 +81,17 @@ _UNUSABLE = {
     "regex": "answer_not_a_pattern",
 }
 """Reason where a shipped verifier fails on the empty response."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return a shipped verifier and the form of answer after its name, "" for the usual one.
+
+    Example:
+        >>> split_name("math/box"), split_name("exact/box")
+        (('math', 'box'), ('exact/box', ''))
+    """
+    base, _, form = name.partition("/")
+    return (base, form) if base in READS_FORMS and form in FORMS else (name, "")
 
 
 def is_own(name: str) -> bool:
@@ -81,10 +107,11 @@ def find_verifier(name: str) -> Verifier:
     Raises:
         ConfigError: no verifier has this name; says which is most like it.
     """
-    if name in VERIFIERS:
-        module, _, function = VERIFIERS[name].partition(":")
+    base, form = split_name(name)
+    if base in VERIFIERS:
+        module, _, function = VERIFIERS[base].partition(":")
         verifier: Verifier = getattr(importlib.import_module(module), function)
-        return verifier
+        return functools.partial(verifier, form=form) if form else verifier
     if is_reference(name):
         return shared_verifier(name)
     installed = installed_verifiers()
@@ -157,9 +184,19 @@ def verify_many(
     listed = list(rows)
     workers = len(os.sched_getaffinity(0))
     if sum(name in PARALLEL for name, _, _ in listed) < 2 or workers < 2:
-        return [verify(name, response, answer, options) for name, response, answer in listed]
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda row: verify(row[0], row[1], row[2], options), listed))
+        verdicts = [verify(name, response, answer, options) for name, response, answer in listed]
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            verdicts = list(pool.map(lambda row: verify(row[0], row[1], row[2], options), listed))
+    late = [row for row, verdict in enumerate(verdicts) if verdict.timeout and not verdict.error]
+    if late:
+        logger.warning(
+            "%d of %d responses counted as wrong: they could not be judged in time, first %r",
+            len(late),
+            len(listed),
+            clean_text(listed[late[0]][1])[-80:],
+        )
+    return verdicts
 
 
 def answer_fault(name: str, answer: str) -> str | None:
@@ -174,28 +211,28 @@ def answer_fault(name: str, answer: str) -> str | None:
         ConfigError: the verifier cannot be used here. What the answers of one of the user look
             like is its own affair.
     """
-    from planish.verifiers import math_answer
     from planish.verifiers.countdown import parse_countdown
 
     if is_own(name):
         check_verifier(name)
         return None
+    name = split_name(name)[0]
     if name not in VERIFIERS:
         return "unknown_verifier"
     if name in CHECKS:
         check_machine(name)
     if not answer.strip():
         return "answer_empty"
-    if len(answer) > _MAX_ANSWER_CHARS.get(name, math_answer.MAX_ANSWER_CHARS):
+    if len(answer) > _MAX_ANSWER_CHARS.get(name, MAX_ANSWER_CHARS):
         return "answer_too_long"
     if name in _UNUSABLE:
         return _UNUSABLE[name] if verify(name, "", answer).error else None
     if name in ("integer", "trace"):
-        text = math_answer.normalise_answer(answer) if name == "integer" else answer.strip()
-        if math_answer.as_integer(text, _DEFAULTS) is not None:
+        text = normalise_answer(answer) if name == "integer" else answer.strip()
+        if as_integer(text, _DEFAULTS) is not None:
             return None
         digits = text.lstrip("+-")
-        too_long = digits.isdecimal() and len(digits) > math_answer.MAX_DIGITS
+        too_long = digits.isdecimal() and len(digits) > MAX_DIGITS
         return "answer_too_long" if too_long else "answer_not_an_integer"
     if name == "countdown":
         return None if parse_countdown(answer) else "answer_not_a_task"

@@ -25,10 +25,11 @@ CACHE_ROWS = 4096
 
 
 class MathComparison(StrEnum):
-    """Outcome of one comparison."""
+    """Outcome of one comparison, or of one search."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
+    FOUND = "found"
     TIMEOUT = "timeout"
     CRASH = "crash"
 
@@ -48,7 +49,7 @@ class MathChild:
         self._process = ChildProcess(command, start_seconds=start_seconds)
         self._failures = 0
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, str], MathComparison] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, ...], tuple[MathComparison, str]] = OrderedDict()
 
     @property
     def pid(self) -> int | None:
@@ -57,14 +58,24 @@ class MathChild:
 
     def compare(self, gold: str, target: str, *, timeout_seconds: float) -> MathComparison:
         """Tell whether `target` is mathematically equal to `gold`; never raises on their text."""
+        return self._remember({"gold": gold, "target": target}, timeout_seconds)[0]
+
+    def find_value(self, text: str, *, timeout_seconds: float) -> tuple[MathComparison, str]:
+        """Return FOUND and the value that math-verify finds in `text`, empty where it has none.
+
+        Any other outcome is TIMEOUT or CRASH; never raises on the text.
+        """
+        return self._remember({"text": text}, timeout_seconds)
+
+    def _remember(self, asked: dict[str, str], seconds: float) -> tuple[MathComparison, str]:
         with self._lock:
-            key = (gold, target)
+            key = tuple(asked.values())
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key]
-            outcome = self._ask(gold, target, timeout_seconds)
+            outcome = self._ask(asked, seconds)
             # A timeout is remembered too: the same text would only be killed again.
-            if outcome is not MathComparison.CRASH:
+            if outcome[0] is not MathComparison.CRASH:
                 self._cache[key] = outcome
                 if len(self._cache) > CACHE_ROWS:
                     self._cache.popitem(last=False)
@@ -74,9 +85,10 @@ class MathChild:
         """End the child."""
         self._process.close()
 
-    def _ask(self, gold: str, target: str, timeout_seconds: float) -> MathComparison:
+    def _ask(self, asked: dict[str, str], timeout_seconds: float) -> tuple[MathComparison, str]:
+        crash = (MathComparison.CRASH, "")
         if self._failures >= MAX_START_FAILURES:
-            return MathComparison.CRASH
+            return crash
         try:
             self._process.start()
         except OSError as error:
@@ -85,19 +97,19 @@ class MathChild:
                 "verifier child did not start reason=%r; install the extra `planish[reward]`",
                 str(error),
             )
-            return MathComparison.CRASH
+            return crash
         self._failures = 0
-        request = {"gold": gold, "target": target, "alarm_seconds": int(timeout_seconds) + 5}
+        request = {**asked, "alarm_seconds": int(timeout_seconds) + 5}
         try:
             reply = self._process.ask(request, timeout_seconds)
         except TimeoutError:
             logger.warning("verifier timeout seconds=%g", timeout_seconds)
-            return MathComparison.TIMEOUT
+            return MathComparison.TIMEOUT, ""
         except OSError as error:
             logger.warning("verifier crash error=%r", str(error))
-            return MathComparison.CRASH
-        known = {"equal": MathComparison.EQUAL, "different": MathComparison.DIFFERENT}
-        return known.get(str(reply.get("outcome")), MathComparison.CRASH)
+            return crash
+        known = {kind.value: kind for kind in MathComparison}
+        return known.get(str(reply.get("outcome")), crash[0]), str(reply.get("value", ""))
 
 
 _shared: dict[int, MathChild] = {}
@@ -116,3 +128,8 @@ def shared_child() -> MathChild:
 def compare(gold: str, target: str, *, timeout_seconds: float) -> MathComparison:
     """Compare in the shared child."""
     return shared_child().compare(gold, target, timeout_seconds=timeout_seconds)
+
+
+def find_value(text: str, *, timeout_seconds: float) -> tuple[MathComparison, str]:
+    """Search in the shared child."""
+    return shared_child().find_value(text, timeout_seconds=timeout_seconds)

@@ -175,7 +175,7 @@ def check_contract(
                 verdict = verifier(response, answer, options)
                 seconds.append(time.monotonic() - start)
                 scores.append(float("nan") if verdict.score is None else verdict.score)
-                if verdict.error:
+                if verdict.error or verdict.timeout:
                     shown = f"{verdict.reason}, on the response {response[:40]!a}"
                     faults.append(f"{shown} and the answer {answer[:40]!a}")
                 if len(faults) >= MAX_FAULTS:

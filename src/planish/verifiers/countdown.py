@@ -71,7 +71,7 @@ def verify_countdown(response: str, answer: str, options: VerifierOptions) -> Ve
     if given is None:
         lines = [line.strip() for line in response[-TAIL_CHARS:].splitlines()]
         given = next((line for line in reversed(lines) if line), None)
-    if given is None:
+    if not given:
         return not_found()
     expression, equals, claimed = given.strip("$ ").partition("=")
     try:

@@ -1,28 +1,28 @@
 """Find the final answer of a response and compare it: integers by rule, the rest in a child.
 
-Only the last 300 characters of the response are read, never the prompt.
+Only the last 300 characters of the response are read, never the prompt. The form that the prompt
+asks for is looked for first, then the other ones, then what math-verify finds in the text.
 
-Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward).
+Source: DAPO, arXiv 2503.14476, section 2.4 (rule-based reward) and its published normalisation.
 """
 
 from __future__ import annotations
 
 import re
 
-from planish.verifiers.child import MathComparison, compare
+from planish.verifiers.child import MathComparison, compare, find_value
 from planish.verifiers.verdict import (
     Verdict,
     VerifierOptions,
     failed,
     not_found,
     right,
+    timed_out,
     wrong,
 )
 
 TAIL_CHARS = 300
-"""How much of the end of a response is searched for `Answer:`."""
-BOXED_CHARS = 100
-"""How much of the end of a response is searched for a boxed answer."""
+"""How much of the end of a response is searched for an answer."""
 MAX_DIGITS = 64
 """Longest digit string that becomes an integer."""
 MAX_ANSWER_CHARS = 1000
@@ -30,65 +30,183 @@ MAX_ANSWER_CHARS = 1000
 MAX_DEPTH = 16
 """Deepest nesting of brackets that is compared; the time to parse grows quickly with it."""
 
-_ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
+FORMS = {"line": "`Answer:`", "box": r"`\boxed{}`", "hash": "`####`", "tags": "`<answer>`"}
+"""How prompts ask for an answer, in the order in which responses are searched."""
+_ASKED = {
+    "line": re.compile(r"answer[*_]*\s*:", re.IGNORECASE),
+    "box": re.compile(r"\\(?:boxed|fbox)\b"),
+    "hash": re.compile(r"####(?!\s*[A-Z][a-z])"),
+    "tags": re.compile(r"</answer>"),
+}
+_GRADED_AS = {
+    "openai/gsm8k": "hash",
+    "lighteval/MATH": "box",
+    "DigitalLearningGmbH/MATH-lighteval": "box",
+    "HuggingFaceH4/MATH-500": "box",
+    "hiyouga/geometry3k": "box",
+    "math_dapo": "line",
+}
+"""`data_source` of verl to the form that its published rule reads."""
+
+_ANSWER = re.compile(
+    r"Answer[*_]*\s*:[\s*_]*(\$\$.+?\$\$|\\\[.+?\\\]|\\begin\{.+?\\end\{[^\n]*|[^\n]+)",
+    re.IGNORECASE | re.DOTALL,
+)
+_HASH = re.compile(r"####(?![ \t*]*[A-Za-z]{2})([^\n]+)")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _INTEGRAL_DECIMAL = re.compile(r"([+-]?[0-9]+)\.0+")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\{([^{}]*)\}")
+_FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+)
+_WORDS = re.compile(
+    r"(?!.*\b(?:or|and|not|dozen|hundred|thousand|[mbtr]+illion)\b)[A-Za-z\s.:'*$]*",
+    re.IGNORECASE | re.DOTALL,
+)
+_DISPLAY = re.compile(r"\\(?:begin|end)\{(?:align|equation|gather|multline|split)(?:ed)?\*?\}")
+_MINUS = re.compile("\u2212|(?<![0-9])[\u2010-\u2013](?=[0-9.])")
+_DEGREES = re.compile(
+    "(?:\\^\\s*(?:\\\\circ|\\{\\s*\\\\circ\\s*\\})|\\\\degree|\u00b0)"
+    r"(?:\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF]\b))?"
+)
+_TEXT_UNIT = re.compile(
+    r"(?<=[0-9])\s*\\(?:text|mathrm|textrm|mbox)\{(?!\s*[ie]\s*\}|.*\b(?:or|and|[mbtr]+illion|dozen|"
+    r"hundred|thousand)\b)[A-Za-z\s./]*\}(?:\^\{?[23]\}?)?(?=[\s.$]*$)"
+)
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
+_NAME = re.compile(r"\|?\\?[A-Za-z][A-Za-z' ]*(?:_\w|_\{[^{}]*\})?'*(?:\(\w+\))?\|?")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_INDEX = re.compile(r"_\w|_\{[^{}]*\}|(?<=[A-Za-z])\(\w+\)")
 _SPACE = re.compile(r"(?<![0-9A-Za-z.])\s+|\s+(?![0-9A-Za-z.])")
 _UNITS = (
     "apples|cents|centimeters|clips|cm|days|degrees|dollars|euros|feet|ft|gallons|grams|hours|hrs|"
     "inches|integers|kg|kilometers|kilograms|km|liters|meters|miles|minutes|mins|months|mph|people|"
     "percent|points|pounds|seconds|sq|square|students|units|ways|weeks|yards|years"
 )
-_UNIT = re.compile(rf"(?<=[0-9])\s*(?:(?:{_UNITS})\b\s*)+$", re.IGNORECASE)
+_UNIT = re.compile(
+    rf"(?<=[0-9])\s*(?:(?:{_UNITS})\b(?:\^\{{?[23]\}}?|/[a-z]+)?\s*)+$", re.IGNORECASE
+)
 
 
-def extract_answer(response: str) -> str | None:
-    r"""Return the text of the final answer, or None.
+def asked_form(prompt: str, data_source: str = "") -> str | None:
+    """Return the form in which an answer is asked for: a key of `FORMS`, or None.
 
-    The last `Answer: ...` line of the last 300 characters wins; without one, the last balanced
-    `\boxed{...}` of the last 100 characters.
+    Args:
+        prompt: all of its text; the last form that it names counts.
+        data_source: of verl, which chooses where its rule is a published one.
+    """
+    if data_source in _GRADED_AS:
+        return _GRADED_AS[data_source]
+    named = {form: [m.end() for m in mark.finditer(prompt)] for form, mark in _ASKED.items()}
+    last = {form: ends[-1] for form, ends in named.items() if ends}
+    return max(last, key=lambda form: last[form]) if last else None
+
+
+def extract_answer(response: str, form: str = "line") -> str | None:
+    """Return the text of the final answer in one of the `FORMS`; None where there is none of them.
+
+    Of each form the last one counts. A box or tags that are cut off make it empty: no answer, and
+    not the one before.
+
+    Args:
+        response: of which the last 300 characters are searched.
+        form: the one that is looked for first.
     """
     tail = response[-TAIL_CHARS:]
-    matches = _ANSWER.findall(tail)
-    if matches:
-        return str(matches[-1]).strip()
-    return last_boxed(tail[-BOXED_CHARS:])
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}` of `text`, or None."""
-    mark = r"\boxed{"
-    start = text.rfind(mark)
-    while start >= 0:
-        depth = 0
-        for position in range(start + len(mark) - 1, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start + len(mark) : position]
-        start = text.rfind(mark, 0, start)
+    for name in (form, *FORMS):
+        if name == "box":
+            found = last_boxed(tail)
+        elif name == "tags":
+            _, tag, found = tail.rpartition("<answer>")
+            found = found.partition("</answer>")[0] if "</answer>" in found else ""
+            found = found if tag else None
+        else:
+            lines = (_ANSWER if name == "line" else _HASH).findall(tail)
+            found = lines[-1] if lines else None
+        if found is not None:
+            return str(found).strip()
     return None
 
 
-def normalise_answer(text: str) -> str:
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}` of `text`, "" where it is cut off, or None."""
+    marks = list(_BOX.finditer(text))
+    return _box_at(text, marks[-1].end())[0] if marks else None
+
+
+def _box_at(text: str, start: int) -> tuple[str, int]:
+    """Return what a box holds whose mark ends at `start`, and where it ends itself."""
+    if not text.startswith("{", start):
+        bare = re.compile(r"[^\s$\\]*").match(text, start)
+        return (bare[0], bare.end()) if bare else ("", start)
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()], brace.end()
+    return "", len(text)
+
+
+def _unwrap(text: str) -> str:
+    """Take away boxes and the signs around formulas; words around a single one go with them."""
+    text, count = _DISPLAY.subn("", text)
+    text = text.replace("&", "") if count else text
+    boxes = list(_BOX.finditer(text))
+    for box in reversed(boxes):
+        content, end = _box_at(text, box.end())
+        before, after = text[: box.start()], text[end:]
+        if len(boxes) == 1 and _WORDS.fullmatch(before) and _WORDS.fullmatch(after):
+            before = after = ""
+        text = before + content + after
+    formulas = list(_FORMULA.finditer(text))
+    for found in reversed(formulas):
+        before, after = text[: found.start()], text[found.end() :]
+        if len(formulas) == 1 and _WORDS.fullmatch(before) and _WORDS.fullmatch(after):
+            before = after = ""
+        text = before + next(part for part in found.groups() if part is not None) + after
+    return text.replace("\\$", "").replace("$", "")
+
+
+def _right_side(text: str) -> str:
+    """Cut an equation whose left side is one name or has none; nor may what lies between two `=`.
+
+    So `x=9, y=2` stays whole.
+    """
+    left, *sides = _EQUALS.split(text)
+    has_names = [bool(re.search("[A-Za-z,;]", _COMMAND.sub("", side))) for side in (left, *sides)]
+    is_cut = _NAME.fullmatch(left.strip()) or not has_names[0]
+    return sides[-1] if sides and is_cut and not any(has_names[1:-1]) else text
+
+
+def normalise_answer(text: str, *, cut: bool = True) -> str:
     r"""Reduce an answer to the form that is compared.
 
-    What follows the last `=` counts; dollar signs, wrappers such as `\text{}` and `\boxed{}`,
-    trailing units and periods, thousands commas of plain numbers, and spaces go. A space between
-    two digits or letters stays, so that `5 7` is not 57.
+    Boxes, delimiters of formulas and wrappers such as `\text{}` go; so do one name with the only
+    `=`, units, degrees, periods at the end, thousands commas of plain numbers, and spaces. A space
+    between two digits or letters stays, so that `5 7` is not 57.
+
+    Args:
+        text: of an answer.
+        cut: take the right side of an equation whose left side is one name.
 
     Example:
-        >>> normalise_answer(r"x = $\boxed{1,234}$ dollars.")
+        >>> normalise_answer(r"x = $\boxed{1{,}234}$ dollars.")
         '1234'
     """
-    text = text[-MAX_ANSWER_CHARS:].rpartition("=")[2]
-    text = text.replace("\\$", "").replace("$", "").replace("\\!", "").replace("\\,", "")
+    text = _MINUS.sub("-", _unwrap(text[-MAX_ANSWER_CHARS:]))
+    text = re.sub(r"(?<!\\)\\[!,]", "", text).replace("{,}", ",")
+    if text.count("=") > 1 and "\\begin" not in text:
+        text = re.sub(r",?\s+and\s+|\\q?quad\b|\\\\", ",", text)
+    text = re.sub(r"(?<!\\)\\(?:[;:> ]|q?quad\b)|~", " ", text)
+    text = _TEXT_UNIT.sub("", _DEGREES.sub("", text).strip())
     for _ in range(4):
         text, count = _WRAPPER.subn(r"\1", text)
         if count == 0:
             break
-    text = text.strip("* \t").rstrip(".").rstrip("* \t")
+    text = text.strip("* \t\n")
+    text = (_right_side(text) if cut else text).rstrip(". \t\n").rstrip("* \t")
     text = _UNIT.sub("", text).removesuffix("\\%").removesuffix("%")
     text = _SPACE.sub("", text).rstrip(".")
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
@@ -103,15 +221,34 @@ def as_integer(text: str, options: VerifierOptions) -> int | None:
     return int(text)
 
 
-def verify_integer(response: str, answer: str, options: VerifierOptions) -> Verdict:
+def _find(response: str, expected: str, form: str, options: VerifierOptions) -> Verdict | str:
+    """Return the answer as it is compared with `expected`, or the verdict where there is none."""
+    given = extract_answer(response, form)
+    if given is None:
+        outcome, given = find_value(response[-TAIL_CHARS:], timeout_seconds=options.timeout_seconds)
+        if outcome is MathComparison.TIMEOUT:
+            return timed_out()
+        if outcome is MathComparison.CRASH:
+            return failed()
+    if not given:
+        return not_found()
+    has_equation = "=" in expected
+    seen = normalise_answer(given, cut=not has_equation)
+    left, *sides = _EQUALS.split(seen)
+    # `m+n=7` is 7, as DAPO and math-verify have it; `2x=14` is not 14.
+    is_named = len(sides) == 1 and not re.search(r"[0-9^;]", _INDEX.sub("", left))
+    return sides[0] if is_named and not has_equation else seen
+
+
+def verify_integer(
+    response: str, answer: str, options: VerifierOptions, form: str = "line"
+) -> Verdict:
     """Compare the extracted answer with an integer; other ground truths compare as text."""
     expected = normalise_answer(answer)
     if not expected:
         return failed()
-    given = extract_answer(response)
-    if given is None:
-        return not_found()
-    return _by_rule(normalise_answer(given), expected, options)
+    seen = _find(response, expected, form, options)
+    return seen if isinstance(seen, Verdict) else _by_rule(seen, expected, options)
 
 
 def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
@@ -121,29 +258,41 @@ def _by_rule(seen: str, expected: str, options: VerifierOptions) -> Verdict:
     return right(seen) if seen == expected else wrong(seen)
 
 
-def verify_math(response: str, answer: str, options: VerifierOptions) -> Verdict:
+def verify_math(
+    response: str, answer: str, options: VerifierOptions, form: str = "line"
+) -> Verdict:
     """Compare mathematically: by rule where it decides, else in a killable child process."""
     expected = normalise_answer(answer)
     if not expected or len(answer) > MAX_ANSWER_CHARS:
         return failed()
-    given = extract_answer(response)
-    if given is None:
-        return not_found()
-    seen = normalise_answer(given)
+    seen = _find(response, expected, form, options)
+    if isinstance(seen, Verdict):
+        return seen
     ruled = _by_rule(seen, expected, options)
     both_integers = None not in (as_integer(seen, options), as_integer(expected, options))
-    if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen):
+    if ruled.accuracy == 1.0 or both_integers or not _is_comparable(seen, expected):
         return ruled
     outcome = compare(expected, seen, timeout_seconds=options.timeout_seconds)
     if outcome is MathComparison.EQUAL:
         return right(seen)
     if outcome is MathComparison.DIFFERENT:
         return wrong(seen)
-    return failed(seen, timeout=outcome is MathComparison.TIMEOUT)
+    if outcome is MathComparison.CRASH:
+        return failed(seen)
+    # The response is to blame, unless the ground truth takes as long against anything.
+    if compare(expected, "0", timeout_seconds=options.timeout_seconds) is MathComparison.TIMEOUT:
+        return failed(
+            seen, timeout=True, reason=f"the answer {answer!r:.80} takes too long to read"
+        )
+    return timed_out(seen)
 
 
-def _is_comparable(text: str) -> bool:
-    """Refuse what must equal nothing: open or deep brackets, non-ASCII digits, several answers."""
+def _is_comparable(text: str, expected: str) -> bool:
+    """Refuse what must equal nothing: open or deep brackets, non-ASCII digits, several answers.
+
+    Of equations math-verify may compare the last right side alone: none equals a value, unless it
+    is between numbers, and several without a comma equal nothing.
+    """
     braces = brackets = 0
     for character in text:
         braces += {"{": 1, "}": -1}.get(character, 0)
@@ -153,4 +302,8 @@ def _is_comparable(text: str) -> bool:
         if character.isdigit() and not character.isascii():
             return False
     lowered = f" {text.lower()} "
+    sides = _EQUALS.split(text)[:-1]
+    named = [side for side in sides if re.search("[A-Za-z]", _COMMAND.sub("", side))]
+    if (named and "=" not in expected) or (len(named) > 1 and not re.search("[,;]", text)):
+        return False
     return braces == 0 and bool(text) and " or " not in lowered and "boxed" not in lowered

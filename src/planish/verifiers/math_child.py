@@ -18,6 +18,10 @@ MEMORY_BYTES = 4 << 30
 """Address space that the child may use."""
 
 
+DECIMAL_ERROR, EXACT_ERROR = 1e-4, 1e-50
+"""Largest difference of two equal numbers over the larger one: where one is a decimal, or none."""
+
+
 def equal(gold: str, target: str) -> bool:
     """Tell whether two mathematical texts are equal, as math-verify sees them."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -37,15 +41,54 @@ def equal(gold: str, target: str) -> bool:
     return bool(verify(read(gold), read(target), timeout_seconds=None))
 
 
+def value_in(text: str) -> str:
+    """Return the text of the value that math-verify finds in a response, empty for none."""
+    from math_verify import parse
+
+    found = parse(text, parsing_timeout=None)
+    return str(found[-1]) if found else ""
+
+
+def compare_small_numbers() -> None:
+    """Make the library's comparison of numbers a relative one too, wherever it makes it.
+
+    It rounds to so many places behind the point, where all small numbers are equal.
+    """
+    from math_verify import grader
+    from sympy import Float
+
+    rounded = grader.sympy_numeric_eq
+
+    def is_far(a: Any, b: Any) -> bool:
+        try:
+            a, b = (grader.safe_sympy_doit(number) for number in (a, b))
+            if a.free_symbols or b.free_symbols:
+                return False
+            most = DECIMAL_ERROR if a.has(Float) or b.has(Float) else EXACT_ERROR
+            return bool(abs(a - b).evalf() > most * max(abs(a).evalf(), abs(b).evalf()))
+        except (ArithmeticError, AttributeError, TypeError):
+            return False
+
+    def numeric_eq(a: Any, b: Any, *digits: int) -> bool:
+        # 9 % is 9 there.
+        values = grader.get_pct_val(a, a), grader.get_pct_val(b, b)
+        return bool(rounded(a, b, *digits)) and not (is_far(a, b) and is_far(*values))
+
+    grader.sympy_numeric_eq = numeric_eq
+
+
 def answer(request: str, compare: Callable[[str, str], bool]) -> dict[str, str]:
     """Return the reply to one request line."""
     raw = json.loads(request)
     signal.alarm(int(raw["alarm_seconds"]))
     try:
+        if "text" in raw:
+            return {"outcome": "found", "value": value_in(str(raw["text"]))}
         same = compare(str(raw["gold"]), str(raw["target"]))
     except Exception as error:
         # Whatever the mathematics library raises on model text, the text is not the answer.
-        return {"outcome": "different", "error": type(error).__name__}
+        outcome = "found" if "text" in raw else "different"
+        return {"outcome": outcome, "error": type(error).__name__}
     finally:
         signal.alarm(0)
     return {"outcome": "equal" if same else "different"}
@@ -67,6 +110,7 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w", encoding="ascii") as replies:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
+            compare_small_numbers()
             ready = {"outcome": "ready"} if equal("1", "1") else {"error": "1 is not 1"}
         except ImportError as error:
             ready = {"error": str(error)}

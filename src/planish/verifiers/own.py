@@ -19,7 +19,7 @@ from importlib import metadata
 
 from planish.base.errors import ConfigError, VerifierFailure
 from planish.verifiers.child_process import START_SECONDS, ChildProcess, python_module
-from planish.verifiers.verdict import Verdict, VerifierOptions, failed
+from planish.verifiers.verdict import Verdict, VerifierOptions, failed, timed_out
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,9 @@ class OwnVerifier:
                 self._process.close()
                 self._warn("forked; the copies are ended with the child after each such call")
             if "error" in reply:
-                return self._failed(str(reply["error"]))
+                # Ours raise it where a response is to blame; a user's may have lost a server.
+                is_late = "timeout" in reply and self.reference.startswith("planish.verifiers.")
+                return self._failed(str(reply["error"]), timeout=is_late)
             score = float(str(reply.get("score")))
             return Verdict(accuracy=float(score == 1.0), score=score)
 
@@ -138,7 +140,7 @@ class OwnVerifier:
 
     def _failed(self, reason: str, *, timeout: bool = False) -> Verdict:
         self._log_once(reason)
-        return failed(timeout=timeout, reason=f"{self.reference} {reason}")
+        return (timed_out if timeout else failed)(reason=f"{self.reference} {reason}")
 
     def _warn(self, what: str) -> None:
         if self._log_once(what):

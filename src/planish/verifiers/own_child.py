@@ -93,7 +93,7 @@ def score(function: Function, response: str, answer: str) -> float:
     try:
         value = function(response, answer)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"raised {type(error).__name__}: {error}") from None
+        raise ValueError(f"raised {type(error).__name__}: {error}") from error
     seen = f"{value!r:.80} of type {type(value).__name__}"
     if not hasattr(type(value), "__float__"):
         raise ValueError(f"must return a number from 0 to 1, got {seen}")
@@ -121,6 +121,8 @@ def reply_to(function: Function, request: str, forked: list[bool]) -> dict[str, 
         reply["score"] = score(function, raw["response"], raw["answer"])
     except Exception as error:
         reply["error"] = str(error)[:1000]
+        if isinstance(error.__cause__, TimeoutError):
+            reply["timeout"] = True
     finally:
         signal.alarm(0)
     if printed.text:

@@ -28,14 +28,15 @@ class Verdict:
     invalid: bool = False
     """No answer could be found in the response."""
     timeout: bool = False
-    """The comparison did not end in time; `error` is set too."""
+    """The comparison did not end in time: wrong. `error` is set too where the verifier, and not
+    the response, is to blame."""
     error: bool = False
     """The verifier itself failed (timeout, crash, unusable ground truth): accuracy is 0."""
     score: float | None = None
     """Score in [0, 1] of a verifier that gives parts of a point; accuracy is 1 only where this is.
     None: the same as `accuracy`."""
     reason: str = ""
-    """One line on why `error` is set, where the verifier says more than that."""
+    """One line on why `error` or `timeout` is set, where the verifier says more than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,11 @@ def right(extracted: str) -> Verdict:
 def not_found() -> Verdict:
     """Return the verdict on a response that holds no answer."""
     return Verdict(accuracy=0.0, invalid=True)
+
+
+def timed_out(extracted: str = "", *, reason: str = "") -> Verdict:
+    """Return the verdict on a response whose comparison has not ended in time."""
+    return Verdict(0.0, clean_text(extracted), timeout=True, reason=clean_text(reason))
 
 
 def failed(extracted: str = "", *, timeout: bool = False, reason: str = "") -> Verdict:

@@ -99,6 +99,35 @@ def test_end_tokens_of_the_generation_config_are_added_after_the_own_one(tmp_pat
     assert load_tokenizer(tmp_path).eos_token_ids == (2, 7)
 
 
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 2}])
+def test_end_tokens_that_the_model_config_alone_names_count(tmp_path, generation):
+    character_tokenizer(DIGITS).save(tmp_path)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    for config in ({"eos_token_id": [0, 2]}, {"text_config": {"eos_token_id": 0}}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert load_tokenizer(tmp_path).eos_token_ids == (2, 0)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"^config\.json must be a JSON object"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_an_end_token_at_the_end_is_no_text_whatever_its_flags(tmp_path, is_special):
+    from tokenizers import AddedToken
+
+    backend = character_tokenizer(DIGITS).backend
+    backend.add_tokens([AddedToken("<|turn_end|>", special=is_special, normalized=False)])
+    end = backend.convert_tokens_to_ids("<|turn_end|>")
+    backend.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
+    tokenizer = load_tokenizer(tmp_path)
+    digits = tokenizer.encode_response("1+2=3")[:-1]
+    assert tokenizer.decode([*digits, end]) == tokenizer.decode([*digits, end, 2]) == "1+2=3"
+    assert tokenizer.decode(digits) == "1+2=3"
+    assert tokenizer.decode([end]) == tokenizer.decode([]) == ""
+
+
 def test_broken_generation_config_is_named(tmp_path):
     character_tokenizer(DIGITS).save(tmp_path)
     (tmp_path / "generation_config.json").write_text("[")

@@ -66,8 +66,15 @@ def test_the_child_is_reused_and_the_library_stays_out_of_this_process():
 @pytest.mark.slow
 def test_a_comparison_without_end_is_killed_and_the_next_one_works():
     hostile = verify("math", "Answer: 99999999!", "1/2", VerifierOptions(timeout_seconds=1.0))
-    assert (hostile.accuracy, hostile.timeout, hostile.error) == (0.0, True, True)
+    assert (hostile.accuracy, hostile.timeout, hostile.error) == (0.0, True, False)
     assert verify("math", "Answer: 3/6", "1/2").accuracy == 1.0
+
+
+@pytest.mark.slow
+def test_a_ground_truth_that_takes_too_long_itself_is_an_error():
+    verdict = verify("math", "Answer: 1/2", "99999999!", VerifierOptions(timeout_seconds=1.0))
+    assert (verdict.accuracy, verdict.timeout, verdict.error) == (0.0, True, True)
+    assert "takes too long" in verdict.reason
 
 
 def test_a_ground_truth_that_does_not_equal_itself_is_named():
@@ -142,9 +149,13 @@ def test_the_protocol_answers_each_line_and_survives_what_the_library_raises():
         return gold == target
 
     replies = io.StringIO()
-    math_child.serve([request(), request(target="2"), request(target="boom")], replies, compare)
+    texts = [request(text="so it is 18."), request(text="who knows")]
+    asked = [request(), request(target="2"), request(target="boom"), *texts]
+    math_child.serve(asked, replies, compare)
     assert [json.loads(row) for row in replies.getvalue().splitlines()] == [
         {"outcome": "equal"},
         {"outcome": "different"},
         {"outcome": "different", "error": "RecursionError"},
+        {"outcome": "found", "value": "18"},
+        {"outcome": "found", "value": ""},
     ]

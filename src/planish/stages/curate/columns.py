@@ -13,7 +13,7 @@ from planish.stages.curate.config import CurateConfig, parse_map
 from planish.stages.curate.gsm8k import problem_row
 from planish.stages.curate.problem import Drop, Messages, Problem
 from planish.stages.curate.records import DataRow, as_answer, field_of
-from planish.verifiers import answer_fault
+from planish.verifiers import READS_FORMS, answer_fault, asked_form, split_name
 from planish.verifiers.math_answer import last_boxed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -147,6 +147,7 @@ def read_problem(
         question = "\n".join(m["content"] for m in messages if m["role"] != "system")
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
+    verifier = in_asked_form(verifier, messages, fields.get("data_source"))
     trace, source = look("trace"), look("source")
     return Problem(
         question=question,
@@ -164,7 +165,7 @@ def judged_by(config: CurateConfig, verifier: str, answer: str) -> tuple[str, st
     if verifier == "auto":
         fault = answer_fault("integer", answer)
         verifier = "integer" if fault != "answer_not_an_integer" else "math"
-    if verifier in ("integer", "math"):
+    if split_name(verifier)[0] in READS_FORMS:
         # An answer is looked for in one line of a response.
         answer = " ".join(answer.split())
     if verifier == "regex" and config.answer_pattern:
@@ -176,6 +177,14 @@ def is_answered(value: Any) -> bool:
     """Tell whether a value is a conversation that ends with an answer, in place of a prompt."""
     last = value[-1] if isinstance(value, list) and value else None
     return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def in_asked_form(verifier: str, messages: Messages, data_source: Any) -> str:
+    """Return a verifier with the form that it looks for first: what the prompt asks for."""
+    text = "\n".join(message["content"] for message in messages)
+    form = asked_form(text, data_source if isinstance(data_source, str) else "")
+    is_usual = verifier not in READS_FORMS or form in (None, "line")
+    return verifier if is_usual else f"{verifier}/{form}"
 
 
 def read_messages(value: Any) -> Messages | None:
@@ -199,6 +208,6 @@ def read_messages(value: Any) -> Messages | None:
 
 def compose(config: CurateConfig, question: str, verifier: str) -> Messages:
     """Return the messages of a plain-text problem, with the instructions its verifier needs."""
-    if verifier in ("integer", "math"):
+    if split_name(verifier)[0] in READS_FORMS:
         question = f"{config.prompt_prefix}{question}{config.prompt_suffix}"
     return [{"role": "user", "content": question}]

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from planish.stages.curate.problem import Drop, Problem, drop, sift, words
+from planish.verifiers import split_name
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -42,7 +43,9 @@ def remove_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[
     """Keep the first of equal questions; questions with different answers are all dropped."""
     answers: dict[str, set[str]] = {}
     for problem in problems:
-        answers.setdefault(problem.key, set()).add(f"{problem.verifier}/{problem.answer}")
+        answers.setdefault(problem.key, set()).add(
+            f"{split_name(problem.verifier)[0]}/{problem.answer}"
+        )
     kept_keys: set[str] = set()
 
     def judge(problem: Problem) -> Drop | None:

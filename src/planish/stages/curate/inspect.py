@@ -27,7 +27,15 @@ from planish.stages.curate.problem import CurationLedger, Drop, Problem, add_dro
 from planish.stages.curate.records import DataRow, DataTable, read_hub, read_table
 from planish.stages.curate.report import drop_warnings
 from planish.stages.curate.select import select
-from planish.verifiers import VerifierOptions, is_own, verify
+from planish.verifiers import (
+    FORMS,
+    READS_FORMS,
+    VerifierOptions,
+    asked_form,
+    is_own,
+    split_name,
+    verify,
+)
 
 INSPECTED_ROWS = 5000
 """Rows that are kept, and all that is looked at of a data set of the hub."""
@@ -39,6 +47,12 @@ TRIED_ROWS = 4
 """Rows on which each verifier of the user is called; one that hangs costs a single time limit."""
 SAMPLED_PROMPTS = 256
 """Prompts handed on, to be measured in tokens."""
+
+READS_ALL = {
+    "exact": "compares the whole response",
+    "trace": "compares what follows the last `=`",
+}
+"""Verifiers that look for no form of an answer, and what they do."""
 
 _KINDS = {
     str: "text",
@@ -120,7 +134,7 @@ def inspect_data(config: Mapping[str, Mapping[str, Any]], found: Inspection) -> 
         found.rows += data_rows(label, dataset, table, problems, drops, num_rows)
         faults, warnings = answer_faults(label, dataset, table, problems, drops)
         found.faults += faults + verifier_faults(problems[:VERIFIED_ROWS], options)
-        found.warnings += warnings
+        found.warnings += warnings + form_warnings(label, problems)
         found.prompts += [p.messages for p in problems[:SAMPLED_PROMPTS]]
     if not found.faults:
         try_curation(settings, tables, found, is_part=is_part)
@@ -217,7 +231,7 @@ def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> li
         rows = (p for p in problems if p.verifier == name)
         for problem in itertools.islice(rows, TRIED_ROWS):
             verdict = verify(name, problem.answer, problem.answer, options)
-            if verdict.error:
+            if verdict.error or verdict.timeout:
                 faults.append(
                     f"the verifier {name!r} must give a number from 0 to 1 for any response, got: "
                     f"{' '.join(verdict.reason.split())}, called with the answer of "
@@ -226,6 +240,33 @@ def verifier_faults(problems: Sequence[Problem], options: VerifierOptions) -> li
                 )
                 break
     return faults
+
+
+def form_of(problem: Problem) -> str | None:
+    """Return the form in which the text of a prompt asks for its answer."""
+    return asked_form("\n".join(message["content"] for message in problem.messages))
+
+
+def form_warnings(label: str, problems: Sequence[Problem]) -> list[str]:
+    """Return where prompts ask for an answer in another form than their verifier looks for first.
+
+    Args:
+        label: as of `data_rows`.
+        problems: those of the data set.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for problem in problems:
+        name, form = split_name(problem.verifier)
+        asked = form_of(problem)
+        if asked and (asked != (form or "line") if name in READS_FORMS else name in READS_ALL):
+            found[asked, problem.verifier] += 1
+    return [
+        f"{count} of {len(problems)} prompts of the {label} ask for the answer as {FORMS[asked]}, "
+        f"but the verifier `{name}` "
+        + (READS_ALL.get(name) or f"looks for {FORMS[split_name(name)[1] or 'line']} first")
+        + "; change the prompts or `curate.verifier`"
+        for (asked, name), count in found.items()
+    ]
 
 
 def _short(drop: Drop) -> str:
@@ -261,6 +302,8 @@ def data_rows(
         rows.append((f"- {reason}", f"{len(those)} rows ({', '.join(those[:3])}{more})"))
     judges = Counter(problem.verifier for problem in problems)
     rows.append(("- verifiers", ", ".join(f"{code_span(k)} {v}" for k, v in judges.most_common())))
+    asked = Counter(FORMS[form] if (form := form_of(p)) else "not said" for p in problems)
+    rows.append(("- answers asked for as", ", ".join(f"{k} {v}" for k, v in asked.most_common())))
     led = sum(problem.messages[0]["role"] == "system" for problem in problems)
     if led:
         rows.append(("- system message", f"in {led} of {len(problems)} prompts"))

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from planish.base.errors import ConfigError
 from planish.stages.curate.problem import Drop, Problem, drop
-from planish.verifiers import answer_fault
+from planish.verifiers import READS_FORMS, answer_fault, split_name
 
 MAX_CHARS = 200
 """Longest answer that is read."""
@@ -338,7 +338,8 @@ def rewrite_problems(
     kept: list[Problem] = []
     drops: list[Drop] = []
     for problem in problems:
-        if problem.verifier not in ("math", "integer"):
+        name, form = split_name(problem.verifier)
+        if name not in READS_FORMS:
             kept.append(problem)
             continue
         done = rewrite(problem.question, problem.answer)
@@ -353,7 +354,9 @@ def rewrite_problems(
         if done.method == "rejected":
             drops.append(drop(problem, done.reason))
         elif done.method == "unchanged":
-            kept.append(replace(problem, answer=done.integer_answer, verifier="integer"))
+            kept.append(
+                replace(problem, answer=done.integer_answer, verifier=f"integer/{form}".rstrip("/"))
+            )
         else:
             kept.append(
                 replace(

@@ -95,6 +95,7 @@ def scalars(
         "truncated_fraction": float((finish == FinishReason.LENGTH).mean()),
         "refused_fraction": float((finish == FinishReason.ABORT).mean()),
         "verifier_errors": float(sum(v.error for v in verdicts)),
+        "verifier_timeouts": float(sum(v.timeout for v in verdicts)),
         "response_length_mean": float(lengths.mean()),
         "num_generated_tokens": float(lengths.sum()),
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from planish.records.rewards import nothing_learnt
+from planish.records.rewards import judged_late, nothing_learnt
 from planish.stages.report import tables
 from planish.stages.report.facts import CANCELLED, ReportFacts, SampleComparison
 from planish.stages.report.figures.charts import Chart
@@ -76,6 +76,7 @@ class Page:
     failure: Failure | None = None
     """None after success."""
     unlearnt: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
     """Iterations that could teach nothing, and why."""
     recovery: list[Chart] = field(default_factory=list)
     """The picture of what disturbed the run; empty where nothing did."""
@@ -152,6 +153,11 @@ def build_page(facts: ReportFacts, *, failed_task: str, error_message: str) -> P
             f"iteration {task.iteration}: {told}"
             for task in facts.tasks
             if task.stage == "reward" and (told := nothing_learnt(task.metrics))
+        ][-MAX_LISTED:],
+        late=[
+            f"iteration {task.iteration}: {told}"
+            for task in facts.tasks
+            if task.stage == "reward" and (told := judged_late(task.metrics))
         ][-MAX_LISTED:],
         recovery=[chart] if (chart := recovery(facts)) else [],
         happenings=[(_utc(one.begin_seconds), one.text) for one in facts.happenings[:MAX_LISTED]],

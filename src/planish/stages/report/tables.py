@@ -21,8 +21,8 @@ NEWEST_SCORES = 4
 """Evaluations with a column, beside the first and the best one."""
 _ERROR = "_standard_error"
 _SHARES = ("accuracy", "pass@", "cons@", "greedy", "invalid", "truncated", "refused")
-_LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_errors")
-_QUIET = ("refused_fraction", "verifier_errors")
+_LESS_IS_BETTER = ("invalid", "truncated", "refused", "verifier_")
+_QUIET = ("refused_fraction", "verifier_errors", "verifier_timeouts")
 """Scores that are shown only where one of them is not 0."""
 _LABELS = {
     "greedy": "greedy (temperature 0)",
@@ -31,6 +31,7 @@ _LABELS = {
     "refused_fraction": "responses that the engine refused",
     "response_length_mean": "mean response length (tokens)",
     "verifier_errors": "verifier errors",
+    "verifier_timeouts": "responses that took the verifier too long",
 }
 
 

@@ -31,7 +31,8 @@ class RewardConfig(Section):
     Where advantages compare a group, such groups add nothing to the gradient but count in its
     denominators."""
     max_verifier_error_rate: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of verified rows whose verifier may fail before the whole stage fails."""
+    """Share of verified rows whose verifier may fail before the whole stage fails. A response that
+    takes it too long is wrong, and none of them."""
     accept_integral_decimals: bool = True
     """`5.0` equals 5."""
     verifier_timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)

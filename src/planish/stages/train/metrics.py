@@ -10,7 +10,7 @@ from planish.algorithms.base import TrainBatch
 from planish.algorithms.losses import value_losses
 from planish.algorithms.masked import masked_mean
 
-_COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped")
+_COUNTS = ("num_rollouts", "num_tokens", "skipped", "value_skipped", "entropy_error")
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -185,36 +184,6 @@ class ShardedModel:
         if self.grid.ranks.size == 1:
             return result
         return self.grid.sum(result.to(self.device)).cpu()
-
-    def measure(
-        self,
-        batch: TrainBatch,
-        mask: Tensor,
-        score: Score,
-        loss_fn: Callable[..., LossOutput],
-        tally: Tally,
-        weight: float,
-    ) -> None:
-        """Take the metrics of the loss into a tally, without gradients.
-
-        Args:
-            batch: as for `step`.
-            mask: as for `step`.
-            score: as for `step`.
-            loss_fn: as for `step`.
-            tally: where they go.
-            weight: how many tokens each token stands for.
-        """
-
-        def take(micro: Micro, results: list[Tensor]) -> Tensor:
-            output = loss_fn(*results, micro.batch)
-            pairs = output.means.items()
-            means = {name: (total * weight, count * weight) for name, (total, count) in pairs}
-            tally.add(replace(output, means=means))
-            return output.loss
-
-        with torch.no_grad():
-            self._run(batch, mask, score, take, learns=False)
 
     def step(
         self,

@@ -94,7 +94,8 @@ class Trainer(Protocol):
 
         Returns:
             The metrics of the loss, `loss`, `grad_norm` before clipping, and `skipped`: 1 where
-            the gradient was not finite and no step was made.
+            the gradient was not finite and no step was made. Where a few rows stood for many,
+            `approx_kl_error` and `entropy_error` are the standard errors of those two.
         """
 
     def value_step(

@@ -57,6 +57,7 @@ def test_scalars_by_hand():
     assert found["truncated_fraction"] == pytest.approx(1 / 6)
     assert found["refused_fraction"] == pytest.approx(1 / 6)
     assert found["verifier_errors"] == 1.0
+    assert found["verifier_timeouts"] == 0.0
     assert found["response_length_mean"] == pytest.approx(14 / 6)
     assert found["num_generated_tokens"] == 14.0
     assert (found["num_prompts"], found["num_samples"]) == (2.0, 3.0)

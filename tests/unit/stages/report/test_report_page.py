@@ -318,6 +318,15 @@ def test_metrics_are_the_known_scalars(healthy_facts):
     assert "accuracy_after" not in as_metrics(as_summary(empty))
 
 
+def test_responses_that_were_not_judged_in_time_are_told_by_iteration():
+    metrics = {"num_verifier_timeouts": 2.0, "num_scored_rollouts": 64.0}
+    late = TaskLog("reward", 3, 0, "done", 0.0, 1.0, metrics=metrics)
+    for text in pages(ReportFacts("file:///r", tasks=[late])):
+        assert "iteration 3: 2 of 64 responses took the verifier too long: wrong" in text
+    for text in pages(ReportFacts("file:///r", tasks=[replace(late, metrics={})])):
+        assert "too long" not in text
+
+
 def test_the_distance_from_a_reference_is_drawn_for_runs_with_a_penalty_only():
     plain = ReportFacts("file:///r", updates={k: {"approx_kl": 0.01 * k} for k in (1, 2)})
     assert "Distance from the reference" not in pages(plain)[0]

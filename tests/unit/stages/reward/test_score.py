@@ -6,9 +6,11 @@ import pytest
 from planish.base.config import parse_section
 from planish.base.errors import ConfigError, VerifierFailure
 from planish.records.ragged import Ragged
+from planish.records.rewards import judged_late
 from planish.records.rollouts import FinishReason, RolloutSet
 from planish.stages.reward.config import RewardConfig
 from planish.stages.reward.score import score
+from planish.verifiers.child import MathComparison
 
 STOP, LENGTH, WINDOW, ABORT = FinishReason
 CONFIG = RewardConfig(max_response_tokens=64, overlong_buffer_tokens=16)
@@ -170,6 +172,29 @@ def test_exactly_one_percent_of_errors_is_accepted():
     batch = rollouts(*[[("=7", 5, STOP)]] * 100)
     batch.answer[7] = "mystery"
     assert score(batch, CONFIG).metrics["num_verifier_errors"] == 1
+
+
+def test_a_response_that_takes_the_verifier_too_long_is_wrong_and_ends_nothing(monkeypatch, caplog):
+    def compare(gold, target, *, timeout_seconds):
+        is_late = "hostile" in (gold, target)
+        return MathComparison.TIMEOUT if is_late else MathComparison.DIFFERENT
+
+    monkeypatch.setattr("planish.verifiers.math_answer.compare", compare)
+    texts = ["Answer: x", "Answer: hostile", "Answer: x", "Answer: 1/3"]
+    batch = rollouts([(text, 1, STOP) for text in texts], verifier="math", answer="x")
+    done = score(batch, CONFIG)
+    assert done.rewards.accuracy.tolist() == [1, 0, 1, 0]
+    assert done.rewards.has_reward.all()
+    assert done.metrics["num_verifier_timeouts"] == 1
+    assert done.metrics["num_verifier_errors"] == 0
+    assert done.metrics["num_wrong_rollouts"] == 2
+    assert judged_late(done.metrics) == "1 of 4 responses took the verifier too long: wrong"
+    assert judged_late(score(rollouts([("=7", 1, STOP)]), CONFIG).metrics) == ""
+    assert "1 of 4 responses counted as wrong: they could not be judged in time" in caplog.text
+    # A ground truth that takes as long against anything is to blame itself.
+    batch = rollouts([("Answer: x", 1, STOP)], verifier="math", answer="hostile")
+    with pytest.raises(VerifierFailure, match="'hostile' takes too long to read"):
+        score(batch, CONFIG)
 
 
 def own_reward(tmp_path, monkeypatch, name, value):

@@ -255,5 +255,28 @@ def test_of_many_rows_without_an_advantage_a_few_stand_for_all(tiny, batch):
     scored = rows_scored(part)
     seen = whole.step(mixed, loss_over(mixed), learning_rate=5e-4)
     found = part.step(moving, loss_over(mixed), learning_rate=5e-4, still=still)
+    errors = {name: found.pop(name) for name in ("approx_kl_error", "entropy_error")}
+    assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-6)
     assert found == pytest.approx(seen, abs=1e-6, rel=1e-5)
     assert scored == {True: len(moving), False: STILL_ROWS}
+
+
+def test_what_a_few_rows_tell_of_many_comes_with_its_error(tiny, batch):
+    generator = torch.Generator().manual_seed(3)
+    mixed = batch.take(torch.randint(len(batch), (32,), generator=generator))
+    moved = torch.randn(32, 1, generator=generator) * mixed.policy_mask
+    mixed = mixed.updated(old_logprobs=mixed.old_logprobs + moved)
+    idle = torch.arange(32) >= 8
+    mixed = mixed.updated(advantages=mixed.advantages.masked_fill(idle[:, None], 0.0))
+    moving, still = split_by_gradient(mixed)
+    assert len(still) >= 24
+    trainer, draws = trainer_of(tiny), []
+    exact = trainer.step(mixed, loss_over(mixed), learning_rate=0.0)
+    for _ in range(24):
+        some = still.take(torch.randperm(len(still), generator=generator))
+        draws.append(trainer.step(moving, loss_over(mixed), learning_rate=0.0, still=some))
+    for name in ("approx_kl", "entropy"):
+        apart = torch.tensor([found[name] - exact[name] for found in draws]).double()
+        told = torch.tensor([found[f"{name}_error"] for found in draws]).double()
+        assert bool((told > 0).all())
+        assert 0.5 < float(apart.square().mean().sqrt() / told.square().mean().sqrt()) < 2

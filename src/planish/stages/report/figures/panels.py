@@ -147,7 +147,8 @@ PANELS: tuple[Panel, ...] = (
         "Distance per update",
         "approximate KL (nats per token)",
         "How far the policy moves from the one that sampled the data within one iteration. Spikes "
-        "go with clipped tokens and large gradients.",
+        "go with clipped tokens and large gradients. It is estimated where many rows of a "
+        "mini-batch have no advantage; the metric approx_kl_error is its standard error.",
         (Curve("approximate KL", "teal", (update("approx_kl"),)),),
     ),
     Panel(
