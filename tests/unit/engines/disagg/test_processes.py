@@ -78,6 +78,7 @@ def test_each_rank_sees_an_accelerator_of_its_own(device, visible, seen, monkeyp
 
 
 def test_more_ranks_than_accelerators_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = EngineConfig(name="disagg", expert_ranks=2)
     engine = DisaggEngine(max_rows=4, device="cuda:0", config=config)
