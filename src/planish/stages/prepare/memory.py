@@ -157,9 +157,11 @@ def train_parts(config: Config, shape: ModelShape, sharing: Sharing) -> list[Mem
             f"4 B x {largest:,}{sharing}" + ", one model at a time" * bool(critic),
         ),
     ]
-    layer = kept_by_layer(shape, precision)
+    # Ranks that share tokens keep their part of what a layer keeps (Korthikanti et al., eq. 4).
+    parts_of_tokens = train.get("tensor_parallel", 1) if train.get("sequence_parallel") else 1
+    layer = kept_by_layer(shape, precision) // parts_of_tokens
     if train["activation_checkpointing"]:
-        each = precision.stream * shape.hidden_size
+        each = precision.stream * shape.hidden_size // parts_of_tokens
         how = f"{tokens:,} tokens x {shape.layers} layers x {each:,} B, their inputs"
     else:
         each = layer

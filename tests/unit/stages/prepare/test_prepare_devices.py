@@ -393,3 +393,17 @@ def test_ranks_elsewhere_take_no_device_of_the_pod(tmp_path):
     assert device_faults(config, requests) == []
     found = demands(config, find_shape(config), requests)
     assert {demand.stage for demand in found} == {"train"}
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_ranks_that_share_tokens_keep_their_part_of_the_activations(checkpointing):
+    overrides = 'train.trainer="megatron" train.tensor_parallel=4 train.sequence_parallel='
+
+    def kept(is_shared):
+        again = f" train.activation_checkpointing={checkpointing}"
+        config = configured("dapo-qwen2.5-7b", overrides + is_shared + again)
+        parts = demands(config, find_shape(config), profile_requests(GPUS))[0].parts
+        (found,) = (part.num_bytes for part in parts if part.name == "activations kept")
+        return found
+
+    assert kept("false") == 4 * kept("true") > 0
